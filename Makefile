@@ -1,0 +1,46 @@
+# make demo: install and run the main job.  make test: install and run every check.  make lint: style and types only.
+# The environment is .venv; TORCH names the torch to install first, so that nothing pulls CUDA packages on CPU machines.
+# On an index whose torch carries CUDA: make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+TORCH ?= $(if $(HAS_GPU),'torch>=2.11$(,)<2.14',torch==2.13.0)
+, := ,
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+PACKAGING := setup.py pyproject.toml
+
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint clean
+
+demo: .venv/installed
+	rm -rf runs/quickstart-sft runs/quickstart-grpo
+	$(BIN)/hybridrl train examples/quickstart/sft.yaml
+	$(BIN)/hybridrl convert runs/quickstart-sft runs/quickstart-sft/hf --to hf
+	$(BIN)/hybridrl train examples/quickstart/grpo.yaml
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+.venv/torch:
+	$(PYTHON) -m venv .venv
+	$(PIP) $(TORCH)
+	touch $@
+
+.venv/installed: .venv/torch $(PACKAGING)
+	$(PIP) -e .
+	touch $@
+
+.venv/installed-test: .venv/torch $(PACKAGING)
+	$(PIP) -e '.[test]'
+	touch $@ .venv/installed
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,22 @@
+"""hybridrl: a Megatron-first engine that post-trains large language models with reinforcement learning.
+
+Importing this package imports no torch: `Trainer` is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybridrl.trainer.loop import Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Trainer", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Trainer":
+        from hybridrl.trainer.loop import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'hybridrl' has no attribute {name!r}")

@@ -1,0 +1,55 @@
+"""The table of algorithms by name. Importing it imports no torch; `make_algorithm` does."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from hybridrl.config.schema import AlgorithmConfig, CustomAlgorithmConfig
+from hybridrl.errors import UserError
+
+if TYPE_CHECKING:
+    from hybridrl.algorithms.base import Algorithm
+
+ALGORITHMS = {
+    "grpo": "hybridrl.algorithms.grpo:Grpo",
+    "ppo": "hybridrl.algorithms.ppo:Ppo",
+    "sft": "hybridrl.algorithms.sft:Sft",
+}
+_METHODS = ("name", "needs", "advantages", "denominator", "loss")
+
+
+def make_algorithm(config: AlgorithmConfig) -> Algorithm:
+    """Makes the algorithm that the section names.
+
+    One of the table gets its section; a user's class, `package.module:Class`, gets the section's
+    `options` as keyword arguments.
+
+    Raises:
+        UserError: the class cannot be imported or made, or lacks a part of an Algorithm.
+    """
+    if not isinstance(config, CustomAlgorithmConfig):
+        made: Algorithm = _load(ALGORITHMS[config.name])(config)
+        return made
+    try:
+        algorithm: Algorithm = _load(config.name)(**config.options)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise _not_made(config.name, f"{type(error).__name__}: {error}") from error
+    required = [*_METHODS]
+    if hasattr(algorithm, "needs") and algorithm.needs.values:
+        required.append("value_loss")
+    missing = [name for name in required if not hasattr(algorithm, name)]
+    if missing:
+        raise _not_made(config.name, f"It has no {', '.join(missing)}.")
+    return algorithm
+
+
+def _load(path: str) -> type:
+    module, _, attribute = path.partition(":")
+    found: type = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def _not_made(path: str, reason: str) -> UserError:
+    allowed = f"{', '.join(ALGORITHMS)} or package.module:Class of an Algorithm"
+    return UserError("algorithm.name", path, allowed, reason)

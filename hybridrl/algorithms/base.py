@@ -1,0 +1,98 @@
+"""What an algorithm is: which columns it needs, its advantages, its denominator and its loss.
+
+An algorithm sees per-token log-probabilities, never logits. It sees the whole batch in
+`advantages` and `denominator`, the same on every rank, and one micro-batch (of one
+context-parallel rank) in `loss`, so it must give the same gradient however the batch is cut. Owns
+no tensor and does no communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from hybridrl.batch import MicroBatch, TrainBatch
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the trainer has to provide before `advantages` is called.
+
+    Args:
+        rollouts: sampled responses and rewards; False takes demonstrations from the data.
+        reference: `reference_logp_T`, from the frozen first weights.
+        values: `values_T`, from a critic; the algorithm is then a CriticAlgorithm.
+        old_logps: `old_logp_T` even when a step makes one update, for the advantages. The loss
+            itself takes the policy's own detached log-probabilities where the column is None.
+    """
+
+    rollouts: bool = True
+    reference: bool = False
+    values: bool = False
+    old_logps: bool = False
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What a loss returns for one micro-batch.
+
+    Args:
+        loss: scalar with a gradient, already divided by the global denominator; the batch's loss
+            is the plain sum over micro-batches and ranks.
+        metrics: detached scalars. Sums over positions, to be added up and divided by the
+            denominator; a name that ends in `_max` is a maximum instead.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Algorithm(Protocol):
+    """What the trainer calls; see the module for who sees what."""
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        ...
+
+    @property
+    def needs(self) -> Needs:
+        """What must be computed for it."""
+        ...
+
+    def advantages(self, batch: TrainBatch) -> TrainBatch:
+        """Returns the step's batch with `advantages_T` (and `returns_T` for a critic) filled."""
+        ...
+
+    def denominator(self, batch: TrainBatch) -> float:
+        """Returns what the losses of this mini-batch are divided by, all ranks' samples counted."""
+        ...
+
+    def loss(
+        self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
+    ) -> LossOutput:
+        """Returns the policy's loss on the positions of a micro-batch.
+
+        Args:
+            logp_S: log-probability of each position's target under the policy, with a gradient.
+            entropy_S: entropy of the policy at each position, nats.
+            micro: the columns at the same positions; only `loss_mask_S` may count.
+            denominator: as `denominator` gave it for the whole mini-batch.
+        """
+        ...
+
+
+@runtime_checkable
+class CriticAlgorithm(Algorithm, Protocol):
+    """An algorithm that also trains a critic."""
+
+    def value_loss(self, values_S: Tensor, micro: MicroBatch, denominator: float) -> LossOutput:
+        """Returns the critic's loss; arguments as in `loss`, `values_S` with a gradient."""
+        ...
+
+
+def num_response_tokens(batch: TrainBatch) -> float:
+    """Returns the denominator of a mean over all response tokens of a mini-batch."""
+    return float(batch.response_lengths_B.sum())

@@ -1,0 +1,35 @@
+"""Supervised fine-tuning: the mean negative log-likelihood of the demonstrations' tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybridrl.algorithms.base import LossOutput, Needs, num_response_tokens
+from hybridrl.batch import MicroBatch, TrainBatch
+from hybridrl.config.schema import SftConfig
+
+
+class Sft:
+    """Learns the response column of the data; needs no rollouts, no rewards and no other model."""
+
+    name = "sft"
+    needs = Needs(rollouts=False)
+
+    def __init__(self, config: SftConfig) -> None:
+        self.config = config
+
+    def advantages(self, batch: TrainBatch) -> TrainBatch:
+        """Returns the batch as it is: demonstrations have no advantages."""
+        return batch
+
+    def denominator(self, batch: TrainBatch) -> float:
+        """Returns the number of response tokens."""
+        return num_response_tokens(batch)
+
+    def loss(
+        self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
+    ) -> LossOutput:
+        """Returns the negative log-likelihood; arguments as in `Algorithm.loss`."""
+        logp_S = logp_S.masked_fill(~micro.loss_mask_S, 0.0)
+        entropy = entropy_S.detach().masked_fill(~micro.loss_mask_S, 0.0).sum()
+        return LossOutput(-logp_S.sum() / denominator, {"policy/entropy": entropy})

@@ -1,0 +1,366 @@
+"""The data contract: what flows through a step, as frozen stage types that check what enters them.
+
+    Prompt -> Rollout -> RolloutBatch -> ScoredBatch -> TrainBatch -> MicroBatch
+
+Owns the layout of a batch; knows nothing about engines, models or algorithms. A batch of B
+samples is ragged and flat: `tokens_T` holds the prompt and response tokens of one sample after
+the other, `lengths_B` and `prompt_lengths_B` say where each ends. Entry t of a per-token column
+is about token t, given its predecessors in its own sample, and is zero on prompt tokens. Batches
+live on the CPU, so that no check waits for a device; a `MicroBatch` is what is moved to one.
+Invariant: an object of these types that exists has passed every check, and is never changed
+afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from functools import cached_property
+from itertools import chain
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridrl.batch_checks import COLUMNS, INTEGER, NO_MASK, BatchError, Producer, check
+from hybridrl.micro_batch import MicroBatch
+from hybridrl.samples import Prompt, Rollout
+
+__all__ = [
+    "BatchError",
+    "MicroBatch",
+    "Producer",
+    "Prompt",
+    "Rollout",
+    "RolloutBatch",
+    "ScoredBatch",
+    "TrainBatch",
+]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RolloutBatch:
+    """B sampled responses with their prompts.
+
+    Fields: `prompts` one a sample; `sample_ids_B`; `group_B` the index of the prompt within the
+    step, shared by the samples of one prompt; `tokens_T` (T,) int64; `lengths_B` prompt and
+    response together; `prompt_lengths_B`; `behaviour_logp_T` (T,) float32; `versions_B` the
+    weights' version; `finished_B` whether the end token came; `producer` who made the batch.
+    """
+
+    prompts: tuple[Prompt, ...]
+    sample_ids_B: Tensor
+    group_B: Tensor
+    tokens_T: Tensor
+    lengths_B: Tensor
+    prompt_lengths_B: Tensor
+    behaviour_logp_T: Tensor
+    versions_B: Tensor
+    finished_B: Tensor
+    producer: Producer
+
+    def __post_init__(self) -> None:
+        self._check_lengths()
+        for name, value in self.columns().items():
+            self._check_column(name, value, self.producer)
+        if bool(self.tokens_T.lt(0).any()):
+            got = f"returned the token {int(self.tokens_T.min())}"
+            raise BatchError(self.producer, "tokens_T", got, "token numbers of at least 0")
+
+    def _check_lengths(self) -> None:
+        for name in ("lengths_B", "prompt_lengths_B"):
+            check(getattr(self, name), name, INTEGER, self.num_samples, self.producer, NO_MASK)
+        if not self.prompts:
+            raise BatchError(self.producer, "prompts", "returned no sample", "1 sample or more")
+        if [len(p.tokens) for p in self.prompts] != self.prompt_lengths_B.tolist():
+            got = "returned lengths that differ from those of its prompts"
+            raise BatchError(
+                self.producer, "prompt_lengths_B", got, "the number of tokens of each prompt"
+            )
+        wrong = (self.prompt_lengths_B < 1) | (self.lengths_B <= self.prompt_lengths_B)
+        if bool(wrong.any()):
+            i = int(wrong.nonzero()[0])
+            prompt, total = int(self.prompt_lengths_B[i]), int(self.lengths_B[i])
+            got = f"returned {prompt} prompt and {total - prompt} response tokens for sample {i}"
+            raise BatchError(self.producer, "lengths_B", got, "1 or more of each")
+
+    def _check_column(self, name: str, value: object, producer: Producer) -> None:
+        column = COLUMNS[name]
+        size = self.num_tokens if column.per_token else self.num_samples
+        mask_T = self.response_mask_T if column.response_only else NO_MASK
+        check(value, name, column, size, producer, mask_T)
+
+    def columns(self) -> dict[str, Tensor]:
+        """Returns the columns of the table that this batch carries."""
+        found = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name in COLUMNS)
+        return {name: value for name, value in found if value is not None}
+
+    @classmethod
+    def from_rollouts(
+        cls, rollouts: Sequence[Rollout], groups: Sequence[int], producer: Producer
+    ) -> RolloutBatch:
+        """Builds the batch of these rollouts; `groups[i]` is the index of rollout i's prompt."""
+        if len(groups) != len(rollouts):
+            got = f"returned {len(groups)} groups for {len(rollouts)} rollouts"
+            raise BatchError(producer, "group_B", got, "one group a rollout")
+        prompt_of: dict[int, int] = {}
+        for rollout, group in zip(rollouts, groups, strict=True):
+            if len(rollout.logps) != len(rollout.tokens):
+                got = f"returned {len(rollout.logps)} logps for sample {rollout.sample_id}"
+                raise BatchError(
+                    producer, "behaviour_logp_T", got, f"{len(rollout.tokens)}, one a token"
+                )
+            if prompt_of.setdefault(group, rollout.prompt.prompt_id) != rollout.prompt.prompt_id:
+                got = f"returned group {group} with several prompts"
+                raise BatchError(producer, "group_B", got, "one prompt a group")
+        logps = ([0.0] * len(r.prompt.tokens) + list(r.logps) for r in rollouts)
+        tokens_T, lengths_B, prompt_lengths_B = _flatten(
+            [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts]
+        )
+        return RolloutBatch(
+            prompts=tuple(r.prompt for r in rollouts),
+            sample_ids_B=torch.tensor([r.sample_id for r in rollouts], dtype=torch.int64),
+            group_B=torch.tensor(list(groups), dtype=torch.int64),
+            tokens_T=tokens_T,
+            lengths_B=lengths_B,
+            prompt_lengths_B=prompt_lengths_B,
+            behaviour_logp_T=torch.from_numpy(np.fromiter(chain.from_iterable(logps), np.float32)),
+            versions_B=torch.tensor([r.version for r in rollouts], dtype=torch.int64),
+            finished_B=torch.tensor(
+                [r.finish_reason == "stop" for r in rollouts], dtype=torch.bool
+            ),
+            producer=producer,
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return len(self.prompts)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """T: prompt and response tokens together."""
+        return int(self.lengths_B.sum())
+
+    @property
+    def response_lengths_B(self) -> Tensor:
+        """Number of response tokens of each sample, (B,) int64."""
+        return self.lengths_B - self.prompt_lengths_B
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Where each sample starts in `tokens_T`, and at last T: (B + 1,) int64."""
+        return torch.nn.functional.pad(self.lengths_B.cumsum(0), (1, 0))
+
+    @cached_property
+    def sample_index_T(self) -> Tensor:
+        """Which sample of the batch each token belongs to, (T,) int64."""
+        return torch.repeat_interleave(self.lengths_B)
+
+    @cached_property
+    def response_mask_T(self) -> Tensor:
+        """Which tokens were generated (or demonstrated), (T,) bool."""
+        starts_B = self.offsets[:-1] + self.prompt_lengths_B
+        return torch.arange(self.num_tokens) >= starts_B[self.sample_index_T]
+
+    def join_columns(self, producer: Producer, **columns: Tensor) -> Self:
+        """Returns the batch with these columns added or replaced; errors name `producer`."""
+        allowed = [f.name for f in fields(self) if f.name in COLUMNS]
+        for name, value in columns.items():
+            if name not in allowed:
+                near = get_close_matches(name, allowed, 1)
+                remedy = f"Did you mean {near[0]}?" if near else ""
+                raise BatchError(
+                    producer, name, "returned an unknown column", ", ".join(allowed), remedy
+                )
+            self._check_column(name, value, producer)
+        return replace(self, **columns)  # type: ignore[arg-type]
+
+    def select(self, indices: Sequence[int] | Tensor) -> Self:
+        """Returns the samples at `indices`, in that order."""
+        index_B = torch.as_tensor(indices, dtype=torch.int64)
+        if index_B.ndim != 1 or bool(((index_B < 0) | (index_B >= self.num_samples)).any()):
+            got = f"was asked for the samples {index_B.tolist()}"
+            raise BatchError(
+                self.producer, "indices", got, f"a list of indices from 0 to {self.num_samples - 1}"
+            )
+        lengths_B = self.lengths_B[index_B]
+        shift_B = self.offsets[index_B] - (lengths_B.cumsum(0) - lengths_B)
+        token_index_T = torch.arange(int(lengths_B.sum())) + torch.repeat_interleave(
+            shift_B, lengths_B
+        )
+        chosen: dict[str, Any] = {
+            name: value[token_index_T if COLUMNS[name].per_token else index_B]
+            for name, value in self.columns().items()
+        }
+        chosen |= self._select_parts(index_B)
+        prompts = tuple(self.prompts[i] for i in index_B.tolist())
+        return replace(
+            self,
+            prompts=prompts,
+            lengths_B=lengths_B,
+            prompt_lengths_B=self.prompt_lengths_B[index_B],
+            **chosen,
+        )
+
+    def split(self, parts: int | Sequence[int]) -> list[Self]:
+        """Returns consecutive parts of the batch: `parts` equal ones, or parts of these sizes."""
+        sizes = (
+            [self.num_samples // max(parts, 1)] * parts if isinstance(parts, int) else list(parts)
+        )
+        if sum(sizes) != self.num_samples or min(sizes, default=0) < 1:
+            got = f"was asked to split {self.num_samples} samples into {parts}"
+            raise BatchError(
+                self.producer, "parts", got, "non-empty parts that add up to all samples"
+            )
+        starts = np.cumsum([0, *sizes]).tolist()
+        return [self.select(range(a, b)) for a, b in zip(starts, starts[1:], strict=False)]
+
+    @classmethod
+    def concat(cls, batches: Sequence[Self]) -> Self:
+        """Returns one batch of the samples of all `batches`, which carry the same columns."""
+        if not batches:
+            raise BatchError(
+                Producer.here("concat"), "batches", "was given no batch", "1 batch or more"
+            )
+        first = batches[0]
+        for batch in batches[1:]:
+            if type(batch) is not type(first) or batch._column_names() != first._column_names():
+                got = f"returned a {type(batch).__name__} with {sorted(batch._column_names())}"
+                expected = f"a {type(first).__name__} with {sorted(first._column_names())}"
+                raise BatchError(batch.producer, "batches", got, expected)
+        names = [*first.columns(), "lengths_B", "prompt_lengths_B"]
+        joined: dict[str, Any] = {n: torch.cat([getattr(b, n) for b in batches]) for n in names}
+        joined |= first._concat_parts(batches)
+        return replace(
+            first, prompts=tuple(chain.from_iterable(b.prompts for b in batches)), **joined
+        )
+
+    def _column_names(self) -> set[str]:
+        return set(self.columns())
+
+    def _select_parts(self, index_B: Tensor) -> dict[str, Any]:
+        return {}
+
+    def _concat_parts(self, batches: Sequence[Any]) -> dict[str, Any]:
+        return {}
+
+    def _fields(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def scored(
+        self, reward_B: Tensor, reward_parts: Mapping[str, Tensor], producer: Producer
+    ) -> ScoredBatch:
+        """Returns the batch with rewards and their named parts, each (B,) float32."""
+        column = COLUMNS["reward_B"]
+        for name, value in {"reward_B": reward_B, **reward_parts}.items():
+            check(value, name, column, self.num_samples, producer, NO_MASK)
+        return ScoredBatch(**self._fields(), reward_B=reward_B, reward_parts=dict(reward_parts))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScoredBatch(RolloutBatch):
+    """A RolloutBatch with `reward_B` (B,) float32 and `reward_parts`, the terms it was made of."""
+
+    reward_B: Tensor
+    reward_parts: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in self.reward_parts.items():
+            check(value, name, COLUMNS["reward_B"], self.num_samples, self.producer, NO_MASK)
+
+    def _column_names(self) -> set[str]:
+        return set(self.columns()) | {f"reward_parts.{name}" for name in self.reward_parts}
+
+    def _select_parts(self, index_B: Tensor) -> dict[str, Any]:
+        return {"reward_parts": {n: part_B[index_B] for n, part_B in self.reward_parts.items()}}
+
+    def _concat_parts(self, batches: Sequence[Any]) -> dict[str, Any]:
+        return {
+            "reward_parts": {
+                n: torch.cat([b.reward_parts[n] for b in batches]) for n in self.reward_parts
+            }
+        }
+
+    def to_train(
+        self,
+        producer: Producer,
+        *,
+        old_logp_T: Tensor | None = None,
+        reference_logp_T: Tensor | None = None,
+        values_T: Tensor | None = None,
+    ) -> TrainBatch:
+        """Returns the batch with the columns that the algorithm needs; advantages come later."""
+        given = {
+            "old_logp_T": old_logp_T,
+            "reference_logp_T": reference_logp_T,
+            "values_T": values_T,
+        }
+        batch = TrainBatch(**ScoredBatch._fields(self))
+        return batch.join_columns(producer, **{n: v for n, v in given.items() if v is not None})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainBatch(ScoredBatch):
+    """A ScoredBatch with what a loss needs, each (T,) float32 or None.
+
+    `old_logp_T` is of the policy at the start of the step, `reference_logp_T` of the frozen
+    reference; `values_T[t]` is the value of the state that token t was sampled from,
+    `returns_T[t]` its target.
+    """
+
+    old_logp_T: Tensor | None = None
+    reference_logp_T: Tensor | None = None
+    values_T: Tensor | None = None
+    advantages_T: Tensor | None = None
+    returns_T: Tensor | None = None
+
+    @classmethod
+    def supervised(cls, prompts: Sequence[Prompt], producer: Producer) -> TrainBatch:
+        """Builds the batch of these prompts' demonstrations; rewards are zero, the rest is None."""
+        for prompt in prompts:
+            if not prompt.response_tokens:
+                got = f"returned prompt {prompt.prompt_id} without a response"
+                raise BatchError(producer, "response_tokens", got, "1 response token or more")
+        tokens_T, lengths_B, prompt_lengths_B = _flatten(
+            [p.tokens for p in prompts], [p.response_tokens or () for p in prompts]
+        )
+        return TrainBatch(
+            prompts=tuple(prompts),
+            sample_ids_B=torch.arange(len(prompts)),
+            group_B=torch.arange(len(prompts)),
+            tokens_T=tokens_T,
+            lengths_B=lengths_B,
+            prompt_lengths_B=prompt_lengths_B,
+            behaviour_logp_T=torch.zeros(len(tokens_T)),
+            versions_B=torch.zeros(len(prompts), dtype=torch.int64),
+            finished_B=torch.ones(len(prompts), dtype=torch.bool),
+            producer=producer,
+            reward_B=torch.zeros(len(prompts)),
+            reward_parts={},
+        )
+
+    def require(self, name: str, needed_by: str) -> Tensor:
+        """Returns the column `name`, or raises BatchError saying that `needed_by` needs it."""
+        value: Tensor | None = getattr(self, name)
+        if value is None:
+            got = f"returned a batch without {name}"
+            raise BatchError(self.producer, name, got, f"the column that {needed_by} needs")
+        return value
+
+
+def _flatten(
+    prompts: Iterable[tuple[int, ...]], responses: Iterable[tuple[int, ...]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the flat tokens, the lengths of the samples and those of their prompts, all int64."""
+    pairs = list(zip(prompts, responses, strict=True))
+    tokens = np.fromiter(chain.from_iterable(chain.from_iterable(pairs)), np.int64)
+    lengths_B = torch.tensor([len(p) + len(r) for p, r in pairs], dtype=torch.int64)
+    return (
+        torch.from_numpy(tokens),
+        lengths_B,
+        torch.tensor([len(p) for p, _ in pairs], dtype=torch.int64),
+    )

@@ -1,0 +1,129 @@
+"""What a value must be to enter a batch: the columns, their check, and the error it raises.
+
+Owns no batch: `batch.py` does, and offers `Producer` and `BatchError` from here as its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Producer:
+    """Who made a value: what it is called, and the file and line of its source."""
+
+    what: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.what} ({Path(self.file).name}:{self.line})"
+
+    @staticmethod
+    def of(source: object, what: str) -> Producer:
+        """Returns the producer that stands for a function, class or object, called `what`."""
+        target: Any = inspect.unwrap(source) if callable(source) else source
+        target = target if inspect.isroutine(target) or inspect.isclass(target) else type(target)
+        return Producer(what, *_source(target))
+
+    @staticmethod
+    def here(what: str) -> Producer:
+        """Returns the producer that stands for the line of code that calls this function."""
+        frame = sys._getframe(1)
+        return Producer(what, frame.f_code.co_filename, frame.f_lineno)
+
+
+@lru_cache
+def _source(target: Callable[..., object]) -> tuple[str, int]:
+    """Returns file and line; remembered, because finding a class's line parses its whole file."""
+    try:
+        file = inspect.getsourcefile(target) or inspect.getfile(target)
+        return file, inspect.getsourcelines(target)[1]
+    except (TypeError, OSError):  # written in C, or in a session without a source file
+        return f"<{target.__module__}>", 0
+
+
+class BatchError(UserError):
+    """A value that does not fit the data contract.
+
+    Args:
+        producer: who made the value.
+        field: the field or column that it was meant for.
+        got: what came, as a verb phrase: "returned shape (4, 12)".
+        expected: what fits: "(4,) floats".
+        remedy: what to do about it, if that is not plain from the rest.
+    """
+
+    def __init__(
+        self, producer: Producer, field: str, got: str, expected: str, remedy: str = ""
+    ) -> None:
+        super().__init__(field, got, expected, remedy)
+        self.producer = producer
+        self.args = (
+            f"{producer} {got}, expected {expected} [{field}]{'. ' if remedy else ''}{remedy}",
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BatchError, (self.producer, self.name, self.value, self.allowed, self.remedy)
+
+
+@dataclass(frozen=True)
+class Column:
+    dtype: torch.dtype
+    per_token: bool = False
+    response_only: bool = False
+
+
+INTEGER, _LOGP = Column(torch.int64), Column(torch.float32, True, True)
+COLUMNS = {
+    "sample_ids_B": INTEGER,
+    "group_B": INTEGER,
+    "versions_B": INTEGER,
+    "finished_B": Column(torch.bool),
+    "tokens_T": Column(torch.int64, per_token=True),
+    "behaviour_logp_T": _LOGP,
+    "reward_B": Column(torch.float32),
+    "old_logp_T": _LOGP,
+    "reference_logp_T": _LOGP,
+    "values_T": _LOGP,
+    "advantages_T": _LOGP,
+    "returns_T": _LOGP,
+}
+_WORDS = {torch.int64: "integers", torch.float32: "floats", torch.bool: "booleans"}
+NO_MASK = torch.zeros(0, dtype=torch.bool)
+
+
+def check(
+    value: object, name: str, column: Column, size: int, producer: Producer, response_mask_T: Tensor
+) -> None:
+    """Raises BatchError unless `value` is a finite CPU tensor (size,) that fits the column."""
+    expected = f"({size},) {_WORDS[column.dtype]}"
+    if not isinstance(value, Tensor):
+        raise BatchError(
+            producer, name, f"returned a {type(value).__name__}", f"a tensor of {expected}"
+        )
+    if value.shape != (size,):
+        raise BatchError(producer, name, f"returned shape {tuple(value.shape)}", expected)
+    if value.dtype != column.dtype or value.device.type != "cpu" or value.requires_grad:
+        got = f"returned {value.dtype} on {value.device}{' with a gradient' * value.requires_grad}"
+        raise BatchError(producer, name, got, f"{column.dtype} on cpu without a gradient")
+    if column.dtype.is_floating_point and not bool((finite := value.isfinite()).all()):
+        first = int((~finite).nonzero()[0])
+        raise BatchError(
+            producer, name, f"returned {value[first].item()} at index {first}", f"finite {expected}"
+        )
+    if column.response_only and bool((value.ne(0) & ~response_mask_T).any()):
+        first = int((value.ne(0) & ~response_mask_T).nonzero()[0])
+        got = f"returned {value[first].item()} at index {first}, a prompt token"
+        raise BatchError(producer, name, got, "zero on prompt tokens")

@@ -1,0 +1,289 @@
+"""Checkpoints of a run: Megatron's sharded format for models, JSON for the loop, complete or not there at all.
+
+A checkpoint is the folder `checkpoints/step_N` with one sharded part a trained model (`policy/`, `critic/`), `state.json`
+(what the loop needs to go on), `hf/` (config.json and tokenizer files, so that it converts by itself),
+`rng_rank_R.safetensors`, and `manifest.json`, the size of every other file. It is written as `step_N.partial` and renamed at
+the end, so a folder without the suffix was complete once; the manifest finds what was lost
+since. Any layout loads any other's checkpoint. All ranks must see the same folder.
+
+Collective: every rank calls `save` and `load` together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors.torch import load_file, save_file
+
+from hybridrl.errors import CheckpointError
+from hybridrl.models.directory import write_side_files
+from hybridrl.parallel.groups import World
+
+STEP_FOLDER = re.compile(r"step_(\d+)")
+PARTIAL = ".partial"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+HF_FILES = "hf"
+
+
+class Saved(Protocol):
+    """A model over all ranks that has weights and, when it is trained, an optimizer."""
+
+    chunks: list[torch.nn.Module]
+    optimizer: Any
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a checkpoint keeps of the HF directory that its policy came from.
+
+    Args:
+        hf_config: content of config.json.
+        family: what `model.family` would have to say.
+        dtype: of the policy's weights, as torch calls it ("bfloat16").
+        side_files: folder with tokenizer files; they need not exist.
+    """
+
+    hf_config: Mapping[str, Any]
+    family: str
+    dtype: str
+    side_files: Path
+
+
+def step_folders(root: Path) -> dict[int, Path]:
+    """Returns the complete checkpoints under `root` by step, oldest first."""
+    if not root.is_dir():
+        return {}
+    found = ((STEP_FOLDER.fullmatch(path.name), path) for path in root.iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Returns the checkpoint that `path` means: itself, or the newest of a run folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MANIFEST).is_file() or STEP_FOLDER.fullmatch(path.name):
+        return path
+    for root in (path, path / "checkpoints"):
+        folders = step_folders(root)
+        if folders:
+            return folders[max(folders)]
+    raise CheckpointError(
+        str(path),
+        "no checkpoint",
+        "a run folder or a checkpoints/step_N folder",
+        "Check the path, or train with checkpoint.every set.",
+    )
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Checks that a checkpoint is whole and returns its `state.json`.
+
+    Raises:
+        CheckpointError: naming the file that is missing, cut short or unreadable.
+    """
+    remedy = f"Delete {folder} to go on from an older checkpoint."
+    manifest = _read_json(folder / MANIFEST, remedy)
+    for name, size in manifest.items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(str(file), "missing", f"a file of {size} bytes", remedy)
+        if file.stat().st_size != size:
+            raise CheckpointError(
+                str(file), f"{file.stat().st_size} bytes", f"{size} bytes, as written", remedy
+            )
+    return _read_json(folder / STATE, remedy)
+
+
+def _read_json(file: Path, remedy: str) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(str(file), "missing", "a JSON object", remedy) from None
+    except ValueError as error:
+        raise CheckpointError(str(file), str(error), "a JSON object", remedy) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(str(file), type(content).__name__, "a JSON object", remedy)
+    return content
+
+
+class CheckpointStore:
+    """Saves and loads the checkpoints of one run.
+
+    Args:
+        root: the run's `checkpoints` folder.
+        world: this rank's place.
+        keep: how many of the newest checkpoints stay.
+    """
+
+    def __init__(self, root: Path, world: World, keep: int) -> None:
+        self.root, self.world, self.keep = root, world, keep
+
+    def newest(self) -> Path | None:
+        """Returns the newest complete checkpoint, the same on all ranks, or None."""
+        folders = step_folders(self.root)
+        return folders[max(folders)] if folders else None
+
+    def save(
+        self, step: int, models: Mapping[str, Saved], state: Mapping[str, Any], files: ModelFiles
+    ) -> Path:
+        """Writes the checkpoint of a step and removes those beyond `keep`.
+
+        Args:
+            step: number of finished steps, names the folder.
+            models: trained models by name.
+            state: what the loop needs besides; JSON.
+            files: of the policy's HF directory.
+        """
+        folder = self.root / f"step_{step}"
+        write_checkpoint(folder, self.world, models, state, files)
+        if self.world.rank == 0:
+            for old in list(step_folders(self.root).values())[: -self.keep]:
+                shutil.rmtree(old)
+        return folder
+
+    def load(self, folder: Path, models: Mapping[str, Saved]) -> dict[str, Any]:
+        """Restores models, optimizers and, in the same layout, random states.
+
+        Returns:
+            The `state` that was saved.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or of a model of other shapes.
+        """
+        with self.world.all_agree("reading the checkpoint"):
+            state = read_state(folder)
+        for name, model in models.items():
+            load_model(folder / name, model, self.world)
+        if state["layout"] == _layout_name(self.world):
+            _set_rng_state(load_file(folder / _rng_file(self.world.rank)))
+        return state
+
+
+def write_checkpoint(
+    folder: Path,
+    world: World,
+    models: Mapping[str, Saved],
+    state: Mapping[str, Any],
+    files: ModelFiles,
+) -> None:
+    """Writes a checkpoint folder; it has its name only when it is complete. Collective."""
+    partial = folder.with_name(folder.name + PARTIAL)
+    with world.all_agree("preparing the checkpoint folder"):
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            for name in (*models, HF_FILES):
+                (partial / name).mkdir(parents=True)
+    with world.all_agree("writing the checkpoint"), world.platform.megatron_phase():
+        for name, model in models.items():
+            dist_checkpointing.save(_sharded(model, is_loading=False), str(partial / name))
+        save_file(_rng_state(), partial / _rng_file(world.rank))
+    with world.all_agree("completing the checkpoint"):
+        if world.rank == 0:
+            content = {
+                **state,
+                "layout": _layout_name(world),
+                "family": files.family,
+                "dtype": files.dtype,
+            }
+            (partial / STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+            write_side_files(partial / HF_FILES, files.hf_config, files.dtype, files.side_files)
+            _seal(partial, folder)
+
+
+def _seal(partial: Path, folder: Path) -> None:
+    """Writes the manifest, makes all files durable and gives the folder its name."""
+    written = sorted(path for path in partial.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(partial)): path.stat().st_size for path in written}
+    (partial / MANIFEST).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
+    for path in [*written, partial / MANIFEST]:
+        with path.open("rb") as handle:
+            os.fsync(handle.fileno())
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def load_model(folder: Path, model: Saved, world: World) -> None:
+    """Loads one sharded part into a model and, when the model is trained, its optimizer."""
+    with world.all_agree(f"loading {folder}"), world.platform.megatron_phase():
+        if not (folder / ".metadata").is_file():
+            raise CheckpointError(
+                str(folder), "no such part", "a sharded checkpoint", "Was it saved by this algorithm?"
+            )
+        try:
+            loaded = dist_checkpointing.load(_sharded(model, is_loading=True), str(folder))
+        except CheckpointingException as error:
+            raise CheckpointError(
+                str(folder),
+                str(error).splitlines()[0],
+                "a checkpoint of this model's shapes",
+                "Load it with the model configuration that wrote it.",
+            ) from error
+        for index, chunk in enumerate(model.chunks):
+            chunk.load_state_dict(loaded[f"model{index}"])
+        if model.optimizer is not None:
+            model.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _sharded(model: Saved, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+    }
+    parts: dict[str, Any] = {
+        f"model{index}": chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        for index, chunk in enumerate(model.chunks)
+    }
+    if model.optimizer is None:
+        return parts
+    weights = parts["model0"] if len(model.chunks) == 1 else dict(parts)
+    if is_loading:
+        # torch's Adam has no state before its first step, and Megatron reads the step count from the state.
+        for optimizer in model.optimizer.chained_optimizers:
+            optimizer._init_optimizer_states_with_dummy_values()
+    parts["optimizer"] = model.optimizer.sharded_state_dict(
+        weights, is_loading=is_loading, metadata=metadata
+    )
+    return parts
+
+
+def _layout_name(world: World) -> str:
+    layout = world.layout
+    return f"{layout.order} tp{layout.tp} cp{layout.cp} dp{layout.dp} pp{layout.pp} vpp{layout.vpp}"
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng_rank_{rank}.safetensors"
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    states = {f"tracker.{k}": v.clone() for k, v in get_cuda_rng_tracker().get_states().items()}
+    states["torch"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    prefix = "tracker."
+    get_cuda_rng_tracker().set_states(
+        {k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)}
+    )
+

@@ -1,0 +1,260 @@
+"""Starts the ranks of one machine and watches them. No torch.
+
+Owns the rank processes: their environment, log files and end. Who waits for whom: the launcher
+waits for every rank; ranks wait for each other only inside collectives. Invariant: when a rank
+fails, no other outlives it by more than the grace and kill delays below, and the exit code is the
+failed rank's (2 for a user's mistake, else 1). Ranks die with their launcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+LAUNCHER_PID = "HYBRIDRL_LAUNCHER_PID"
+LOG_DIR = "HYBRIDRL_LOG_DIR"
+POLL_S = 0.1
+GRACE_S = 3.0  # after the first failure: time for the others to report the same mistake themselves
+KILL_AFTER_S = 10.0
+PR_SET_PDEATHSIG = 1
+LOG_LINES_SHOWN = 20
+
+
+@dataclass
+class _Rank:
+    """One rank process and where it writes."""
+
+    index: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def failed(self) -> bool:
+        """Whether the process has ended with anything but 0."""
+        return self.process.poll() not in (None, 0)
+
+
+def is_rank() -> bool:
+    """Returns whether this process is one rank, started by our launcher or by torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_launched() -> bool:
+    """Returns whether this is a rank of our launcher, which has checked the config already."""
+    return is_rank() and LAUNCHER_PID in os.environ
+
+
+def error_file() -> Path | None:
+    """Returns where this rank tells its launcher what ended it; None outside our launcher."""
+    if not is_launched():
+        return None
+    return Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.error"
+
+
+def die_with_launcher() -> None:
+    """Asks the kernel to end this rank when its launcher dies, however that is (Linux only)."""
+    if is_launched() and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(os.environ[LAUNCHER_PID]):
+            os._exit(1)  # it died before the line above
+
+
+def num_local_gpus() -> int:
+    """Returns how many GPUs the installed torch could use here, without importing it."""
+    if not _torch_has_cuda():
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def launch(
+    arguments: Sequence[str],
+    world_size: int,
+    log_dir: Path,
+    program: Sequence[str] = ("-m", "hybridrl.cli.main"),
+) -> int:
+    """Runs `hybridrl ARGUMENTS` as `world_size` local ranks and waits for all of them.
+
+    Args:
+        arguments: the command line after `hybridrl`.
+        world_size: number of ranks.
+        log_dir: where `rank_N.log` is appended to, and ranks put `rank_N.phase`, `rank_N.error`.
+        program: what Python runs in place of hybridrl, for tests.
+
+    Returns:
+        The exit code: 0, 2 where a rank met a user's mistake, 1 for anything else.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for stale in (*log_dir.glob("rank_*.phase"), *log_dir.glob("rank_*.error")):
+        stale.unlink()
+    with _caught_signals() as received:
+        ranks: list[_Rank] = []
+        try:
+            port = _free_port()
+            for index in range(world_size):
+                ranks.append(_start([*program, *arguments], index, world_size, port, log_dir))
+            _wait(ranks, received)
+            culprits = [rank for rank in ranks if rank.failed]
+        finally:
+            _end(ranks, received)
+    if received:
+        print(f"hybridrl: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
+        return 1
+    return _report(culprits) if culprits else 0
+
+
+def _torch_has_cuda() -> bool:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version_file = Path(spec.origin).with_name("version.py")
+    values: dict[str, object] = {}
+    if version_file.is_file():
+        exec(compile(version_file.read_text(), str(version_file), "exec"), values)
+    return values.get("cuda") is not None
+
+
+def _start(
+    arguments: Sequence[str], index: int, world_size: int, port: int, log_dir: Path
+) -> _Rank:
+    environment = {
+        "OMP_NUM_THREADS": "1",  # ranks share the cores already
+        "PYTHONUNBUFFERED": "1",
+        **os.environ,
+        "RANK": str(index),
+        "LOCAL_RANK": str(index),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        LAUNCHER_PID: str(os.getpid()),
+        LOG_DIR: str(log_dir.absolute()),
+    }
+    log = log_dir / f"rank_{index}.log"
+    with log.open("ab") as file:
+        file.write(f"--- {time.strftime('%F %T')} python {' '.join(arguments)}\n".encode())
+        file.flush()
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=None if index == 0 else file,
+            stderr=subprocess.PIPE if index == 0 else file,
+            start_new_session=True,  # signals reach a rank and its children together, through us
+        )
+    if process.stderr is not None:
+        threading.Thread(target=_copy, args=(process.stderr, log), daemon=True).start()
+    return _Rank(index, process, log)
+
+
+def _copy(source: BinaryIO, log: Path) -> None:
+    """Copies rank 0's stderr to its log and to ours."""
+    with log.open("ab") as file:
+        while block := os.read(source.fileno(), 65536):
+            file.write(block)
+            file.flush()
+            os.write(2, block)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM in a list instead of dying of them."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
+    """Returns when all ranks are done, one has failed and the grace is over, or a signal came."""
+    deadline = float("inf")
+    while not received and any(rank.process.poll() is None for rank in ranks):
+        if deadline == float("inf") and any(rank.failed for rank in ranks):
+            deadline = time.monotonic() + GRACE_S
+        if time.monotonic() > deadline:
+            return
+        time.sleep(POLL_S)
+
+
+def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
+    """Ends every rank still alive, with the signal that came if any, and what ranks had started."""
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.process.send_signal(received[0] if received else signal.SIGTERM)
+    deadline = time.monotonic() + KILL_AFTER_S
+    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if not received and not any(rank.process.poll() != 0 for rank in ranks):
+        return
+    for rank in ranks:
+        with suppress(ProcessLookupError):  # nothing is left of the group: the usual case
+            os.killpg(rank.process.pid, signal.SIGKILL)
+        rank.process.wait()
+
+
+def _report(culprits: Sequence[_Rank]) -> int:
+    """Prints which rank failed first, and why; returns the exit code."""
+    mistaken = [rank for rank in culprits if rank.process.returncode == 2]
+    if mistaken:
+        print(_error_text(mistaken[0]), file=sys.stderr)
+        return 2
+    # A killed rank tears the others' connections; else the first to write its error is the cause.
+    first = min(culprits, key=lambda rank: (rank.process.returncode >= 0, _error_time(rank)))
+    code = first.process.returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    phase_file = first.log.with_suffix(".phase")
+    phase = phase_file.read_text().strip() if phase_file.exists() else "start"
+    host = socket.gethostname()
+    print(
+        f"hybridrl: rank {first.index} on host {host} {how} in phase '{phase}'; "
+        f"the other ranks were ended. Its log is {first.log}",
+        file=sys.stderr,
+    )
+    if first.index != 0 and code > 0:  # rank 0's stderr is on the console already
+        lines = first.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+        print("\n".join(f"  | {line}" for line in lines), file=sys.stderr)
+    return 1
+
+
+def _error_text(rank: _Rank) -> str:
+    file = rank.log.with_suffix(".error")
+    return file.read_text() if file.exists() else f"rank {rank.index} refused; see {rank.log}"
+
+
+def _error_time(rank: _Rank) -> float:
+    file = rank.log.with_suffix(".error")
+    return file.stat().st_mtime if file.exists() else float("inf")

@@ -1,0 +1,272 @@
+"""The command line. No torch in the parent: ranks import heavy modules, inside the commands.
+
+Owns commands, exit codes and what is printed. Exit codes: 0 done; 2 the user's configuration or
+data is wrong (one message, no traceback); 1 anything else. With --json stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from hybridrl.cli.launch import (
+    die_with_launcher,
+    error_file,
+    is_launched,
+    is_rank,
+    launch,
+    num_local_gpus,
+)
+from hybridrl.cli.validate import validate_evaluation, validate_training
+from hybridrl.config.identity import run_folder
+from hybridrl.config.load import load_config
+from hybridrl.config.rules import default_world_size
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Post-trains large language models with reinforcement learning.",
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Knobs set on top, e.g. train.tp=2."),
+]
+World = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of ranks; default: the GPUs, on CPU what the layout needs."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command()
+def check(as_json: Json = False) -> None:
+    """Report what is installed and works, with the command that mends each problem."""
+    from hybridrl.cli import environment
+
+    with _json_only(as_json) as emit:
+        items = environment.inspect()
+        report = environment.as_json(items)
+        emit(report)
+    if not as_json:
+        for item in items:
+            typer.echo(f"{item.status:8} {item.name:20} {item.found}")
+            if item.fix:
+                typer.echo(f"{'':8} fix: {item.fix}")
+    raise typer.Exit(0 if report["ok"] else 1)
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    world: World = None,
+    as_json: Json = False,
+) -> None:
+    """Show layouts, reshard traffic and memory; needs the config and the model's config.json."""
+    from hybridrl.cli.plan import empty_report, plan_report, plan_text
+
+    with _json_only(as_json) as emit:
+        try:
+            loaded = load_config(config, overrides or [])
+            world_size = world or default_world_size(loaded, num_local_gpus())
+            report, violations = plan_report(loaded, world_size)
+        except ConfigError as error:
+            report, violations = empty_report(error), error.violations
+        emit(report)
+    if violations:
+        raise ConfigError(violations)
+    if not as_json:
+        typer.echo(plan_text(report))
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None, world: World = None) -> None:
+    """Train; continues from the newest checkpoint in the run folder."""
+    loaded = load_config(config, overrides or [])
+    if is_rank():
+        if not is_launched():
+            validate_training(loaded, _torchrun_world(world))
+        from hybridrl.trainer.run import train_rank
+
+        train_rank(loaded)
+        return
+    world_size = world or default_world_size(loaded, num_local_gpus())
+    validate_training(loaded, world_size)
+    arguments = ["train", str(config), *(overrides or [])]
+    raise typer.Exit(launch(arguments, world_size, run_folder(loaded) / "logs"))
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    world: World = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder; default: the run's newest.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL file in place of data.eval_prompts.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure accuracy on the evaluation prompts; greedy unless rollout.temperature=T is given."""
+    given = overrides or []
+    loaded = load_config(config, given)
+    is_told = any(override.startswith("rollout.temperature=") for override in given)
+    temperature = loaded.rollout.temperature if is_told else 0.0
+    files = [str(prompts)] if prompts else None
+    if checkpoint is not None and not checkpoint.is_dir():
+        raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Check the path.")
+    if is_rank():
+        if not is_launched():
+            validate_evaluation(loaded, _torchrun_world(world), files)
+        _evaluate_rank(loaded, checkpoint, files, temperature, as_json)
+        return
+    world_size = world or default_world_size(loaded, num_local_gpus())
+    validate_evaluation(loaded, world_size, files)
+    arguments = ["eval", str(config), *given]
+    arguments += ["--checkpoint", str(checkpoint)] if checkpoint else []
+    arguments += ["--prompts", str(prompts)] if prompts else []
+    arguments += ["--json"] if as_json else []
+    with tempfile.TemporaryDirectory(prefix="hybridrl-eval-") as log_dir:
+        raise typer.Exit(launch(arguments, world_size, Path(log_dir)))
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="HF directory, checkpoint or run folder.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
+    to: Annotated[Literal["hf", "megatron"], typer.Option(help="Format to write.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline parallel size of the ranks.")] = 1,
+) -> None:
+    """Convert weights between HF directories and Megatron checkpoints."""
+    if is_rank():
+        from hybridrl.trainer.convert import convert_rank
+
+        convert_rank(source, target, to, tp=tp, pp=pp)
+        return
+    if not source.is_dir():
+        found = "a file" if source.exists() else "no such folder"
+        raise UserError(
+            str(source), found, "an HF directory, a checkpoint or a run folder", "Check SRC."
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(
+            str(target), "something is there already", "a new or empty folder", "Change DST."
+        )
+    arguments = ["convert", str(source), str(target), "--to", to, "--tp", str(tp), "--pp", str(pp)]
+    with tempfile.TemporaryDirectory(prefix="hybridrl-convert-") as log_dir:
+        raise typer.Exit(launch(arguments, tp * pp, Path(log_dir)))
+
+
+def main() -> None:
+    """Runs the command line and ends the process with the command's exit code."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a user's own rewards and families lie where they work
+    die_with_launcher()
+    try:
+        app()
+    except UserError as error:
+        _tell(str(error))
+        _leave(2)
+    except Exception as error:  # the last frame of a process: report, then end with code 1
+        traceback.print_exc()
+        if (file := error_file()) is not None:
+            file.write_text("".join(traceback.format_exception_only(error)))
+        _leave(1)
+
+
+def _tell(message: str) -> None:
+    """Prints a user's mistake; a rank of our launcher leaves that to it, to print it once."""
+    file = error_file()
+    if file is None:
+        typer.echo(message, err=True)
+    else:
+        file.write_text(message)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if is_rank():
+        os._exit(
+            code
+        )  # an orderly exit would wait for collectives that the other ranks never enter
+    sys.exit(code)
+
+
+def _torchrun_world(asked: int | None) -> int:
+    world_size = int(os.environ["WORLD_SIZE"])
+    if asked not in (None, world_size):
+        raise UserError(
+            "--world",
+            asked,
+            f"{world_size}, which torchrun started",
+            "Leave it out under torchrun.",
+        )
+    return world_size
+
+
+def _evaluate_rank(
+    config: Config,
+    checkpoint: Path | None,
+    prompts: list[str] | None,
+    temperature: float,
+    as_json: bool,
+) -> None:
+    from hybridrl.trainer.run import evaluate_rank
+
+    with _json_only(as_json) as emit:
+        result = evaluate_rank(config, checkpoint, prompts, temperature)
+        if os.environ["RANK"] == "0":
+            emit(result)
+    if os.environ["RANK"] == "0" and not as_json:
+        typer.echo(f"accuracy {result['accuracy']:.4f} on {result['num_prompts']} prompts")
+        typer.echo(f"checkpoint {result['checkpoint']}")
+
+
+@contextmanager
+def _json_only(is_wanted: bool) -> Iterator[Callable[[object], None]]:
+    """Gives a function that prints a JSON object; what else is written to stdout goes to stderr.
+
+    Works on the file descriptor, so that C libraries are caught too. Where JSON is not
+    wanted nothing is redirected and the function does nothing.
+    """
+    if not is_wanted:
+        yield lambda content: None
+        return
+    sys.stdout.flush()
+    real = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield lambda content: _write_all(real, json.dumps(content) + "\n")
+    finally:
+        sys.stdout.flush()
+        os.dup2(real, 1)
+        os.close(real)
+
+
+def _write_all(descriptor: int, text: str) -> None:
+    with os.fdopen(os.dup(descriptor), "w") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    main()

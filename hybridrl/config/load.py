@@ -1,0 +1,215 @@
+"""Reads a configuration from YAML and `key=value` overrides. No torch.
+
+Owns turning text into a `Config`, and every fault of that text into one ConfigError that lists all
+violations at once: an unknown key names the nearest key that exists, a wrong value names what is
+allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from yaml import YAMLError
+
+from hybridrl.config.algorithm import ALGORITHM_NAMES, AlgorithmConfig
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, UserError
+
+NULLS = ("", "null", "~", "none", "None", "NULL", "Null")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file, applies overrides, and validates each value alone.
+
+    Args:
+        path: the YAML file.
+        overrides: `section.key=value` texts, values read as YAML; later ones win.
+
+    Raises:
+        ConfigError: with all violations found.
+    """
+    file = Path(path)
+    if not file.is_file():
+        found = "a folder" if file.is_dir() else "no such file"
+        raise ConfigError(
+            [UserError(str(path), found, "a YAML file", "Check the path of the config.")]
+        )
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError([_not_yaml(str(path), error)]) from None
+    if not isinstance(content, dict) or not content:
+        found = "an empty file" if not content else type(content).__name__
+        raise ConfigError(
+            [
+                UserError(
+                    str(path), found, "sections run, model, ... with keys", "Write a YAML mapping."
+                )
+            ]
+        )
+    return load_config_dict({str(key): value for key, value in content.items()}, overrides)
+
+
+def load_config_dict(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Validates nested sections given as a mapping, with overrides applied on top.
+
+    Raises:
+        ConfigError: with all violations found.
+    """
+    violations: list[UserError] = []
+    values = _copy(content)
+    for override in overrides:
+        violations += _apply(values, override)
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        violations += [_violation(details) for details in error.errors()]
+    if violations:
+        raise ConfigError(violations)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """Returns the whole configuration, defaults included, as YAML that reads back equal."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def knobs() -> list[str]:
+    """Returns the dotted name of every knob; an algorithm's are `algorithm[NAME].key`."""
+    return sorted(_knobs(Config, ""))
+
+
+def _knobs(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if prefix == "" and name == "algorithm":
+            for kind, member in _algorithm_sections().items():
+                yield from _knobs(member, f"algorithm[{kind}].")
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _knobs(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _algorithm_sections() -> dict[str, type[BaseModel]]:
+    """Returns the section of each algorithm by its tag ('custom' for dotted paths)."""
+    union = get_args(AlgorithmConfig)[0]
+    return {get_args(member)[1].tag: get_args(member)[0] for member in get_args(union)}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+
+
+def _not_yaml(path: str, error: Exception) -> UserError:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{path}:{mark.line + 1}" if mark is not None else path
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return UserError(where, problem, "valid YAML", "Mend the file at this place.")
+
+
+def _apply(values: dict[str, Any], override: str) -> list[UserError]:
+    """Writes one `a.b=value` into nested dictionaries; returns what is wrong with it."""
+    key, equals, text = override.partition("=")
+    parts = key.split(".")
+    if not equals or not all(parts):
+        return [
+            UserError("override", repr(override), "section.key=value", "Write it as train.tp=2.")
+        ]
+    try:
+        holder = OmegaConf.from_dotlist([f"value={text}"])
+        value = OmegaConf.to_container(holder, resolve=True)["value"]  # type: ignore[index, call-overload]
+    except (YAMLError, OmegaConfBaseException) as error:
+        return [
+            UserError(key, repr(text), "a YAML value", f"Quote it ({str(error).splitlines()[0]}).")
+        ]
+    if value is None and text.strip() not in NULLS:
+        value = text  # YAML takes '#' for a comment: `reward.extract=#### (.*)` is meant as text
+    target = values
+    for part in parts[:-1]:
+        below = target.setdefault(part, {})
+        if not isinstance(below, dict):
+            target[part] = below = {}
+        target = below
+    target[parts[-1]] = value
+    return []
+
+
+def _violation(details: Any) -> UserError:
+    """Turns one pydantic error into one with key, value, what is allowed and the remedy."""
+    parts = [str(part) for part in details["loc"]]
+    if parts[0] == "algorithm" and len(parts) > 1:
+        section: type[BaseModel] | None = _algorithm_sections()[parts.pop(1)]
+    else:
+        section = _section_at(parts[:-1])
+    key, kind = ".".join(parts), details["type"]
+    if kind == "extra_forbidden" and section is not None:
+        return _unknown_key(key, parts[-1], section)
+    if kind == "missing":
+        return UserError(
+            key, "nothing", "a value", f"Set {key} in the config.{_meaning(section, parts[-1])}"
+        )
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return _unknown_algorithm(details["input"])
+    if kind in ("model_type", "model_attributes_type"):
+        return UserError(
+            key,
+            repr(details["input"]),
+            "a section with keys",
+            f"Write {key}: and its keys below it.",
+        )
+    allowed = details["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    return UserError(
+        key, repr(details["input"]), allowed, f"Change {key}.{_meaning(section, parts[-1])}"
+    )
+
+
+def _section_at(parts: Sequence[str]) -> type[BaseModel] | None:
+    section: type[BaseModel] = Config
+    for part in parts:
+        field = section.model_fields.get(part)
+        if field is None or not isinstance(field.annotation, type):
+            return None
+        if not issubclass(field.annotation, BaseModel):
+            return None
+        section = field.annotation
+    return section
+
+
+def _meaning(section: type[BaseModel] | None, name: str) -> str:
+    field = section.model_fields.get(name) if section is not None else None
+    return f" ({field.description})" if field is not None and field.description else ""
+
+
+def _unknown_key(key: str, name: str, section: type[BaseModel]) -> UserError:
+    prefix = key.removesuffix(name)
+    known = list(section.model_fields)
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        nearest = prefix + close[0]
+    else:
+        elsewhere = [k for k in knobs() if k.rpartition(".")[2] == name and "[" not in k]
+        likeliest = max(known, key=lambda k: _likeness(name, k))
+        nearest = elsewhere[0] if elsewhere else prefix + likeliest
+    return UserError(key, "an unknown key", ", ".join(known), f"Did you mean '{nearest}'?")
+
+
+def _likeness(name: str, key: str) -> tuple[bool, bool, float]:
+    """Orders keys by how likely `name` means them: initials ('lr'), same start, common letters."""
+    initials = "".join(word[0] for word in key.split("_"))
+    return initials == name, key.startswith(name), difflib.SequenceMatcher(None, name, key).ratio()
+
+
+def _unknown_algorithm(given: object) -> UserError:
+    name = given.get("name") if isinstance(given, Mapping) else given
+    allowed = f"{', '.join(ALGORITHM_NAMES)} or a dotted path 'package.module:Class'"
+    close = difflib.get_close_matches(str(name), ALGORITHM_NAMES, n=1, cutoff=0.3)
+    remedy = f"Did you mean '{close[0]}'?" if close else "Set algorithm.name."
+    return UserError("algorithm.name", "nothing" if name is None else repr(name), allowed, remedy)

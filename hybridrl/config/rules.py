@@ -1,0 +1,228 @@
+"""Rules between knobs, the world size and the model's shape, reported all at once. No torch.
+
+Owns what makes a valid configuration as a whole, and the default world size. Knows a model only
+through its HF config.json; keys it lacks are not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridrl.config.schema import Config, GrpoConfig, ModelConfig, PpoConfig, SftConfig
+from hybridrl.errors import UserError
+
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+ONE_RANK_ENGINES = ("hf", "scripted")
+
+
+def default_world_size(config: Config, num_gpus: int) -> int:
+    """Returns the number of ranks to start: the GPUs, or on CPU what the layouts need."""
+    train = config.train
+    return num_gpus if num_gpus > 0 else max(train.tp * train.pp * train.cp, config.rollout.tp)
+
+
+def check(
+    config: Config, world_size: int, model_config: Mapping[str, Any] | None = None
+) -> list[UserError]:
+    """Returns every violated rule.
+
+    Args:
+        config: a configuration whose single values are valid.
+        world_size: number of ranks.
+        model_config: the model's HF config.json, or None where only the layout is judged.
+    """
+    return [
+        *_model_rules(config.model),
+        *_layout_rules(config, world_size),
+        *_step_rules(config),
+        *_training_rules(config),
+        *_token_rules(config, model_config or {}),
+        *_shape_rules(config, model_config or {}),
+    ]
+
+
+def _model_rules(model: ModelConfig) -> Iterator[UserError]:
+    if model.path is not None and model.init is not None:
+        yield UserError(
+            "model.path and model.init",
+            f"{model.path!r} and {model.init!r}",
+            "exactly one of the two",
+            "Keep model.path to load weights, or model.init to start from scratch.",
+        )
+    if model.path is None and model.init is None:
+        yield UserError(
+            "model.path and model.init",
+            "neither",
+            "exactly one of the two",
+            "Set model.path to an HF directory, or model.init to a config.json.",
+        )
+
+
+def _layout_rules(config: Config, world_size: int) -> Iterator[UserError]:
+    train, rollout = config.train, config.rollout
+    if world_size % (train.tp * train.pp * train.cp):
+        yield UserError(
+            "train.tp * train.pp * train.cp",
+            f"{train.tp} * {train.pp} * {train.cp} = {train.tp * train.pp * train.cp}",
+            f"a divisor of the world size {world_size}",
+            "Change the layout, or the number of ranks with --world.",
+        )
+    elif (world_size // train.pp) % train.ep:
+        yield UserError(
+            "train.ep",
+            train.ep,
+            f"a divisor of the {world_size // train.pp} ranks of a pipeline stage",
+            "Change train.ep or the number of ranks with --world.",
+        )
+    if world_size % rollout.tp:
+        yield UserError(
+            "rollout.tp",
+            rollout.tp,
+            f"a divisor of the world size {world_size}",
+            "Change rollout.tp, or the number of ranks with --world.",
+        )
+    if rollout.engine in ONE_RANK_ENGINES and rollout.tp != 1:
+        yield UserError(
+            "rollout.tp",
+            rollout.tp,
+            f"1 with engine {rollout.engine!r}",
+            "Set rollout.tp=1 or another engine.",
+        )
+    if train.vpp > 1 and train.pp == 1:
+        yield UserError(
+            "train.vpp",
+            train.vpp,
+            "1 without pipeline parallelism",
+            "Set train.vpp=1, or train.pp above 1.",
+        )
+
+
+def _step_rules(config: Config) -> Iterator[UserError]:
+    steps, algorithm = config.steps, config.algorithm
+    if isinstance(algorithm, GrpoConfig) and steps.samples_per_prompt < 2:
+        yield UserError(
+            "steps.samples_per_prompt",
+            steps.samples_per_prompt,
+            "2 or more with algorithm grpo, which compares the samples of one prompt",
+            "Set steps.samples_per_prompt=8, or use ppo.",
+        )
+    if isinstance(algorithm, SftConfig) and steps.samples_per_prompt != 1:
+        yield UserError(
+            "steps.samples_per_prompt",
+            steps.samples_per_prompt,
+            "1 with algorithm sft, which has one demonstration a prompt",
+            "Set steps.samples_per_prompt=1.",
+        )
+    if isinstance(algorithm, GrpoConfig) and config.rollout.temperature == 0:
+        yield UserError(
+            "rollout.temperature",
+            config.rollout.temperature,
+            "above 0 with algorithm grpo: greedy samples of one prompt are all the same",
+            "Set rollout.temperature=1.",
+        )
+    samples = steps.prompts_per_step * steps.samples_per_prompt
+    if samples % steps.updates_per_step:
+        yield UserError(
+            "steps.updates_per_step",
+            steps.updates_per_step,
+            f"a divisor of prompts_per_step * samples_per_prompt = {samples}",
+            "Change one of the three.",
+        )
+
+
+def _training_rules(config: Config) -> Iterator[UserError]:
+    steps, algorithm = config.steps, config.algorithm
+    for key, wanted in (
+        ("steps.eval_every", steps.eval_every),
+        ("steps.stop_at_accuracy", steps.stop_at_accuracy),
+    ):
+        if wanted and config.data.eval_prompts is None:
+            yield UserError(
+                key, wanted, "nothing without data.eval_prompts", "Set data.eval_prompts to a file."
+            )
+    if config.train.min_learning_rate > config.train.learning_rate:
+        yield UserError(
+            "train.min_learning_rate",
+            config.train.min_learning_rate,
+            f"at most train.learning_rate = {config.train.learning_rate}",
+            "Lower it.",
+        )
+    if config.train.critic_learning_rate is not None and isinstance(
+        algorithm, SftConfig | GrpoConfig
+    ):
+        yield UserError(
+            "train.critic_learning_rate",
+            config.train.critic_learning_rate,
+            f"nothing with algorithm {algorithm.name}, which has no critic",
+            "Remove it, or use ppo.",
+        )
+    if isinstance(algorithm, PpoConfig) and 0 < steps.num_steps < algorithm.critic_warmup_steps:
+        yield UserError(
+            "algorithm.critic_warmup_steps",
+            algorithm.critic_warmup_steps,
+            f"at most steps.num_steps = {steps.num_steps}",
+            "Lower it, or the policy never trains.",
+        )
+
+
+def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if config.train.micro_batch_tokens < longest:
+        yield UserError(
+            "train.micro_batch_tokens",
+            config.train.micro_batch_tokens,
+            f"at least data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
+            "Raise it, or lower one of the two: every sample must fit.",
+        )
+    positions = shape.get("max_position_embeddings")
+    if (
+        isinstance(positions, int)
+        and positions < longest
+        and config.rollout.engine not in ONE_RANK_ENGINES
+    ):
+        yield UserError(
+            "rollout.max_new_tokens",
+            config.rollout.max_new_tokens,
+            f"with data.max_prompt_tokens at most the model's {positions} positions",
+            "Lower it, or data.max_prompt_tokens.",
+        )
+
+
+def _shape_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
+    train = config.train
+    layers, chunks = shape.get("num_hidden_layers"), train.pp * train.vpp
+    if isinstance(layers, int) and layers % chunks:
+        yield UserError(
+            "train.pp * train.vpp",
+            f"{train.pp} * {train.vpp} = {chunks}",
+            f"a divisor of the model's {layers} layers",
+            "Change train.pp or train.vpp.",
+        )
+    for key, tp in (("train.tp", train.tp), ("rollout.tp", config.rollout.tp)):
+        yield from _split_rules(key, tp, shape)
+    experts = next((shape[key] for key in EXPERT_KEYS if isinstance(shape.get(key), int)), 0)
+    if shape and train.ep > 1 and not experts:
+        yield UserError("train.ep", train.ep, "1 with a dense model", "Set train.ep=1.")
+    elif experts and experts % train.ep:
+        yield UserError(
+            "train.ep", train.ep, f"a divisor of the model's {experts} experts", "Change train.ep."
+        )
+
+
+def _split_rules(key: str, tp: int, shape: Mapping[str, Any]) -> Iterator[UserError]:
+    """Rules of splitting one layer over `tp` ranks."""
+    heads, kv_heads = shape.get("num_attention_heads"), shape.get("num_key_value_heads")
+    for name, size in (
+        ("attention heads", heads),
+        ("feed-forward units", shape.get("intermediate_size")),
+    ):
+        if isinstance(size, int) and size % tp:
+            yield UserError(key, tp, f"a divisor of the model's {size} {name}", f"Change {key}.")
+    if isinstance(kv_heads, int) and kv_heads % tp and tp % kv_heads:
+        yield UserError(
+            key,
+            tp,
+            f"a divisor or a multiple of the model's {kv_heads} key/value heads",
+            f"Change {key}.",
+        )

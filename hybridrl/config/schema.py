@@ -1,0 +1,344 @@
+"""Every knob of hybridrl, with its type, range, default and the reason for that default. No torch.
+
+Owns the shape of a configuration: sections, fields, and what one value alone may be. Rules between
+fields are in rules.py, reading YAML and overrides in load.py. Values are frozen after validation.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from hybridrl.config.algorithm import (
+    AlgorithmConfig,
+    CustomAlgorithmConfig,
+    GrpoConfig,
+    PpoConfig,
+    Section,
+    SftConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "Config",
+    "CustomAlgorithmConfig",
+    "DataConfig",
+    "GrpoConfig",
+    "LogConfig",
+    "ModelConfig",
+    "PpoConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "SftConfig",
+    "StepsConfig",
+    "TrainConfig",
+]
+
+
+def _as_paths(value: object) -> object:
+    """Turns one path or a YAML list of paths into the tuple that the field holds."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+Paths = Annotated[tuple[str, ...] | None, BeforeValidator(_as_paths)]
+"""A file or a list of files in YAML; always a tuple (or None) in a Config."""
+
+
+class RunConfig(Section):
+    """Which run this is and what bounds it."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][\w.-]*$",
+        description="Name of the run folder. No default: two runs must not share a folder by accident.",
+    )
+    dir: str = Field(
+        "runs",
+        description="Folder that holds run folders. 'runs' is beside the config's caller, ignored by git.",
+    )
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=2**31,
+        description="Seed of weights, data order and sampling. 0: runs repeat unless told otherwise.",
+    )
+    collective_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Longest a collective may wait. 600: above any real step, far below gloo's own 30 minutes.",
+    )
+
+
+class ModelConfig(Section):
+    """Where the policy comes from. Exactly one of `path` and `init`."""
+
+    family: str | None = Field(
+        None,
+        description="A family's name, or 'package.module:FAMILY' for your own. None: found from config.json.",
+    )
+    path: str | None = Field(
+        None, description="HF directory or hub name whose weights are loaded. None: `init` is used."
+    )
+    init: str | None = Field(
+        None,
+        description="HF config.json or its directory, weights drawn from the seed. None: `path` is used.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Type of parameters. 'auto': float32 on CPU (exact tests), bfloat16 on CUDA (tensor cores).",
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="Tokenizer directory or hub name. None: the model's own directory holds it.",
+    )
+
+
+class TrainConfig(Section):
+    """How Megatron trains: the layout, the micro-batch budget and the optimizer."""
+
+    tp: int = Field(
+        1, ge=1, description="Tensor parallel size. 1: no splitting unless memory asks for it."
+    )
+    pp: int = Field(
+        1, ge=1, description="Pipeline parallel size. 1: no bubbles unless memory asks for it."
+    )
+    vpp: int = Field(
+        1, ge=1, description="Model chunks a pipeline stage. 1: plain 1F1B, the least memory."
+    )
+    cp: int = Field(1, ge=1, description="Context parallel size. 1: only long sequences need more.")
+    ep: int = Field(1, ge=1, description="Expert parallel size. 1: dense models have no experts.")
+    micro_batch_tokens: int = Field(
+        4096,
+        ge=1,
+        description="Most tokens in one micro-batch. 4096: fills a GPU's matrix units with a few samples packed.",
+    )
+    learning_rate: float = Field(
+        1e-6,
+        ge=0,
+        description="Peak learning rate of the policy. 1e-6: the usual safe value for pretrained models.",
+    )
+    lr_schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant",
+        description="Course after warm-up. 'constant': RL runs have no natural end to decay towards.",
+    )
+    warmup_steps: int = Field(
+        0,
+        ge=0,
+        description="Optimizer steps of linear warm-up. 0: small learning rates do not need it.",
+    )
+    min_learning_rate: float = Field(
+        0.0, ge=0, description="Where a decaying schedule ends. 0: decays fully by the last step."
+    )
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="AdamW decay. 0: RL fine-tuning stays near its start by the loss, not by decay.",
+    )
+    adam_beta1: float = Field(
+        0.9, ge=0, lt=1, description="First-moment decay. 0.9: Adam's own default."
+    )
+    adam_beta2: float = Field(
+        0.95,
+        ge=0,
+        lt=1,
+        description="Second-moment decay. 0.95: follows the quickly changing RL gradients.",
+    )
+    adam_eps: float = Field(
+        1e-8, gt=0, description="Adam's denominator floor. 1e-8: Adam's own default."
+    )
+    clip_grad: float = Field(
+        1.0,
+        ge=0,
+        description="Largest global gradient norm; 0 switches clipping off. 1: stops rare reward spikes.",
+    )
+    recompute: Literal["none", "full"] = Field(
+        "none",
+        description="Activations recomputed in backward. 'none': a third less compute; 'full' saves memory.",
+    )
+    critic_learning_rate: float | None = Field(
+        None,
+        ge=0,
+        description="Learning rate of the critic (PPO). None: the policy's, one knob fewer to set.",
+    )
+
+
+class RolloutConfig(Section):
+    """How responses are generated and how weights reach the engine."""
+
+    engine: Literal["hf", "vllm", "sglang", "scripted"] = Field(
+        "hf",
+        description="Inference engine. 'hf': needs no GPU and no extra package, so it works everywhere.",
+    )
+    tp: int = Field(
+        1,
+        ge=1,
+        description="Tensor parallel size of one engine replica. 1: most replicas, no generation traffic.",
+    )
+    temperature: float = Field(
+        1.0,
+        ge=0,
+        description="Sampling temperature; 0 is greedy. 1: samples come from the policy that is trained.",
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Nucleus mass. 1: off, truncation would bias the policy gradient.",
+    )
+    top_k: int = Field(
+        0,
+        ge=0,
+        description="Number of likeliest tokens kept. 0: off, for the same reason as top_p.",
+    )
+    max_new_tokens: int = Field(
+        256,
+        ge=1,
+        description="Longest response. 256: enough for short answers, raise it for worked reasoning.",
+    )
+    staging_mib: int = Field(
+        256,
+        ge=1,
+        description="Memory of the reshard's staging buffers a rank. 256: saturates NVLink, small beside a KV cache.",
+    )
+    transport: Literal["auto", "packed", "peer"] = Field(
+        "auto",
+        description="How weights travel. 'auto': peer memory where the GPUs share it, else packed messages.",
+    )
+    verify: int = Field(
+        0,
+        ge=0,
+        description="Check engine weights against the trainer every N steps. 0: off, the plan is proved already.",
+    )
+    max_batch: int = Field(
+        256,
+        ge=1,
+        description="Requests the hf engine decodes together. 256: amortises its Python overhead on CPU.",
+    )
+
+
+class DataConfig(Section):
+    """Where prompts come from and which of their columns are used."""
+
+    prompts: Paths = Field(
+        None,
+        description="JSONL file or list of files to train on. None: only where prompts are passed from Python.",
+    )
+    prompt_key: str = Field(
+        "prompt", description="Column of the prompt text. 'prompt': the common name."
+    )
+    response_key: str = Field(
+        "response",
+        description="Column of the demonstration (sft only). 'response': the common name.",
+    )
+    answer_key: str = Field(
+        "answer",
+        description="Column the exact_match reward compares with. 'answer': the common name.",
+    )
+    max_prompt_tokens: int = Field(
+        512,
+        ge=1,
+        description="Longer prompts are dropped and counted. 512: keeps nearly all of the usual math sets.",
+    )
+    shuffle: bool = Field(
+        True, description="New order each epoch, from the seed. True: files are often sorted."
+    )
+    eval_prompts: Paths = Field(
+        None,
+        description="JSONL file or list of files for accuracy. None: no evaluation during training.",
+    )
+    eval_limit: int | None = Field(
+        None,
+        ge=1,
+        description="Evaluate the first N prompts only. None: all, so that accuracies compare.",
+    )
+
+
+class RewardConfig(Section):
+    """How a response is scored."""
+
+    function: str = Field(
+        "exact_match",
+        description="A reward's name, or 'package.module:function'. 'exact_match': needs no judge.",
+    )
+    extract: str | None = Field(
+        None,
+        description="Regular expression whose last match's group 1 is the answer. None: the whole response.",
+    )
+
+
+class StepsConfig(Section):
+    """The three numbers that set the batch, and how many steps there are."""
+
+    prompts_per_step: int = Field(
+        64, ge=1, description="Prompts a step. 64: a stable gradient on small tasks."
+    )
+    samples_per_prompt: int = Field(
+        1,
+        ge=1,
+        description="Responses a prompt. 1: all that PPO and SFT need; GRPO compares at least 2.",
+    )
+    updates_per_step: int = Field(
+        1,
+        ge=1,
+        description="Optimizer steps a step, over equal parts of its samples. 1: strictly on-policy.",
+    )
+    num_steps: int = Field(
+        100, ge=0, description="Steps of the run. 100: short enough to look at before going on."
+    )
+    eval_every: int = Field(
+        0, ge=0, description="Steps between evaluations. 0: only before and after the run."
+    )
+    stop_at_accuracy: float | None = Field(
+        None, gt=0, le=1, description="End once an evaluation reaches this. None: run all steps."
+    )
+
+
+class LogConfig(Section):
+    """What is written beside metrics.jsonl."""
+
+    tensorboard: bool = Field(
+        True, description="Write TensorBoard events. True: cheap, and most people look there."
+    )
+    rollouts_every: int = Field(
+        10,
+        ge=0,
+        description="Steps between dumps of samples; 0 is off. 10: enough to see drift, little disk.",
+    )
+    console: bool = Field(
+        True, description="A line a step and a progress bar. True: silence looks like a hang."
+    )
+
+
+class CheckpointConfig(Section):
+    """When the run is saved and how much is kept."""
+
+    every: int = Field(
+        0,
+        ge=0,
+        description="Steps between checkpoints. 0: only at the end, small runs need no more.",
+    )
+    keep: int = Field(
+        2,
+        ge=1,
+        description="Newest checkpoints kept. 2: one more than needed if the last is damaged.",
+    )
+
+
+class Config(Section):
+    """A whole configuration: one file, ten sections."""
+
+    run: RunConfig
+    model: ModelConfig
+    train: TrainConfig = TrainConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    steps: StepsConfig = StepsConfig()
+    log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()

@@ -1,0 +1,97 @@
+"""How samples share a micro-batch: into which pack each goes, and where it starts there. No torch.
+
+Owns the arithmetic of packing; `balance.py` deals packs to ranks and `collate.py` makes the
+tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridrl.errors import DataError
+
+
+@dataclass(frozen=True)
+class PackedBounds:
+    """Where the sequences of a micro-batch start and end, in positions.
+
+    `starts` holds the start of each sample, `cu_seqlens` the start of each padded sequence
+    (trailing padding is one more) and at last the total, `max_seqlen` the longest padded
+    sequence.
+    """
+
+    starts: tuple[int, ...]
+    cu_seqlens: tuple[int, ...]
+    max_seqlen: int
+
+    @property
+    def total(self) -> int:
+        """Number of positions of the micro-batch."""
+        return self.cu_seqlens[-1]
+
+
+def round_up(length: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is at least `length`."""
+    return -(-length // multiple) * multiple
+
+
+def packed_bounds(lengths: Sequence[int], pad_each: int, pad_total: int) -> PackedBounds:
+    """Lays samples of these lengths one after the other.
+
+    Args:
+        lengths: tokens of each sample; with none the micro-batch is one sequence of padding.
+        pad_each: each sample takes a multiple of this many positions.
+        pad_total: so does the whole, by a trailing sequence of padding; a multiple of `pad_each`,
+            so that the trailing sequence is one too.
+    """
+    if pad_each < 1 or pad_total < 1 or pad_total % pad_each:
+        raise ValueError(f"pad_total={pad_total} must be a multiple of pad_each={pad_each}")
+    cu_seqlens = [0]
+    for length in lengths:
+        cu_seqlens.append(cu_seqlens[-1] + round_up(length, pad_each))
+    total = max(round_up(cu_seqlens[-1], pad_total), pad_total)
+    starts = tuple(cu_seqlens[:-1])
+    if total > cu_seqlens[-1]:
+        cu_seqlens.append(total)
+    longest = max(b - a for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False))
+    return PackedBounds(starts, tuple(cu_seqlens), longest)
+
+
+def check_lengths(lengths: Sequence[int], budget: int) -> None:
+    """Raises DataError naming the first sample that is longer than the token budget."""
+    for sample, length in enumerate(lengths):
+        if length > budget:
+            raise DataError(
+                "train.micro_batch_tokens",
+                f"{budget}, but sample {sample} has {length} tokens",
+                "at least the longest prompt and response together",
+                "Raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens.",
+            )
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
+    """Packs samples into few packs of at most `budget` tokens: best fit, longest sample first.
+
+    Returns the sample indices of each pack, in ascending order. Best fit decreasing needs at most
+    11/9 of the fewest possible packs, and four (Johnson et al. 1974, SIAM J. Comput. 3(4),
+    299-325).
+
+    Raises:
+        DataError: a sample is longer than the budget.
+    """
+    check_lengths(lengths, budget)
+    packs: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens that still fit, pack), ascending
+    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[sample]
+        at = bisect_left(room, (length, -1))
+        if at < len(room):
+            free, number = room.pop(at)
+        else:
+            free, number = budget, len(packs)
+            packs.append([])
+        packs[number].append(sample)
+        insort(room, (free - length, number))
+    return [tuple(sorted(members)) for members in packs]

@@ -1,0 +1,235 @@
+"""Prompts as the trainer takes them: tokenized, shuffled a new way each epoch, resumable. No
+torch.
+
+Owns which prompt comes when; the order follows from the seed and the prompts alone, so every rank
+takes the same ones without asking the others. Files are read by rows.py. Invariant: after
+`load_state(state)` the source gives what the source that returned `state` would have given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from hybridrl.config.schema import DataConfig
+from hybridrl.data.rows import Row, read_rows, validate_file
+from hybridrl.errors import DataError
+from hybridrl.samples import Prompt
+
+__all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts", "validate_file"]
+
+_TOKENIZED_TOGETHER = 1024
+
+
+class TextEncoder(Protocol):
+    """What is used of a tokenizer here; any transformers tokenizer fits."""
+
+    eos_token_id: int | None
+
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool
+    ) -> Mapping[str, list[list[int]]]:
+        """Returns `{"input_ids": tokens of each text}`."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadedPrompts:
+    """The prompts of a source in its order, and what was left out for being too long.
+
+    `too_long` holds the place and number of tokens of each row left out, `limits` what is allowed.
+    """
+
+    prompts: tuple[Prompt, ...]
+    too_long: tuple[tuple[str, int], ...]
+    limits: str
+
+    @property
+    def num_too_long(self) -> int:
+        """Number of rows left out."""
+        return len(self.too_long)
+
+    def report(self) -> str:
+        """Returns one line for the user."""
+        line = f"{len(self.prompts)} prompts"
+        if not self.too_long:
+            return line
+        place, tokens = self.too_long[0]
+        return (
+            f"{line}; {self.num_too_long} left out as longer than {self.limits}"
+            f" (first: {place}, {tokens} tokens)"
+        )
+
+
+def load_prompts(
+    config: DataConfig,
+    tokenizer: TextEncoder,
+    source: Sequence[str] | Iterable[Mapping[str, object]] | None = None,
+    *,
+    required: Sequence[str] = (),
+    max_response_tokens: int | None = None,
+    limit: int | None = None,
+) -> LoadedPrompts:
+    """Reads and tokenizes prompts.
+
+    Args:
+        config: the keys of the columns, and `max_prompt_tokens`.
+        tokenizer: called with lists of texts, no special tokens added.
+        source: paths of JSONL files, or rows in memory; None reads `config.prompts`.
+        required: further columns that every row must have.
+        max_response_tokens: given for supervised data: the response column is needed, its tokens
+            and the end token become `response_tokens`, and longer ones are left out too.
+        limit: stop after so many prompts; None reads all.
+
+    Returns:
+        The prompts; `prompt_id` is the row's number over all files, so leaving out rows moves no
+        other. `columns` has the row's other columns, and under "answer" the one that
+        `config.answer_key` names.
+
+    Raises:
+        DataError: names the file and line of the first thing that is wrong, or says that every
+            prompt is too long.
+    """
+    supervised = max_response_tokens is not None
+    text_columns = [config.prompt_key, *([config.response_key] if supervised else [])]
+    given = source if source is not None else config.prompts or ()
+    prompts: list[Prompt] = []
+    too_long: list[tuple[str, int]] = []
+    for number, row, tokens, response in _tokenized(
+        read_rows(given, text_columns, required), text_columns, tokenizer
+    ):
+        if not tokens:
+            got = f"{row.columns[config.prompt_key]!r}, which has no tokens"
+            raise DataError(row.place, got, "1 token or more", "Mend that row.")
+        over = len(tokens) > config.max_prompt_tokens
+        if over or (max_response_tokens is not None and len(response) > max_response_tokens):
+            too_long.append((row.place, len(tokens if over else response)))
+        else:
+            prompts.append(_prompt(config, number, row, tokens, response if supervised else None))
+        if len(prompts) == limit:
+            break
+    limits = f"data.max_prompt_tokens={config.max_prompt_tokens}"
+    if supervised:
+        limits += f" or a response of {max_response_tokens}"
+    if not prompts:
+        raise DataError(
+            too_long[0][0],
+            f"{len(too_long)} rows, all too long (the first has {too_long[0][1]} tokens)",
+            f"rows of at most {limits}",
+            "Raise data.max_prompt_tokens or use shorter prompts.",
+        )
+    return LoadedPrompts(tuple(prompts), tuple(too_long), limits)
+
+
+def _tokenized(
+    rows: Iterable[Row], text_columns: Sequence[str], tokenizer: TextEncoder
+) -> Iterator[tuple[int, Row, tuple[int, ...], tuple[int, ...]]]:
+    """Yields each row's number, the row, its prompt tokens and its response tokens with the end."""
+    numbered = enumerate(rows)
+    while chunk := list(islice(numbered, _TOKENIZED_TOGETHER)):
+        encoded = []
+        for name in text_columns:
+            texts = [str(row.columns[name]) for _, row in chunk]
+            encoded.append(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        for i, (number, row) in enumerate(chunk):
+            response: tuple[int, ...] = ()
+            if len(text_columns) > 1:
+                response = (*encoded[1][i], _end_token(tokenizer))
+            yield number, row, tuple(encoded[0][i]), response
+
+
+def _end_token(tokenizer: TextEncoder) -> int:
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "model.tokenizer",
+            "a tokenizer without an end token (eos_token)",
+            "a tokenizer with one, which ends every demonstration",
+            "Set eos_token in its tokenizer_config.json.",
+        )
+    return tokenizer.eos_token_id
+
+
+def _prompt(
+    config: DataConfig,
+    number: int,
+    row: Row,
+    tokens: tuple[int, ...],
+    response: tuple[int, ...] | None,
+) -> Prompt:
+    used = {config.prompt_key} | ({config.response_key} if response is not None else set())
+    columns = {name: value for name, value in row.columns.items() if name not in used}
+    if config.answer_key in columns:
+        columns["answer"] = columns[config.answer_key]
+    return Prompt(number, str(row.columns[config.prompt_key]), tokens, columns, response)
+
+
+class PromptSource:
+    """Gives prompts without end, each epoch in a new order.
+
+    Args:
+        prompts: what it gives; not empty.
+        seed: sets the order, together with the number of the epoch.
+        shuffle: False gives every epoch in the order of `prompts`.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+        if not prompts:
+            raise DataError("prompts", "nothing", "1 prompt or more", "Pass some prompts.")
+        self._prompts, self._seed, self._shuffle = tuple(prompts), seed, shuffle
+        digest = hashlib.sha256(f"{seed if shuffle else None}".encode())
+        for prompt in prompts:
+            digest.update(f"{prompt.prompt_id}{prompt.tokens}{prompt.response_tokens}".encode())
+        self._fingerprint = digest.hexdigest()[:16]
+        self._epoch, self._index = 0, 0
+        self._order = self._epoch_order()
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def epoch(self) -> float:
+        """How many times the prompts were gone through, with the part of the current time."""
+        return self._epoch + self._index / len(self._prompts)
+
+    def take(self, num: int) -> list[Prompt]:
+        """Returns the next `num` prompts, going on into the next epoch where one ends."""
+        taken: list[Prompt] = []
+        while len(taken) < num:
+            if self._index == len(self._prompts):
+                self._epoch, self._index = self._epoch + 1, 0
+                self._order = self._epoch_order()
+            part = self._order[self._index : self._index + num - len(taken)]
+            taken += [self._prompts[i] for i in part]
+            self._index += len(part)
+        return taken
+
+    def state(self) -> dict[str, int | str]:
+        """Returns what `load_state` needs, as plain JSON values."""
+        return {"epoch": self._epoch, "index": self._index, "fingerprint": self._fingerprint}
+
+    def load_state(self, state: Mapping[str, int | str]) -> None:
+        """Goes on where the source that returned `state` stood.
+
+        Raises:
+            DataError: that source had other prompts, or another seed.
+        """
+        if state["fingerprint"] != self._fingerprint:
+            raise DataError(
+                "data.prompts",
+                "prompts, an order or a seed that differ from the checkpoint's",
+                "what the run began with",
+                "Restore the prompt files and run.seed, or start a new run.name.",
+            )
+        self._epoch, self._index = int(state["epoch"]), int(state["index"])
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self._shuffle:
+            # random.Random over a text: the same on every platform and Python version since 3.2.
+            random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
+        return order

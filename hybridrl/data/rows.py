@@ -1,0 +1,119 @@
+"""Rows of JSONL files, checked one by one. No torch, no tokenizer.
+
+Owns what a prompt file may look like. The command line reads every file once through
+`validate_file` before any rank starts; the ranks read them again through `read_rows` (see
+prompts.py). Invariant: a row that comes out of here has every required column, and text in the
+text columns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from hybridrl.errors import DataError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: where it stands ("train.jsonl:17", or "prompts[16]" in memory), and its columns."""
+
+    place: str
+    columns: Mapping[str, object]
+
+
+def read_rows(
+    source: Sequence[str] | Iterable[Mapping[str, object]],
+    text_columns: Sequence[str],
+    other_columns: Sequence[str] = (),
+) -> Iterator[Row]:
+    """Reads rows from JSONL files, or from memory, in order.
+
+    Args:
+        source: paths of files, or an iterable of mappings (a list, a `datasets.Dataset`).
+        text_columns: columns that every row must have, as text that is not empty.
+        other_columns: columns that every row must have, of any kind but null.
+
+    Raises:
+        DataError: names the file and line of the first thing that is wrong.
+    """
+    listed = list(source) if not isinstance(source, str) else [source]
+    if not listed:
+        raise DataError("data.prompts", "nothing", "1 file or row or more", "Set data.prompts.")
+    for number, item in enumerate(listed):
+        if isinstance(item, str):
+            rows: Iterable[Row] = _file_rows(Path(item))
+        else:
+            rows = [Row(f"prompts[{number}]", _mapping(item, f"prompts[{number}]"))]
+        for row in rows:
+            _check_columns(row, text_columns, other_columns)
+            yield row
+
+
+def validate_file(path: str, text_columns: Sequence[str], other_columns: Sequence[str] = ()) -> int:
+    """Reads every row of one JSONL file and returns their number; columns as in `read_rows`.
+
+    Raises:
+        DataError: names the file and line of the first thing that is wrong.
+    """
+    return sum(1 for _ in read_rows([path], text_columns, other_columns))
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    if not path.is_file():
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = get_close_matches(path.name, beside, 1)
+        remedy = f"Did you mean {path.parent / near[0]}?" if near else "Check data.prompts."
+        what = "a directory" if path.is_dir() else "no such file"
+        raise DataError(str(path), what, "a JSONL file", remedy)
+    found = False
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                found = True
+                place = f"{path}:{number}"
+                yield Row(place, _mapping(_parse(line, place), place))
+    if not found:
+        raise DataError(
+            str(path), "an empty file", "1 JSON object a line", "Write the prompts first."
+        )
+
+
+def _parse(line: bytes, place: str) -> object:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        shown = line[:60].decode("utf-8", "replace").strip()
+        raise DataError(
+            place, f"{shown!r} ({error})", "1 JSON object a line, in UTF-8", "Mend that line."
+        ) from error
+
+
+def _mapping(value: object, place: str) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        got = f"a {type(value).__name__}"
+        raise DataError(place, got, 'a JSON object such as {"prompt": "..."}', "Mend that row.")
+    return value
+
+
+def _check_columns(row: Row, text_columns: Sequence[str], other_columns: Sequence[str]) -> None:
+    for name in [*text_columns, *other_columns]:
+        if row.columns.get(name) is None:
+            present = sorted(row.columns)
+            near = get_close_matches(name, present, 1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            got = "null" if name in row.columns else f"no column {name!r} among {present}"
+            raise DataError(
+                row.place,
+                got,
+                f"the column {name!r} in every row",
+                f"{hint}Add it, or set the data.*_key that names it.",
+            )
+    for name in text_columns:
+        value = row.columns[name]
+        if not isinstance(value, str) or not value:
+            got = f"{name} = {value!r}"[:80]
+            raise DataError(row.place, got, "a text that is not empty", "Mend that row.")

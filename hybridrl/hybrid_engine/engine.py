@@ -1,0 +1,165 @@
+"""The 3D-HybridEngine: writes a training layout's weights into an inference engine's parameters.
+
+Who waits for whom: making one and `to_rollout` are collective over the group. Whatever one rank
+finds wrong while the plan is made is told to all before any raises. Invariant: a plan runs only if
+it is proven to fill every parameter, and only if every rank holds the same plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype, gather_objects
+from hybridrl.hybrid_engine.phases import Phase, PhaseSwitch
+from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
+from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.target import WeightTarget
+from hybridrl.models.weights import RankLayout
+
+
+@dataclass(frozen=True)
+class ReshardStats:
+    """What one transition to rollout did.
+
+    Args:
+        version: weight version that the engine now has.
+        received_bytes, sent_bytes: over the link, of this rank.
+        seconds: wall time on this rank, until its parameters are complete.
+        total_planned_bytes: what the plan says all ranks send together.
+        total_sent_bytes, total_received_bytes: what all ranks did.
+        slowest_gb_per_s: bytes received a second by the rank that took longest, 1e9 bytes a second.
+    """
+
+    version: int
+    received_bytes: int
+    sent_bytes: int
+    seconds: float
+    total_planned_bytes: int
+    total_sent_bytes: int
+    total_received_bytes: int
+    slowest_gb_per_s: float
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of a step, the same on every rank."""
+        return {
+            "reshard/planned_bytes": float(self.total_planned_bytes),
+            "reshard/sent_bytes": float(self.total_sent_bytes),
+            "reshard/received_bytes": float(self.total_received_bytes),
+            "reshard/gb_per_s": self.slowest_gb_per_s,
+        }
+
+
+class HybridEngine:
+    """Keeps an inference engine's weights equal to the policy's.
+
+    Args:
+        sources: training layout of every rank.
+        source: this rank's training tensors by its layout's names; read in every transition.
+        target: this rank's engine.
+        staging_bytes: bound of the staging buffers together (`rollout.staging_mib`).
+        group: process group over the layouts' ranks; None: the world.
+
+    Raises:
+        PlanError: the layouts cannot be joined, the tensors are not those of the layouts, or the
+            ranks do not hold the same plan; on every rank, naming the ranks concerned.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RankLayout],
+        source: Mapping[str, Tensor],
+        target: WeightTarget,
+        *,
+        staging_bytes: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._target, self._group = target, group
+        self._rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.phases = PhaseSwitch()
+        self.version = -1
+        targets: list[RankLayout] = gather_objects(target.layout(), group)
+        wire_dtype = agree_wire_dtype(source, target.tensors(), group)
+        plan: Plan | None = None
+        error = ""
+        try:
+            plan = plan_reshard(sources, targets, wire_dtype.itemsize)
+            prove(plan, sources, targets)
+            _check_tensors("training", sources[self._rank], source)
+            _check_tensors("engine", targets[self._rank], target.tensors())
+        except PlanError as caught:
+            error = str(caught)
+        _agree(error, plan.hash() if plan is not None else "", group)
+        assert plan is not None  # otherwise _agree has raised
+        self.plan = plan
+        self._transport = PackedTransport(
+            plan, self._rank, source, target.tensors(), staging_bytes, wire_dtype, group
+        )
+
+    def to_rollout(self, version: int | None = None) -> ReshardStats:
+        """Enters the rollout phase with the policy's weights; collective over the group.
+
+        Args:
+            version: what the engine calls these weights; None: one more than the last time.
+
+        A loop that never says `to_train` is taken to have trained since the last transition.
+        """
+        if self.phases.phase is Phase.ROLLOUT:
+            self.to_train()
+        self.phases.enter(Phase.ROLLOUT)
+        self.version = self.version + 1 if version is None else version
+        start = time.perf_counter()
+        self._target.begin_update()
+        traffic = self._transport.run()
+        self._target.finish_update(self.version)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the time reported is that of complete parameters
+        seconds = time.perf_counter() - start
+        own = (traffic.sent_bytes, traffic.received_bytes, seconds)
+        # A sync point: the sums are part of the step's metrics, and no rank generates before all can.
+        ranks = gather_objects(own, self._group)
+        slowest = max(ranks, key=lambda rank: rank[2])
+        return ReshardStats(
+            version=self.version,
+            received_bytes=traffic.received_bytes,
+            sent_bytes=traffic.sent_bytes,
+            seconds=seconds,
+            total_planned_bytes=sum(self.plan.send_bytes),
+            total_sent_bytes=sum(sent for sent, _, _ in ranks),
+            total_received_bytes=sum(received for _, received, _ in ranks),
+            slowest_gb_per_s=slowest[1] / max(slowest[2], 1e-9) / 1e9,
+        )
+
+    def to_train(self) -> None:
+        """Enters the training phase; the engine must have nothing left to generate.
+
+        Raises:
+            PhaseError: it is the training phase already.
+        """
+        self.phases.enter(Phase.TRAIN)
+
+
+def _check_tensors(what: str, layout: RankLayout, tensors: Mapping[str, Tensor]) -> None:
+    for name in sorted(set(layout.shapes) ^ set(tensors)):
+        side = "its layout" if name in tensors else "its tensors"
+        raise PlanError(f"{what} parameter {name} is missing in {side}")
+    for name, shape in layout.shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            found = tuple(tensors[name].shape)
+            raise PlanError(f"{what} parameter {name} has shape {found}, its layout says {shape}")
+
+
+def _agree(error: str, plan_hash: str, group: dist.ProcessGroup | None) -> None:
+    """Raises PlanError on every rank if any has an error or a plan unlike rank 0's."""
+    outcomes = gather_objects((error, plan_hash), group)
+    for rank, (found, _) in enumerate(outcomes):
+        if found:
+            raise PlanError(f"rank {rank}: {found}")
+    differing = [rank for rank, (_, other) in enumerate(outcomes) if other != outcomes[0][1]]
+    if differing:
+        raise PlanError(f"ranks {differing} made another plan than rank 0: their layouts differ")

@@ -1,0 +1,193 @@
+"""Where the numbers and samples of a run go: metrics.jsonl, TensorBoard, the console, rollouts/.
+
+One rank writes; the others have no sinks. A run that continues from step N first forgets what its
+files say of later steps, so every step stands in them once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hybridrl.metrics.values import ACCURACY, PHASES, Record
+
+
+class MetricSink(Protocol):
+    """Takes the metrics of each step, in order."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records a step."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is still held back and lets go of files."""
+        ...
+
+
+class JsonlSink:
+    """Appends one JSON object a step; a reader sees each step as soon as it is over.
+
+    Args:
+        path: usually `runs/NAME/metrics.jsonl`.
+        last_step: the step that the run continues from; later lines, and a line cut short by a
+            crash, are removed. 0 for a new run.
+    """
+
+    def __init__(self, path: Path, last_step: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = [json.dumps(r) + "\n" for r in read_records(path) if _step(r) <= last_step]
+            replacement = path.with_name(path.name + ".new")
+            replacement.write_text("".join(kept), encoding="utf-8")
+            os.replace(replacement, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends `{"step": step, ...}`; non-finite numbers, which JSON lacks, become null."""
+        record: Record = {"step": step}
+        record.update(
+            (name, value if math.isfinite(value) else None) for name, value in metrics.items()
+        )
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Writes scalars for TensorBoard.
+
+    Args:
+        directory: usually `runs/NAME/tensorboard`.
+        last_step: the step that the run continues from; TensorBoard hides later ones.
+    """
+
+    def __init__(self, directory: Path, last_step: int = 0) -> None:
+        # Imported here: it takes a second, and only the rank that writes needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(
+            str(directory), purge_step=last_step + 1 if last_step else None, flush_secs=10
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records a step."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Writes what is still held back."""
+        self._writer.close()
+
+
+class ConsoleSink:
+    """Prints a line a step, with a progress bar below on a terminal and none elsewhere.
+
+    Args:
+        num_steps: the last step of the run.
+        last_step: the step that the run continues from.
+        console: where to print; None: stdout.
+    """
+
+    def __init__(self, num_steps: int, last_step: int = 0, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._num_steps = num_steps
+        self._progress = Progress(
+            TextColumn("step"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._task = self._progress.add_task("train", total=num_steps, completed=last_step)
+        self._progress.start()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints a step."""
+        self.message(step_line(step, self._num_steps, metrics))
+        self._progress.update(self._task, completed=step)
+
+    def message(self, text: str) -> None:
+        """Prints a line as it is: no markup (phases stand in brackets), no wrapping."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def compare(self, title: str, rows: Mapping[str, tuple[float | None, float | None]]) -> None:
+        """Prints a table of names with their values before and after."""
+        table = Table("", "before", "after", title=title)
+        for name, values in rows.items():
+            table.add_row(name, *("-" if value is None else f"{value:.3f}" for value in values))
+        self._console.print(table)
+
+    def close(self) -> None:
+        """Takes the progress bar away."""
+        self._progress.stop()
+
+
+class RolloutDump:
+    """Writes samples to read: one JSONL file for every step that is due.
+
+    Args:
+        directory: usually `runs/NAME/rollouts`.
+        every: steps between dumps; 0 for none. The first step is always dumped.
+    """
+
+    def __init__(self, directory: Path, every: int) -> None:
+        self._directory, self._every = directory, every
+
+    def is_due(self, step: int) -> bool:
+        """Whether the samples of `step` (from 1) are wanted."""
+        return self._every > 0 and (step == 1 or step % self._every == 0)
+
+    def write(self, step: int, samples: Sequence[Mapping[str, object]]) -> None:
+        """Writes the samples of a step, each as a JSON object."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(dict(sample), ensure_ascii=False) + "\n" for sample in samples]
+        path = self._directory / f"step_{step:06d}.jsonl"
+        path.write_text("".join(lines), encoding="utf-8")
+
+
+def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
+    """Returns the console's line about a step: phase times, then what was learned."""
+    times = [
+        f"[{label}] {metrics[f'time_s/{phase}']:.2f}s"
+        for phase, label in PHASES.items()
+        if f"time_s/{phase}" in metrics
+    ]
+    shown = {
+        "reward": "reward/mean",
+        "loss": "policy/loss",
+        "kl": "policy/kl",
+        "tokens": "response_tokens/mean",
+        "accuracy": ACCURACY,
+    }
+    values = [f"{label} {metrics[key]:.3f}" for label, key in shown.items() if key in metrics]
+    return " ".join((f"step {step:>{len(str(num_steps))}}/{num_steps}", *times, *values))
+
+
+def read_records(path: Path) -> list[Record]:
+    """Returns the records of a metrics.jsonl; a line cut short by a crash is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and "step" in record:
+            records.append(record)
+    return records
+
+
+def _step(record: Record) -> int:
+    return int(record["step"] or 0)

@@ -1,0 +1,88 @@
+"""The last stage of the data contract: what one forward pass sees.
+
+Owns the meaning of a `MicroBatch`'s fields; `data/collate.py` makes them from a `TrainBatch`.
+Invariant: all per-position columns are of one length, and in one alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch_checks import BatchError, Producer
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MicroBatch:
+    """What one forward pass sees: samples packed one after the other into S positions.
+
+    Per-position columns are predictor-aligned: what is about token t of a sample stands at the
+    position of token t - 1, the one whose output predicts it. Each sample is padded to a multiple
+    that context parallelism can cut, and the whole to a multiple that sequence parallelism can
+    cut, by one trailing sequence of padding. A context-parallel rank takes its share with
+    `take_positions`.
+
+    Fields: `tokens_S`, `positions_S` (position in its own sequence), `targets_S` (the next token
+    of the same sample, 0 where there is none): (S,) int64; `loss_mask_S`: (S,) bool, the position
+    predicts a response token; `sequence_index_S`: (S,) int64, index into `sample_indices`, -1 on
+    padding; `cu_seqlens`: int32, where each padded sequence starts, trailing padding counted as a
+    sequence, and at last the full S; `max_seqlen`; `sample_indices`: the batch's samples, in
+    order of packing, empty when there is only padding. The columns are (S,) float32, zero outside
+    `loss_mask_S`, or None.
+
+    `max_seqlen` is the longest of the padded sequences, never the token budget: Megatron's rotary
+    embedding for packed sequences (rope_utils.py, `freqs.size(0) == cu_seqlens[-1]`,
+    megatron-core 0.16.1) counts positions over the whole pack instead of per sequence when
+    `max_seqlen` equals `cu_seqlens[-1]`, also under context parallelism. Sequences are never
+    empty, so the longest equals the total only when it is the only one, and then both ways of
+    counting agree; one sample and its trailing padding are two sequences, whose total is longer
+    than either.
+    """
+
+    tokens_S: Tensor
+    positions_S: Tensor
+    targets_S: Tensor
+    loss_mask_S: Tensor
+    sequence_index_S: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    sample_indices: tuple[int, ...]
+    old_logp_S: Tensor | None = None
+    reference_logp_S: Tensor | None = None
+    behaviour_logp_S: Tensor | None = None
+    advantages_S: Tensor | None = None
+    returns_S: Tensor | None = None
+    values_S: Tensor | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """S, or this rank's share of it after `take_positions`."""
+        return len(self.tokens_S)
+
+    def require(self, name: str, needed_by: str) -> Tensor:
+        """Returns the column `name`, or raises BatchError saying that `needed_by` needs it."""
+        value: Tensor | None = getattr(self, name)
+        if value is None:
+            here = Producer.here("the micro-batch")
+            raise BatchError(
+                here, name, f"came without {name}", f"the column that {needed_by} needs"
+            )
+        return value
+
+    def take_positions(self, index_S: Tensor) -> MicroBatch:
+        """Returns these positions of every column (a context-parallel rank's share)."""
+        return self._map_positions(lambda column_S: column_S[index_S])
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """Returns the micro-batch with every tensor on `device`, `cu_seqlens` too."""
+        moved = self._map_positions(lambda column_S: column_S.to(device, non_blocking=True))
+        return replace(moved, cu_seqlens=self.cu_seqlens.to(device, non_blocking=True))
+
+    def _map_positions(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        named = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name.endswith("_S"))
+        changed: dict[str, Any] = {n: change(value) for n, value in named if value is not None}
+        return replace(self, **changed)

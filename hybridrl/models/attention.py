@@ -1,0 +1,214 @@
+"""Causal attention over packed sequences as a ModuleSpec piece for hosts without transformer-engine.
+
+Megatron's own local attention refuses packed sequences and context parallel. `PackedAttention` takes both. Sequences of
+one micro-batch are brought to rows of equal length, a bucket for each power of two, so that padding at most doubles the
+work and one `scaled_dot_product_attention` call serves a whole bucket. Rows are padded at their end, where causal
+attention never looks.
+
+Context parallel: rank r of n holds the chunks r and 2n-1-r of each sequence's 2n chunks (Megatron's order, which balances
+causal work). Keys and values are gathered over the context-parallel group; queries stay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length as rows of one batch; indices point into the packed tokens.
+
+    query_index_NQ: local query positions; key_index_NK: positions in the gathered keys; query_position_NQ: place of each
+    query in its sequence (None without context parallel, where query and key rows coincide).
+    """
+
+    query_index_NQ: torch.Tensor
+    key_index_NK: torch.Tensor
+    query_position_NQ: torch.Tensor | None
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """PackedSeqParams that remembers its buckets, which are the same in every layer.
+
+    cu_seqlens count padded tokens of the whole sequences, before context parallel cuts them.
+    """
+
+    _buckets: dict[tuple[int, int], tuple[list[Bucket], torch.Tensor]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(cu_seqlens: torch.Tensor, max_seqlen: int) -> PackedSequences:
+        """Builds the parameters of sequences that start at `cu_seqlens` (int32, one more than sequences)."""
+        return PackedSequences(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+        )
+
+    def buckets(self, cp_size: int, cp_rank: int) -> tuple[list[Bucket], torch.Tensor]:
+        """Returns the buckets and, for each local token, its place in the concatenated bucket rows."""
+        key = (cp_size, cp_rank)
+        if key not in self._buckets:
+            self._buckets[key] = _make_buckets(self.cu_seqlens_q.tolist(), cp_size, cp_rank)
+        return self._buckets[key]
+
+
+def _make_buckets(
+    cu_seqlens: list[int], cp_size: int, cp_rank: int
+) -> tuple[list[Bucket], torch.Tensor]:
+    by_size: dict[int, list[tuple[int, int]]] = {}
+    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        if end > start:
+            by_size.setdefault((end - start - 1).bit_length(), []).append((start, end - start))
+    buckets, place = [], torch.empty(cu_seqlens[-1] // cp_size, dtype=torch.int64)
+    row_start = 0
+    for sequences in by_size.values():
+        starts = torch.tensor([start for start, _ in sequences])[:, None]
+        lengths = torch.tensor([length for _, length in sequences])[:, None]
+        longest = int(lengths.max())
+        column_Q = torch.arange(longest // cp_size)[None]
+        local_length = lengths // cp_size
+        query_index = starts // cp_size + torch.minimum(column_Q, local_length - 1)
+        valid = (column_Q < local_length).flatten()
+        flat = torch.arange(valid.numel()) + row_start
+        place[query_index.flatten()[valid]] = flat[valid]
+        row_start += valid.numel()
+        column_K = torch.minimum(torch.arange(longest)[None], lengths - 1)
+        if cp_size == 1:
+            buckets.append(Bucket(query_index, starts + column_K, None))
+            continue
+        half = local_length // 2
+        clamped = torch.minimum(column_Q, local_length - 1)
+        second = (2 * cp_size - 1 - cp_rank) * half + clamped - half
+        position = torch.where(clamped < half, cp_rank * half + clamped, second)
+        buckets.append(Bucket(query_index, _gathered_index(column_K, starts, half, cp_size), position))
+    return buckets, place
+
+
+def _gathered_index(
+    column_K: torch.Tensor, starts: torch.Tensor, half: torch.Tensor, cp_size: int
+) -> torch.Tensor:
+    """Returns where each sequence position lies in keys gathered rank by rank, as (rank, local index) packed as a pair.
+
+    The gathered tensor is viewed as (cp_size, local tokens); the caller knows the number of local tokens.
+    """
+    chunk = column_K // half
+    rank = torch.where(chunk < cp_size, chunk, 2 * cp_size - 1 - chunk)
+    within = column_K % half + torch.where(chunk < cp_size, torch.zeros_like(chunk), half)
+    return torch.stack((rank, starts // cp_size + within), dim=-1)
+
+
+class PackedAttention(MegatronModule):
+    """Causal `core_attention` on torch's scaled_dot_product_attention.
+
+    Takes packed sequences (thd) with `PackedSequences`, with or without context parallel, and plain [s, b, h, d] batches.
+    Grouped-query heads are shared by torch, not repeated in memory.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise ValueError(f"attn_mask_type={attn_mask_type}: PackedAttention is causal")
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.cp_group: dist.ProcessGroup | None = (
+            pg_collection.cp if pg_collection is not None and config.context_parallel_size > 1 else None
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> torch.Tensor:
+        """Attends within each sequence.
+
+        Args:
+            query: [t, heads, d] packed local tokens, or [s, b, heads, d].
+            key, value: the same with KV heads.
+            attention_mask, attn_mask_type, attention_bias: Megatron passes them; causal masking is all that is done here.
+            packed_seq_params: sequence boundaries of packed tokens.
+
+        Returns:
+            [t, heads * d], or [s, b, heads * d].
+        """
+        if packed_seq_params is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return self._attend(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
+        cp_size, cp_rank = 1, 0
+        num_heads, head_size = query.shape[-2:]
+        if self.cp_group is not None:
+            cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)
+                for x in (key, value)
+            )
+        buckets, place = packed_seq_params.buckets(cp_size, cp_rank)
+        rows = []
+        for bucket in buckets:
+            key_index = bucket.key_index_NK
+            if bucket.query_position_NQ is not None:
+                key_index = key_index[..., 0] * query.size(0) + key_index[..., 1]
+            attended = self._attend(
+                _rows(query, bucket.query_index_NQ),
+                _rows(key, key_index),
+                _rows(value, key_index),
+                bucket.query_position_NQ,
+            )
+            rows.append(attended.transpose(1, 2).reshape(-1, num_heads * head_size))
+        return torch.cat(rows).index_select(0, place.to(query.device))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query_position_NQ: torch.Tensor | None,
+    ) -> torch.Tensor:
+        mask = None
+        if query_position_NQ is not None:
+            column_K = torch.arange(key.size(2))
+            mask = (query_position_NQ[:, None, :, None] >= column_K).to(query.device)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+
+
+def _rows(tokens_THD: torch.Tensor, index_NL: torch.Tensor) -> torch.Tensor:
+    """Gathers packed tokens [t, heads, d] into rows [n, heads, l, d]."""
+    rows = tokens_THD.index_select(0, index_NL.flatten().to(tokens_THD.device))
+    return rows.view(*index_NL.shape, *tokens_THD.shape[1:]).transpose(1, 2)

@@ -1,0 +1,87 @@
+"""Half-open rectangles of tensor elements: intersection, shifting, exact tiling. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+
+Box = tuple[tuple[int, int], ...]
+Shape = tuple[int, ...]
+
+
+def whole(shape: Shape) -> Box:
+    """Returns the box of all elements of a tensor of `shape`."""
+    return tuple((0, size) for size in shape)
+
+
+def sizes(box: Box) -> Shape:
+    """Returns the extent of a box along each dim."""
+    return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    """Returns the number of elements of a box."""
+    return prod(stop - start for start, stop in box)
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """Returns the elements that two boxes share, None where there are none."""
+    shared = tuple((max(a, x), min(b, y)) for (a, b), (x, y) in zip(one, other, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+def moved(box: Box, origin: Box, target: Box) -> Box:
+    """Returns `box`, which lies in `origin`, at its place within the equally large `target`."""
+    return tuple(
+        (a + t - o, b + t - o) for (a, b), (o, _), (t, _) in zip(box, origin, target, strict=True)
+    )
+
+
+def tiling_fault(
+    boxes: Sequence[Box], shape: Shape, allow_overlap: bool = False
+) -> tuple[str, Box] | None:
+    """Returns how `boxes` fail to cover a tensor of `shape` exactly once; None where they do.
+
+    Args:
+        boxes: rectangles of its elements.
+        shape: the tensor's shape.
+        allow_overlap: whether an element may be covered more than once.
+
+    Returns:
+        "outside", "overlap" or "hole", with the first rectangle of elements it is about.
+    """
+    if len(boxes) == 1 and boxes[0] == whole(shape):
+        return None
+    for box in boxes:
+        fits = len(box) == len(shape) and all(
+            0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)
+        )
+        if not fits:
+            return "outside", box
+    # Cut every dim at every edge of a box: each box is then a block of cells, never part of one.
+    cuts = [
+        sorted({0, size, *(edge for box in boxes for edge in box[dim])})
+        for dim, size in enumerate(shape)
+    ]
+    index = [{edge: i for i, edge in enumerate(edges)} for edges in cuts]
+    seen: set[tuple[int, ...]] = set()
+    for box in boxes:
+        spans = (range(at[a], at[b]) for (a, b), at in zip(box, index, strict=True))
+        for cell in product(*spans):
+            if cell in seen and not allow_overlap:
+                return "overlap", _cell_box(cell, cuts)
+            seen.add(cell)
+    for cell in product(*(range(len(edges) - 1) for edges in cuts)):
+        if cell not in seen:
+            return "hole", _cell_box(cell, cuts)
+    return None
+
+
+def show(box: Box) -> str:
+    """Returns a box as indexing is written, such as `[0:4, 8:16]`."""
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def _cell_box(cell: tuple[int, ...], cuts: list[list[int]]) -> Box:
+    return tuple((edges[i], edges[i + 1]) for i, edges in zip(cell, cuts, strict=True))

@@ -1,0 +1,179 @@
+"""The only maker of a Megatron model.
+
+A family says in keywords what its models are; this module adds what the layout and the host ask for, chooses the
+ModuleSpec pieces and builds this rank's chunks. Megatron's own initial weights are never used: weights are written through
+the weight table, from an HF directory (`hf.py`) or from a seed (`init.py`), so they do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from hybridrl.models.attention import PackedAttention
+from hybridrl.models.family import Family
+from hybridrl.models.heads import LanguageModel, ValueModel
+from hybridrl.models.norm import TorchNorm
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.schedule import finalize_summed_gradients
+from hybridrl.platform import Platform
+
+Head = Literal["lm", "value"]
+
+
+def transformer_config(
+    family: Family,
+    hf_config: Mapping[str, Any],
+    layout: TrainLayout,
+    dtype: torch.dtype,
+    platform: Platform,
+    recompute: Literal["none", "full"] = "none",
+) -> TransformerConfig:
+    """Builds Megatron's configuration from the family's keywords, the layout and the host.
+
+    Args:
+        family: source of the model's own keywords.
+        hf_config: the model's config.json.
+        layout: parallel sizes; sequence parallel is on whenever tp > 1, since it saves memory for the same traffic.
+        dtype: of parameters and activations.
+        platform: fusions that need CUDA or transformer-engine stay off on CPU.
+        recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass.
+    """
+    interleaved = layout.vpp > 1
+    keywords: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
+        "context_parallel_size": layout.cp,
+        "sequence_parallel": layout.tp > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Megatron marks parameters as tensor-parallel while it initialises them; the gradient norm counts on the marks.
+        "perform_initialization": True,
+        # Micro-batches of packed sequences differ in length; Megatron asks for the all-to-all dispatcher with that.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # The loss carries the global denominator, so gradients are summed, never averaged.
+        "calculate_per_token_loss": True,
+        "finalize_model_grads_func": finalize_summed_gradients,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        # With two stages the previous rank is the next rank and batched sends of the interleaved schedule cross.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # gloo reads a tensor after isend returns; freeing it early corrupts what is sent.
+        "deallocate_pipeline_outputs": not platform.is_cpu,
+    }
+    if recompute == "full":
+        keywords |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return TransformerConfig(**{**keywords, **family.transformer_config(hf_config)})
+
+
+def build_chunks(
+    family: Family,
+    hf_config: Mapping[str, Any],
+    config: TransformerConfig,
+    head: Head = "lm",
+) -> list[torch.nn.Module]:
+    """Builds this rank's model chunks, one a virtual pipeline stage, with weights yet to be written.
+
+    Args:
+        family: source of GPTModel keywords and, for a user's own family, of the layer's ModuleSpec.
+        hf_config: the model's config.json.
+        config: from `transformer_config`; Megatron's process groups must exist.
+        head: 'lm' gives log-probabilities of targets, 'value' one value a token.
+    """
+    shape = family.shape(hf_config)
+    num_chunks = config.virtual_pipeline_model_parallel_size
+    chunks: list[torch.nn.Module] = []
+    for chunk in range(num_chunks or 1):
+        vp_stage = chunk if num_chunks else None
+        keywords = {
+            "config": config,
+            "transformer_layer_spec": _block_spec(family, config, vp_stage),
+            "vocab_size": shape.padded_vocab(config.tensor_model_parallel_size),
+            "max_sequence_length": int(hf_config.get("max_position_embeddings", 1 << 20)),
+            "pre_process": parallel_state.is_pipeline_first_stage(
+                ignore_virtual=False, vp_stage=vp_stage
+            ),
+            "post_process": parallel_state.is_pipeline_last_stage(
+                ignore_virtual=False, vp_stage=vp_stage
+            ),
+            "position_embedding_type": "rope",
+            "vp_stage": vp_stage,
+            **family.model_keywords(hf_config),
+        }
+        if head == "value":
+            chunks.append(ValueModel(share_embeddings_and_output_weights=False, **keywords))
+        else:
+            chunks.append(
+                LanguageModel(
+                    num_tokens=shape.vocab_size,
+                    share_embeddings_and_output_weights=shape.tied_embeddings,
+                    **keywords,
+                )
+            )
+    return chunks
+
+
+def _block_spec(
+    family: Family, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    layer = family.layer_spec(config) if family.layer_spec else torch_layer_spec(config)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=TorchNorm)
+
+
+def torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Returns a transformer layer of Megatron's own linears, our torch norm and packed attention."""
+    spec = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    replaced = dataclasses.replace(
+        attention,
+        core_attention=PackedAttention,
+        **(
+            {"q_layernorm": TorchNorm, "k_layernorm": TorchNorm}
+            if config.qk_layernorm
+            else {}
+        ),
+    )
+    layer.self_attention.submodules = replaced
+    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
+    return spec
+
+
+def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Returns this rank's parameters under the weight table's local names, "<chunk>/<megatron name>"."""
+    return {
+        f"{index}/{name}": parameter.data
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }

@@ -1,0 +1,105 @@
+"""Finding and reading the folder that an HF model lives in, without torch.
+
+Owns config.json and the copying of small files; the tensors are hf.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+# What an exported model takes along from the model it was made of: tokenizer and generation files.
+SIDE_FILES = (
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer*",
+    "vocab.*",
+)
+
+
+def find_directory(path: str | Path) -> Path:
+    """Returns the local folder of a model: `path` itself, or the hub's snapshot of that name.
+
+    Raises:
+        CheckpointError: there is no such folder, and the hub has, or gives, no such model.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(path)
+    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if not is_hub_name:
+        raise CheckpointError("model.path", name, "an existing HF directory", "Check the path.")
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.snapshot_download(
+            name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            "model.path",
+            name,
+            "an existing HF directory or a model on the hub",
+            f"There is no such folder, and the hub said: {reason}",
+        ) from error
+    return Path(found)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Returns the content of an HF config: a directory's config.json, or `path` itself if a file.
+
+    Raises:
+        CheckpointError: it is missing or is not a JSON object.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        file = file / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            str(file), error.strerror or error, "a readable config.json", "Check the path."
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(
+            str(file), f"text that is not JSON ({error})", "a JSON object", "Fetch the file again."
+        ) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            str(file), type(config).__name__, "a JSON object", "Fetch the file again."
+        )
+    return config
+
+
+def write_side_files(
+    directory: Path, config: Mapping[str, Any], dtype: str, side_files: Path | None
+) -> None:
+    """Writes config.json and copies tokenizer files, if any, into an exported model's folder.
+
+    Args:
+        directory: the folder being written.
+        config: content of config.json; its dtype is replaced.
+        dtype: name of the exported tensors' type, such as "bfloat16".
+        side_files: folder whose tokenizer and generation files are copied; None: none are.
+    """
+    written = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    written["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    text = json.dumps(written, indent=2) + "\n"
+    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+    if side_files is None:
+        return
+    for pattern in SIDE_FILES:
+        for file in sorted(side_files.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, directory / file.name)

@@ -1,0 +1,7 @@
+"""The model families that hybridrl ships, by name; each is loaded when it is first asked for."""
+
+FAMILIES: dict[str, str] = {
+    "llama": "hybridrl.models.families.llama:FAMILY",
+    "qwen2": "hybridrl.models.families.qwen2:FAMILY",
+    "qwen3": "hybridrl.models.families.qwen3:FAMILY",
+}

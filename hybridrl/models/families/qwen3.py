@@ -1,0 +1,30 @@
+"""Qwen3, dense: queries and keys are normalised per head, no biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridrl.models.families.decoder import (
+    decoder_config,
+    decoder_rows,
+    decoder_shape,
+    require,
+    rope_keywords,
+)
+from hybridrl.models.family import Family, HfConfig, ModelShape
+
+
+def shape(hf_config: HfConfig) -> ModelShape:
+    """Reads the sizes; a config without head size means 128."""
+    require(hf_config, "attention_bias", False, (False,))
+    return decoder_shape(hf_config, qk_norm=True, default_head_dim=128)
+
+
+def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
+    """Returns the keywords of TransformerConfig."""
+    return decoder_config(hf_config, shape(hf_config))
+
+
+FAMILY = Family(
+    "qwen3", ("Qwen3ForCausalLM",), shape, transformer_config, rope_keywords, decoder_rows
+)

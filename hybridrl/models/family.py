@@ -1,0 +1,195 @@
+"""What a model family is: an HF config read into sizes, Megatron keywords and a weight table.
+
+Owns the types `ModelShape`, `Row` and `Family` and the choice of a family for a model. Builds
+nothing: build.py makes the Megatron model, weights.py turns rows into the rectangles that a rank
+holds. Pure data, no torch. Invariant: HF names and shapes are the only coordinates, so a family
+never mentions ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hybridrl.errors import ModelError
+from hybridrl.models.families import FAMILIES
+
+HfConfig = Mapping[str, Any]
+RowKind = Literal["vocab", "replicated", "column", "row", "qkv", "gate_up"]
+Stage = Literal["first", "layer", "last"]
+
+VOCAB_MULTIPLE = 128
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder, as its HF config states them.
+
+    Args:
+        head_dim: size of one attention head, not necessarily `hidden_size / num_heads`.
+        ffn_size: width of the gated feed-forward layer.
+        tied_embeddings: whether the output layer is the embedding (HF stores no `lm_head.weight`).
+        qkv_bias: whether the query, key and value projections have biases.
+        qk_norm: whether queries and keys are normalised per head.
+        linear_bias: whether every linear layer of a decoder layer has a bias.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    linear_bias: bool = False
+
+    def padded_vocab(self, tp: int) -> int:
+        """Returns the number of rows of Megatron's embedding at tensor-parallel size `tp`.
+
+        It is a multiple of 128, the same for every `tp` that divides 128, so that checkpoints move
+        between layouts.
+        """
+        multiple = math.lcm(VOCAB_MULTIPLE, tp)
+        return -(-self.vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a weight table: a Megatron parameter and the HF tensors that it is made of.
+
+    Args:
+        megatron: name of the Megatron parameter; `{L}` is the layer's index within its chunk.
+        parts: names of the HF tensors in Megatron's order; `{L}` is the global layer index.
+        shapes: shapes of the HF tensors.
+        kind: how tensor parallelism cuts the parameter.
+            `replicated`: every rank holds all of it.
+            `column`: dim 0 is cut evenly.
+            `row`: dim 1 is cut evenly.
+            `vocab`: dim 0 is padded (`ModelShape.padded_vocab`), then cut evenly.
+            `gate_up`: every part is cut evenly along dim 0; a rank stacks its pieces.
+            `qkv`: the rows of the three parts are interleaved per key-value head (its query heads,
+            its key, its value), then cut evenly, also where a cut falls inside a head's group.
+        stage: which pipeline stage holds it: the first, the last, or the one that owns the layer.
+    """
+
+    megatron: str
+    parts: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    kind: RowKind
+    stage: Stage = "layer"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything that hybridrl knows about one kind of model.
+
+    Args:
+        name: short name, as in `model.family`; for HF models also their `model_type`.
+        architectures: HF `architectures` entries that the family describes.
+        shape: reads the sizes out of an HF config; raises ModelError for what is not supported.
+        transformer_config: keywords of Megatron's TransformerConfig that the model fixes, but for
+            `activation_func`, a torch function, which build.py sets to silu.
+        model_keywords: keywords of Megatron's GPTModel for positions: rotary embedding, scaling,
+            longest sequence.
+        rows: the weight table.
+        layer_spec: makes a layer's Megatron ModuleSpec, for families other than llama-shaped ones.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    shape: Callable[[HfConfig], ModelShape]
+    transformer_config: Callable[[HfConfig], dict[str, Any]]
+    model_keywords: Callable[[HfConfig], dict[str, Any]]
+    rows: Callable[[ModelShape], tuple[Row, ...]]
+    layer_spec: Callable[..., Any] | None = None
+
+
+def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
+    """Returns the family called `name`; where it is None, the one that describes `hf_config`.
+
+    Args:
+        name: a key of FAMILIES, a dotted path `package.module:ATTRIBUTE` to a Family, or None.
+        hf_config: the content of the model's config.json.
+
+    Raises:
+        ModelError: no such family, or the family does not describe this model's architecture.
+    """
+    architectures = tuple(hf_config.get("architectures") or ())
+    if name is None:
+        return _family_of(hf_config, architectures)
+    if ":" in name:
+        family = _load(name, "model.family")
+    elif name in FAMILIES:
+        family = _load(FAMILIES[name], "model.family")
+    else:
+        raise ModelError(
+            "model.family",
+            name,
+            f"{', '.join(FAMILIES)} or a dotted path package.module:FAMILY",
+            _nearest(name),
+        )
+    if architectures and not set(architectures) & set(family.architectures):
+        raise ModelError(
+            "model.family",
+            name,
+            f"a family that describes {', '.join(architectures)}",
+            f"Family {family.name} describes {', '.join(family.architectures)}; leave model.family "
+            "out to choose by the model's config.json.",
+        )
+    return family
+
+
+def _family_of(hf_config: HfConfig, architectures: tuple[str, ...]) -> Family:
+    known = {key: _load(path, "model.family") for key, path in FAMILIES.items()}
+    for family in known.values():
+        if set(architectures) & set(family.architectures):
+            return family
+    model_type = hf_config.get("model_type")
+    if not architectures and model_type in known:
+        return known[model_type]
+    allowed = ", ".join(
+        architecture for family in known.values() for architecture in family.architectures
+    )
+    asked = ", ".join(architectures) or f"none (model_type {model_type!r})"
+    raise ModelError(
+        "config.json: architectures",
+        asked,
+        allowed,
+        "Choose a supported model, or set model.family to your own: package.module:FAMILY.",
+    )
+
+
+def _load(path: str, key: str) -> Family:
+    module_name, _, attribute = path.partition(":")
+    try:
+        family = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            key,
+            path,
+            "package.module:ATTRIBUTE of an importable Family",
+            f"Importing it failed: {error}",
+        ) from error
+    if not isinstance(family, Family):
+        raise ModelError(
+            key, path, "a hybridrl.models.family.Family", f"It is a {type(family).__name__}."
+        )
+    return family
+
+
+def _nearest(name: str) -> str:
+    close = difflib.get_close_matches(name, FAMILIES, n=1)
+    return (
+        f"Did you mean {close[0]!r}?"
+        if close
+        else "Leave it out to choose by the model's config.json."
+    )

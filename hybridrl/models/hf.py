@@ -1,0 +1,335 @@
+"""HF directories of safetensors: rectangles of tensors read into a rank's shards, and written out.
+
+Owns the format's errors: a missing, extra, misshaped or damaged tensor or file is named. Invariant:
+neither way is more in memory than one tensor, or the rectangle of it, besides the destination.
+Every rank reads every file's header, so that all ranks refuse a bad directory alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hybridrl.errors import CheckpointError
+from hybridrl.models.boxes import Box, Shape
+from hybridrl.models.directory import find_directory, read_config, write_side_files
+from hybridrl.models.weights import RankLayout
+
+__all__ = [
+    "HfCheckpoint",
+    "HfWriter",
+    "allocate",
+    "box_view",
+    "find_directory",
+    "load_hf",
+    "read_config",
+]
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MAX_SHARD_BYTES = 5 * 10**9
+# Buffers that old checkpoints carry, and the copy of the embedding that some tied ones do.
+NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
+
+
+def box_view(tensor: Tensor, box: Box) -> Tensor:
+    """Returns the view of `tensor` that holds the elements of `box`."""
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+def allocate(layout: RankLayout, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns a zero-filled CPU tensor for each local tensor of a layout."""
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in layout.shapes.items()}
+
+
+class HfCheckpoint:
+    """The tensors of an HF directory, known by name, shape and type, read by rectangle.
+
+    Raises:
+        CheckpointError: weights are missing, a shard is missing or damaged, an index is wrong.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.files: dict[str, Path] = {}
+        index = self._index()
+        for file in sorted(set(index.values())) if index is not None else [SINGLE_FILE]:
+            self._read_header(self.directory / file)
+        for name, file in (index or {}).items():
+            if self.files.get(name) != self.directory / file:
+                raise CheckpointError(
+                    f"tensor {name}",
+                    f"nothing in {self.directory / file}",
+                    f"the tensor that {INDEX_FILE} says is there",
+                    "Fetch or export the model again.",
+                )
+
+    def check(self, shapes: Mapping[str, Shape], missing_ok: Collection[str] = ()) -> None:
+        """Raises CheckpointError unless the directory holds exactly the tensors of `shapes`.
+
+        Rotary buffers and the `lm_head.weight` of a model that has none (tied embeddings, critic)
+        are passed over.
+        """
+        for name, shape in shapes.items():
+            if name not in self.shapes and name not in missing_ok:
+                raise self._error(name, "nothing", f"a tensor of shape {shape}")
+            if name in self.shapes and self.shapes[name] != shape:
+                raise self._error(name, f"shape {self.shapes[name]}", f"shape {shape}")
+        for name in self.shapes:
+            if name not in shapes and not NOT_WEIGHTS.search(name):
+                raise self._error(name, f"shape {self.shapes[name]}", "no tensor of this name")
+
+    @contextmanager
+    def reader(self, file: Path) -> Iterator[Any]:
+        """Opens one shard; damage becomes CheckpointError."""
+        try:
+            with safe_open(file, framework="pt") as opened:
+                yield opened
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                str(file), "nothing", "a safetensors file", "Fetch the missing file."
+            ) from error
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                str(file),
+                f"a damaged file ({error})",
+                "a complete safetensors file",
+                "Fetch or export the file again.",
+            ) from error
+
+    def _index(self) -> dict[str, str] | None:
+        """Returns the file of each tensor; None where one file holds them all."""
+        if (self.directory / SINGLE_FILE).is_file():
+            return None
+        file = self.directory / INDEX_FILE
+        if not file.is_file():
+            raise CheckpointError(
+                str(self.directory),
+                "no weights",
+                f"{SINGLE_FILE} or {INDEX_FILE} with its shards",
+                "Point model.path at an HF directory with safetensors weights.",
+            )
+        try:
+            weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+            return {str(name): str(shard) for name, shard in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                str(file), f"unreadable ({error!r})", "JSON with a weight_map", "Fetch it again."
+            ) from error
+
+    def _read_header(self, file: Path) -> None:
+        with self.reader(file) as opened:
+            for name in opened.keys():  # noqa: SIM118 - a safe_open is not iterable
+                part = opened.get_slice(name)
+                self.files[name] = file
+                self.shapes[name] = tuple(part.get_shape())
+                if part.get_dtype() not in DTYPES:
+                    raise self._error(name, part.get_dtype(), ", ".join(DTYPES))
+                self.dtypes[name] = DTYPES[part.get_dtype()]
+
+    def _error(self, name: str, found: str, allowed: str) -> CheckpointError:
+        return CheckpointError(
+            f"tensor {name} in {self.directory}",
+            found,
+            allowed,
+            "The weights do not fit this config.json and family; check that they belong together.",
+        )
+
+
+def load_hf(
+    directory: str | Path,
+    layout: RankLayout,
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    *,
+    missing_ok: Collection[str] = (),
+) -> frozenset[str]:
+    """Reads a rank's part of an HF checkpoint into its tensors, casting to their types.
+
+    Args:
+        directory: the HF directory.
+        layout: what the rank holds.
+        tensors: the local tensors by the layout's names; written in place, padding zeroed.
+        shapes: every HF tensor of the model, as from `hf_shapes`; the directory holds just these.
+        missing_ok: HF tensors that may be absent (a critic's `score.weight`); left untouched then.
+
+    Returns:
+        The names among `missing_ok` that were absent.
+
+    Raises:
+        CheckpointError: a file or tensor is missing, extra, misshaped or damaged; names it.
+    """
+    checkpoint = HfCheckpoint(directory)
+    checkpoint.check(shapes, missing_ok)
+    absent = frozenset(name for name in shapes if name not in checkpoint.shapes)
+    with torch.no_grad():
+        for name, box in layout.padding:
+            box_view(tensors[name], box).zero_()
+        for file in sorted(set(checkpoint.files.values())):
+            regions = [r for r in layout.regions if checkpoint.files.get(r.hf) == file]
+            if not regions:
+                continue
+            with checkpoint.reader(file) as opened:
+                for region in regions:
+                    part = opened.get_slice(region.hf)
+                    read = part[tuple(slice(start, stop) for start, stop in region.hf_box)]
+                    box_view(tensors[region.local], region.local_box).copy_(read)
+    return absent
+
+
+class HfWriter:
+    """Writes an HF directory one tensor at a time; it appears under its name only when complete.
+
+    Use it as a context manager: leaving it normally completes the directory, an exception removes
+    what was written. The tensors may come in any order.
+
+    Args:
+        directory: must not exist, or be empty.
+        shapes: every HF tensor that will be written.
+        dtype: the type that they are stored in.
+        config: content of config.json.
+        side_files: folder whose tokenizer files are copied, if any.
+        max_shard_bytes: a file grows no larger, unless a single tensor is.
+
+    Raises:
+        CheckpointError: the directory exists and is not empty.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        shapes: Mapping[str, Shape],
+        dtype: torch.dtype,
+        config: Mapping[str, Any],
+        *,
+        side_files: Path | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        self.directory = Path(directory)
+        if self.directory.exists() and (
+            not self.directory.is_dir() or any(self.directory.iterdir())
+        ):
+            raise CheckpointError(
+                str(self.directory),
+                "something that exists",
+                "a new or empty directory",
+                "Choose another directory or remove this one.",
+            )
+        self._shapes, self._dtype = dict(shapes), dtype
+        self._missing = set(shapes)
+        self._partial = self.directory.with_name(f".{self.directory.name}.{os.getpid()}.partial")
+        self._partial.mkdir(parents=True)
+        self._offsets: dict[str, tuple[Path, int]] = {}
+        try:
+            write_side_files(self._partial, config, _dtype_name(dtype), side_files)
+            self._lay_out(max_shard_bytes)
+        except BaseException:
+            shutil.rmtree(self._partial)
+            raise
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Stores one tensor, cast to the directory's type; its shape must be the announced one."""
+        if tuple(tensor.shape) != self._shapes[name]:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, announced {self._shapes[name]}")
+        file, offset = self._offsets[name]
+        data = tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
+        with file.open("r+b") as opened:
+            opened.seek(offset)
+            opened.write(data.reshape(-1).view(torch.uint8).numpy().data)
+        self._missing.discard(name)
+
+    def complete(self) -> None:
+        """Gives the directory its name; every tensor must have been written."""
+        if self._missing:
+            raise ValueError(f"never written: {sorted(self._missing)[:3]}")
+        for file in self._partial.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        self._partial.rename(self.directory)
+
+    def discard(self) -> None:
+        """Removes what was written, unless it was completed."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def __enter__(self) -> HfWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self.complete()
+        finally:
+            self.discard()
+
+    def _lay_out(self, max_shard_bytes: int) -> None:
+        """Writes the header of every file, sized to its final length, and the index."""
+        item = self._dtype.itemsize
+        shards: list[list[str]] = [[]]
+        filled = 0
+        for name, shape in self._shapes.items():
+            num_bytes = torch.Size(shape).numel() * item
+            if shards[-1] and filled + num_bytes > max_shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append(name)
+            filled += num_bytes
+        total = len(shards)
+        files = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+        if total == 1:
+            files = [SINGLE_FILE]
+        size = 0
+        for file, names in zip(files, shards, strict=True):
+            size += self._write_header(self._partial / file, names)
+        if total > 1:
+            weight_map = {n: f for f, names in zip(files, shards, strict=True) for n in names}
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _write_header(self, file: Path, names: Sequence[str]) -> int:
+        """Writes the header of one file; returns the bytes of its tensors.
+
+        The safetensors library writes a file from tensors that are all in memory. So that only one
+        need be, the header (its length, then JSON) is written here and the tensors follow in place.
+        """
+        kind = next(key for key, dtype in DTYPES.items() if dtype == self._dtype)
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        starts, end = {}, 0
+        for name in names:
+            starts[name] = end
+            end += torch.Size(self._shapes[name]).numel() * self._dtype.itemsize
+            header[name] = {
+                "dtype": kind,
+                "shape": list(self._shapes[name]),
+                "data_offsets": [starts[name], end],
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with file.open("wb") as opened:
+            opened.write(len(text).to_bytes(8, "little") + text)
+            base = opened.tell()
+            opened.truncate(base + end)
+        self._offsets.update({name: (file, base + start) for name, start in starts.items()})
+        return end
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

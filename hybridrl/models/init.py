@@ -1,0 +1,61 @@
+"""Weights from a seed, in HF coordinates.
+
+Every HF tensor has its own generator, seeded by the run's seed and the tensor's name, so the weights of a model made from
+scratch are the same in every layout. Each rank draws one whole tensor at a time and keeps its own rectangles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hybridrl.models.weights import RankLayout
+
+# Projections that write into the residual stream start smaller by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019, 2.3).
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+
+
+def init_weights(
+    layout: RankLayout,
+    hf_shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, torch.Tensor],
+    hf_config: Mapping[str, Any],
+    seed: int,
+) -> None:
+    """Fills this rank's tensors with a model drawn from `seed`.
+
+    Args:
+        layout: which rectangles of which HF tensors the rank holds.
+        hf_shapes: full shape of every HF tensor.
+        tensors: the rank's tensors under their local names; all are overwritten, padding with zeros.
+        hf_config: `initializer_range` is the standard deviation (0.02 where absent), `num_hidden_layers` scales the
+            residual outputs.
+        seed: of the run.
+    """
+    std = float(hf_config.get("initializer_range", 0.02))
+    residual_std = std / (2 * int(hf_config["num_hidden_layers"])) ** 0.5
+    for tensor in tensors.values():
+        tensor.zero_()
+    regions: dict[str, list[Any]] = {}
+    for region in layout.regions:
+        regions.setdefault(region.hf, []).append(region)
+    for name, held in regions.items():
+        full = _draw(name, hf_shapes[name], std, residual_std, seed)
+        for region in held:
+            source = full[tuple(slice(start, stop) for start, stop in region.hf_box)]
+            target = tensors[region.local][tuple(slice(a, b) for a, b in region.local_box)]
+            target.copy_(source.view(target.shape))
+
+
+def _draw(
+    name: str, shape: tuple[int, ...], std: float, residual_std: float, seed: int
+) -> torch.Tensor:
+    if len(shape) == 1:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    scale = residual_std if name.endswith(RESIDUAL_OUTPUTS) else std
+    return torch.randn(shape, generator=generator) * scale

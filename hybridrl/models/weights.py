@@ -1,0 +1,357 @@
+"""Where every rectangle of every HF tensor lies on a rank: weight tables turned into layouts.
+
+The HF checkpoint's tensors are the canonical coordinates. A layout lists, for one rank, which
+rectangle of which HF tensor lies in which rectangle of which local tensor, so that import, export
+and resharding are one operation: rectangle intersection. Pure data, no torch. Invariant: regions
+and padding of a layout tile each of its local tensors exactly (`check_layout` proves it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from hybridrl.errors import ModelError
+from hybridrl.models.boxes import Box, Shape, show, sizes, tiling_fault, whole
+from hybridrl.models.family import EMBEDDING, OUTPUT_LAYER, Family, ModelShape, Row
+from hybridrl.parallel.layout import TrainLayout
+
+Head = Literal["lm", "value"]
+
+VALUE_HEAD = "score.weight"
+ENGINE_VOCAB_MULTIPLE = 64
+# Parameter names where transformer-engine fuses a norm into the linear layer that follows it.
+_LAYER = "decoder.layers.{L}."
+TE_NAMES = {
+    f"{_LAYER}input_layernorm.weight": f"{_LAYER}self_attention.linear_qkv.layer_norm_weight",
+    f"{_LAYER}pre_mlp_layernorm.weight": f"{_LAYER}mlp.linear_fc1.layer_norm_weight",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A rectangle of an HF tensor and the equally large rectangle of a local tensor that holds it.
+
+    Args:
+        hf: name of the HF tensor.
+        hf_box: half-open (start, stop) along each of its dims.
+        local: name of the local tensor.
+        local_box: half-open (start, stop) along each of the local tensor's dims.
+    """
+
+    hf: str
+    hf_box: Box
+    local: str
+    local_box: Box
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Every local tensor of one rank, and what of the HF checkpoint it holds.
+
+    Args:
+        regions: the rectangles that have an HF counterpart.
+        shapes: shape of each local tensor.
+        padding: (local name, box) of the elements that have none, as rows that pad a vocabulary.
+    """
+
+    regions: tuple[Region, ...]
+    shapes: Mapping[str, Shape]
+    padding: tuple[tuple[str, Box], ...] = ()
+
+
+def hf_shapes(family: Family, shape: ModelShape, head: Head = "lm") -> dict[str, Shape]:
+    """Returns the shape of every HF tensor of the model.
+
+    With head="value" of the critic's: no `lm_head.weight`, instead `score.weight`.
+    """
+    shapes: dict[str, Shape] = {}
+    for row in _rows(family, shape, head):
+        for layer in _layers(row, shape):
+            for part, size in zip(row.parts, row.shapes, strict=True):
+                shapes[part.format(L=layer)] = size
+    return shapes
+
+
+def megatron_layout(
+    family: Family,
+    shape: ModelShape,
+    layout: TrainLayout,
+    rank: int,
+    head: Head = "lm",
+    te: bool = False,
+) -> RankLayout:
+    """Returns what `rank` of a Megatron model holds.
+
+    Local names are `CHUNK/PARAMETER`: the virtual pipeline chunk, then Megatron's parameter name,
+    whose layer index is local to the chunk. With tied embeddings and several pipeline stages the
+    last stage holds its own copy of the embedding, `output_layer.weight`.
+
+    Args:
+        family: whose table is read.
+        shape: sizes of the model.
+        layout: the training layout.
+        rank: global rank.
+        head: "lm", the vocabulary head; "value", a critic, whose `output_layer.weight` of shape
+            (1, hidden) is HF's `score.weight`.
+        te: whether the layers are transformer-engine's, which hold norms under other names.
+
+    Raises:
+        ModelError: the model cannot be cut this way; names the parameter.
+    """
+    where = layout.coordinates(rank)
+    if shape.num_layers % (layout.pp * layout.vpp):
+        raise ModelError(
+            "train.pp * train.vpp",
+            layout.pp * layout.vpp,
+            f"a divisor of the model's {shape.num_layers} layers",
+            "Choose other pipeline sizes.",
+        )
+    chunks = layout.layers(where.pp, shape.num_layers)
+    is_last = where.pp == layout.pp - 1
+    held = _Held()
+    for row in _rows(family, shape, head):
+        cut = _megatron_cut(row, shape, layout.tp, where.tp)
+        name = TE_NAMES.get(row.megatron, row.megatron) if te else row.megatron
+        if row.stage == "layer":
+            for chunk, layers in enumerate(chunks):
+                for index, layer in enumerate(layers):
+                    held.add(row, layer, f"{chunk}/{name.format(L=index)}", cut)
+        elif row.stage == "first" and where.pp == 0:
+            held.add(row, 0, f"0/{name}", cut)
+        elif row.stage == "last" and is_last:
+            held.add(row, 0, f"{layout.vpp - 1}/{name}", cut)
+        has_copy = row.megatron == EMBEDDING and shape.tied_embeddings and head == "lm"
+        if has_copy and is_last and layout.pp > 1:
+            held.add(row, 0, f"{layout.vpp - 1}/{OUTPUT_LAYER}", cut)
+    return held.layout()
+
+
+def hf_layout(shapes: Mapping[str, Shape]) -> RankLayout:
+    """Returns the layout that holds the HF tensors themselves, whole, under their own names."""
+    boxes = {name: whole(shape) for name, shape in shapes.items()}
+    regions = tuple(Region(name, box, name, box) for name, box in boxes.items())
+    return RankLayout(regions, dict(shapes))
+
+
+def fused_layout(family: Family, shape: ModelShape, tp: int, tp_rank: int) -> RankLayout:
+    """Returns what one tensor-parallel rank of an engine with fused projections holds.
+
+    Names and order are vLLM's. `qkv_proj` is [queries; keys; values] of the rank's heads, with
+    key-value heads repeated where `tp` exceeds them; `gate_up_proj` is [gate; up]; vocabularies are
+    padded to a multiple of 64; tied models hold no `lm_head`.
+
+    Raises:
+        ModelError: the model cannot be cut this way; names the parameter.
+    """
+    held = _Held()
+    for row in _rows(family, shape, "lm"):
+        cut = _fused_cut(row, shape, tp, tp_rank)
+        name = row.parts[0]
+        if row.kind == "qkv":
+            name = name.replace(".q_proj.", ".qkv_proj.")
+        elif row.kind == "gate_up":
+            name = name.replace(".gate_proj.", ".gate_up_proj.")
+        for layer in _layers(row, shape):
+            held.add(row, layer, name.format(L=layer), cut)
+    return held.layout()
+
+
+def check_layout(layout: RankLayout) -> None:
+    """Proves that regions and padding tile every local tensor exactly.
+
+    Raises:
+        ModelError: a hole, an overlap, or a rectangle outside its tensor; names the elements.
+    """
+    boxes: dict[str, list[Box]] = {name: [] for name in layout.shapes}
+    for region in layout.regions:
+        if region.local not in boxes or sizes(region.hf_box) != sizes(region.local_box):
+            what = f"{region.hf}{show(region.hf_box)} at {show(region.local_box)}"
+            raise _table_error(region.local, what)
+        boxes[region.local].append(region.local_box)
+    for name, box in layout.padding:
+        boxes[name].append(box)
+    for name, shape in layout.shapes.items():
+        fault = tiling_fault(boxes[name], shape)
+        if fault:
+            raise _table_error(name, f"{fault[0]} at {show(fault[1])}")
+
+
+def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -> None:
+    """Proves that together the layouts hold every element of every HF tensor and nothing else.
+
+    Args:
+        layouts: of all ranks; each is checked by `check_layout` too.
+        shapes: every HF tensor of the model, as from `hf_shapes`.
+
+    Raises:
+        ModelError: an HF tensor is unknown, or some of its elements are on no rank; names both.
+    """
+    boxes: dict[str, set[Box]] = {name: set() for name in shapes}
+    for layout in layouts:
+        check_layout(layout)
+        for region in layout.regions:
+            if region.hf not in boxes:
+                raise _table_error(region.hf, f"mapped to {region.local}, but not in the model")
+            boxes[region.hf].add(region.hf_box)
+    for name, shape in shapes.items():
+        fault = tiling_fault(sorted(boxes[name]), shape, allow_overlap=True)
+        if fault:
+            raise _table_error(name, f"{fault[0]} at {show(fault[1])}, over all ranks")
+
+
+class _Run(NamedTuple):
+    """Slices `start` to `stop` of one part of a table row."""
+
+    part: int
+    start: int
+    stop: int
+
+
+class _Cut(NamedTuple):
+    """What one rank holds of a table row: runs stacked along `dim`, then `num_padding` slices."""
+
+    dim: int
+    runs: Sequence[_Run]
+    num_padding: int = 0
+
+
+class _Held:
+    """Collects the regions, shapes and padding of one rank."""
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+        self._shapes: dict[str, Shape] = {}
+        self._padding: list[tuple[str, Box]] = []
+
+    def add(self, row: Row, layer: int, local: str, cut: _Cut) -> None:
+        """Adds the local tensor that is `cut` out of the row's parts in `layer`."""
+        before, after = whole(row.shapes[0][: cut.dim]), whole(row.shapes[0][cut.dim + 1 :])
+        offset = 0
+        for part, start, stop in cut.runs:
+            hf_box = (*before, (start, stop), *after)
+            local_box = (*before, (offset, offset + stop - start), *after)
+            self._regions.append(Region(row.parts[part].format(L=layer), hf_box, local, local_box))
+            offset += stop - start
+        end = offset + cut.num_padding
+        if cut.num_padding:
+            self._padding.append((local, (*before, (offset, end), *after)))
+        self._shapes[local] = sizes((*before, (0, end), *after))
+
+    def layout(self) -> RankLayout:
+        """Returns what was collected."""
+        return RankLayout(tuple(self._regions), self._shapes, tuple(self._padding))
+
+
+def _rows(family: Family, shape: ModelShape, head: Head) -> tuple[Row, ...]:
+    rows = family.rows(shape)
+    if head == "lm":
+        return rows
+    score = Row(OUTPUT_LAYER, (VALUE_HEAD,), ((1, shape.hidden_size),), "replicated", "last")
+    return (*(row for row in rows if row.megatron != OUTPUT_LAYER), score)
+
+
+def _layers(row: Row, shape: ModelShape) -> range:
+    return range(shape.num_layers if row.stage == "layer" else 1)
+
+
+def _megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> _Cut:
+    if row.kind == "vocab":
+        return _vocab_cut(row, shape.padded_vocab(tp), tp, tp_rank)
+    if row.kind != "qkv":
+        return _plain_cut(row, tp, tp_rank)
+    _heads(row, shape, tp, tp_rank)
+    interleaved = _interleaved(row, shape)
+    start, stop = _even(row, sum(b - a for _, a, b in interleaved), tp, tp_rank)
+    return _Cut(0, _clip(interleaved, start, stop))
+
+
+def _fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> _Cut:
+    if row.kind == "vocab":
+        padded = -(-shape.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
+        return _vocab_cut(row, padded, tp, tp_rank)
+    if row.kind != "qkv":
+        return _plain_cut(row, tp, tp_rank)
+    (q0, q1), (kv0, kv1) = _heads(row, shape, tp, tp_rank)
+    heads = ((0, q0, q1), (1, kv0, kv1), (2, kv0, kv1))
+    return _Cut(0, [_Run(i, a * shape.head_dim, b * shape.head_dim) for i, a, b in heads])
+
+
+def _plain_cut(row: Row, tp: int, tp_rank: int) -> _Cut:
+    if row.kind == "replicated":
+        return _Cut(0, [_Run(0, 0, row.shapes[0][0])])
+    dim = 1 if row.kind == "row" else 0
+    ends = [_even(row, shape[dim], tp, tp_rank) for shape in row.shapes]
+    return _Cut(dim, [_Run(part, start, stop) for part, (start, stop) in enumerate(ends)])
+
+
+def _vocab_cut(row: Row, padded: int, tp: int, tp_rank: int) -> _Cut:
+    start, stop = _even(row, padded, tp, tp_rank)
+    first, last = (min(edge, row.shapes[0][0]) for edge in (start, stop))
+    runs = [_Run(0, first, last)] if first < last else []
+    return _Cut(0, runs, stop - start - (last - first))
+
+
+def _heads(
+    row: Row, shape: ModelShape, tp: int, tp_rank: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the query heads and the key-value heads that a rank computes with."""
+    queries = _even(row, shape.num_heads, tp, tp_rank)
+    if tp <= shape.num_kv_heads:
+        return queries, _even(row, shape.num_kv_heads, tp, tp_rank)
+    copies, rest = divmod(tp, shape.num_kv_heads)
+    if rest:
+        raise _cut_error(row, shape.num_kv_heads, tp)
+    return queries, (tp_rank // copies, tp_rank // copies + 1)
+
+
+def _interleaved(row: Row, shape: ModelShape) -> list[_Run]:
+    """Returns the rows of Megatron's full linear_qkv: per KV head its queries, its key, its value.
+
+    A rank's rows are cut out evenly, inside a group too where there are fewer KV heads than ranks
+    (Megatron gathers the activations again: transformer/attention.py, get_query_key_value_tensors).
+    """
+    head, group = shape.head_dim, shape.num_heads // shape.num_kv_heads * shape.head_dim
+    if [part[0] for part in row.shapes] != [shape.num_kv_heads * n for n in (group, head, head)]:
+        raise _table_error(row.megatron, f"HF shapes {row.shapes}, which do not fit the heads")
+    runs: list[_Run] = []
+    for kv in range(shape.num_kv_heads):
+        runs.append(_Run(0, kv * group, (kv + 1) * group))
+        runs += [_Run(part, kv * head, (kv + 1) * head) for part in (1, 2)]
+    return runs
+
+
+def _clip(runs: Sequence[_Run], start: int, stop: int) -> list[_Run]:
+    """Returns slices `start` to `stop` of the stacked runs."""
+    found, offset = [], 0
+    for part, a, b in runs:
+        first, last = max(start, offset), min(stop, offset + b - a)
+        if first < last:
+            found.append(_Run(part, a + first - offset, a + last - offset))
+        offset += b - a
+    return found
+
+
+def _even(row: Row, total: int, tp: int, tp_rank: int) -> tuple[int, int]:
+    if total % tp:
+        raise _cut_error(row, total, tp)
+    return tp_rank * total // tp, (tp_rank + 1) * total // tp
+
+
+def _cut_error(row: Row, size: int, tp: int) -> ModelError:
+    return ModelError(
+        f"tensor parallel size for {row.parts[0]}",
+        tp,
+        f"a size that divides {size}" + (" or is a multiple of it" if row.kind == "qkv" else ""),
+        "Choose another train.tp or rollout.tp.",
+    )
+
+
+def _table_error(name: str, found: str) -> ModelError:
+    return ModelError(
+        f"weight table: {name}",
+        found,
+        "rectangles that cover every tensor exactly",
+        "Mend the family's rows.",
+    )

@@ -1,0 +1,136 @@
+"""Where each rank stands in a training or rollout layout. Pure arithmetic, no torch.
+
+A training layout is a grid of the axes tp, cp, dp, pp over all ranks. `order` lists the axes from the fastest-varying
+to the slowest, as Megatron's `initialize_model_parallel(order=...)` does, so both always agree on who is where.
+Expert parallelism divides the (tp, cp, dp) plane of a pipeline stage and moves no dense weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+AXES = ("tp", "cp", "dp", "pp")
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """The position of one rank on every axis of a training layout."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    """Tensor, pipeline, virtual-pipeline, context and data parallel sizes over `world_size` ranks.
+
+    Args:
+        world_size: number of ranks; `tp * pp * cp` must divide it, the quotient is the data-parallel size.
+        vpp: model chunks a pipeline stage (1: no virtual pipeline).
+        order: axes from the fastest-varying to the slowest, in Megatron's notation.
+    """
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    vpp: int = 1
+    order: str = DEFAULT_ORDER
+
+    def __post_init__(self) -> None:
+        if sorted(self.order.split("-")) != sorted((*AXES, "ep")):
+            raise ValueError(f"order={self.order!r} must name each of tp, cp, ep, dp, pp once")
+        if self.world_size % (self.tp * self.pp * self.cp):
+            raise ValueError(
+                f"tp*pp*cp = {self.tp}*{self.pp}*{self.cp} does not divide the world of {self.world_size} ranks"
+            )
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size: how many replicas of the model train side by side."""
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    def size(self, axis: str) -> int:
+        """Returns the number of ranks along `axis` ('tp', 'cp', 'dp' or 'pp')."""
+        return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}[axis]
+
+    @cached_property
+    def _grid(self) -> dict[Coordinates, int]:
+        order = [axis for axis in self.order.split("-") if axis != "ep"]
+        strides, stride = {}, 1
+        for axis in order:
+            strides[axis] = stride
+            stride *= self.size(axis)
+        return {
+            Coordinates(*position): sum(strides[a] * i for a, i in zip(AXES, position, strict=True))
+            for position in product(*(range(self.size(a)) for a in AXES))
+        }
+
+    @cached_property
+    def _coordinates(self) -> tuple[Coordinates, ...]:
+        by_rank = {rank: where for where, rank in self._grid.items()}
+        return tuple(by_rank[rank] for rank in range(self.world_size))
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Returns where `rank` stands on every axis."""
+        return self._coordinates[rank]
+
+    def rank_at(self, *, tp: int, cp: int, dp: int, pp: int) -> int:
+        """Returns the global rank that stands at these coordinates."""
+        return self._grid[Coordinates(tp, cp, dp, pp)]
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """Returns the rank lists that differ along `axis` alone, each in the order of that axis."""
+        found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for rank, where in enumerate(self._coordinates):
+            rest = tuple(getattr(where, a) for a in AXES if a != axis)
+            found.setdefault(rest, []).append((getattr(where, axis), rank))
+        return [[rank for _, rank in sorted(members)] for members in found.values()]
+
+    def layers(self, pp_rank: int, num_layers: int) -> tuple[tuple[int, ...], ...]:
+        """Returns, for each model chunk of a pipeline stage, the global indices of its layers.
+
+        Layers are dealt to the `pp * vpp` chunks in order; chunk v of stage p is number `v * pp + p`, as in Megatron's
+        interleaved schedule.
+        """
+        if num_layers % (self.pp * self.vpp):
+            raise ValueError(f"num_layers={num_layers} is not a multiple of pp*vpp = {self.pp}*{self.vpp}")
+        per_chunk = num_layers // (self.pp * self.vpp)
+        starts = [(chunk * self.pp + pp_rank) * per_chunk for chunk in range(self.vpp)]
+        return tuple(tuple(range(start, start + per_chunk)) for start in starts)
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    """Which replica and which tensor-parallel part of the engine each rank generates with.
+
+    Args:
+        tp: tensor-parallel size of one engine replica.
+        assignment: `(replica, tp_rank)` of every rank, each pair exactly once.
+    """
+
+    tp: int
+    assignment: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        expected = set(product(range(self.replicas), range(self.tp)))
+        if len(self.assignment) % self.tp or set(self.assignment) != expected:
+            raise ValueError(
+                f"assignment {self.assignment} must name each (replica, tp_rank) of {self.replicas} x {self.tp} once"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Number of engine replicas: world size / tp."""
+        return len(self.assignment) // self.tp
+
+    @staticmethod
+    def consecutive(world_size: int, tp: int) -> RolloutLayout:
+        """Returns the layout whose replicas are runs of consecutive ranks."""
+        return RolloutLayout(tp, tuple(divmod(rank, tp) for rank in range(world_size)))

@@ -1,0 +1,97 @@
+"""Running micro-batches through the pipeline with Megatron's schedules.
+
+All ranks of one model replica (its tensor, context and pipeline ranks) call `forward_backward` or `forward_only` with
+the same micro-batches at the same time; replicas meet in the gradient reduction, so every replica must bring the same
+number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+Work = TypeVar("Work")
+Forward = Callable[[torch.nn.Module, Work], Any]
+
+
+def forward_backward(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[Work],
+    forward: Forward[Work],
+    loss: Callable[[Any, Work], tuple[torch.Tensor, Any]],
+) -> list[Any]:
+    """Accumulates gradients over all micro-batches and reduces them over the replicas.
+
+    Args:
+        chunks: this stage's model chunks (one without virtual pipeline), wrapped for data parallel.
+        micro_batches: what `forward` takes, one at a time, in order.
+        forward: runs one chunk on one micro-batch; returns what the chunk returns.
+        loss: last stage only; takes the chunk's output, returns the loss (already divided by the global denominator)
+            and anything to be returned.
+
+    Returns:
+        On the last stage what `loss` returned beside each loss, in order; elsewhere an empty list.
+    """
+
+    def step(data: Iterator[Work], chunk: torch.nn.Module) -> tuple[Any, Callable[[Any], Any]]:
+        work = next(data)
+
+        def loss_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            # Three values, not two: Megatron then divides neither by micro-batches nor by anything else.
+            value, extra = loss(output, work)
+            return value, torch.ones((), dtype=torch.int, device=value.device), extra
+
+        return forward(chunk, work), loss_of
+
+    return _run(chunks, micro_batches, step, forward_only=False)
+
+
+def forward_only(
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[Work], forward: Forward[Work]
+) -> list[Any]:
+    """Runs all micro-batches without gradients.
+
+    Returns:
+        On the last stage the outputs of the last chunk, in order; elsewhere an empty list.
+    """
+
+    def step(data: Iterator[Work], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+        def output_itself(output: Any, non_loss_data: bool = True) -> Any:
+            return output
+
+        return forward(chunk, next(data)), output_itself
+
+    with torch.no_grad():
+        return _run(chunks, micro_batches, step, forward_only=True)
+
+
+def finalize_summed_gradients(
+    chunks: Sequence[torch.nn.Module], num_tokens: object = None, **kwargs: Any
+) -> None:
+    """Megatron's gradient reduction without its division: our losses carry the global denominator already."""
+    finalize_model_grads(list(chunks), None, **kwargs)
+
+
+def _run(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[Work],
+    step: Callable[..., Any],
+    forward_only: bool,
+) -> list[Any]:
+    iterators = [iter(micro_batches) for _ in chunks]
+    single = len(chunks) == 1
+    results = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iterators[0] if single else iterators,
+        model=chunks[0] if single else list(chunks),
+        num_microbatches=len(micro_batches),
+        seq_length=1,  # unused: shapes travel with the tensors (variable_seq_lengths)
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return list(results)

@@ -1,0 +1,240 @@
+"""The device under the job: CUDA as Megatron expects it, or CPU and gloo.
+
+Owns the choice of device and backend, and the only code that knows how megatron-core 0.16 runs without CUDA. On a CUDA
+host nothing here changes Megatron. On a CPU host `Platform.activate` adapts it, by reason:
+
+* device: `torch.cuda.current_device` and friends answer for the CPU; modules whose CUDA literals lie on the path of every
+  micro-batch see a `torch` whose factories ignore `device="cuda"`; rarer literals are rewritten inside
+  `Platform.megatron_phase`, which must surround model building, optimizer steps and checkpoints (not rollout: a torch
+  function mode slows every operation under it).
+* random numbers: Megatron's tracker works on the CPU generator.
+* missing transformer-engine / apex: two fixes that GPU hosts without them need as well.
+
+`torch.cuda.Stream` stays a class, because vLLM subclasses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What kind of device the ranks of this job own.
+
+    Args:
+        device: this rank's device.
+        backend: torch.distributed backend of its collectives.
+    """
+
+    device: torch.device
+    backend: str
+
+    @staticmethod
+    def detect() -> Platform:
+        """Returns the platform of this host: CUDA with NCCL where a GPU is visible, else CPU with gloo."""
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            return Platform(device, "nccl")
+        return Platform(torch.device("cpu"), "gloo")
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether Megatron runs here without CUDA."""
+        return self.device.type == "cpu"
+
+    def default_dtype(self) -> torch.dtype:
+        """Returns the training dtype of `model.dtype: auto`: bf16 on GPUs, fp32 on CPU, where bf16 is not faster."""
+        return torch.float32 if self.is_cpu else torch.bfloat16
+
+    def activate(self) -> None:
+        """Selects the device and, on CPU, adapts Megatron; must run before any Megatron object is built."""
+        if self.is_cpu:
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            _adapt_megatron_to_cpu()
+        else:
+            torch.cuda.set_device(self.device)
+        _fix_missing_transformer_engine()
+
+    @contextlib.contextmanager
+    def megatron_phase(self) -> Iterator[None]:
+        """Surrounds Megatron calls that hold CUDA literals of their own; does nothing on CUDA."""
+        if not self.is_cpu:
+            yield
+            return
+        with _CudaLiteralsOnCpu():
+            yield
+
+    def seed(self, seed: int) -> None:
+        """Seeds torch and Megatron's model-parallel generators alike on every host."""
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+
+    def synchronize(self) -> None:
+        """Waits for the device; phase timers call it, because CUDA work is asynchronous."""
+        if not self.is_cpu:
+            torch.cuda.synchronize()
+
+    def peak_memory_bytes(self) -> int:
+        """Returns the largest memory used so far: of the device on CUDA, of the process on CPU."""
+        if not self.is_cpu:
+            return torch.cuda.max_memory_allocated()
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+class _CudaLiteralsOnCpu(TorchFunctionMode):
+    """Rewrites `device="cuda"`, `Tensor.cuda()`, `pin_memory=True` and `Tensor.type() == "torch.cuda.*"`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+class _TorchOnCpu(ModuleType):
+    """Stands for `torch` in one module of Megatron: tensor factories ignore CUDA and pinned memory."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in ("zeros", "ones", "empty", "tensor"):
+            setattr(self, name, self._on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def make(*args: Any, device: object = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            return factory(*args, **kwargs)
+
+        return make
+
+
+class _NullStream:
+    """A CUDA stream on a host without CUDA: everything is already in order."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: object = None) -> object:
+        return event
+
+
+def _adapt_megatron_to_cpu() -> None:
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.Stream = _NullStream  # type: ignore[assignment, misc]
+    stream = _NullStream()
+    torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment, return-value]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment, return-value]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment, method-assign]
+
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.pipeline_parallel import schedules
+
+    schedules.torch = _TorchOnCpu()  # token counter of every schedule
+    rope_utils.torch = _TorchOnCpu()  # pinned index of context-parallel RoPE
+    _put_rng_tracker_on_cpu()
+
+
+def _put_rng_tracker_on_cpu() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    if megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED:
+        return
+
+    class CpuRngStatesTracker(megatron_random.CudaRNGStatesTracker):
+        """Megatron's tracker over the CPU generator."""
+
+        def add(self, name: str, seed: int) -> None:
+            self._is_initialized = True
+            if seed in self.seeds_ or name in self.states_:
+                raise ValueError(f"random state {name!r} or seed {seed} was added before")
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(
+            self, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
+        ) -> Iterator[None]:
+            outer = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outer)
+
+    megatron_random._CUDA_RNG_STATE_TRACKER = CpuRngStatesTracker()
+    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    # Activation recompute saves and restores "the CUDA state", which is the CPU state here.
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _fix_missing_transformer_engine() -> None:
+    """megatron-core 0.16 uses names of transformer-engine that exist only where it is installed."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    _let_torch_adam_load_distributed_checkpoints()
+
+
+def _let_torch_adam_load_distributed_checkpoints() -> None:
+    """Without apex and transformer-engine, loading the distributed optimizer's state needs two repairs (0.16.1).
+
+    `_set_main_param_and_optimizer_states` expects a per-parameter `step`, which the checkpoint keeps in the parameter
+    group instead, and writes into leaf tensors under autograd.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    owner = distrib_optimizer.DistributedOptimizer
+    original = owner._set_main_param_and_optimizer_states
+    if original.__name__ == "set_with_step":
+        return
+
+    @torch.no_grad()
+    def set_with_step(self: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, index = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        step = {"step": state["step"]} if "step" in state else {}
+        original(self, parameter, {**step, **tensors})
+
+    owner._set_main_param_and_optimizer_states = set_with_step

@@ -1,0 +1,222 @@
+"""What every rollout engine offers: submit, step, collect, and `generate` on top.
+
+Owns the request and completion types, the protocol `RolloutEngine` and the seeds of requests; owns
+no model and imports no torch. The invariant: the response to a request depends on its prompt, its
+seed, its sampling parameters and the weights, and not on what else is in the batch (beyond float
+rounding). So an unfinished request, saved with the tokens it has, continues anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is drawn, and when a response ends.
+
+    Args:
+        temperature: logits are divided by it; 0 takes the most probable token.
+        top_p: the fewest most probable tokens whose probability reaches this are kept; 1 keeps all.
+        top_k: this many most probable tokens are kept, before `top_p`; 0 keeps all.
+        max_new_tokens: longest response, the stop token included.
+        stop_token_ids: a response ends after one of these, which stays its last token.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be 0 (off) or more")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be 1 or more")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to generate, or to continue.
+
+    Args:
+        request_id: unique among the requests that an engine holds.
+        prompt: the token ids of the prompt, one at least.
+        seed: drives the sampling of this request alone; see `request_seed`.
+        tokens, logps: the response so far, empty for a new request.
+        version: the weights that made the first of `tokens`; None while there is none.
+    """
+
+    request_id: int
+    prompt: tuple[int, ...]
+    seed: int
+    sampling: SamplingParams
+    tokens: tuple[int, ...] = ()
+    logps: tuple[float, ...] = ()
+    version: int | None = None
+
+    def __post_init__(self) -> None:
+        name = f"request {self.request_id}"
+        if not self.prompt:
+            raise ValueError(f"{name} has an empty prompt")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"{name} has seed {self.seed}, which is not an unsigned 64-bit number")
+        if len(self.tokens) != len(self.logps):
+            raise ValueError(
+                f"{name} has {len(self.tokens)} tokens but {len(self.logps)} log-probabilities"
+            )
+        if bool(self.tokens) != (self.version is not None):
+            raise ValueError(f"{name} has tokens {self.tokens} but version {self.version}")
+        if self.tokens and finish_reason(self.tokens, self.sampling) is not None:
+            raise ValueError(f"{name} is finished already, with tokens {self.tokens}")
+
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> Request:
+        """Rebuilds a request from `dataclasses.asdict` of it, also after a trip through JSON."""
+        sampling = dict(fields["sampling"])
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        sequences = {name: tuple(fields[name]) for name in ("prompt", "tokens", "logps")}
+        return Request(**{**fields, **sequences, "sampling": SamplingParams(**sampling)})
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished response.
+
+    Args:
+        tokens: the response, the stop token included when there is one.
+        logps: of each token, its log-probability under the distribution that it was really drawn
+            from (after temperature, top-k and top-p); at temperature 0, under the model's own
+            distribution (temperature 1).
+        finish_reason: "stop" (ended by a stop token) or "length" (`max_new_tokens` reached).
+        version: the weights that made the first token, so the oldest that took part.
+    """
+
+    request_id: int
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    finish_reason: FinishReason
+    version: int
+
+
+class RolloutEngine(Protocol):
+    """Generates responses to requests, a step at a time.
+
+    Every tensor-parallel rank of one replica makes the same calls; replicas are independent.
+    """
+
+    @property
+    def version(self) -> int:
+        """The version given by the last `finish_update` of the weights; -1 before the first."""
+        ...
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a submitted request is not finished yet."""
+        ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests; costs no computation. Raises ValueError if an id is held already."""
+        ...
+
+    def step(self) -> None:
+        """Takes in queued requests where there is room and advances every running one."""
+        ...
+
+    def collect(self) -> list[Completion]:
+        """Returns, once, what finished since the last call, in the order in which it finished."""
+        ...
+
+    def pending(self) -> list[Request]:
+        """Returns the unfinished requests with their tokens; any engine can continue them."""
+        ...
+
+
+def finish_reason(tokens: Sequence[int], sampling: SamplingParams) -> FinishReason | None:
+    """Returns why the response `tokens` ends after its last token, or None if it goes on."""
+    if tokens[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(tokens) >= sampling.max_new_tokens else None
+
+
+def request_seed(run_seed: int, step: int, sample_id: int) -> int:
+    """Returns the seed of a sample, 63 bits: the same in every process and after every restart."""
+    digest = hashlib.blake2b(f"{run_seed}/{step}/{sample_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generate(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[Completion]:
+    """Runs requests to their end on an idle engine.
+
+    Args:
+        on_progress: called with (finished, all) whenever requests finish.
+
+    Returns:
+        The completions in the order of `requests`.
+    """
+    if engine.has_unfinished or engine.collect():
+        raise RuntimeError("generate() needs an idle engine; collect what was submitted earlier")
+    engine.submit(requests)
+    done: dict[int, Completion] = {}
+    while engine.has_unfinished:
+        engine.step()
+        finished = engine.collect()
+        done.update((completion.request_id, completion) for completion in finished)
+        if finished and on_progress is not None:
+            on_progress(len(done), len(requests))
+    return [done[request.request_id] for request in requests]
+
+
+class RunningRequest:
+    """A request inside an engine that decodes token by token, with the tokens it has so far."""
+
+    __slots__ = ("logps", "request", "tokens", "version")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens = list(request.tokens)
+        self.logps = list(request.logps)
+        self.version = request.version
+
+    def append(self, token: int, logp: float, version: int) -> Completion | None:
+        """Adds a token made by the weights `version`; returns the completion if it is the last."""
+        if self.version is None:
+            self.version = version
+        self.tokens.append(token)
+        self.logps.append(logp)
+        reason = finish_reason(self.tokens, self.request.sampling)
+        if reason is None:
+            return None
+        return Completion(
+            self.request.request_id, tuple(self.tokens), tuple(self.logps), reason, self.version
+        )
+
+    def so_far(self) -> Request:
+        """Returns the request with the tokens it has, ready to be saved or submitted again."""
+        return replace(
+            self.request, tokens=tuple(self.tokens), logps=tuple(self.logps), version=self.version
+        )
+
+
+def new_rows(held: Iterable[RunningRequest], requests: Sequence[Request]) -> list[RunningRequest]:
+    """Returns rows for `requests`. Raises ValueError if one has the id of another, held or new."""
+    ids = {row.request.request_id for row in held}
+    for request in requests:
+        if request.request_id in ids:
+            raise ValueError(f"request id {request.request_id} is held already")
+        ids.add(request.request_id)
+    return [RunningRequest(request) for request in requests]

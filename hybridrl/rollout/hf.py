@@ -1,0 +1,326 @@
+"""The `hf` engine: a transformers model with its own batched decoding, for one device and TP 1.
+
+Needs no GPU and no extra package. Owns the model's parameters (the target of the hybrid engine),
+the KV cache and the running rows. Not owned: who sends weights, and what responses are used for.
+The invariant: running row i lies in cache slot i, at its own positions from 0 on; nothing that a
+row reads depends on another row.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import Cache
+
+from hybridrl.errors import ModelError
+from hybridrl.models.weights import RankLayout, hf_layout
+from hybridrl.rollout.engine import Completion, Request, RunningRequest, new_rows
+from hybridrl.rollout.sampling import sample, uniforms
+
+# One prefill forward takes at most this many padded tokens, and computes logits of at most this
+# many (prompt, position) pairs: both bound its memory, and are large enough to hide its overhead.
+PREFILL_TOKENS = 8192
+PREFILL_LOGITS = 1024
+# The cache grows by this many positions at a time.
+CACHE_BLOCK = 64
+
+
+class HfEngine:
+    """Implements `RolloutEngine` and `WeightTarget` over a transformers causal language model.
+
+    Args:
+        model_config: HF directory, or the contents of a config.json.
+        dtype: of parameters and KV cache, e.g. "float32".
+        device: where they live.
+        max_batch: most requests decoded together.
+    """
+
+    def __init__(
+        self,
+        model_config: str | Path | Mapping[str, Any],
+        dtype: str = "float32",
+        device: str | torch.device = "cpu",
+        max_batch: int = 256,
+    ) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch={max_batch} must be 1 or more")
+        self._device = torch.device(device)
+        self._model = _build_model(_read_config(model_config), dtype, self._device)
+        self._max_batch = max_batch
+        self._tensors = {name: p.data for name, p in self._model.named_parameters()}
+        self._cache = _SlotCache(self._model.config.num_hidden_layers)
+        self._waiting: deque[RunningRequest] = deque()
+        self._running: list[RunningRequest] = []
+        self._finished: list[Completion] = []
+        self._version = -1
+        self._is_updating = True
+
+    # WeightTarget
+
+    def layout(self) -> RankLayout:
+        """Returns where each HF tensor lies: whole, under its own name (a tied head has none)."""
+        return hf_layout({name: tuple(tensor.shape) for name, tensor in self._tensors.items()})
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Returns the engine's own parameters by local name, to be written in place."""
+        return self._tensors
+
+    def begin_update(self) -> None:
+        """Frees the KV cache and stops generation; running requests go back to the queue."""
+        self._is_updating = True
+        self._waiting.extendleft(reversed(self._running))
+        self._running.clear()
+        self._cache.free()
+
+    def finish_update(self, version: int) -> None:
+        """Allows generation with the weights `version`; interrupted requests keep their tokens."""
+        self._version = version
+        self._is_updating = False
+
+    # RolloutEngine
+
+    @property
+    def version(self) -> int:
+        """The version of the weights; -1 before the first update."""
+        return self._version
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a submitted request is not finished yet."""
+        return bool(self._waiting or self._running)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests. Raises ValueError if an id is held already."""
+        self._waiting.extend(new_rows((*self._waiting, *self._running), requests))
+
+    def collect(self) -> list[Completion]:
+        """Returns, once, what finished since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def pending(self) -> list[Request]:
+        """Returns the unfinished requests with the tokens they have."""
+        return [held.so_far() for held in (*self._running, *self._waiting)]
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Prefills queued requests if enough rows are free, then decodes a token for every row."""
+        if self._is_updating:
+            raise RuntimeError("the hf engine has no complete weights: finish_update() comes first")
+        free = self._max_batch - len(self._running)
+        # A forward costs much the same for few rows as for many: wait until a quarter is free.
+        if self._waiting and free >= min(len(self._waiting), max(1, self._max_batch // 4)):
+            self._prefill([self._waiting.popleft() for _ in range(min(free, len(self._waiting)))])
+        if self._running:
+            self._decode()
+
+    def _prefill(self, rows: list[RunningRequest]) -> None:
+        """Computes the cache of new rows and their next token; equal contexts are computed once."""
+        by_context: dict[tuple[int, ...], list[RunningRequest]] = {}
+        for row in rows:
+            by_context.setdefault((*row.request.prompt, *row.tokens), []).append(row)
+        for contexts in _prefill_chunks(sorted(by_context, key=len)):
+            lengths = torch.tensor([len(context) for context in contexts], device=self._device)
+            max_length = len(contexts[-1])
+            # Right padding: causal attention alone keeps it from every real position.
+            tokens_BL = torch.tensor(
+                [context + (0,) * (max_length - len(context)) for context in contexts],
+                device=self._device,
+            )
+            position_L = torch.arange(max_length, device=self._device)
+            rows_of = [by_context[context] for context in contexts]
+            chunk = [row for rows_of_context in rows_of for row in rows_of_context]
+            source = [i for i, group in enumerate(rows_of) for _ in group]
+            source_B = torch.tensor(source, device=self._device)
+            start = len(self._running)
+            self._cache.start_prefill(start, source_B, max_length)
+            last_U, where_B = torch.unique(lengths - 1, return_inverse=True)
+            logits_BUV = self._model(
+                input_ids=tokens_BL,
+                attention_mask=(position_L[:, None] >= position_L)[None, None],
+                position_ids=position_L[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=last_U,
+            ).logits
+            context_B = torch.arange(len(contexts), device=self._device)
+            logits_BV = logits_BUV[context_B, where_B][source_B]
+            self._running.extend(chunk)
+            self._append(start, logits_BV)
+
+    def _decode(self) -> None:
+        """Feeds the last token of every row and draws the next."""
+        last = [row.tokens[-1] for row in self._running]
+        position = [len(row.request.prompt) + len(row.tokens) - 1 for row in self._running]
+        position_B = torch.tensor(position, device=self._device)
+        num_keys = max(position) + 1
+        key_K = torch.arange(num_keys, device=self._device)
+        self._cache.start_decode(position_B, num_keys)
+        logits_BLV = self._model(
+            input_ids=torch.tensor(last, device=self._device)[:, None],
+            attention_mask=(key_K <= position_B[:, None])[:, None, None],
+            position_ids=position_B[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits
+        self._append(0, logits_BLV[:, -1])
+
+    def _append(self, start: int, logits_BV: Tensor) -> None:
+        """Draws a token for the rows from `start` on, and takes finished rows out."""
+        rows = self._running[start:]
+        uniform_B = uniforms([r.request.seed for r in rows], [len(r.tokens) for r in rows])
+        tokens_B, logp_B = sample(logits_BV, [row.request.sampling for row in rows], uniform_B)
+        # The one synchronisation of a step: what to feed next depends on what was drawn.
+        drawn = zip(rows, tokens_B.tolist(), logp_B.tolist(), strict=True)
+        is_done = [False] * start
+        for row, token, logp in drawn:
+            if not -float("inf") < logp <= 0:
+                raise RuntimeError(
+                    f"the hf engine computed log-probability {logp} for request "
+                    f"{row.request.request_id} (weights version {self._version})"
+                )
+            completion = row.append(token, logp, self._version)
+            is_done.append(completion is not None)
+            if completion is not None:
+                self._finished.append(completion)
+        if any(is_done):
+            self._compact(is_done)
+
+    def _compact(self, is_done: list[bool]) -> None:
+        """Removes finished rows; surviving rows from the end move into the slots they leave."""
+        num_left = is_done.count(False)
+        holes = [slot for slot in range(num_left) if is_done[slot]]
+        movers = [slot for slot in range(num_left, len(is_done)) if not is_done[slot]]
+        for hole, mover in zip(holes, movers, strict=True):
+            self._running[hole] = self._running[mover]
+        del self._running[num_left:]
+        if movers:
+            self._cache.move(movers, holes)
+
+
+class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
+    """Preallocated keys and values, one slot a running row, written at each row's own positions.
+
+    `start_prefill` or `start_decode` says where the next forward writes; the model's attention then
+    calls `update` once a layer.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[])
+        self._num_layers = num_layers
+        # keys and values, layer, slot, KV head, position, head size; no memory before the first use
+        self._kv: Tensor | None = None
+        self._slots = slice(0, 0)
+        self._source_B: Tensor | None = None
+        self._position_B: Tensor | None = None
+        self._num_keys = 0
+
+    def start_prefill(self, start: int, source_B: Tensor, num_keys: int) -> None:
+        """The next forward fills slots from `start` on; slot start + i gets its row source_B[i]."""
+        self._slots = slice(start, start + len(source_B))
+        self._source_B, self._position_B, self._num_keys = source_B, None, num_keys
+
+    def start_decode(self, position_B: Tensor, num_keys: int) -> None:
+        """The next forward adds one key to each slot, at position_B, and reads `num_keys` keys."""
+        self._slots = slice(0, len(position_B))
+        self._source_B, self._position_B, self._num_keys = None, position_B, num_keys
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores new keys and values (B, N, L, H); returns those to attend to."""
+        kv = self._reserved(key_states)
+        keys, values = kv[0, layer_idx, self._slots], kv[1, layer_idx, self._slots]
+        if self._source_B is not None:
+            keys[:, :, : self._num_keys] = key_states[self._source_B]
+            values[:, :, : self._num_keys] = value_states[self._source_B]
+            return key_states, value_states
+        if self._position_B is None:
+            raise RuntimeError("a forward began without start_prefill or start_decode")
+        row_B1 = torch.arange(keys.shape[0], device=keys.device)[:, None]
+        head_N = torch.arange(keys.shape[1], device=keys.device)
+        index = (row_B1, head_N, self._position_B[:, None])
+        keys[index] = key_states[:, :, 0]
+        values[index] = value_states[:, :, 0]
+        return keys[:, :, : self._num_keys], values[:, :, : self._num_keys]
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copies slots; no slot is both source and target."""
+        if self._kv is not None:
+            self._kv[:, :, targets] = self._kv[:, :, sources]
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        self._kv = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Returns 0: positions and masks are given to the model, never derived from the cache."""
+        return 0
+
+    def _reserved(self, like: Tensor) -> Tensor:
+        """Returns the storage, grown to hold the current slots and keys."""
+        num_slots, num_heads, length, head_size = 0, like.shape[1], 0, like.shape[3]
+        if self._kv is not None:
+            num_slots, length = self._kv.shape[2], self._kv.shape[4]
+            if num_slots >= self._slots.stop and length >= self._num_keys:
+                return self._kv
+        num_slots_needed = max(num_slots, self._slots.stop)
+        length_needed = max(length, -(-self._num_keys // CACHE_BLOCK) * CACHE_BLOCK)
+        # zeros: a masked position weighs 0 in attention, and 0 times an uninitialised NaN is NaN.
+        grown = like.new_zeros(
+            2, self._num_layers, num_slots_needed, num_heads, length_needed, head_size
+        )
+        if self._kv is not None:
+            grown[:, :, :num_slots, :, :length] = self._kv
+        self._kv = grown
+        return grown
+
+
+def _prefill_chunks(
+    contexts: Sequence[tuple[int, ...]],
+) -> Iterator[list[tuple[int, ...]]]:
+    """Cuts contexts, shortest first, into runs that one forward takes (one context at least)."""
+    chunk: list[tuple[int, ...]] = []
+    lengths: set[int] = set()
+    for context in contexts:
+        num, num_lengths = len(chunk) + 1, len(lengths | {len(context)})
+        if chunk and (num * len(context) > PREFILL_TOKENS or num * num_lengths > PREFILL_LOGITS):
+            yield chunk
+            chunk, lengths = [], set()
+        chunk.append(context)
+        lengths.add(len(context))
+    if chunk:
+        yield chunk
+
+
+def _read_config(model_config: str | Path | Mapping[str, Any]) -> Any:
+    if isinstance(model_config, Mapping):
+        fields = dict(model_config)
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    else:
+        config = AutoConfig.from_pretrained(model_config)
+    layer_types = set(config.layer_types if hasattr(config, "layer_types") else ())
+    if layer_types - {"full_attention"}:
+        raise ModelError(
+            "layer_types",
+            sorted(layer_types),
+            "full_attention only, for rollout.engine=hf",
+            "Use another rollout engine, or a model without sliding-window attention.",
+        )
+    return config
+
+
+def _build_model(config: Any, dtype: str, device: torch.device) -> Any:
+    """Returns the model with unset weights, leaving every global random generator as it was."""
+    cuda = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), device:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,36 @@
+"""The two ends of generation, one sample each: what goes in and what comes out. No torch.
+
+`batch.py` offers both as its own; modules that must not import torch take them from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its number in the source, its text and tokens, and the other columns of its row.
+
+    `response_tokens` is the demonstration, with its end token, in supervised data; None elsewhere.
+    """
+
+    prompt_id: int
+    text: str
+    tokens: tuple[int, ...]
+    columns: Mapping[str, object] = field(default_factory=dict)
+    response_tokens: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One finished response: tokens (with the end token, if it came) and log-probabilities."""
+
+    sample_id: int
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    finish_reason: Literal["stop", "length"]
+    version: int

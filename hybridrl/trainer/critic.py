@@ -1,0 +1,50 @@
+"""The critic: a value for the state before each response token, and its regression. Collective like the policy."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridrl.algorithms.base import CriticAlgorithm, LossOutput
+from hybridrl.batch import TrainBatch
+from hybridrl.micro_batch import MicroBatch
+from hybridrl.trainer.model import ParallelModel
+from hybridrl.trainer.optimizer import learning_rate
+from hybridrl.trainer.policy import reduce_losses
+
+
+class Critic:
+    """A value model that is trained beside the policy.
+
+    Args:
+        model: the parallel model with a value head, weights in place.
+        num_updates_in_run: length of the learning-rate course.
+    """
+
+    def __init__(self, model: ParallelModel, num_updates_in_run: int) -> None:
+        self.model, self.num_updates_in_run = model, num_updates_in_run
+
+    def values(self, batch: TrainBatch) -> torch.Tensor:
+        """Returns the value of the state that each response token was sampled from, (T,) fp32, zero on prompts."""
+        works = self.model.plan_work(batch)
+        values_T = self.model.per_token(batch, works, self.model.forward_all(works))
+        return values_T * batch.response_mask_T
+
+    def update(self, batch: TrainBatch, algorithm: CriticAlgorithm) -> dict[str, float]:
+        """Takes one optimizer step towards `returns_T`; returns `critic/*` metrics over all ranks."""
+        denominator = algorithm.denominator(batch)
+
+        def loss(values_S: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
+            result = algorithm.value_loss(values_S, micro, denominator)
+            return result.loss, result
+
+        works = self.model.plan_work(batch)
+        results: list[LossOutput] = self.model.accumulate(works, loss)
+        metrics = reduce_losses(self.model, "critic/loss", results, denominator)
+        rate = learning_rate(
+            self.model.train,
+            self.model.peak_learning_rate,
+            self.model.num_updates,
+            self.num_updates_in_run,
+        )
+        metrics["critic/grad_norm"] = self.model.step(rate)
+        return metrics

@@ -1,0 +1,28 @@
+"""Evaluation: responses to held-out prompts, greedy unless told otherwise, and their mean reward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hybridrl.batch import Prompt
+from hybridrl.trainer.sampler import Sampler
+
+# Enters the seeds in place of a step number: evaluation at a temperature samples the same way every time.
+EVALUATION_STEP = -2
+
+
+def evaluate(sampler: Sampler, prompts: Sequence[Prompt], temperature: float = 0.0) -> float:
+    """Returns the mean reward of one response to each prompt; with rewards of 0 and 1, the accuracy.
+
+    Collective; the same on all ranks.
+
+    Args:
+        sampler: with the weights to evaluate in its engine.
+        prompts: the same on all ranks.
+        temperature: 0 is greedy.
+    """
+    sampling = dataclasses.replace(sampler.sampling, temperature=temperature)
+    local = sampler.generate(prompts, 1, EVALUATION_STEP, sampling)
+    return float(sampler.gather(sampler.score(local), prompts).reward_B.mean())
+

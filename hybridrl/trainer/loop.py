@@ -1,0 +1,312 @@
+"""The loop: generate, score, look up log-probabilities, estimate advantages, update, reshard.
+
+SPMD: every rank runs this same code on the same values; there is no controller. A step is `Trainer.train_step`, on one
+screen; what it calls is public, so another dataflow is another script over the same parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.algorithms import make_algorithm
+from hybridrl.algorithms.base import Algorithm, CriticAlgorithm
+from hybridrl.batch import Producer, Prompt, ScoredBatch, TrainBatch
+from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.config.identity import check_run_folder, run_folder
+from hybridrl.config.load import load_config, load_config_dict
+from hybridrl.config.schema import Config, PpoConfig
+from hybridrl.data.prompts import PromptSource, load_prompts
+from hybridrl.hybrid_engine.assign import assign
+from hybridrl.hybrid_engine.engine import HybridEngine
+from hybridrl.hybrid_engine.phases import Phase
+from hybridrl.metrics.values import average
+from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.platform import Platform
+from hybridrl.rewards.base import Scorer
+from hybridrl.rewards.functions import RewardFunction
+from hybridrl.trainer import setup
+from hybridrl.trainer.critic import Critic
+from hybridrl.trainer.evaluate import evaluate
+from hybridrl.trainer.journal import Journal
+from hybridrl.trainer.model import ParallelModel
+from hybridrl.trainer.policy import Policy
+from hybridrl.trainer.sampler import Sampler
+
+
+class Trainer:
+    """One training run on this rank.
+
+    Attributes (public, for other dataflows): `policy`, `reference`, `critic`, `engine`, `algorithm`, `hybrid_engine`,
+    `prompts`.
+
+    Args:
+        config: the whole configuration, already validated by itself; rules between knobs are checked here.
+        prompts: rows in place of `data.prompts` (any iterable of mappings, a `datasets.Dataset` too).
+        reward: a function in place of `reward.function`.
+        tokenizer: in place of `model.tokenizer`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        prompts: Iterable[Mapping[str, object]] | None = None,
+        reward: RewardFunction | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.config = config
+        self.platform = Platform.detect()
+        self.platform.activate()
+        start_process_group(self.platform, config.run.collective_timeout_s)
+        self.world = self._make_world()
+        self.platform.seed(config.run.seed)
+        with self.world.all_agree("checking the run folder"):
+            check_run_folder(config)
+        self.journal = Journal(config, self.world)
+        self.step = 0
+        self.evaluations: dict[str, float] = {}
+        self._make_data(prompts, reward, tokenizer)
+        self._make_roles()
+        self._make_engine()
+        self.store = CheckpointStore(
+            run_folder(config) / "checkpoints", self.world, config.checkpoint.keep
+        )
+
+    @classmethod
+    def from_config(
+        cls,
+        config: str | Path | Mapping[str, Any] | Config,
+        overrides: Sequence[str] = (),
+        **objects: Any,
+    ) -> Trainer:
+        """Builds a trainer from a YAML file, a mapping or a Config.
+
+        Args:
+            config: where the configuration comes from.
+            overrides: `key=value` texts on top.
+            **objects: `prompts`, `reward`, `tokenizer` in place of their sections.
+        """
+        if isinstance(config, Mapping):
+            config = load_config_dict(config, overrides)
+        elif not isinstance(config, Config):
+            config = load_config(config, overrides)
+        return cls(config, **objects)
+
+    def fit(self, num_steps: int | None = None) -> dict[str, float]:
+        """Trains up to `num_steps` (default `steps.num_steps`), from the newest checkpoint if there is one.
+
+        Returns:
+            `accuracy_before`, `accuracy_after` (where there are evaluation prompts) and `seconds` of this call.
+        """
+        started = time.monotonic()
+        last = self.config.steps.num_steps if num_steps is None else num_steps
+        newest = self.store.newest()
+        if self.step == 0 and newest is not None:
+            self.load_checkpoint(newest)
+        self.journal.start(self.step, last)
+        if self.algorithm.needs.rollouts and self.hybrid_engine.phases.phase is Phase.TRAIN:
+            self.reshard()
+        if self.eval_prompts and "0" not in self.evaluations:
+            self.evaluations["0"] = self.evaluate()
+        while self.step < last and not self._has_reached_goal():
+            metrics = self.train_step()
+            if self._evaluation_is_due(last):
+                metrics["eval/accuracy"] = self.evaluate()
+                self.evaluations[str(self.step)] = metrics["eval/accuracy"]
+            self.journal.log(self.step, metrics)
+            if self._checkpoint_is_due(last):
+                self.save_checkpoint()
+        return self.journal.finish(self.evaluations, time.monotonic() - started)
+
+    def train_step(self) -> dict[str, float]:
+        """Takes one step and returns its metrics, the same on all ranks."""
+        timer, steps = self.journal.timer, self.config.steps
+        timer.start_step(self.step + 1)
+        prompts = self.prompts.take(steps.prompts_per_step)
+        if self.algorithm.needs.rollouts:
+            with timer.phase("generate"):
+                rollouts = self.engine.generate(prompts, steps.samples_per_prompt, self.step)
+            self.enter_training()
+            with timer.phase("reward"):
+                scored = self.engine.gather(self.engine.score(rollouts), prompts)
+            with timer.phase("logprobs"):
+                batch = self.add_columns(scored)
+        else:
+            self.enter_training()
+            batch = TrainBatch.supervised(prompts, Producer.here("the demonstrations"))
+        with timer.phase("advantages"):
+            batch = self.algorithm.advantages(batch)
+        with timer.phase("update"):
+            metrics = self.update(batch)
+        self.step += 1
+        self._cursor = self.prompts.state()
+        if self.algorithm.needs.rollouts:
+            metrics |= self.reshard()
+            if self.journal.dump.is_due(self.step):
+                self.journal.dump_samples(self.step, batch, self.scorer.responses(batch))
+        return self.journal.summarize(batch, metrics)
+
+    def add_columns(self, scored: ScoredBatch) -> TrainBatch:
+        """Adds what the algorithm reads: old and reference log-probabilities, values."""
+        batch = scored.to_train(Producer.here("the trainer"))
+        columns: dict[str, torch.Tensor] = {}
+        if self.config.steps.updates_per_step > 1 or self.algorithm.needs.old_logps:
+            columns["old_logp_T"] = self.policy.logprobs(batch)
+        if self.reference is not None:
+            columns["reference_logp_T"] = self.reference.logprobs(batch)
+        if self.critic is not None:
+            columns["values_T"] = self.critic.values(batch)
+        return batch.join_columns(Producer.here("the trainer"), **columns)
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """Takes `steps.updates_per_step` optimizer steps over equal parts of the batch; returns mean metrics."""
+        found: list[dict[str, float]] = []
+        for part in batch.split(self.config.steps.updates_per_step):
+            metrics: dict[str, float] = {}
+            if self.critic is not None and isinstance(self.algorithm, CriticAlgorithm):
+                metrics |= self.critic.update(part, self.algorithm)
+            if self.step >= self._num_critic_warmup_steps:
+                metrics |= self.policy.update(part, self.algorithm)
+            found.append(metrics)
+        return average(found)
+
+    def reshard(self) -> dict[str, float]:
+        """Brings the policy's weights into the engine; returns the bytes and the rate."""
+        with self.journal.timer.phase("reshard"):
+            return self.hybrid_engine.to_rollout(self.step).metrics()
+
+    def enter_training(self) -> None:
+        """Ends the rollout phase, if it is the current one; the engine must have nothing left to generate."""
+        if self.hybrid_engine.phases.phase is Phase.ROLLOUT:
+            self.hybrid_engine.to_train()
+
+    def evaluate(self) -> float:
+        """Returns the mean reward of greedy responses to the evaluation prompts."""
+        if self.hybrid_engine.phases.phase is Phase.TRAIN:
+            self.reshard()
+        with self.journal.timer.phase("evaluate"):
+            return evaluate(self.engine, self.eval_prompts)
+
+    def save_checkpoint(self) -> Path:
+        """Writes `checkpoints/step_N` with everything that the run needs to go on."""
+        state = {
+            "step": self.step,
+            "prompts": self._cursor,
+            "rollouts": self.engine.state(),
+            "evaluations": self.evaluations,
+            "num_updates": {name: model.num_updates for name, model in self.trained.items()},
+        }
+        with self.journal.timer.phase("checkpoint"):
+            return self.store.save(self.step, self.trained, state, self.source.files)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Restores weights, optimizers, the prompt cursor, random states and unfinished rollouts."""
+        state = self.store.load(Path(path), self.trained)
+        self.step, self.evaluations = int(state["step"]), state["evaluations"]
+        self.prompts.load_state(state["prompts"])
+        for name, count in state["num_updates"].items():
+            self.trained[name].num_updates = count
+        self._cursor = self.prompts.state()
+        self.engine.load_state(state["rollouts"])
+        self.enter_training()
+        self.reshard()
+
+    def close(self) -> None:
+        """Ends the journal and leaves the process group."""
+        self.journal.close()
+        stop_process_group()
+
+    def _make_world(self) -> World:
+        train, size = self.config.train, torch.distributed.get_world_size()
+        layout = TrainLayout(size, train.tp, train.pp, train.cp, train.ep, train.vpp)
+        return World(layout, self.platform, self.config.run.collective_timeout_s)
+
+    def _make_data(
+        self,
+        rows: Iterable[Mapping[str, object]] | None,
+        reward: RewardFunction | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        config, data = self.config, self.config.data
+        self.algorithm: Algorithm = make_algorithm(config.algorithm)
+        chosen = config.algorithm
+        self._num_critic_warmup_steps = (
+            chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
+        )
+        self.tokenizer = tokenizer or setup.load_tokenizer(config.model)
+        self.scorer = Scorer(config.reward, self.tokenizer, reward)
+        limit = None if self.algorithm.needs.rollouts else config.rollout.max_new_tokens
+        with self.world.all_agree("reading the prompts"):
+            loaded = load_prompts(data, self.tokenizer, rows, max_response_tokens=limit)
+            self.eval_prompts: Sequence[Prompt] = ()
+            if data.eval_prompts:
+                self.eval_prompts = load_prompts(
+                    data, self.tokenizer, data.eval_prompts, limit=data.eval_limit
+                ).prompts
+        self.journal.say(loaded.report())
+        self.prompts = PromptSource(loaded.prompts, seed=config.run.seed, shuffle=data.shuffle)
+        self._cursor = self.prompts.state()
+
+    def _make_roles(self) -> None:
+        """Builds the models that the algorithm needs; each is cut over all ranks."""
+        config, needs = self.config, self.algorithm.needs
+        self.source = setup.model_source(config.model, self.platform)
+        num_updates = config.steps.num_steps * config.steps.updates_per_step
+        temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
+        model = setup.build_model(self.world, self.source, "lm", config)
+        model.make_trainable(config.train.learning_rate)
+        self.policy = Policy(model, num_updates, temperature)
+        self.trained: dict[str, ParallelModel] = {"policy": model}
+        self.reference: Policy | None = None
+        if needs.reference:
+            frozen = setup.build_model(self.world, self.source, "lm", config)
+            frozen.freeze()
+            self.reference = Policy(frozen, num_updates, temperature)
+        self.critic: Critic | None = None
+        if needs.values:
+            value = setup.build_model(self.world, self.source, "value", config)
+            rate = config.train.critic_learning_rate
+            value.make_trainable(config.train.learning_rate if rate is None else rate)
+            self.critic = Critic(value, num_updates)
+            self.trained["critic"] = value
+
+    def _make_engine(self) -> None:
+        """Builds the engine and the plan that brings the policy's weights into it."""
+        rollout, model = self.config.rollout, self.policy.model
+        layout = assign(self.world.layout, rollout.tp)
+        self.raw_engine = setup.build_engine(rollout, self.source, self.platform)
+        sampling = setup.sampling_params(rollout, self.source, self.tokenizer)
+        seed = self.config.run.seed
+        self.engine = Sampler(
+            self.world, layout, self.raw_engine, self.scorer, sampling, seed
+        )
+        self.hybrid_engine = HybridEngine(
+            [model.layout_of(rank) for rank in range(self.world.size)],
+            model.weights(),
+            self.raw_engine,
+            staging_bytes=rollout.staging_mib << 20,
+        )
+
+    def _has_reached_goal(self) -> bool:
+        goal = self.config.steps.stop_at_accuracy
+        newest = self.evaluations.get(str(self.step))
+        return goal is not None and newest is not None and newest >= goal
+
+    def _evaluation_is_due(self, last: int) -> bool:
+        every = self.config.steps.eval_every
+        return bool(self.eval_prompts) and (
+            self.step == last or (every > 0 and self.step % every == 0)
+        )
+
+    def _checkpoint_is_due(self, last: int) -> bool:
+        every = self.config.checkpoint.every
+        ends = self.step == last or self._has_reached_goal()
+        return ends or (every > 0 and self.step % every == 0)
+

@@ -1,0 +1,213 @@
+"""One Megatron model over all ranks: its weights, its passes over micro-batches, and its optimizer step.
+
+The policy, the reference, the critic and a reward model are each one `ParallelModel`; what differs is the head, whether
+it is trained, and the loss. Every method is collective over the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrl.batch import TrainBatch
+from hybridrl.checkpoint.store import ModelFiles
+from hybridrl.config.schema import TrainConfig
+from hybridrl.data.balance import schedule, schedule_hash
+from hybridrl.data.collate import micro_batch, unpack
+from hybridrl.micro_batch import MicroBatch
+from hybridrl.models.attention import PackedSequences
+from hybridrl.models.build import Head, build_chunks, named_weights, transformer_config
+from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.weights import RankLayout, megatron_layout
+from hybridrl.parallel.groups import World, same_on_all_ranks
+from hybridrl.parallel.schedule import forward_backward, forward_only
+from hybridrl.trainer.optimizer import set_learning_rate, wrap_for_training
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Which model.
+
+    Args:
+        family: describes it.
+        hf_config: content of its config.json.
+        dtype: that it trains in.
+        family_key: what `model.family` has to say to find the family.
+        directory: where its tokenizer files may lie.
+    """
+
+    family: Family
+    hf_config: Mapping[str, Any]
+    dtype: torch.dtype
+    family_key: str
+    directory: Path
+
+    @property
+    def files(self) -> ModelFiles:
+        """What a checkpoint keeps of the model's HF directory."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return ModelFiles(self.hf_config, self.family_key, dtype, self.directory)
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the model."""
+        return self.family.shape(self.hf_config)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch: whole, and the positions of it that this context-parallel rank computes."""
+
+    whole: MicroBatch
+    local: MicroBatch
+    held_S: torch.Tensor
+    packed: PackedSequences
+
+    def expand(self, local_S: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's results at their places in the whole micro-batch, zero elsewhere."""
+        whole_S = torch.zeros(self.whole.num_positions)
+        whole_S[self.held_S] = local_S.detach().float().cpu()
+        return whole_S
+
+
+class ParallelModel:
+    """A model cut over the ranks of a World.
+
+    Args:
+        world: this rank's place; process groups exist.
+        source: which model.
+        head: 'lm' or 'value'.
+        train: micro-batch budget, recompute and optimizer knobs.
+    """
+
+    def __init__(self, world: World, source: ModelSource, head: Head, train: TrainConfig) -> None:
+        self.world, self.source, self.head, self.train = world, source, head, train
+        with world.platform.megatron_phase():
+            self.config = transformer_config(
+                source.family,
+                source.hf_config,
+                world.layout,
+                source.dtype,
+                world.platform,
+                train.recompute,
+            )
+            self.chunks = build_chunks(source.family, source.hf_config, self.config, head)
+        self.forward_chunks: Sequence[torch.nn.Module] = self.chunks
+        self.optimizer: Any = None
+        self.num_updates = 0
+
+    def layout(self) -> RankLayout:
+        """Returns which rectangles of which HF tensors this rank holds."""
+        return self.layout_of(self.world.rank)
+
+    def layout_of(self, rank: int) -> RankLayout:
+        """Returns the same of any rank."""
+        family, shape = self.source.family, self.source.shape
+        return megatron_layout(family, shape, self.world.layout, rank, head=self.head)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's parameters under their local names; writing to them changes the model."""
+        return named_weights(self.chunks)
+
+    def make_trainable(self, peak_learning_rate: float) -> None:
+        """Adds gradient buffers and the optimizer; weights must be in place."""
+        self.peak_learning_rate = peak_learning_rate
+        with self.world.platform.megatron_phase():
+            self.forward_chunks, self.optimizer = wrap_for_training(
+                self.chunks, self.config, self.train, peak_learning_rate, self.world.platform
+            )
+
+    def freeze(self) -> None:
+        """Makes the model forward-only."""
+        for chunk in self.chunks:
+            chunk.requires_grad_(False).eval()
+
+    def plan_work(self, batch: TrainBatch) -> list[Work]:
+        """Cuts a batch, the same on all ranks, into the micro-batches of this replica.
+
+        The schedule is computed from the lengths alone, so all ranks agree; its hash is compared before any pass.
+        """
+        layout = self.world.layout
+        pad_each = 2 * layout.cp if layout.cp > 1 else 1
+        lengths = [-(-length // pad_each) * pad_each for length in batch.lengths_B.tolist()]
+        multiple = layout.pp if layout.vpp > 1 else 1
+        plan = schedule(lengths, layout.dp, self.train.micro_batch_tokens, multiple)
+        same_on_all_ranks(self.world, "the micro-batch schedule", schedule_hash(plan))
+        works = []
+        for indices in plan[self.world.where.dp]:
+            whole = micro_batch(batch, indices, pad_each, layout.tp * pad_each)
+            index_S = context_positions(whole.cu_seqlens, layout.cp, self.world.where.cp)
+            local = whole if layout.cp == 1 else whole.take_positions(index_S)
+            packed = PackedSequences.of(whole.cu_seqlens, whole.max_seqlen)
+            works.append(Work(whole, local, index_S, packed))
+        return works
+
+    def per_token(
+        self, batch: TrainBatch, works: Sequence[Work], outputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Puts per-position results of the last stage together into a (T,) column known to all ranks.
+
+        Args:
+            outputs: one (S_local,) tensor a micro-batch on last-stage ranks, empty elsewhere.
+        """
+        layout, where = self.world.layout, self.world.where
+        column_T = torch.zeros(batch.num_tokens)
+        if self.world.reports:
+            wholes = [work.expand(output) for work, output in zip(works, outputs, strict=True)]
+            column_T = unpack([work.whole for work in works], wholes, batch)
+        return self.world.sum_over_world(column_T)
+
+    def forward_all(self, works: Sequence[Work]) -> list[Any]:
+        """Runs every micro-batch forward; outputs on the last stage, else an empty list."""
+        return forward_only(self.forward_chunks, works, _forward)
+
+    def accumulate(
+        self, works: Sequence[Work], loss: Callable[[Any, MicroBatch], tuple[torch.Tensor, Any]]
+    ) -> list[Any]:
+        """Runs forward and backward over every micro-batch into cleared gradients; returns the losses' extras."""
+        for chunk in self.forward_chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
+        self.optimizer.zero_grad()
+        return forward_backward(
+            self.forward_chunks, works, _forward, lambda output, work: loss(output, work.local)
+        )
+
+    def step(self, learning_rate: float) -> float:
+        """Applies the accumulated gradients; returns their global norm before clipping."""
+        set_learning_rate(self.optimizer, learning_rate)
+        with self.world.platform.megatron_phase():
+            _, grad_norm, _ = self.optimizer.step()
+        self.num_updates += 1
+        return float(grad_norm) if grad_norm is not None else 0.0
+
+
+def _forward(chunk: torch.nn.Module, work: Work) -> Any:
+    device = next(chunk.parameters()).device
+    local = work.local
+    return chunk(
+        input_ids=local.tokens_S[None].to(device),
+        position_ids=local.positions_S[None].to(device),
+        attention_mask=None,
+        labels=local.targets_S[None].to(device),
+        packed_seq_params=work.packed,
+    )
+
+
+def context_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Returns which packed positions one context-parallel rank holds, int64.
+
+    Each sequence is cut into 2 * cp_size chunks; rank r holds chunk r and chunk 2 * cp_size - 1 - r, so that all ranks
+    have the same causal work (Megatron's order).
+    """
+    if cp_size == 1:
+        return torch.arange(int(cu_seqlens[-1]))
+    held = []
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        chunk = (end - start) // (2 * cp_size)
+        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            held.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+    return torch.cat(held)

@@ -1,0 +1,114 @@
+"""The policy: per-token log-probabilities of a batch, and the update that an algorithm's loss asks for.
+
+Collective: every rank calls with the same batch (all samples of the step) and gets the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hybridrl.algorithms.base import Algorithm, LossOutput
+from hybridrl.batch import TrainBatch
+from hybridrl.micro_batch import MicroBatch
+from hybridrl.models.heads import LanguageModel, TokenStats
+from hybridrl.trainer.model import ParallelModel
+from hybridrl.trainer.optimizer import learning_rate
+
+
+class Policy:
+    """A language model that is trained, or frozen as a reference.
+
+    Args:
+        model: the parallel language model, weights in place.
+        num_updates_in_run: length of the learning-rate course.
+        temperature: divides the logits, so that log-probabilities are of the distribution that was sampled from.
+    """
+
+    def __init__(
+        self, model: ParallelModel, num_updates_in_run: int, temperature: float = 1.0
+    ) -> None:
+        self.model, self.num_updates_in_run = model, num_updates_in_run
+        for chunk in model.chunks:
+            if isinstance(chunk, LanguageModel):
+                chunk.temperature = temperature
+
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Returns the log-probability of each response token, nats, (T,) fp32, zero on prompt tokens."""
+        works = self.model.plan_work(batch)
+        outputs: list[TokenStats] = self.model.forward_all(works)
+        logp_T = self.model.per_token(batch, works, [output.logp_S for output in outputs])
+        return logp_T * batch.response_mask_T
+
+    def update(self, batch: TrainBatch, algorithm: Algorithm) -> dict[str, float]:
+        """Takes one optimizer step on a mini-batch.
+
+        Args:
+            batch: all samples of the mini-batch, with the columns that the algorithm reads.
+            algorithm: gives the loss and its global denominator.
+
+        Returns:
+            `policy/loss`, `policy/grad_norm`, `policy/learning_rate` and the algorithm's own metrics, over all ranks.
+        """
+        denominator = algorithm.denominator(batch)
+
+        def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
+            result = algorithm.loss(output.logp_S, output.entropy_S, micro, denominator)
+            return result.loss, result
+
+        works = self.model.plan_work(batch)
+        results: list[LossOutput] = self.model.accumulate(works, loss)
+        metrics = reduce_losses(self.model, "policy/loss", results, denominator)
+        rate = learning_rate(
+            self.model.train,
+            self.model.peak_learning_rate,
+            self.model.num_updates,
+            self.num_updates_in_run,
+        )
+        metrics["policy/grad_norm"] = self.model.step(rate)
+        metrics["policy/learning_rate"] = rate
+        return metrics
+
+
+def reduce_losses(
+    model: ParallelModel,
+    loss_name: str,
+    results: list[LossOutput],
+    denominator: float,
+) -> dict[str, float]:
+    """Combines the losses of all micro-batches on all ranks; the same on every rank afterwards.
+
+    Sums become means over the denominator; names that end in `_max` are maxima.
+    """
+    world = model.world
+    local = _local_sums(loss_name, results if world.reports else [])
+    names: list[str] = sorted({name for found in world.gather_objects(sorted(local)) for name in found})
+    sums = torch.tensor(
+        [0.0 if name.endswith("_max") else local.get(name, 0.0) for name in names], dtype=torch.float64
+    )
+    maxima = torch.tensor(
+        [local.get(name, -torch.inf) if name.endswith("_max") else 0.0 for name in names],
+        dtype=torch.float64,
+    )
+    world.sum_over_world(sums)
+    world.max_over_world(maxima)
+    metrics = {}
+    for name, total, largest in zip(names, sums.tolist(), maxima.tolist(), strict=True):
+        if name.endswith("_max"):
+            metrics[name] = largest
+        else:
+            metrics[name] = total if name == loss_name else total / denominator
+    return metrics
+
+
+def _local_sums(loss_name: str, results: list[LossOutput]) -> Mapping[str, float]:
+    sums: dict[str, float] = {}
+    for result in results:
+        for name, value in {loss_name: result.loss.detach(), **result.metrics}.items():
+            number = float(value)
+            if name.endswith("_max"):
+                sums[name] = max(sums.get(name, number), number)
+            else:
+                sums[name] = sums.get(name, 0.0) + number
+    return sums

@@ -1,0 +1,202 @@
+"""Generation over all replicas: prompts spread out, responses scored where they were made, everything gathered.
+
+Collective: every rank calls with the same prompts. A replica generates the samples of whole prompts, so a reward that
+looks at a group sees all of it. Afterwards every rank holds the same batch, in the order of the sample numbers.
+
+A checkpoint may be taken while a step's rollouts are under way: `state` holds what is finished and what is begun, and after
+`load_state` the next `generate` of that step goes on from there, on any number of replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rewards.base import Scorer
+from hybridrl.rollout.engine import (
+    Completion,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    request_seed,
+)
+
+COLUMNS = (
+    "sample_ids_B",
+    "group_B",
+    "tokens_T",
+    "lengths_B",
+    "prompt_lengths_B",
+    "behaviour_logp_T",
+    "versions_B",
+    "finished_B",
+    "reward_B",
+)
+Progress = Callable[[int, int], None]
+
+
+class Sampler:
+    """Samples responses to prompts with this rank's engine replica and its peers.
+
+    Args:
+        world: for the collectives.
+        layout: which replica this rank belongs to.
+        engine: this rank's part of its replica.
+        scorer: gives each response its reward.
+        sampling: of training samples.
+        seed: of the run.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        layout: RolloutLayout,
+        engine: RolloutEngine,
+        scorer: Scorer,
+        sampling: SamplingParams,
+        seed: int,
+    ) -> None:
+        self.world, self.layout, self.engine, self.scorer = world, layout, engine, scorer
+        self.sampling, self.seed = sampling, seed
+        self._step = -1
+        self._owners: dict[int, tuple[Prompt, int]] = {}
+        self._done: dict[int, Completion] = {}
+        self._restored: dict[str, Any] = {"step": -1, "requests": [], "completions": []}
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        step: int,
+        sampling: SamplingParams | None = None,
+        on_progress: Progress | None = None,
+    ) -> RolloutBatch | None:
+        """Generates this replica's share: the samples of prompts `replica, replica + replicas, ...`.
+
+        Args:
+            prompts: of the whole step, the same on all ranks.
+            samples_per_prompt: responses to each prompt.
+            step: enters the seeds, so that every step samples anew.
+            sampling: in place of the sampler's own (evaluation is greedy).
+            on_progress: called with (finished, all) of this replica.
+
+        Returns:
+            The samples in order of their numbers; None where this replica has no prompt.
+        """
+        self.submit(prompts, samples_per_prompt, step, sampling)
+        while self.engine.has_unfinished:
+            self.advance()
+            if on_progress is not None:
+                on_progress(len(self._done), len(self._owners))
+        return self.collect()
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        step: int,
+        sampling: SamplingParams | None = None,
+    ) -> None:
+        """Hands this replica's requests to its engine; those that a checkpoint knows go on from there."""
+        replica, _ = self.layout.assignment[self.world.rank]
+        self._step, self._owners, self._done = step, {}, {}
+        is_restored = self._restored["step"] == step
+        begun = {r["request_id"]: r for r in self._restored["requests"] if is_restored}
+        finished = {c["request_id"]: c for c in self._restored["completions"] if is_restored}
+        requests = []
+        for group in range(replica, len(prompts), self.layout.replicas):
+            for sample in range(samples_per_prompt):
+                sample_id = group * samples_per_prompt + sample
+                self._owners[sample_id] = (prompts[group], group)
+                if sample_id in finished:
+                    fields = finished[sample_id]
+                    sequences = {k: tuple(fields[k]) for k in ("tokens", "logps")}
+                    self._done[sample_id] = Completion(**{**fields, **sequences})
+                elif sample_id in begun:
+                    requests.append(Request.from_dict(begun[sample_id]))
+                else:
+                    seed = request_seed(self.seed, step, sample_id)
+                    params = sampling or self.sampling
+                    requests.append(Request(sample_id, prompts[group].tokens, seed, params))
+        self.engine.submit(requests)
+
+    def advance(self) -> None:
+        """Lets the engine take one step and keeps what finished."""
+        self.engine.step()
+        self._done |= {done.request_id: done for done in self.engine.collect()}
+
+    def collect(self) -> RolloutBatch | None:
+        """Returns the finished samples of what was submitted; the engine must have nothing left."""
+        owners, done = self._owners, self._done
+        self._step, self._owners, self._done = -1, {}, {}
+        if not owners:
+            return None
+        rollouts = [
+            Rollout(
+                sample_id,
+                prompt,
+                done[sample_id].tokens,
+                done[sample_id].logps,
+                done[sample_id].finish_reason,
+                done[sample_id].version,
+            )
+            for sample_id, (prompt, _) in owners.items()
+        ]
+        groups = [group for _, group in owners.values()]
+        producer = Producer.of(type(self.engine), "rollout engine")
+        return RolloutBatch.from_rollouts(rollouts, groups, producer)
+
+    def score(self, local: RolloutBatch | None) -> ScoredBatch | None:
+        """Scores this replica's samples; an error of any rank is raised on all of them."""
+        with self.world.all_agree("the reward"):
+            return None if local is None else self.scorer.score(local)
+
+    def gather(self, local: ScoredBatch | None, prompts: Sequence[Prompt]) -> ScoredBatch:
+        """Brings the samples of all replicas to every rank, ordered by sample number."""
+        is_first = self.layout.assignment[self.world.rank][1] == 0
+        mine = _columns(local) if local is not None and is_first else None
+        parts = [_rebuild(c, prompts) for c in self.world.gather_objects(mine) if c is not None]
+        batch = ScoredBatch.concat(parts)
+        return batch.select(torch.argsort(batch.sample_ids_B))
+
+    def state(self) -> dict[str, Any]:
+        """Returns the rollouts of the current step over all replicas, finished and begun; JSON."""
+        is_first = self.layout.assignment[self.world.rank][1] == 0
+        mine = {
+            "requests": [dataclasses.asdict(r) for r in self.engine.pending()],
+            "completions": [dataclasses.asdict(done) for done in self._done.values()],
+        }
+        found = self.world.gather_objects(mine if is_first and self._step >= 0 else None)
+        parts = [part for part in found if part is not None]
+        return {
+            "step": self._step,
+            "requests": [request for part in parts for request in part["requests"]],
+            "completions": [done for part in parts for done in part["completions"]],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Makes the next `generate` of the saved step go on from these rollouts."""
+        self._restored = dict(state)
+
+
+def _columns(batch: ScoredBatch) -> dict[str, Any]:
+    columns: dict[str, Any] = {name: getattr(batch, name).numpy() for name in COLUMNS}
+    columns["reward_parts"] = {name: part.numpy() for name, part in batch.reward_parts.items()}
+    return columns
+
+
+def _rebuild(columns: Mapping[str, Any], prompts: Sequence[Prompt]) -> ScoredBatch:
+    tensors = {name: torch.from_numpy(columns[name]) for name in COLUMNS}
+    parts = columns["reward_parts"].items()
+    return ScoredBatch(
+        prompts=tuple(prompts[group] for group in columns["group_B"].tolist()),
+        reward_parts={name: torch.from_numpy(part) for name, part in parts},
+        producer=Producer.here("the gathered rollouts"),
+        **tensors,
+    )

@@ -1,0 +1,113 @@
+"""Builds the parts of a run from its configuration: the model source, roles, the engine and the data.
+
+Each function makes one part from its own section; `loop.py` puts them together. Collective: all ranks build the same
+parts in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hybridrl.config.schema import Config, ModelConfig, RolloutConfig
+from hybridrl.config.source import model_directory, read_model_config
+from hybridrl.errors import ModelError
+from hybridrl.models.build import Head
+from hybridrl.models.family import resolve_family
+from hybridrl.models.hf import load_hf
+from hybridrl.models.init import init_weights
+from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.groups import World
+from hybridrl.platform import Platform
+from hybridrl.rollout.engine import SamplingParams
+from hybridrl.rollout.hf import HfEngine
+from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
+from hybridrl.trainer.model import ModelSource, ParallelModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+VALUE_HEAD = "score.weight"
+
+
+def model_source(config: ModelConfig, platform: Platform) -> ModelSource:
+    """Reads the model's config.json and finds its family."""
+    hf_config = read_model_config(config)
+    dtype = platform.default_dtype() if config.dtype == "auto" else DTYPES[config.dtype]
+    family = resolve_family(config.family, hf_config)
+    directory = model_directory(config, weights=False)
+    if config.tokenizer is not None and Path(config.tokenizer).is_dir():
+        directory = Path(config.tokenizer)
+    return ModelSource(family, hf_config, dtype, config.family or family.name, directory)
+
+
+def build_model(world: World, source: ModelSource, head: Head, config: Config) -> ParallelModel:
+    """Builds a model over all ranks and fills in its weights, from `model.path` or from the seed.
+
+    A critic starts from the policy's weights; its value head, which no language model has, starts at zero.
+    """
+    model = ParallelModel(world, source, head, config.train)
+    shapes = hf_shapes(source.family, source.shape, head)
+    with world.all_agree("loading the weights"):
+        if config.model.path is None:
+            init_weights(model.layout(), shapes, model.weights(), source.hf_config, config.run.seed)
+        else:
+            directory = model_directory(config.model)
+            extra = {VALUE_HEAD} if head == "value" else set()
+            load_hf(directory, model.layout(), model.weights(), shapes, missing_ok=extra)
+    return model
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer that `model.tokenizer`, or the model's own directory, holds; no remote code."""
+    where = config.tokenizer or str(model_directory(config, weights=False))
+    try:
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            "model.tokenizer",
+            where,
+            "a directory or hub name with tokenizer files",
+            f"Set model.tokenizer. {str(error).splitlines()[0]}",
+        ) from error
+
+
+def build_engine(
+    config: RolloutConfig, source: ModelSource, platform: Platform
+) -> HfEngine | ScriptedEngine:
+    """Builds this rank's part of its engine replica, without weights."""
+    dtype = str(source.dtype).removeprefix("torch.")
+    if config.engine == "hf":
+        return HfEngine(dict(source.hf_config), dtype, platform.device, config.max_batch)
+    if config.engine == "scripted":
+        shapes = hf_shapes(source.family, source.shape)
+        script = uniform_script(source.shape.vocab_size)
+        return ScriptedEngine(script, shapes, source.dtype, config.max_batch)
+    raise ModelError(
+        "rollout.engine", config.engine, "hf or scripted in this version", "Set rollout.engine=hf."
+    )
+
+
+def sampling_params(
+    config: RolloutConfig, source: ModelSource, tokenizer: PreTrainedTokenizerBase
+) -> SamplingParams:
+    """Returns how training samples are drawn; a response ends at the end token of tokenizer or model."""
+    return SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_new_tokens=config.max_new_tokens,
+        stop_token_ids=stop_token_ids(source.hf_config, tokenizer),
+    )
+
+
+def stop_token_ids(
+    hf_config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """Returns the end tokens that the tokenizer and the model's config name, in ascending order."""
+    named = hf_config.get("eos_token_id")
+    ids: Iterable[int | None] = named if isinstance(named, list) else [named]
+    return tuple(sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None}))
+

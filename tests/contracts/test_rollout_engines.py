@@ -1,0 +1,489 @@
+"""The contract of every rollout engine: `RolloutEngine` and `WeightTarget`.
+
+A new engine joins by a line in ENGINES; one that samples from a model also by being in MODELS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridrl.errors import ModelError
+from hybridrl.rollout.engine import (
+    Completion,
+    Request,
+    SamplingParams,
+    finish_reason,
+    generate,
+    request_seed,
+)
+from hybridrl.rollout.hf import HfEngine
+from hybridrl.rollout.sampling import uniforms
+from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
+
+VOCAB = 24
+STOP = 1
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": STOP,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {**TINY, "model_type": "qwen3"},
+    "qwen2-tied": {**TINY, "model_type": "qwen2", "tie_word_embeddings": True},
+    "llama-rope-scaling": {**TINY, "model_type": "llama", "rope_parameters": LLAMA3_ROPE},
+}
+ENGINES = [*MODELS, "scripted"]
+
+# float32 rounding through three layers, in other summation orders; measured up to 4e-6.
+LOGP_TOLERANCE = 1e-4
+
+
+def make_reference(name: str, seed: int = 0) -> Any:
+    """Returns a transformers model whose weights are random and large enough to have opinions."""
+    fields = dict(MODELS[name])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.3 * noise if parameter.ndim == 2 else 1 + 0.1 * noise)
+    return model
+
+
+def write_weights(engine: Any, model: Any, version: int) -> None:
+    engine.begin_update()
+    source = dict(model.named_parameters())
+    for name, tensor in engine.tensors().items():
+        tensor.copy_(source[name].detach())
+    engine.finish_update(version)
+
+
+def make_engine(name: str, max_batch: int = 8, version: int = 0) -> Any:
+    engine: Any
+    if name == "scripted":
+        shapes = {"lm_head.weight": (VOCAB, 32)}
+        engine = ScriptedEngine(uniform_script(VOCAB), shapes=shapes, max_batch=max_batch)
+        engine.begin_update()
+        engine.finish_update(version)
+        return engine
+    engine = HfEngine(MODELS[name], max_batch=max_batch)
+    write_weights(engine, make_reference(name), version)
+    return engine
+
+
+def prompts(count: int, seed: int = 0, longest: int = 12) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(seed)
+    return [
+        tuple(int(t) for t in rng.integers(2, VOCAB, rng.integers(1, longest + 1)))
+        for _ in range(count)
+    ]
+
+
+def make_requests(
+    count: int, sampling: SamplingParams | list[SamplingParams], seed: int = 0
+) -> list[Request]:
+    each = sampling if isinstance(sampling, list) else [sampling]
+    return [
+        Request(100 + i, prompt, request_seed(seed, 0, i), each[i % len(each)])
+        for i, prompt in enumerate(prompts(count, seed))
+    ]
+
+
+MIXED = [
+    SamplingParams(temperature=0.0, max_new_tokens=9, stop_token_ids=(STOP,)),
+    SamplingParams(temperature=0.7, top_k=5, max_new_tokens=14),
+    SamplingParams(temperature=1.3, top_p=0.8, max_new_tokens=5, stop_token_ids=(STOP, 3)),
+    SamplingParams(temperature=1.0, top_k=9, top_p=0.6, max_new_tokens=1),
+    SamplingParams(temperature=1.0, max_new_tokens=20, stop_token_ids=(STOP,)),
+]
+
+
+def full_logits(model: Any, request: Request, completion: Completion) -> Tensor:
+    """Returns, for each response token, the logits from one uncached forward of the whole text."""
+    with torch.no_grad():
+        logits = model(torch.tensor([request.prompt + completion.tokens])).logits[0]
+    return logits[len(request.prompt) - 1 : -1]
+
+
+def expected_logps(model: Any, request: Request, completion: Completion) -> Tensor:
+    """Computes the log-probabilities token by token, by the definition of top-k and top-p."""
+    sampling, rows = request.sampling, []
+    for logits, token in zip(
+        full_logits(model, request, completion), completion.tokens, strict=True
+    ):
+        prob = (logits / (sampling.temperature or 1.0)).softmax(-1)
+        if sampling.temperature > 0:
+            order = prob.argsort(descending=True)
+            kept = order[: sampling.top_k or VOCAB]
+            total = prob[kept].sum()
+            nucleus, mass = [], 0.0
+            for candidate in kept.tolist():
+                nucleus.append(candidate)
+                mass += float(prob[candidate] / total)
+                if mass >= sampling.top_p:
+                    break
+            assert token in nucleus
+            prob = prob / prob[nucleus].sum()
+        rows.append(prob[token].log())
+    return torch.stack(rows)
+
+
+def close(left: Completion, right: Completion) -> bool:
+    return (
+        left.tokens == right.tokens
+        and left.finish_reason == right.finish_reason
+        and np.allclose(left.logps, right.logps, rtol=0, atol=LOGP_TOLERANCE)
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_greedy_equals_transformers_generate(name: str) -> None:
+    engine, model = make_engine(name), make_reference(name)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=16, stop_token_ids=(STOP,))
+    requests = make_requests(10, sampling)
+    for request, completion in zip(requests, generate(engine, requests), strict=True):
+        ids = torch.tensor([request.prompt])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16
+        )
+        assert list(completion.tokens) == expected[0, len(request.prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_logps_are_those_of_the_distribution_sampled_from(name: str) -> None:
+    engine, model = make_engine(name), make_reference(name)
+    requests = make_requests(30, MIXED)
+    for request, completion in zip(requests, generate(engine, requests), strict=True):
+        expected = expected_logps(model, request, completion)
+        torch.testing.assert_close(
+            torch.tensor(completion.logps), expected, rtol=0, atol=LOGP_TOLERANCE
+        )
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_response_does_not_depend_on_the_batch(name: str) -> None:
+    requests = make_requests(21, MIXED)
+    together = generate(make_engine(name, max_batch=64), requests)
+    crowded = generate(make_engine(name, max_batch=3), requests[::-1])[::-1]
+    engine = make_engine(name)
+    alone = [generate(engine, [request])[0] for request in requests]
+    assert {len(c.tokens) for c in together} != {1}
+    for one, two, three in zip(together, crowded, alone, strict=True):
+        assert close(one, two)
+        assert close(one, three)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_seed_decides_the_sample(name: str) -> None:
+    sampling = SamplingParams(max_new_tokens=12)
+    same = [Request(i, (5, 6, 7), 42, sampling) for i in range(3)]
+    other = [Request(10 + i, (5, 6, 7), i, sampling) for i in range(20)]
+    done = generate(make_engine(name, max_batch=32), same + other)
+    assert len({c.tokens for c in done[:3]}) == 1
+    assert len({c.tokens for c in done[3:]}) == 20
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=1.0, max_new_tokens=1),
+        SamplingParams(temperature=1.7, top_k=6, top_p=0.9, max_new_tokens=1),
+    ],
+)
+def test_engine_sampling_frequencies_match_probabilities(
+    name: str, sampling: SamplingParams
+) -> None:
+    engine, model = make_engine(name, max_batch=4096), make_reference(name)
+    requests = [Request(i, (4, 9), request_seed(1, 2, i), sampling) for i in range(4000)]
+    done = generate(engine, requests)
+    counts = np.bincount([c.tokens[0] for c in done], minlength=VOCAB)
+    prob = np.zeros(VOCAB)
+    for token in np.flatnonzero(counts):
+        completion = Completion(0, (int(token),), (0.0,), "length", 0)
+        prob[token] = expected_logps(model, requests[0], completion).exp().item()
+    assert prob.sum() > 0.99
+    large = prob * len(done) >= 5
+    chi_square = (((counts - prob * len(done)) ** 2)[large] / (prob[large] * len(done))).sum()
+    # Chi-square with d degrees has mean d and variance 2 d: five sigma, on a fixed seed.
+    degrees = int(large.sum()) - 1
+    assert degrees >= 3
+    assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_stops_at_a_stop_token_or_at_the_limit(name: str) -> None:
+    sampling = SamplingParams(max_new_tokens=6, stop_token_ids=(STOP, 2, 3))
+    done = generate(make_engine(name, max_batch=64), make_requests(64, sampling))
+    assert {c.finish_reason for c in done} == {"stop", "length"}
+    for completion in done:
+        assert not set(completion.tokens[:-1]) & {STOP, 2, 3}
+        assert completion.finish_reason == finish_reason(completion.tokens, sampling)
+        assert completion.finish_reason == "stop" or len(completion.tokens) == 6
+        assert len(completion.logps) == len(completion.tokens)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_takes_requests_while_others_run(name: str) -> None:
+    requests = make_requests(15, MIXED)
+    expected = {c.request_id: c for c in generate(make_engine(name), requests)}
+    engine = make_engine(name, max_batch=4)
+    found: list[Completion] = []
+    for start in range(0, 15, 5):
+        engine.submit(requests[start : start + 5])
+        for _ in range(3):
+            engine.step()
+        found += engine.collect()
+        unfinished = {r.request_id for r in engine.pending()}
+        finished = {c.request_id for c in found}
+        assert unfinished | finished == {r.request_id for r in requests[: start + 5]}
+        assert not unfinished & finished
+    assert engine.has_unfinished
+    while engine.has_unfinished:
+        engine.step()
+    found += engine.collect()
+    assert engine.collect() == []
+    assert engine.pending() == []
+    assert len(found) == 15
+    assert all(close(c, expected[c.request_id]) for c in found)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_pending_requests_continue_in_another_engine(name: str) -> None:
+    requests = make_requests(9, MIXED)
+    expected = {c.request_id: c for c in generate(make_engine(name), requests)}
+    first = make_engine(name, max_batch=4, version=7)
+    first.submit(requests)
+    for _ in range(4):
+        first.step()
+    saved = json.loads(json.dumps([dataclasses.asdict(r) for r in first.pending()]))
+    pending = [Request.from_dict(fields) for fields in saved]
+    assert pending == first.pending()
+    assert {bool(r.tokens) for r in pending} == {True, False}
+    second = make_engine(name, max_batch=3, version=8)
+    continued = generate(second, pending)
+    done = {c.request_id: c for c in [*first.collect(), *continued]}
+    assert done.keys() == expected.keys()
+    assert all(close(done[i], expected[i]) for i in expected)
+    for request, completion in zip(pending, continued, strict=True):
+        assert completion.version == (7 if request.tokens else 8)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_leaves_the_global_generators_alone(name: str) -> None:
+    torch.manual_seed(5)
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    generate(make_engine(name), make_requests(6, MIXED))
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_generates_with_the_weights_written_last(name: str) -> None:
+    engine, model = make_engine(name), make_reference(name, seed=1)
+    request = Request(0, (3, 4, 5), 0, SamplingParams(temperature=0.0, max_new_tokens=12))
+    before = generate(engine, [request])[0]
+    write_weights(engine, model, version=1)
+    after = generate(engine, [request])[0]
+    assert (before.version, after.version, engine.version) == (0, 1, 1)
+    assert before.tokens != after.tokens
+    np.testing.assert_allclose(
+        after.logps, expected_logps(model, request, after), rtol=0, atol=LOGP_TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_update_in_the_middle_keeps_tokens_and_drops_the_cache(name: str) -> None:
+    engine, model = make_engine(name), make_reference(name, seed=1)
+    requests = make_requests(5, SamplingParams(temperature=0.0, max_new_tokens=12))
+    engine.submit(requests)
+    for _ in range(3):
+        engine.step()
+    partial = {r.request_id: r for r in engine.pending()}
+    write_weights(engine, model, version=3)
+    while engine.has_unfinished:
+        engine.step()
+    for completion in engine.collect():
+        before = partial[completion.request_id]
+        kept = len(before.tokens)
+        assert kept >= 3
+        assert completion.tokens[:kept] == before.tokens
+        assert completion.version == 0
+        expected = expected_logps(model, before, completion)[kept:]
+        np.testing.assert_allclose(completion.logps[kept:], expected, rtol=0, atol=LOGP_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_refuses_to_generate_without_complete_weights(name: str) -> None:
+    engine = make_engine(name)
+    engine.begin_update()
+    engine.submit(make_requests(1, SamplingParams()))
+    with pytest.raises(RuntimeError, match="finish_update"):
+        engine.step()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_layout_describes_its_tensors(name: str) -> None:
+    engine = make_engine(name)
+    tensors, layout = engine.tensors(), engine.layout()
+    assert dict(layout.shapes) == {n: tuple(t.shape) for n, t in tensors.items()}
+    assert sorted(r.hf for r in layout.regions) == sorted(tensors)
+    assert ("lm_head.weight" in tensors) == (name != "qwen2-tied")
+    for region in layout.regions:
+        assert region.hf == region.local
+        assert region.hf_box == region.local_box
+        assert region.local_box == tuple((0, size) for size in tensors[region.local].shape)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_refuses_an_id_held_already(name: str) -> None:
+    engine = make_engine(name)
+    requests = make_requests(2, SamplingParams())
+    engine.submit(requests[:1])
+    with pytest.raises(ValueError, match="100 is held already"):
+        engine.submit(requests)
+    assert [r.request_id for r in engine.pending()] == [100]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_generate_returns_request_order_and_reports_progress(name: str) -> None:
+    requests = make_requests(12, MIXED)[::-1]
+    calls: list[tuple[int, int]] = []
+    done = generate(make_engine(name), requests, lambda *call: calls.append(call))
+    assert [c.request_id for c in done] == [r.request_id for r in requests]
+    assert calls == sorted(set(calls))
+    assert calls[-1] == (12, 12)
+    assert generate(make_engine(name), []) == []
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_generate_needs_an_idle_engine(name: str) -> None:
+    engine = make_engine(name)
+    requests = make_requests(2, SamplingParams(max_new_tokens=3))
+    engine.submit(requests[:1])
+    with pytest.raises(RuntimeError, match="idle engine"):
+        generate(engine, requests[1:])
+
+
+def test_hf_engine_names_the_request_of_a_non_finite_logp() -> None:
+    engine = make_engine("qwen3")
+    engine.begin_update()
+    engine.tensors()["lm_head.weight"].fill_(float("nan"))
+    engine.finish_update(4)
+    with pytest.raises(RuntimeError, match=r"request 100 \(weights version 4\)"):
+        generate(engine, make_requests(1, SamplingParams()))
+
+
+def test_hf_engine_prefills_contexts_over_the_forward_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = make_requests(20, MIXED)
+    expected = generate(make_engine("qwen3", max_batch=32), requests)
+    monkeypatch.setattr("hybridrl.rollout.hf.PREFILL_TOKENS", 10)
+    monkeypatch.setattr("hybridrl.rollout.hf.PREFILL_LOGITS", 4)
+    monkeypatch.setattr("hybridrl.rollout.hf.CACHE_BLOCK", 2)
+    found = generate(make_engine("qwen3", max_batch=32), requests)
+    assert all(close(one, two) for one, two in zip(expected, found, strict=True))
+
+
+def test_hf_engine_refuses_sliding_window_attention() -> None:
+    config = {**MODELS["qwen2-tied"], "use_sliding_window": True, "max_window_layers": 1}
+    with pytest.raises(ModelError, match="sliding_attention"):
+        HfEngine({**config, "sliding_window": 4})
+
+
+def test_hf_engine_reads_a_model_directory(tmp_path: Any) -> None:
+    make_reference("qwen3").config.save_pretrained(tmp_path)
+    engine = HfEngine(tmp_path)
+    write_weights(engine, make_reference("qwen3"), 0)
+    requests = make_requests(3, MIXED)
+    assert generate(engine, requests) == generate(make_engine("qwen3"), requests)
+
+
+def test_scripted_engine_returns_what_the_script_says() -> None:
+    script = {100: ((5, 6, STOP), (-0.1, -0.2, -0.3)), 101: ((7,) * 9, (-0.5,) * 9)}
+    engine = ScriptedEngine(lambda request: script[request.request_id], shapes={})
+    engine.begin_update()
+    engine.finish_update(2)
+    sampling = SamplingParams(max_new_tokens=4, stop_token_ids=(STOP,))
+    done = generate(engine, make_requests(2, sampling))
+    assert done[0] == Completion(100, (5, 6, STOP), (-0.1, -0.2, -0.3), "stop", 2)
+    assert done[1] == Completion(101, (7,) * 4, (-0.5,) * 4, "length", 2)
+
+
+def test_scripted_engine_names_the_request_whose_script_ends_early() -> None:
+    engine = ScriptedEngine(lambda _: ((5, 6), (-0.1, -0.2)), shapes={})
+    engine.begin_update()
+    engine.finish_update(0)
+    with pytest.raises(ValueError, match="request 100 ends after 2 tokens"):
+        generate(engine, make_requests(1, SamplingParams(max_new_tokens=3)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SamplingParams(temperature=-0.1), "temperature=-0.1"),
+        (lambda: SamplingParams(temperature=float("nan")), "temperature=nan"),
+        (lambda: SamplingParams(top_p=0.0), "top_p=0.0"),
+        (lambda: SamplingParams(top_k=-1), "top_k=-1"),
+        (lambda: SamplingParams(max_new_tokens=0), "max_new_tokens=0"),
+        (lambda: Request(3, (), 0, SamplingParams()), "request 3 has an empty prompt"),
+        (lambda: Request(3, (1,), -1, SamplingParams()), "seed -1"),
+        (lambda: Request(3, (1,), 0, SamplingParams(), (4,), (), 0), "1 tokens but 0"),
+        (lambda: Request(3, (1,), 0, SamplingParams(), (4,), (-1.0,)), "version None"),
+        (
+            lambda: Request(3, (1,), 0, SamplingParams(max_new_tokens=1), (4,), (-1.0,), 0),
+            "finished already",
+        ),
+    ],
+)
+def test_request_refuses_impossible_values(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_request_seed_is_stable_and_spread() -> None:
+    assert request_seed(0, 1, 2) == 3662037204992188296
+    seeds = {request_seed(r, s, i) for r in range(4) for s in range(10) for i in range(100)}
+    assert len(seeds) == 4000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_uniforms_are_uniform_over_neighbouring_seeds_and_counts() -> None:
+    seeds, counts = np.meshgrid(np.arange(200), np.arange(200))
+    drawn = uniforms(seeds.ravel(), counts.ravel()).reshape(200, 200)
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    histogram = np.histogram(drawn, bins=50, range=(0, 1))[0]
+    # Chi-square of 49 degrees: five sigma, on fixed numbers.
+    assert ((histogram - 800) ** 2 / 800).sum() < 49 + 5 * 98**0.5
+    assert abs(np.corrcoef(drawn[:, :-1].ravel(), drawn[:, 1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(drawn[:-1].ravel(), drawn[1:].ravel())[0, 1]) < 0.02

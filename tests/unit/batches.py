@@ -1,0 +1,52 @@
+"""Batches for the tests of this folder."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
+
+LOGP_COLUMNS = ("old_logp_T", "reference_logp_T", "values_T", "advantages_T", "returns_T")
+
+
+def rollouts(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0) -> list[Rollout]:
+    """Returns rollouts of unequal lengths; sample i is of prompt i // samples_per_prompt."""
+    rng = random.Random(seed)
+    made = []
+    for p in range(num_prompts):
+        tokens = tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, 5)))
+        prompt = Prompt(100 + p, f"prompt {p}", tokens, {"answer": str(p)})
+        for s in range(samples_per_prompt):
+            length = rng.randint(1, 7)
+            made.append(
+                Rollout(
+                    sample_id=p * samples_per_prompt + s,
+                    prompt=prompt,
+                    tokens=tuple(rng.randrange(1, 50) for _ in range(length)),
+                    logps=tuple(-rng.random() for _ in range(length)),
+                    finish_reason=rng.choice(["stop", "length"]),
+                    version=p,
+                )
+            )
+    return made
+
+
+def rollout_batch(
+    num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0
+) -> RolloutBatch:
+    """Returns the batch of `rollouts`."""
+    made = rollouts(num_prompts, samples_per_prompt, seed)
+    groups = [i // samples_per_prompt for i in range(len(made))]
+    return RolloutBatch.from_rollouts(made, groups, Producer.here("test engine"))
+
+
+def train_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0) -> TrainBatch:
+    """Returns a batch with every column filled."""
+    batch = rollout_batch(num_prompts, samples_per_prompt, seed)
+    torch.manual_seed(seed)
+    reward_B = torch.randn(batch.num_samples)
+    made = batch.scored(reward_B, {"part": reward_B * 2}, Producer.here("test reward"))
+    columns = {n: torch.randn(batch.num_tokens) * batch.response_mask_T for n in LOGP_COLUMNS}
+    return made.to_train(Producer.here("test")).join_columns(Producer.here("test"), **columns)

@@ -1,0 +1,220 @@
+"""The shape of the code: imports point down, third parties stay behind walls, files stay small.
+
+Read from the syntax tree, so imports inside functions count; those under TYPE_CHECKING do not.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "hybridrl"
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_PACKAGE_LINES = 10_000  # not counting blank lines
+
+# A part may import parts of a lower number and itself, and what EXTRA grants.
+LEVELS = {
+    "cli": 6,
+    "trainer": 5,
+    "rollout": 4,
+    "checkpoint": 4,
+    "hybrid_engine": 4,
+    "algorithms": 4,
+    "data": 4,
+    "rewards": 4,
+    "metrics": 4,
+    "models": 3,
+    "parallel": 2,
+    "ops": 2,
+    "batch": 1,
+    "config": 1,
+    "platform": 1,
+    "errors": 0,
+    "kernels": 0,
+    "_C": 0,
+    "": 0,  # hybridrl/__init__.py: the version
+}
+# Modules beside batch.py that it is made of.
+PARTS_OF_BATCH = {"batch_checks", "micro_batch", "samples"}
+EXTRA = {("rollout", "hybridrl.hybrid_engine.target"), ("", "hybridrl.trainer.loop")}
+WALLS = {
+    "megatron": [
+        "parallel/*",
+        "models/build.py",
+        "models/attention.py",
+        "models/norm.py",
+        "models/heads.py",
+        "trainer/policy.py",
+        "trainer/critic.py",
+        "trainer/optimizer.py",
+        "checkpoint/store.py",
+        "platform.py",
+    ],
+    "vllm": ["rollout/vllm.py"],
+    "sglang": ["rollout/sglang.py"],
+    "triton": ["../kernels/*"],
+    "ray": ["cli/launch.py"],
+    "hybridrl.kernels": ["ops.py"],
+    "hybridrl._C": ["ops.py"],
+}
+TORCH_FREE = [
+    "__init__.py",
+    "errors.py",
+    "config/*.py",
+    "cli/*.py",
+    "parallel/layout.py",
+    "models/weights.py",
+    "models/family.py",
+    "models/families/*.py",
+    "hybrid_engine/plan.py",
+    "hybrid_engine/assign.py",
+    "hybrid_engine/proof.py",
+    "data/packing.py",
+    "data/balance.py",
+]
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: where it is and the full name of what it takes."""
+
+    file: str
+    line: int
+    name: str
+
+
+def sources() -> list[Path]:
+    return sorted([*PACKAGE.rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
+
+
+def relative(path: Path) -> str:
+    inside = path.is_relative_to(PACKAGE)
+    return str(path.relative_to(PACKAGE)) if inside else f"../{path.relative_to(ROOT)}"
+
+
+def imports(path: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text())
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            skipped.update(child for part in node.body for child in ast.walk(part))
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(relative(path), node.lineno, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
+            for alias in node.names:
+                yield Import(relative(path), node.lineno, f"{node.module}.{alias.name}")
+
+
+def part_of_file(file: str) -> str:
+    if file.startswith("../kernels"):
+        return "kernels"
+    name = file.split("/")[0].removesuffix(".py")
+    return part(name)
+
+
+def part(name: str) -> str:
+    return "batch" if name in PARTS_OF_BATCH else name.replace("__init__", "")
+
+
+def part_of_import(name: str) -> str:
+    words = name.split(".")
+    inner = words[1] if len(words) > 1 else ""
+    return part(inner) if part(inner) in LEVELS else ""
+
+
+def test_every_module_has_a_level() -> None:
+    unknown = {relative(path) for path in sources() if part_of_file(relative(path)) not in LEVELS}
+    assert not unknown, "say in LEVELS where these stand"
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for path in sources():
+        for found in imports(path):
+            if found.name.split(".")[0] != "hybridrl":
+                continue
+            source, target = part_of_file(found.file), part_of_import(found.name)
+            is_granted = any(
+                source == who and (found.name + ".").startswith(what + ".") for who, what in EXTRA
+            )
+            if source != target and LEVELS[target] >= LEVELS[source] and not is_granted:
+                wrong.append(f"{found.file}:{found.line} {source} imports {found.name}")
+    assert wrong == []
+
+
+def test_hybrid_engine_never_imports_rollout() -> None:
+    names = [
+        found.name for path in (PACKAGE / "hybrid_engine").glob("*.py") for found in imports(path)
+    ]
+    assert names
+    assert not [name for name in names if name.startswith("hybridrl.rollout")]
+
+
+@pytest.mark.parametrize("wall", WALLS)
+def test_third_party_stays_behind_its_wall(wall: str) -> None:
+    outside = [
+        f"{found.file}:{found.line}"
+        for path in sources()
+        for found in imports(path)
+        if (found.name + ".").startswith(wall + ".")
+        and not any(fnmatch(found.file, allowed) for allowed in WALLS[wall])
+    ]
+    assert outside == []
+
+
+def test_torch_free_modules_import_no_torch() -> None:
+    files = [path for pattern in TORCH_FREE for path in sorted(PACKAGE.glob(pattern))]
+    modules = [
+        ".".join(("hybridrl", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        )
+        for path in files
+    ]
+    script = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = {'torch', 'megatron', 'transformers'} & set(sys.modules)\n"
+        "    assert not heavy, f'{name} imports {heavy}'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *modules],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(modules) > 15
+
+
+def test_files_and_functions_stay_small() -> None:
+    large = []
+    for path in sources():
+        text = path.read_text()
+        if len(text.splitlines()) > MAX_FILE_LINES:
+            large.append(f"{relative(path)} has {len(text.splitlines())} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    large.append(f"{relative(path)}:{node.lineno} {node.name} has {lines} lines")
+    assert large == []
+
+
+def test_package_stays_small() -> None:
+    lines = (line for path in PACKAGE.rglob("*.py") for line in path.read_text().splitlines())
+    assert sum(bool(line.strip()) for line in lines) <= MAX_PACKAGE_LINES

@@ -1,0 +1,223 @@
+"""The command line as a user meets it: exit codes, one message, JSON and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybridrl.cli.plan import plan_report
+from hybridrl.config.load import load_config, load_config_dict, to_yaml
+
+QWEN25_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+}
+PARAMETERS = 7_615_616_512
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A working folder with a model's config.json, prompts and a valid configuration."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN25_7B))
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    content = {
+        "run": {"name": "a"},
+        "model": {"init": "model"},
+        "algorithm": {"name": "grpo"},
+        "data": {"prompts": "prompts.jsonl"},
+        "steps": {"samples_per_prompt": 2},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path
+
+
+def hybridrl(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-m", "hybridrl.cli.main", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": root, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *expected: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for text in expected:
+        assert text in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.tpp=2", ["train.tpp", "Did you mean 'train.tp'?"]),
+        ("train.tp=3", ["train.tp", "28 attention heads"]),
+        ("data.prompts=none.jsonl", ["none.jsonl", "no such file"]),
+        ("data.prompt_key=question", ["prompts.jsonl:1", "question"]),
+        ("steps.samples_per_prompt=1", ["steps.samples_per_prompt"]),
+        ("rollout.engine=sglang", ["rollout.engine", "sglang"]),
+        ("reward.function=my:f", ["reward.function", "my"]),
+        ("algorithm={name: 'my.rl:Best'}", ["algorithm.name", "my.rl:Best"]),
+        ("model.init=nowhere", ["model.init", "nowhere"]),
+        ("model.family=gpt2", ["model.family", "gpt2"]),
+    ],
+)
+def test_train_refuses_before_any_rank_starts(
+    here: Path, override: str, expected: list[str]
+) -> None:
+    assert_refused(hybridrl(here, "train", "c.yaml", override), *expected)
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("text", ["", "not json\n", '{"answer": "2"}\n', '{"prompt": 3}\n'])
+def test_train_refuses_prompts_that_are_none(here: Path, text: str) -> None:
+    (here / "prompts.jsonl").write_text(text)
+    assert_refused(hybridrl(here, "train", "c.yaml"), "prompts.jsonl")
+    assert not (here / "runs").exists()
+
+
+def test_train_refuses_a_run_folder_of_another_identity(here: Path) -> None:
+    (here / "runs" / "a").mkdir(parents=True)
+    saved = here / "runs" / "a" / "config.yaml"
+    saved.write_text(to_yaml(load_config(here / "c.yaml", ["run.seed=5"])))
+    before = saved.read_text()
+    assert_refused(hybridrl(here, "train", "c.yaml"), "run.seed", "runs/a")
+    assert saved.read_text() == before
+    assert [path.name for path in (here / "runs" / "a").iterdir()] == ["config.yaml"]
+
+
+def test_train_reports_all_violations_at_once(here: Path) -> None:
+    done = hybridrl(
+        here, "train", "c.yaml", "steps.samples_per_prompt=1", "train.vpp=2", "data.prompts=no"
+    )
+    assert_refused(done, "steps.samples_per_prompt", "train.vpp", "no such file")
+    assert len(done.stderr.splitlines()) == 3
+
+
+def test_unknown_architecture_is_refused(here: Path) -> None:
+    other = {**QWEN25_7B, "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    (here / "model" / "config.json").write_text(json.dumps(other))
+    assert_refused(hybridrl(here, "train", "c.yaml"), "GPT2LMHeadModel")
+
+
+def test_torchrun_rank_checks_the_config_itself(here: Path) -> None:
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}
+    assert_refused(hybridrl(here, "train", "c.yaml", "train.tp=2", **world), "world size 3")
+    assert_refused(hybridrl(here, "train", "c.yaml", "--world", "2", **world), "--world")
+
+
+def test_usage_errors_have_code_2(here: Path) -> None:
+    assert hybridrl(here, "trian", "c.yaml").returncode == 2
+    assert hybridrl(here, "train").returncode == 2
+
+
+def test_eval_and_convert_refuse_what_is_not_there(here: Path) -> None:
+    assert_refused(hybridrl(here, "eval", "c.yaml"), "data.eval_prompts")
+    assert_refused(hybridrl(here, "eval", "c.yaml", "--checkpoint", "none"), "--checkpoint")
+    assert_refused(hybridrl(here, "eval", "c.yaml", "--prompts", "none.jsonl"), "none.jsonl")
+    assert_refused(hybridrl(here, "convert", "none", "out", "--to", "hf"), "none")
+    assert_refused(hybridrl(here, "convert", "model", "model", "--to", "hf"), "model")
+    assert hybridrl(here, "convert", "model", "out", "--to", "gguf").returncode == 2
+    assert not (here / "out").exists()
+
+
+def test_plan_as_json_is_one_object(here: Path) -> None:
+    done = hybridrl(here, "plan", "c.yaml", "--world", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert set(report) == {"train", "rollout", "reshard", "memory", "violations"}
+    assert report["train"] == {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "dp": 4}
+    assert report["violations"] == []
+
+
+def test_plan_as_json_lists_violations(here: Path) -> None:
+    done = hybridrl(here, "plan", "c.yaml", "rollout.tpp=3", "train.tp=0", "--json")
+    assert done.returncode == 2
+    violations = json.loads(done.stdout)["violations"]
+    assert {violation["key"] for violation in violations} == {"rollout.tpp", "train.tp"}
+    assert all(set(v) == {"key", "value", "allowed", "remedy"} for v in violations)
+    done = hybridrl(here, "plan", "c.yaml", "train.tp=4", "--world", "6", "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["violations"][0]["allowed"] == "a divisor of the world size 6"
+
+
+def test_plan_needs_no_data_and_no_tokenizer(here: Path) -> None:
+    (here / "prompts.jsonl").unlink()
+    (here / "model" / "tokenizer.json").unlink()
+    done = hybridrl(here, "plan", "c.yaml", "rollout.engine=vllm", "train.tp=4")
+    assert done.returncode == 0, done.stderr
+    assert "4 replicas" in done.stdout
+
+
+def test_check_as_json_is_one_object(here: Path) -> None:
+    done = hybridrl(here, "check", "--json")
+    report = json.loads(done.stdout)
+    found = {item["name"]: item["status"] for item in report["items"]}
+    assert found["torch"] == found["megatron-core"] == found["gloo"] == "ok"
+    assert done.returncode == (0 if report["ok"] else 1)
+
+
+def test_check_names_an_apex_that_is_not_nvidias(here: Path) -> None:
+    (here / "apex.py").write_text("")
+    done = hybridrl(here, "check")
+    assert done.returncode == 1
+    assert "pip uninstall -y apex" in done.stdout
+
+
+def report_of(here: Path, world: int, **sections: dict[str, Any]) -> dict[str, Any]:
+    content = {
+        "run": {"name": "a"},
+        "model": {"init": str(here / "model")},
+        "algorithm": {"name": "grpo"},
+        "steps": {"samples_per_prompt": 2},
+        **sections,
+    }
+    report, violations = plan_report(load_config_dict(content), world)
+    assert violations == []
+    return report
+
+
+def test_plan_counts_every_byte_of_the_model(here: Path) -> None:
+    report = report_of(here, 8, train={"tp": 4, "pp": 2}, rollout={"engine": "vllm"})
+    reshard = report["reshard"]
+    size = 2 * PARAMETERS
+    for received, local in zip(reshard["receive_bytes"], reshard["local_bytes"], strict=True):
+        assert received + local == size
+    assert sum(reshard["receive_bytes"]) == sum(reshard["send_bytes"])
+    assert report["rollout"]["assignment"] == [[rank, 0] for rank in range(8)]
+
+
+def test_plan_memory_follows_the_sharding(here: Path) -> None:
+    rollout = {"engine": "vllm", "staging_mib": 64}
+    one = report_of(here, 1, rollout=rollout)["memory"]
+    two = report_of(here, 2, rollout=rollout)["memory"]
+    ppo = report_of(here, 1, rollout=rollout, algorithm={"name": "ppo"})["memory"]
+    assert one["staging_bytes"] == 64 * 2**20
+    assert one["train_peak_bytes"] > 20 * PARAMETERS  # 2 + 4 + 12 to train, 2 to generate
+    assert one["train_peak_bytes"] - two["train_peak_bytes"] == 6 * PARAMETERS
+    assert ppo["train_peak_bytes"] - one["train_peak_bytes"] == 18 * PARAMETERS

@@ -1,0 +1,153 @@
+"""The launcher: what ranks get, how their end becomes the command's end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridrl.cli.launch import is_launched, is_rank, launch
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from hybridrl.cli.launch import die_with_launcher
+die_with_launcher()
+rank, logs = int(os.environ["RANK"]), Path(os.environ["HYBRIDRL_LOG_DIR"])
+(logs / f"rank_{rank}.phase").write_text("update\\n")
+(logs / f"rank_{rank}.pid").write_text(str(os.getpid()))
+what = sys.argv[1]
+if what == "env":
+    keys = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    print(rank, *(os.environ[key] for key in keys), os.environ["MASTER_PORT"].isdigit(), flush=True)
+    print(f"note {rank}", file=sys.stderr)
+elif what == "kill" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+elif what == "refuse" and rank == 1:
+    (logs / f"rank_{rank}.error").write_text("train.tp: got 3")
+    os._exit(2)
+elif what == "refuse" and rank == 0:
+    time.sleep(0.2)
+    os._exit(1)
+elif what == "raise" and rank == 1:
+    raise RuntimeError("boom")
+elif what == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if rank == 1:
+        time.sleep(0.5)
+        os._exit(3)
+    time.sleep(600)
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> list[str]:
+    file = tmp_path / "ranks.py"
+    file.write_text(PROGRAM)
+    return [str(file)]
+
+
+def is_alive(pid_file: Path) -> bool:
+    try:
+        os.kill(int(pid_file.read_text()), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_launch_gives_ranks_their_environment(
+    tmp_path: Path,
+    program: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launch(["env"], 3, tmp_path / "logs", program) == 0
+    time.sleep(0.2)
+    out, err = capfd.readouterr()
+    assert out == "0 0 3 3 127.0.0.1 1 True\n"
+    assert err == "note 0\n"
+    assert "2 2 3 3 127.0.0.1 1 True\nnote 2\n" in (tmp_path / "logs" / "rank_2.log").read_text()
+    assert "note 0" in (tmp_path / "logs" / "rank_0.log").read_text()
+
+
+def test_launch_ends_all_when_a_rank_is_killed(
+    tmp_path: Path, program: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = time.monotonic()
+    assert launch(["kill"], 3, tmp_path / "logs", program) == 1
+    assert time.monotonic() - start < 30
+    message = capfd.readouterr().err
+    assert "rank 1 on host" in message and "SIGKILL" in message and "phase 'update'" in message
+    assert not any(is_alive(file) for file in (tmp_path / "logs").glob("*.pid"))
+
+
+def test_launch_kills_ranks_that_ignore_sigterm(tmp_path: Path, program: list[str]) -> None:
+    start = time.monotonic()
+    assert launch(["stubborn"], 2, tmp_path / "logs", program) == 1
+    assert time.monotonic() - start < 30
+    assert not is_alive(tmp_path / "logs" / "rank_0.pid")
+
+
+def test_launch_passes_on_a_users_mistake_once(
+    tmp_path: Path, program: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["refuse"], 3, tmp_path / "logs", program) == 2
+    assert capfd.readouterr().err == "train.tp: got 3\n"
+
+
+def test_launch_shows_the_traceback_of_the_rank_that_failed(
+    tmp_path: Path, program: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["raise"], 2, tmp_path / "logs", program) == 1
+    message = capfd.readouterr().err
+    assert "RuntimeError: boom" in message and "rank 1 on host" in message
+
+
+def test_launch_forgets_errors_of_an_earlier_start(
+    tmp_path: Path, program: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "rank_1.error").write_text("stale")
+    (logs / "rank_1.phase").write_text("stale")
+    assert launch(["kill"], 2, logs, program) == 1
+    assert "stale" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_launcher(tmp_path: Path, program: list[str], number: int) -> None:
+    logs = tmp_path / "logs"
+    code = (
+        "import sys; from pathlib import Path; from hybridrl.cli.launch import launch; "
+        f"sys.exit(launch(['sleep'], 2, Path({str(logs)!r}), {program!r}))"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code])
+    files = [logs / "rank_0.pid", logs / "rank_1.pid"]
+    deadline = time.monotonic() + 20
+    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=30) == (-number if number == signal.SIGKILL else 1)
+    deadline = time.monotonic() + 5
+    while any(is_alive(file) for file in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_alive(file) for file in files)
+
+
+def test_torchrun_ranks_are_ranks_but_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "HYBRIDRL_LAUNCHER_PID"):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_rank()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert is_rank() and not is_launched()
+    monkeypatch.setenv("HYBRIDRL_LAUNCHER_PID", "7")
+    assert is_launched()

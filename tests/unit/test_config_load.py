@@ -1,0 +1,203 @@
+"""Reading YAML and overrides: what is wrong is named, all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.config.identity import (
+    check_run_folder,
+    identity_hash,
+    identity_violations,
+)
+from hybridrl.config.identity import identity as identity_of
+from hybridrl.config.load import load_config, load_config_dict, to_yaml
+from hybridrl.errors import ConfigError, UserError
+
+MINIMAL: dict[str, Any] = {
+    "run": {"name": "a"},
+    "model": {"init": "m"},
+    "algorithm": {"name": "grpo"},
+}
+
+
+def violations(content: dict[str, Any], *overrides: str) -> dict[str, UserError]:
+    with pytest.raises(ConfigError) as caught:
+        load_config_dict(content, overrides)
+    return {violation.name: violation for violation in caught.value.violations}
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_file_with_overrides_is_read(tmp_path: Path) -> None:
+    text = (
+        "run: {name: a}\nmodel: {init: m}\nalgorithm: {name: grpo}\ntrain: {learning_rate: 1e-4}\n"
+    )
+    config = load_config(
+        write(tmp_path / "c.yaml", text),
+        ["train.tp=2", "data.prompts=[a.jsonl, b.jsonl]", "model.dtype=bfloat16", "train.tp=4"],
+    )
+    assert config.train.learning_rate == 1e-4
+    assert config.train.tp == 4
+    assert config.data.prompts == ("a.jsonl", "b.jsonl")
+    assert config.model.dtype == "bfloat16"
+
+
+def test_override_keeps_text_that_yaml_would_drop_as_a_comment() -> None:
+    config = load_config_dict(MINIMAL, [r"reward.extract=#### (-?\d+)"])
+    assert config.reward.extract == r"#### (-?\d+)"
+
+
+def test_override_null_resets_an_optional_knob() -> None:
+    assert load_config_dict(MINIMAL, ["model.init=null", "model.path=p"]).model.init is None
+
+
+def test_overrides_do_not_change_the_callers_mapping() -> None:
+    load_config_dict(MINIMAL, ["run.name=b", "train.tp=2"])
+    assert MINIMAL["run"] == {"name": "a"}
+    assert "train" not in MINIMAL
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("train.learning_rte", "train.learning_rate"),
+        ("train.lr", "train.learning_rate"),
+        ("trian.tp", "train"),
+        ("train.temperature", "rollout.temperature"),
+        ("algorithm.clip_lo", "algorithm.clip_low"),
+        ("steps.samples_per_promt", "steps.samples_per_prompt"),
+    ],
+)
+def test_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
+    found = violations(MINIMAL, f"{key}=1")
+    named = key if nearest.count(".") else key.split(".")[0]
+    assert list(found) == [named]
+    assert f"'{nearest}'" in found[named].remedy
+
+
+def test_unknown_algorithm_names_the_nearest() -> None:
+    found = violations({**MINIMAL, "algorithm": {"name": "gropo"}})["algorithm.name"]
+    assert "'gropo'" in str(found) and "grpo, ppo, sft" in str(found) and "'grpo'?" in str(found)
+
+
+def test_missing_algorithm_is_named() -> None:
+    found = violations({"run": {"name": "a"}, "model": {}, "algorithm": {}})
+    assert "algorithm.name" in found
+
+
+def test_all_violations_are_reported_at_once() -> None:
+    content = {
+        "run": {"name": "a", "seeds": 1},
+        "modell": {"init": "m"},
+        "algorithm": {"name": "grpo", "clip_low": 2},
+        "train": {"tp": "two", "recompute": "half"},
+        "reward": 3,
+    }
+    found = violations(content, "rollout.top_p=2", "nonsense", "steps.num_steps=-1")
+    assert set(found) == {
+        "run.seeds",
+        "modell",
+        "model",
+        "algorithm.clip_low",
+        "train.tp",
+        "train.recompute",
+        "reward",
+        "rollout.top_p",
+        "override",
+        "steps.num_steps",
+    }
+    assert found["train.recompute"].allowed == "'none' or 'full'"
+    assert "'half'" in str(found["train.recompute"])
+    message = str(ConfigError(list(found.values())))
+    assert len(message.splitlines()) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("run: [a\nmodel: b", "c.yaml:2"),
+        ("run: {name: a}\nrun: {name: b}", "c.yaml"),
+        ("", "an empty file"),
+        ("- a\n- b", "list"),
+        ("run: ${nowhere.x}", "c.yaml"),
+    ],
+)
+def test_file_that_is_no_config_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load_config(write(tmp_path / "c.yaml", text))
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_yaml_of_a_config_reads_back_equal(tmp_path: Path) -> None:
+    config = load_config_dict(
+        MINIMAL, ["data.prompts=a", "train.adam_eps=1e-9", "steps.num_steps=3"]
+    )
+    assert load_config(write(tmp_path / "c.yaml", to_yaml(config))) == config
+
+
+def test_errors_as_json_have_the_four_fields() -> None:
+    error = ConfigError([UserError("a.b", 3, "1 or 2", "Change it.")])
+    assert error.as_json() == [
+        {"key": "a.b", "value": "3", "allowed": "1 or 2", "remedy": "Change it."}
+    ]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.init=other",
+        "algorithm.kl_coef=0.1",
+        "data.prompts=b.jsonl",
+        "reward.function=m:f",
+        "steps.prompts_per_step=2",
+        "steps.samples_per_prompt=2",
+        "steps.updates_per_step=2",
+        "run.seed=1",
+    ],
+)
+def test_identity_changes_with(override: str) -> None:
+    before, after = load_config_dict(MINIMAL), load_config_dict(MINIMAL, [override])
+    assert identity_hash(before) != identity_hash(after)
+    assert [v.name for v in identity_violations(identity_of(before), after)] == [
+        override.split("=")[0]
+    ]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.tp=2",
+        "train.micro_batch_tokens=99",
+        "rollout.engine=vllm",
+        "steps.num_steps=7",
+        "log.console=false",
+        "checkpoint.every=3",
+        "data.eval_prompts=e.jsonl",
+        "run.dir=elsewhere",
+    ],
+)
+def test_identity_stays_with(override: str) -> None:
+    before, after = load_config_dict(MINIMAL), load_config_dict(MINIMAL, [override])
+    assert identity_hash(before) == identity_hash(after)
+    assert identity_violations(identity_of(before), after) == []
+
+
+def test_run_folder_of_another_identity_is_refused(tmp_path: Path) -> None:
+    here = f"run.dir={tmp_path}"
+    before = load_config_dict(MINIMAL, [here])
+    check_run_folder(before)
+    (tmp_path / "a").mkdir()
+    write(tmp_path / "a" / "config.yaml", to_yaml(before))
+    check_run_folder(load_config_dict(MINIMAL, [here, "steps.num_steps=3"]))
+    with pytest.raises(ConfigError, match=r"run\.seed: got 4; allowed: 0"):
+        check_run_folder(load_config_dict(MINIMAL, [here, "run.seed=4"]))

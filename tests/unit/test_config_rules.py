@@ -1,0 +1,105 @@
+"""Rules between knobs, the world and the model's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.rules import check, default_world_size
+
+VALID: dict[str, Any] = {
+    "run": {"name": "a"},
+    "model": {"init": "m"},
+    "algorithm": {"name": "grpo"},
+    "steps": {"samples_per_prompt": 8},
+}
+SHAPE = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 384,
+    "max_position_embeddings": 1024,
+}
+
+
+def keys(*overrides: str, world: int = 8, shape: dict[str, Any] | None = None) -> list[str]:
+    config = load_config_dict(VALID, overrides)
+    return [violation.name for violation in check(config, world, SHAPE if shape is None else shape)]
+
+
+def test_valid_config_has_no_violation() -> None:
+    assert keys() == []
+    assert keys("train.tp=2", "train.pp=2", "train.vpp=2", "train.cp=2") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.path=p"], "model.path and model.init"),
+        (["model.init=null"], "model.path and model.init"),
+        (["train.tp=4", "train.pp=4"], "train.tp * train.pp * train.cp"),
+        (["rollout.engine=vllm", "rollout.tp=3"], "rollout.tp"),
+        (["rollout.tp=2"], "rollout.tp"),
+        (["train.vpp=2"], "train.vpp"),
+        (["train.pp=8"], "train.pp * train.vpp"),
+        (["train.pp=4", "train.vpp=2"], "train.pp * train.vpp"),
+        (["train.tp=8"], "train.tp"),
+        (["train.ep=2"], "train.ep"),
+        (["steps.samples_per_prompt=1"], "steps.samples_per_prompt"),
+        (["algorithm.name=sft"], "steps.samples_per_prompt"),
+        (["rollout.temperature=0"], "rollout.temperature"),
+        (["steps.updates_per_step=7"], "steps.updates_per_step"),
+        (["steps.stop_at_accuracy=0.5"], "steps.stop_at_accuracy"),
+        (["steps.eval_every=5"], "steps.eval_every"),
+        (["train.min_learning_rate=1"], "train.min_learning_rate"),
+        (["train.critic_learning_rate=1e-5"], "train.critic_learning_rate"),
+        (
+            ["algorithm.name=ppo", "algorithm.critic_warmup_steps=101"],
+            "algorithm.critic_warmup_steps",
+        ),
+        (["train.micro_batch_tokens=600"], "train.micro_batch_tokens"),
+        (["rollout.engine=vllm", "rollout.max_new_tokens=700"], "rollout.max_new_tokens"),
+    ],
+)
+def test_rule_is_broken_by(overrides: list[str], key: str) -> None:
+    assert set(keys(*overrides)) == {key}
+
+
+def test_key_value_heads_must_divide_or_be_divided() -> None:
+    shape = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    assert keys("train.tp=6", world=6, shape=shape) == ["train.tp"]
+    shape = {"num_attention_heads": 12, "num_key_value_heads": 3}
+    assert keys("train.tp=6", world=6, shape=shape) == []
+
+
+def test_experts_follow_the_model() -> None:
+    assert keys("train.ep=2", shape={"num_experts": 8}) == []
+    assert keys("train.ep=4", shape={"num_experts": 6}) == ["train.ep"]
+    assert keys("train.ep=8", "train.pp=2", shape={"num_experts": 8}) == ["train.ep"]
+
+
+def test_all_rules_are_reported_at_once() -> None:
+    found = keys("train.tp=5", "rollout.tp=3", "steps.samples_per_prompt=1", "train.vpp=3")
+    assert set(found) == {
+        "train.tp * train.pp * train.cp",
+        "rollout.tp",
+        "train.vpp",
+        "steps.samples_per_prompt",
+        "train.pp * train.vpp",
+        "train.tp",
+    }
+
+
+def test_message_names_value_bound_and_remedy() -> None:
+    config = load_config_dict(VALID, ["train.tp=3"])
+    message = str(check(config, 4)[0])
+    assert "3 * 1 * 1 = 3" in message and "world size 4" in message and "--world" in message
+
+
+def test_default_world_size_is_the_gpus_or_what_the_layout_needs() -> None:
+    config = load_config_dict(VALID, ["train.tp=2", "train.pp=2", "rollout.tp=8"])
+    assert default_world_size(config, 16) == 16
+    assert default_world_size(config, 0) == 8
+    assert default_world_size(load_config_dict(VALID, ["train.cp=3"]), 0) == 3

@@ -1,0 +1,87 @@
+"""Phase times, and the file that tells what a dead rank was doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridrl.metrics.timing import LINE_BYTES, PhaseTimer, read_phase
+
+
+def test_phase_timer_adds_up_a_phase_and_counts_nested_ones_in_both() -> None:
+    timer = PhaseTimer()
+    timer.start_step(3)
+    for _ in range(2):
+        with timer.phase("update"):
+            time.sleep(0.02)
+    with timer.phase("outer"), timer.phase("inner"):
+        time.sleep(0.02)
+    seconds = timer.seconds()
+    assert 0.04 <= seconds["update"] < 1
+    assert 0.02 <= seconds["inner"] <= seconds["outer"]
+    assert seconds["step"] >= seconds["update"] + seconds["outer"]
+    timer.start_step(4)
+    assert timer.seconds().keys() == {"step"}
+
+
+def test_phase_timer_tells_the_innermost_phase_and_the_step(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "rank_0.phase"
+    assert read_phase(path) is None
+    timer = PhaseTimer(path)
+    assert read_phase(path) == "between phases"
+    timer.start_step(12)
+    with timer.phase("update"):
+        assert read_phase(path) == timer.current == "update, step 12"
+        with timer.phase("reshard"):
+            assert read_phase(path) == "reshard, step 12"
+        assert read_phase(path) == "update, step 12"
+    assert read_phase(path) == "between phases, step 12"
+    assert path.stat().st_size == LINE_BYTES
+    timer.close()
+    assert read_phase(path) == "between phases, step 12"
+
+
+def test_phase_timer_keeps_the_phase_that_raised(tmp_path: Path) -> None:
+    path = tmp_path / "rank_0.phase"
+    timer = PhaseTimer(path)
+    with pytest.raises(KeyError), timer.phase("step"), timer.phase("reward"):
+        raise KeyError
+    assert read_phase(path) == "reward"
+    assert timer.seconds()["reward"] > 0
+    with timer.phase("generate"):
+        assert read_phase(path) == "generate"
+    assert read_phase(path) == "between phases"
+
+
+def test_phase_timer_synchronizes_at_both_ends() -> None:
+    calls: list[str] = []
+    timer = PhaseTimer(synchronize=lambda: calls.append("sync"))
+    with timer.phase("update"):
+        calls.append("work")
+    assert calls == ["sync", "work", "sync"]
+
+
+def test_read_phase_tells_where_a_killed_process_was(tmp_path: Path) -> None:
+    path = tmp_path / "rank_1.phase"
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from hybridrl.metrics.timing import PhaseTimer\n"
+        "timer = PhaseTimer(Path(sys.argv[1])); timer.start_step(7)\n"
+        "with timer.phase('update'):\n    print('in', flush=True); time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=10)
+    assert read_phase(path) == "update, step 7"

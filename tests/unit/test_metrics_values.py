@@ -1,0 +1,70 @@
+"""Names, combination and derived numbers of a step's metrics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hybridrl.metrics.values import STEP_KEYS, average, recent_mean, step_metrics
+
+# The names that the documentation promises and outside checks read.
+DOCUMENTED = [
+    "reward/mean",
+    "reward/std",
+    "response_tokens/mean",
+    "policy/loss",
+    "policy/kl",
+    "policy/entropy",
+    "policy/clip_fraction",
+    "policy/grad_norm",
+    "policy/learning_rate",
+    "mismatch/logprob_diff_mean",
+    "mismatch/logprob_diff_max",
+    "time_s/generate",
+    "time_s/reward",
+    "time_s/logprobs",
+    "time_s/advantages",
+    "time_s/update",
+    "time_s/reshard",
+    "time_s/step",
+    "throughput/tokens_per_s_per_gpu",
+    "reshard/received_bytes",
+    "reshard/gb_per_s",
+    "memory/peak_gib",
+]
+
+
+def test_step_keys_are_the_documented_ones() -> None:
+    assert list(STEP_KEYS) == DOCUMENTED
+
+
+def test_average_takes_means_and_the_largest_of_maxima() -> None:
+    parts = [
+        {"policy/loss": 1.0, "mismatch/logprob_diff_max": 0.5},
+        {"policy/loss": 3.0, "mismatch/logprob_diff_max": 0.2, "critic/loss": 7.0},
+    ]
+    assert average(parts) == {
+        "policy/loss": 2.0,
+        "mismatch/logprob_diff_max": 0.5,
+        "critic/loss": 7.0,
+    }
+    assert average([]) == {}
+
+
+def test_recent_mean_counts_the_last_records_that_have_the_metric() -> None:
+    records = [{"a": float(i)} for i in range(5)] + [{"b": 1.0}, {"a": None}]
+    assert recent_mean(records, "a", count=2) == 3.5
+    assert math.isnan(recent_mean(records, "c"))
+
+
+def test_step_metrics_derives_throughput_and_names_every_phase() -> None:
+    seconds = {"generate": 1.0, "update": 2.5, "evaluate": 0.25, "step": 4.0}
+    found = step_metrics({"reward/mean": 0.5}, seconds, 800, 4, 3 * 2**30)
+    assert found["reward/mean"] == 0.5
+    assert found["throughput/tokens_per_s_per_gpu"] == pytest.approx(800 / 4.0 / 4)
+    assert found["memory/peak_gib"] == 3.0
+    assert found["time_s/generate"] == 1.0
+    assert found["time_s/reshard"] == 0.0
+    assert found["time_s/evaluate"] == 0.25
+    assert {key for key in STEP_KEYS if key.startswith("time_s/")} <= set(found)
