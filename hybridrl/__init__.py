@@ -1,4 +1,5 @@
-"""hybridrl: a Megatron-first engine that post-trains large language models with reinforcement learning.
+"""hybridrl: a Megatron-first engine that post-trains large language models with reinforcement
+learning.
 
 Importing this package imports no torch: `Trainer` is loaded when it is first asked for.
 """

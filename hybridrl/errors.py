@@ -1,7 +1,8 @@
 """The errors that a user can mend.
 
-Owns the base class that the command line turns into exit code 2 and one message without a traceback.
-Every such error says what was wrong (a key, file, field or tensor), the value met, what is allowed and the remedy.
+Owns the base class that the command line turns into exit code 2 and one message without a
+traceback. Every such error says what was wrong (a key, file, field or tensor), the value met, what
+is allowed and the remedy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ class UserError(Exception):
         super().__init__(f"{name}: got {value!s}; allowed: {allowed}. {remedy}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.name, str(self.value), self.allowed, self.remedy, str(self)))
+        return (
+            _rebuild,
+            (type(self), self.name, str(self.value), self.allowed, self.remedy, str(self)),
+        )
 
 
 def _rebuild(

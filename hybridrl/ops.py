@@ -1,6 +1,7 @@
 """The one place where kernels are bound.
 
-Each operation is taken from CUDA, Triton or the reference, chosen once at import by what the host has. So far every
+Each operation is taken from CUDA, Triton or the reference, chosen once at import by what the host
+has. So far every
 operation is the reference: plain PyTorch, the same on CPU and GPU.
 """
 

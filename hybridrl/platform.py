@@ -1,12 +1,14 @@
 """The device under the job: CUDA as Megatron expects it, or CPU and gloo.
 
-Owns the choice of device and backend, and the only code that knows how megatron-core 0.16 runs without CUDA. On a CUDA
-host nothing here changes Megatron. On a CPU host `Platform.activate` adapts it, by reason:
+Owns the choice of device and backend, and the only code that knows how megatron-core 0.16 runs
+without CUDA. On a CUDA host nothing here changes Megatron. On a CPU host `Platform.activate` adapts
+it, by reason:
 
-* device: `torch.cuda.current_device` and friends answer for the CPU; modules whose CUDA literals lie on the path of every
-  micro-batch see a `torch` whose factories ignore `device="cuda"`; rarer literals are rewritten inside
-  `Platform.megatron_phase`, which must surround model building, optimizer steps and checkpoints (not rollout: a torch
-  function mode slows every operation under it).
+* device: `torch.cuda.current_device` and friends answer for the CPU; modules whose CUDA literals
+  lie on the path of every micro-batch see a `torch` whose factories ignore `device="cuda"`; rarer
+  literals are rewritten inside `Platform.megatron_phase`, which must surround model building,
+  optimizer steps and checkpoints (not rollout: a torch function mode slows every operation under
+  it).
 * random numbers: Megatron's tracker works on the CPU generator.
 * missing transformer-engine / apex: two fixes that GPU hosts without them need as well.
 
@@ -40,7 +42,9 @@ class Platform:
 
     @staticmethod
     def detect() -> Platform:
-        """Returns the platform of this host: CUDA with NCCL where a GPU is visible, else CPU with gloo."""
+        """Returns the platform of this host: CUDA with NCCL where a GPU is visible, else CPU with
+        gloo.
+        """
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             return Platform(device, "nccl")
@@ -52,11 +56,15 @@ class Platform:
         return self.device.type == "cpu"
 
     def default_dtype(self) -> torch.dtype:
-        """Returns the training dtype of `model.dtype: auto`: bf16 on GPUs, fp32 on CPU, where bf16 is not faster."""
+        """Returns the training dtype of `model.dtype: auto`: bf16 on GPUs, fp32 on CPU, where bf16
+        is not faster.
+        """
         return torch.float32 if self.is_cpu else torch.bfloat16
 
     def activate(self) -> None:
-        """Selects the device and, on CPU, adapts Megatron; must run before any Megatron object is built."""
+        """Selects the device and, on CPU, adapts Megatron; must run before any Megatron object is
+        built.
+        """
         if self.is_cpu:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             _adapt_megatron_to_cpu()
@@ -101,10 +109,16 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaLiteralsOnCpu(TorchFunctionMode):
-    """Rewrites `device="cuda"`, `Tensor.cuda()`, `pin_memory=True` and `Tensor.type() == "torch.cuda.*"`."""
+    """Rewrites `device="cuda"`, `Tensor.cuda()`, `pin_memory=True` and `Tensor.type() ==
+    "torch.cuda.*"`.
+    """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs:
@@ -132,7 +146,9 @@ class _TorchOnCpu(ModuleType):
 
     @staticmethod
     def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def make(*args: Any, device: object = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        def make(
+            *args: Any, device: object = None, pin_memory: bool = False, **kwargs: Any
+        ) -> torch.Tensor:
             return factory(*args, **kwargs)
 
         return make
@@ -216,10 +232,11 @@ def _fix_missing_transformer_engine() -> None:
 
 
 def _let_torch_adam_load_distributed_checkpoints() -> None:
-    """Without apex and transformer-engine, loading the distributed optimizer's state needs two repairs (0.16.1).
+    """Without apex and transformer-engine, loading the distributed optimizer's state needs two
+    repairs (0.16.1).
 
-    `_set_main_param_and_optimizer_states` expects a per-parameter `step`, which the checkpoint keeps in the parameter
-    group instead, and writes into leaf tensors under autograd.
+    `_set_main_param_and_optimizer_states` expects a per-parameter `step`, which the checkpoint
+    keeps in the parameter group instead, and writes into leaf tensors under autograd.
     """
     from megatron.core.optimizer import distrib_optimizer
 

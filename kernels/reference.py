@@ -1,4 +1,5 @@
-"""The meaning of every kernel in plain PyTorch: fp32 accumulation, no launch parameters, no collectives.
+"""The meaning of every kernel in plain PyTorch: fp32 accumulation, no launch parameters, no
+collectives.
 
 Shapes: T tokens, D hidden size, V this rank's vocabulary columns.
 """
@@ -17,7 +18,8 @@ LOWEST = -1e30
 class VocabStats(NamedTuple):
     """What one vocabulary shard knows of its tokens' softmax, each (T,) fp32.
 
-    max_T: largest logit; sum_T: sum of exp(logit - max); weighted_T: sum of exp(logit - max) * (logit - max);
+    max_T: largest logit; sum_T: sum of exp(logit - max); weighted_T: sum of exp(logit - max) *
+        (logit - max);
     target_T: the target's logit, 0 where the target lies in another shard.
     """
 

@@ -78,12 +78,12 @@ class Ppo:
 
     def value_loss(self, values_S: Tensor, micro: MicroBatch, denominator: float) -> LossOutput:
         """Returns the clipped value loss; arguments as in `CriticAlgorithm.value_loss`."""
-        mask_S = micro.loss_mask_S
+        # Masked first, as in PolicyLoss; the columns are zero there already.
         loss_S, clipped_S = clipped_value_loss(
-            values_S.masked_fill(~mask_S, 0.0),
+            values_S.masked_fill(~micro.loss_mask_S, 0.0),
             micro.require("values_S", self.name),
             micro.require("returns_S", self.name),
             self.config.value_clip,
         )
-        metrics = {"critic/clip_fraction": (clipped_S & mask_S).sum()}
+        metrics = {"critic/clip_fraction": clipped_S.sum()}
         return LossOutput(loss_S.sum() / denominator, metrics)

@@ -96,6 +96,7 @@ class PolicyLoss:
         """Returns the loss and its metrics; arguments as in `Algorithm.loss`."""
         mask_S = micro.loss_mask_S
         # Masked first, not last: what stands on other positions may overflow, and 0 x inf is NaN.
+        # The columns are zero there already, so that every term below is.
         logp_S = logp_S.masked_fill(~mask_S, 0.0)
         entropy_S = entropy_S.masked_fill(~mask_S, 0.0)
         old_S = logp_S.detach() if micro.old_logp_S is None else micro.old_logp_S
@@ -108,7 +109,7 @@ class PolicyLoss:
             reference_S = micro.require("reference_logp_S", self.needed_by)
             loss_S = loss_S + self.kl_coef * kl_estimate(logp_S, reference_S, self.kl_estimator)
         metrics = {
-            "policy/clip_fraction": (clipped_S & mask_S).sum(),
+            "policy/clip_fraction": clipped_S.sum(),
             "policy/entropy": entropy_S.detach().sum(),
             "policy/kl": _reported_kl(logp_S.detach(), old_S, micro.reference_logp_S).sum(),
         }
@@ -126,5 +127,5 @@ def _mismatch(old_S: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
     """How far the trainer's log-probabilities are from those that the engine sampled with."""
     if micro.behaviour_logp_S is None:
         return {}
-    gap_S = (micro.behaviour_logp_S - old_S).abs() * micro.loss_mask_S
+    gap_S = (micro.behaviour_logp_S - old_S).abs()
     return {"mismatch/logprob_diff_mean": gap_S.sum(), "mismatch/logprob_diff_max": gap_S.max()}

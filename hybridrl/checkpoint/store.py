@@ -1,10 +1,12 @@
-"""Checkpoints of a run: Megatron's sharded format for models, JSON for the loop, complete or not there at all.
+"""Checkpoints of a run: Megatron's sharded format for models, JSON for the loop, complete or not
+there at all.
 
-A checkpoint is the folder `checkpoints/step_N` with one sharded part a trained model (`policy/`, `critic/`), `state.json`
-(what the loop needs to go on), `hf/` (config.json and tokenizer files, so that it converts by itself),
-`rng_rank_R.safetensors`, and `manifest.json`, the size of every other file. It is written as `step_N.partial` and renamed at
-the end, so a folder without the suffix was complete once; the manifest finds what was lost
-since. Any layout loads any other's checkpoint. All ranks must see the same folder.
+A checkpoint is the folder `checkpoints/step_N` with one sharded part a trained model (`policy/`,
+`critic/`), `state.json` (what the loop needs to go on), `hf/` (config.json and tokenizer files, so
+that it converts by itself), `rng_rank_R.safetensors`, and `manifest.json`, the size of every other
+file. It is written as `step_N.partial` and renamed at the end, so a folder without the suffix was
+complete once; the manifest finds what was lost since. Any layout loads any other's checkpoint. All
+ranks must see the same folder.
 
 Collective: every rank calls `save` and `load` together.
 """
@@ -221,7 +223,10 @@ def load_model(folder: Path, model: Saved, world: World) -> None:
     with world.all_agree(f"loading {folder}"), world.platform.megatron_phase():
         if not (folder / ".metadata").is_file():
             raise CheckpointError(
-                str(folder), "no such part", "a sharded checkpoint", "Was it saved by this algorithm?"
+                str(folder),
+                "no such part",
+                "a sharded checkpoint",
+                "Was it saved by this algorithm?",
             )
         try:
             loaded = dist_checkpointing.load(_sharded(model, is_loading=True), str(folder))
@@ -252,7 +257,8 @@ def _sharded(model: Saved, is_loading: bool) -> dict[str, Any]:
         return parts
     weights = parts["model0"] if len(model.chunks) == 1 else dict(parts)
     if is_loading:
-        # torch's Adam has no state before its first step, and Megatron reads the step count from the state.
+        # torch's Adam has no state before its first step, and Megatron reads the step count from
+        # the state.
         for optimizer in model.optimizer.chained_optimizers:
             optimizer._init_optimizer_states_with_dummy_values()
     parts["optimizer"] = model.optimizer.sharded_state_dict(
@@ -286,4 +292,3 @@ def _set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
     get_cuda_rng_tracker().set_states(
         {k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)}
     )
-

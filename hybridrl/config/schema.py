@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from hybridrl.config.algorithm import (
     AlgorithmConfig,
@@ -41,9 +42,12 @@ __all__ = [
 
 def _as_paths(value: object) -> object:
     """Turns one path or a YAML list of paths into the tuple that the field holds."""
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
+    if value is None or isinstance(value, tuple):
+        return value
+    paths = (value,) if isinstance(value, str) else value
+    if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
+        raise PydanticCustomError("paths", "a path or a list of paths")
+    return tuple(paths)
 
 
 Paths = Annotated[tuple[str, ...] | None, BeforeValidator(_as_paths)]

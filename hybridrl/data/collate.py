@@ -45,8 +45,9 @@ def micro_batch(
     sequence_index_S = torch.full((bounds.total,), -1)
     sequence_index_S[place_N] = sample_N
     starts_S = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
+    # Within padding the "next" token is padding, 0, as is the target that stands for none.
     has_next_S = torch.zeros(bounds.total, dtype=torch.bool)
-    has_next_S[:-1] = (sequence_index_S[:-1] == sequence_index_S[1:]) & (sequence_index_S[1:] >= 0)
+    has_next_S[:-1] = sequence_index_S[:-1] == sequence_index_S[1:]
     response_N = batch.response_mask_T[source_N]
     source_R, predictor_R = source_N[response_N], place_N[response_N] - 1
     loss_mask_S = torch.zeros(bounds.total, dtype=torch.bool)

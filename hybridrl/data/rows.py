@@ -84,7 +84,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
 
 def _parse(line: bytes, place: str) -> object:
     try:
-        return json.loads(line)
+        return json.loads(line.decode("utf-8-sig").strip())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         shown = line[:60].decode("utf-8", "replace").strip()
         raise DataError(

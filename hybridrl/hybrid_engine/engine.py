@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype, gather_objects
 from hybridrl.hybrid_engine.phases import Phase, PhaseSwitch
 from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.hybrid_engine.target import WeightTarget
-from hybridrl.models.weights import RankLayout
+from hybridrl.models.weights import RankLayout, check_tensors
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ class HybridEngine:
         try:
             plan = plan_reshard(sources, targets, wire_dtype.itemsize)
             prove(plan, sources, targets)
-            _check_tensors("training", sources[self._rank], source)
-            _check_tensors("engine", targets[self._rank], target.tensors())
-        except PlanError as caught:
+            check_tensors(sources[self._rank], _shapes(source))
+            check_tensors(targets[self._rank], _shapes(target.tensors()))
+        except (PlanError, ModelError) as caught:
             error = str(caught)
         _agree(error, plan.hash() if plan is not None else "", group)
         assert plan is not None  # otherwise _agree has raised
@@ -121,7 +122,7 @@ class HybridEngine:
             torch.cuda.synchronize()  # the time reported is that of complete parameters
         seconds = time.perf_counter() - start
         own = (traffic.sent_bytes, traffic.received_bytes, seconds)
-        # A sync point: the sums are part of the step's metrics, and no rank generates before all can.
+        # A sync point: the sums are metrics, and no rank generates before all are complete.
         ranks = gather_objects(own, self._group)
         slowest = max(ranks, key=lambda rank: rank[2])
         return ReshardStats(
@@ -144,14 +145,8 @@ class HybridEngine:
         self.phases.enter(Phase.TRAIN)
 
 
-def _check_tensors(what: str, layout: RankLayout, tensors: Mapping[str, Tensor]) -> None:
-    for name in sorted(set(layout.shapes) ^ set(tensors)):
-        side = "its layout" if name in tensors else "its tensors"
-        raise PlanError(f"{what} parameter {name} is missing in {side}")
-    for name, shape in layout.shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            found = tuple(tensors[name].shape)
-            raise PlanError(f"{what} parameter {name} has shape {found}, its layout says {shape}")
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _agree(error: str, plan_hash: str, group: dist.ProcessGroup | None) -> None:

@@ -1,11 +1,13 @@
-"""Causal attention over packed sequences as a ModuleSpec piece for hosts without transformer-engine.
+"""Causal attention over packed sequences as a ModuleSpec piece for hosts without
+transformer-engine.
 
-Megatron's own local attention refuses packed sequences and context parallel. `PackedAttention` takes both. Sequences of
-one micro-batch are brought to rows of equal length, a bucket for each power of two, so that padding at most doubles the
-work and one `scaled_dot_product_attention` call serves a whole bucket. Rows are padded at their end, where causal
-attention never looks.
+Megatron's own local attention refuses packed sequences and context parallel. `PackedAttention`
+takes both. Sequences of one micro-batch are brought to rows of equal length, a bucket for each
+power of two, so that padding at most doubles the work and one `scaled_dot_product_attention` call
+serves a whole bucket. Rows are padded at their end, where causal attention never looks.
 
-Context parallel: rank r of n holds the chunks r and 2n-1-r of each sequence's 2n chunks (Megatron's order, which balances
+Context parallel: rank r of n holds the chunks r and 2n-1-r of each sequence's 2n chunks (Megatron's
+    order, which balances
 causal work). Keys and values are gathered over the context-parallel group; queries stay.
 """
 
@@ -29,7 +31,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class Bucket:
     """Sequences of similar length as rows of one batch; indices point into the packed tokens.
 
-    query_index_NQ: local query positions; key_index_NK: positions in the gathered keys; query_position_NQ: place of each
+    query_index_NQ: local query positions; key_index_NK: positions in the gathered keys;
+        query_position_NQ: place of each
     query in its sequence (None without context parallel, where query and key rows coincide).
     """
 
@@ -49,7 +52,9 @@ class PackedSequences(PackedSeqParams):
 
     @staticmethod
     def of(cu_seqlens: torch.Tensor, max_seqlen: int) -> PackedSequences:
-        """Builds the parameters of sequences that start at `cu_seqlens` (int32, one more than sequences)."""
+        """Builds the parameters of sequences that start at `cu_seqlens` (int32, one more than
+        sequences).
+        """
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -59,7 +64,7 @@ class PackedSequences(PackedSeqParams):
         )
 
     def buckets(self, cp_size: int, cp_rank: int) -> tuple[list[Bucket], torch.Tensor]:
-        """Returns the buckets and, for each local token, its place in the concatenated bucket rows."""
+        """Returns the buckets and, for each local token, its place in their concatenated rows."""
         key = (cp_size, cp_rank)
         if key not in self._buckets:
             self._buckets[key] = _make_buckets(self.cu_seqlens_q.tolist(), cp_size, cp_rank)
@@ -94,16 +99,20 @@ def _make_buckets(
         clamped = torch.minimum(column_Q, local_length - 1)
         second = (2 * cp_size - 1 - cp_rank) * half + clamped - half
         position = torch.where(clamped < half, cp_rank * half + clamped, second)
-        buckets.append(Bucket(query_index, _gathered_index(column_K, starts, half, cp_size), position))
+        buckets.append(
+            Bucket(query_index, _gathered_index(column_K, starts, half, cp_size), position)
+        )
     return buckets, place
 
 
 def _gathered_index(
     column_K: torch.Tensor, starts: torch.Tensor, half: torch.Tensor, cp_size: int
 ) -> torch.Tensor:
-    """Returns where each sequence position lies in keys gathered rank by rank, as (rank, local index) packed as a pair.
+    """Returns where each sequence position lies in keys gathered rank by rank, as (rank, local
+    index) packed as a pair.
 
-    The gathered tensor is viewed as (cp_size, local tokens); the caller knows the number of local tokens.
+    The gathered tensor is viewed as (cp_size, local tokens); the caller knows the number of local
+    tokens.
     """
     chunk = column_K // half
     rank = torch.where(chunk < cp_size, chunk, 2 * cp_size - 1 - chunk)
@@ -114,8 +123,8 @@ def _gathered_index(
 class PackedAttention(MegatronModule):
     """Causal `core_attention` on torch's scaled_dot_product_attention.
 
-    Takes packed sequences (thd) with `PackedSequences`, with or without context parallel, and plain [s, b, h, d] batches.
-    Grouped-query heads are shared by torch, not repeated in memory.
+    Takes packed sequences (thd) with `PackedSequences`, with or without context parallel, and plain
+    [s, b, h, d] batches. Grouped-query heads are shared by torch, not repeated in memory.
     """
 
     def __init__(
@@ -135,7 +144,9 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.cp_group: dist.ProcessGroup | None = (
-            pg_collection.cp if pg_collection is not None and config.context_parallel_size > 1 else None
+            pg_collection.cp
+            if pg_collection is not None and config.context_parallel_size > 1
+            else None
         )
 
     def forward(
@@ -153,7 +164,8 @@ class PackedAttention(MegatronModule):
         Args:
             query: [t, heads, d] packed local tokens, or [s, b, heads, d].
             key, value: the same with KV heads.
-            attention_mask, attn_mask_type, attention_bias: Megatron passes them; causal masking is all that is done here.
+            attention_mask, attn_mask_type, attention_bias: Megatron passes them; causal masking is
+                all that is done here.
             packed_seq_params: sequence boundaries of packed tokens.
 
         Returns:

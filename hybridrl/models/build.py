@@ -1,8 +1,9 @@
 """The only maker of a Megatron model.
 
-A family says in keywords what its models are; this module adds what the layout and the host ask for, chooses the
-ModuleSpec pieces and builds this rank's chunks. Megatron's own initial weights are never used: weights are written through
-the weight table, from an HF directory (`hf.py`) or from a seed (`init.py`), so they do not depend on the layout.
+A family says in keywords what its models are; this module adds what the layout and the host ask
+for, chooses the ModuleSpec pieces and builds this rank's chunks. Megatron's own initial weights are
+never used: weights are written through the weight table, from an HF directory (`hf.py`) or from a
+seed (`init.py`), so they do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def transformer_config(
     Args:
         family: source of the model's own keywords.
         hf_config: the model's config.json.
-        layout: parallel sizes; sequence parallel is on whenever tp > 1, since it saves memory for the same traffic.
+        layout: parallel sizes; sequence parallel is on whenever tp > 1, since it saves memory for
+            the same traffic.
         dtype: of parameters and activations.
         platform: fusions that need CUDA or transformer-engine stay off on CPU.
         recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass.
@@ -64,9 +66,11 @@ def transformer_config(
         "activation_func": torch.nn.functional.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # Megatron marks parameters as tensor-parallel while it initialises them; the gradient norm counts on the marks.
+        # Megatron marks parameters as tensor-parallel while it initialises them; the gradient norm
+        # counts on the marks.
         "perform_initialization": True,
-        # Micro-batches of packed sequences differ in length; Megatron asks for the all-to-all dispatcher with that.
+        # Micro-batches of packed sequences differ in length; Megatron asks for the all-to-all
+        # dispatcher with that.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         # The loss carries the global denominator, so gradients are summed, never averaged.
@@ -78,7 +82,8 @@ def transformer_config(
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
-        # With two stages the previous rank is the next rank and batched sends of the interleaved schedule cross.
+        # With two stages the previous rank is the next rank and batched sends of the interleaved
+        # schedule cross.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         # gloo reads a tensor after isend returns; freeing it early corrupts what is sent.
@@ -99,7 +104,8 @@ def build_chunks(
     config: TransformerConfig,
     head: Head = "lm",
 ) -> list[torch.nn.Module]:
-    """Builds this rank's model chunks, one a virtual pipeline stage, with weights yet to be written.
+    """Builds this rank's model chunks, one a virtual pipeline stage, with weights yet to be
+    written.
 
     Args:
         family: source of GPTModel keywords and, for a user's own family, of the layer's ModuleSpec.
@@ -143,13 +149,19 @@ def build_chunks(
 def _block_spec(
     family: Family, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    layer = family.layer_spec(config) if family.layer_spec else torch_layer_spec(config)
+    make = family.layer_spec or torch_layer_spec
+    layer, final_norm = make(config)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=TorchNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=final_norm)
 
 
-def torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Returns a transformer layer of Megatron's own linears, our torch norm and packed attention."""
+def torch_layer_spec(config: TransformerConfig, norm: type = TorchNorm) -> tuple[ModuleSpec, type]:
+    """Returns a layer of Megatron's own linears, `norm` and packed attention, and the final norm.
+
+    Args:
+        config: says whether queries and keys are normalised.
+        norm: built as `norm(config=..., hidden_size=..., eps=...)`.
+    """
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
             qk_layernorm=config.qk_layernorm, normalization=config.normalization
@@ -159,19 +171,17 @@ def torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
     replaced = dataclasses.replace(
         attention,
         core_attention=PackedAttention,
-        **(
-            {"q_layernorm": TorchNorm, "k_layernorm": TorchNorm}
-            if config.qk_layernorm
-            else {}
-        ),
+        **({"q_layernorm": norm, "k_layernorm": norm} if config.qk_layernorm else {}),
     )
     layer.self_attention.submodules = replaced
-    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
-    return spec
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    return spec, norm
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Returns this rank's parameters under the weight table's local names, "<chunk>/<megatron name>"."""
+    """Returns this rank's parameters under the weight table's local names, "<chunk>/<megatron
+    name>".
+    """
     return {
         f"{index}/{name}": parameter.data
         for index, chunk in enumerate(chunks)

@@ -1,8 +1,9 @@
 """What the last pipeline stage does with hidden states: per-token log-probabilities, or values.
 
-The rest of the trainer never sees logits. Vocabulary padding, vocabulary parallel and temperature end here: padded
-columns take no part in the softmax, statistics are combined over the tensor-parallel group, and logits are recomputed a
-chunk at a time in the backward pass instead of being kept.
+The rest of the trainer never sees logits. Vocabulary padding, vocabulary parallel and temperature
+end here: padded columns take no part in the softmax, statistics are combined over the
+tensor-parallel group, and logits are recomputed a chunk at a time in the backward pass instead of
+being kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from hybridrl import ops
 
 
 class TokenStats(NamedTuple):
-    """Of each packed position: log-probability of its target and entropy of its distribution, nats, (S,) fp32."""
+    """Of each packed position: log-probability of its target and entropy of its distribution, nats,
+    (S,) fp32.
+    """
 
     logp_S: torch.Tensor
     entropy_S: torch.Tensor
@@ -84,7 +87,8 @@ class LanguageModel(GPTModel):
     """Megatron's GPTModel whose output is TokenStats of given targets.
 
     Args:
-        num_tokens: size of the real vocabulary; the padded columns beyond it are left out of the softmax.
+        num_tokens: size of the real vocabulary; the padded columns beyond it are left out of the
+            softmax.
         **kwargs: of GPTModel.
     """
 
@@ -152,7 +156,8 @@ class ValueModel(GPTModel):
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # Every rank computes the same head on the same tokens, so its slice of the gradient is already whole.
+            # Every rank computes the same head on the same tokens, so its slice of the gradient is
+            # already whole.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )

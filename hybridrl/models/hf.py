@@ -24,7 +24,7 @@ from torch import Tensor
 from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.directory import find_directory, read_config, write_side_files
-from hybridrl.models.weights import RankLayout
+from hybridrl.models.weights import RankLayout, check_tensors
 
 __all__ = [
     "HfCheckpoint",
@@ -172,7 +172,9 @@ def load_hf(
 
     Raises:
         CheckpointError: a file or tensor is missing, extra, misshaped or damaged; names it.
+        ModelError: `tensors` are not those of the layout; names the first that differs.
     """
+    check_tensors(layout, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     checkpoint = HfCheckpoint(directory)
     checkpoint.check(shapes, missing_ok)
     absent = frozenset(name for name in shapes if name not in checkpoint.shapes)

@@ -1,7 +1,8 @@
 """Weights from a seed, in HF coordinates.
 
-Every HF tensor has its own generator, seeded by the run's seed and the tensor's name, so the weights of a model made from
-scratch are the same in every layout. Each rank draws one whole tensor at a time and keeps its own rectangles.
+Every HF tensor has its own generator, seeded by the run's seed and the tensor's name, so the
+weights of a model made from scratch are the same in every layout. Each rank draws one whole tensor
+at a time and keeps its own rectangles.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 
 from hybridrl.models.weights import RankLayout
 
-# Projections that write into the residual stream start smaller by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019, 2.3).
+# Projections that write into the residual stream start smaller by sqrt(2 * layers), as in GPT-2
+# (Radford et al. 2019, 2.3).
 RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 
 
@@ -30,9 +32,10 @@ def init_weights(
     Args:
         layout: which rectangles of which HF tensors the rank holds.
         hf_shapes: full shape of every HF tensor.
-        tensors: the rank's tensors under their local names; all are overwritten, padding with zeros.
-        hf_config: `initializer_range` is the standard deviation (0.02 where absent), `num_hidden_layers` scales the
-            residual outputs.
+        tensors: the rank's tensors under their local names; all are overwritten, padding with
+            zeros.
+        hf_config: `initializer_range` is the standard deviation (0.02 where absent),
+            `num_hidden_layers` scales the residual outputs.
         seed: of the run.
     """
     std = float(hf_config.get("initializer_range", 0.02))

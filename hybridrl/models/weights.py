@@ -201,6 +201,27 @@ def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -
             raise _table_error(name, f"{fault[0]} at {show(fault[1])}, over all ranks")
 
 
+def check_tensors(layout: RankLayout, shapes: Mapping[str, Shape]) -> None:
+    """Checks that the tensors of a rank are just those of its layout.
+
+    Args:
+        layout: what the rank should hold.
+        shapes: the shape of every parameter that the live model or engine has.
+
+    Raises:
+        ModelError: a parameter is unmapped, missing or misshaped; names it.
+    """
+    for name in sorted(layout.shapes.keys() | shapes.keys()):
+        mapped, live = layout.shapes.get(name, "none"), shapes.get(name, "none")
+        if mapped != live:
+            raise ModelError(
+                f"parameter {name}",
+                f"shape {live} in the live model",
+                f"shape {mapped}, as its weight table says",
+                "Mend the family's rows, or choose the family that describes this model.",
+            )
+
+
 class _Run(NamedTuple):
     """Slices `start` to `stop` of one part of a table row."""
 

@@ -1,8 +1,8 @@
 """Process groups of one job, and the collectives that keep ranks agreed.
 
 Everything here is collective: every rank of the world calls it at the same point, or all wait until
-`run.collective_timeout_s` and fail. An error of one rank is made known to all by `all_agree` before anyone raises, so no
-rank is left waiting for a peer that has stopped.
+`run.collective_timeout_s` and fail. An error of one rank is made known to all by `all_agree` before
+anyone raises, so no rank is left waiting for a peer that has stopped.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class World:
             pp=parallel_state.get_pipeline_model_parallel_rank(),
         )
         if megatron != self.where:
-            raise RuntimeError(f"rank {self.rank}: Megatron stands at {megatron}, the layout at {self.where}")
+            raise RuntimeError(
+                f"rank {self.rank}: Megatron stands at {megatron}, the layout at {self.where}"
+            )
 
     @property
     def is_last_stage(self) -> bool:
@@ -91,7 +93,8 @@ class World:
 
     @contextlib.contextmanager
     def all_agree(self, what: str) -> Iterator[None]:
-        """Runs a part that may fail on one rank only; afterwards either all ranks go on or all raise.
+        """Runs a part that may fail on one rank only; afterwards either all ranks go on or all
+        raise.
 
         Raises:
             UserError: on every rank, when any rank met one (its own, or the first other's).

@@ -1,8 +1,9 @@
 """Where each rank stands in a training or rollout layout. Pure arithmetic, no torch.
 
-A training layout is a grid of the axes tp, cp, dp, pp over all ranks. `order` lists the axes from the fastest-varying
-to the slowest, as Megatron's `initialize_model_parallel(order=...)` does, so both always agree on who is where.
-Expert parallelism divides the (tp, cp, dp) plane of a pipeline stage and moves no dense weight.
+A training layout is a grid of the axes tp, cp, dp, pp over all ranks. `order` lists the axes from
+the fastest-varying to the slowest, as Megatron's `initialize_model_parallel(order=...)` does, so
+both always agree on who is where. Expert parallelism divides the (tp, cp, dp) plane of a pipeline
+stage and moves no dense weight.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class TrainLayout:
     """Tensor, pipeline, virtual-pipeline, context and data parallel sizes over `world_size` ranks.
 
     Args:
-        world_size: number of ranks; `tp * pp * cp` must divide it, the quotient is the data-parallel size.
+        world_size: number of ranks; `tp * pp * cp` must divide it, the quotient is the
+            data-parallel size.
         vpp: model chunks a pipeline stage (1: no virtual pipeline).
         order: axes from the fastest-varying to the slowest, in Megatron's notation.
     """
@@ -48,7 +50,8 @@ class TrainLayout:
             raise ValueError(f"order={self.order!r} must name each of tp, cp, ep, dp, pp once")
         if self.world_size % (self.tp * self.pp * self.cp):
             raise ValueError(
-                f"tp*pp*cp = {self.tp}*{self.pp}*{self.cp} does not divide the world of {self.world_size} ranks"
+                f"tp*pp*cp = {self.tp}*{self.pp}*{self.cp} does not divide "
+                f"the world of {self.world_size} ranks"
             )
 
     @property
@@ -96,11 +99,13 @@ class TrainLayout:
     def layers(self, pp_rank: int, num_layers: int) -> tuple[tuple[int, ...], ...]:
         """Returns, for each model chunk of a pipeline stage, the global indices of its layers.
 
-        Layers are dealt to the `pp * vpp` chunks in order; chunk v of stage p is number `v * pp + p`, as in Megatron's
-        interleaved schedule.
+        Layers are dealt to the `pp * vpp` chunks in order; chunk v of stage p is number `v * pp +
+        p`, as in Megatron's interleaved schedule.
         """
         if num_layers % (self.pp * self.vpp):
-            raise ValueError(f"num_layers={num_layers} is not a multiple of pp*vpp = {self.pp}*{self.vpp}")
+            raise ValueError(
+                f"num_layers={num_layers} is not a multiple of pp*vpp = {self.pp}*{self.vpp}"
+            )
         per_chunk = num_layers // (self.pp * self.vpp)
         starts = [(chunk * self.pp + pp_rank) * per_chunk for chunk in range(self.vpp)]
         return tuple(tuple(range(start, start + per_chunk)) for start in starts)
@@ -122,7 +127,8 @@ class RolloutLayout:
         expected = set(product(range(self.replicas), range(self.tp)))
         if len(self.assignment) % self.tp or set(self.assignment) != expected:
             raise ValueError(
-                f"assignment {self.assignment} must name each (replica, tp_rank) of {self.replicas} x {self.tp} once"
+                f"assignment {self.assignment} must name each (replica, tp_rank) "
+                f"of {self.replicas} x {self.tp} once"
             )
 
     @property

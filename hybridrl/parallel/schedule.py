@@ -1,8 +1,8 @@
 """Running micro-batches through the pipeline with Megatron's schedules.
 
-All ranks of one model replica (its tensor, context and pipeline ranks) call `forward_backward` or `forward_only` with
-the same micro-batches at the same time; replicas meet in the gradient reduction, so every replica must bring the same
-number of micro-batches.
+All ranks of one model replica (its tensor, context and pipeline ranks) call `forward_backward` or
+`forward_only` with the same micro-batches at the same time; replicas meet in the gradient
+reduction, so every replica must bring the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def forward_backward(
         chunks: this stage's model chunks (one without virtual pipeline), wrapped for data parallel.
         micro_batches: what `forward` takes, one at a time, in order.
         forward: runs one chunk on one micro-batch; returns what the chunk returns.
-        loss: last stage only; takes the chunk's output, returns the loss (already divided by the global denominator)
-            and anything to be returned.
+        loss: last stage only; takes the chunk's output, returns the loss (already divided by the
+            global denominator) and anything to be returned.
 
     Returns:
         On the last stage what `loss` returned beside each loss, in order; elsewhere an empty list.
@@ -41,7 +41,8 @@ def forward_backward(
         work = next(data)
 
         def loss_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            # Three values, not two: Megatron then divides neither by micro-batches nor by anything else.
+            # Three values, not two: Megatron then divides neither by micro-batches nor by anything
+            # else.
             value, extra = loss(output, work)
             return value, torch.ones((), dtype=torch.int, device=value.device), extra
 
@@ -72,7 +73,9 @@ def forward_only(
 def finalize_summed_gradients(
     chunks: Sequence[torch.nn.Module], num_tokens: object = None, **kwargs: Any
 ) -> None:
-    """Megatron's gradient reduction without its division: our losses carry the global denominator already."""
+    """Megatron's gradient reduction without its division: our losses carry the global denominator
+    already.
+    """
     finalize_model_grads(list(chunks), None, **kwargs)
 
 

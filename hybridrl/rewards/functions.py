@@ -24,8 +24,9 @@ class ExactMatch:
     """1 if the answer found in the response is the row's "answer" column, else 0.
 
     Args:
-        extract: a regular expression; group 1 of its last match is the answer, no match scores 0.
-            None takes the whole response. White space at both ends does not count.
+        extract: a regular expression; group 1 of its last match (that is not empty) is the
+            answer, no match scores 0. None takes the whole response. White space at both ends
+            does not count.
 
     Raises:
         UserError: `extract` is not a regular expression with a group.
@@ -54,8 +55,9 @@ class ExactMatch:
     def _extracted(self, response: str) -> str | None:
         if self._pattern is None:
             return response.strip()
-        matches = list(self._pattern.finditer(response))
-        return matches[-1][1].strip() if matches and matches[-1][1] is not None else None
+        # `([^,]*)$` matches "15,08,85" twice, at last with nothing: such a match is no answer.
+        found = [m[1].strip() for m in self._pattern.finditer(response) if m[1]]
+        return found[-1] if found else None
 
 
 REWARDS: dict[str, Callable[[RewardConfig], RewardFunction]] = {

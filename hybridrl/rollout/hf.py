@@ -300,11 +300,20 @@ def _prefill_chunks(
 
 
 def _read_config(model_config: str | Path | Mapping[str, Any]) -> Any:
-    if isinstance(model_config, Mapping):
-        fields = dict(model_config)
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    else:
-        config = AutoConfig.from_pretrained(model_config)
+    """Returns the transformers config, for architectures that this engine decodes correctly."""
+    try:
+        if isinstance(model_config, Mapping):
+            fields = dict(model_config)
+            config = AutoConfig.for_model(fields.pop("model_type", None), **fields)
+        else:
+            config = AutoConfig.from_pretrained(model_config)
+    except ValueError as error:
+        raise ModelError(
+            "model_type",
+            "a config.json that transformers does not know",
+            "a causal language model of the installed transformers, for rollout.engine=hf",
+            f"Use another rollout engine, or a newer transformers. {str(error).splitlines()[0]}",
+        ) from error
     layer_types = set(config.layer_types if hasattr(config, "layer_types") else ())
     if layer_types - {"full_attention"}:
         raise ModelError(

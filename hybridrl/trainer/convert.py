@@ -1,4 +1,6 @@
-"""`hybridrl convert`: weights between HF directories and Megatron checkpoints, on the CPU or GPUs of a few ranks."""
+"""`hybridrl convert`: weights between HF directories and Megatron checkpoints, on the CPU or GPUs
+of a few ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The critic: a value for the state before each response token, and its regression. Collective like the policy."""
+"""The critic: a value for the state before each response token, and its regression. Collective like
+the policy.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,15 @@ class Critic:
         self.model, self.num_updates_in_run = model, num_updates_in_run
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
-        """Returns the value of the state that each response token was sampled from, (T,) fp32, zero on prompts."""
+        """Returns the value of the state that each response token was sampled from, (T,) fp32, zero
+        on prompts.
+        """
         works = self.model.plan_work(batch)
         values_T = self.model.per_token(batch, works, self.model.forward_all(works))
         return values_T * batch.response_mask_T
 
     def update(self, batch: TrainBatch, algorithm: CriticAlgorithm) -> dict[str, float]:
-        """Takes one optimizer step towards `returns_T`; returns `critic/*` metrics over all ranks."""
+        """Takes one optimizer step towards `returns_T`; returns `critic/*` metrics of all ranks."""
         denominator = algorithm.denominator(batch)
 
         def loss(values_S: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:

@@ -1,4 +1,4 @@
-"""Evaluation: responses to held-out prompts, greedy unless told otherwise, and their mean reward."""
+"""Evaluation: responses to held-out prompts, greedy unless told otherwise, and their reward."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from hybridrl.batch import Prompt
 from hybridrl.trainer.sampler import Sampler
 
-# Enters the seeds in place of a step number: evaluation at a temperature samples the same way every time.
+# Enters the seeds in place of a step number: evaluation at a temperature samples the same way every
+# time.
 EVALUATION_STEP = -2
 
 
 def evaluate(sampler: Sampler, prompts: Sequence[Prompt], temperature: float = 0.0) -> float:
-    """Returns the mean reward of one response to each prompt; with rewards of 0 and 1, the accuracy.
+    """Returns the mean reward of one response to each prompt; with rewards of 0 and 1, the
+    accuracy.
 
     Collective; the same on all ranks.
 
@@ -25,4 +27,3 @@ def evaluate(sampler: Sampler, prompts: Sequence[Prompt], temperature: float = 0
     sampling = dataclasses.replace(sampler.sampling, temperature=temperature)
     local = sampler.generate(prompts, 1, EVALUATION_STEP, sampling)
     return float(sampler.gather(sampler.score(local), prompts).reward_B.mean())
-

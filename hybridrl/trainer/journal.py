@@ -1,6 +1,7 @@
 """The record of a run: its folder, its phase times, its metrics and samples, its summary.
 
-Rank 0 writes; every rank keeps time, because a step is as slow as its slowest rank, and writes its own phase file.
+Rank 0 writes; every rank keeps time, because a step is as slow as its slowest rank, and writes its
+own phase file.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class Journal:
             self.say(f"continuing {self.folder} after step {last_step}")
 
     def summarize(self, batch: ScoredBatch, values: Mapping[str, float]) -> dict[str, float]:
-        """Adds to a step's values what the batch, the clock and the memory say; the same on all ranks."""
+        """Adds to a step's values what the batch, the clock and the memory say; the same on all
+        ranks.
+        """
         seconds = self._slowest(self.timer.seconds())
         rewards = batch.reward_B
         lengths = batch.response_lengths_B.float()

@@ -1,6 +1,7 @@
 """The loop: generate, score, look up log-probabilities, estimate advantages, update, reshard.
 
-SPMD: every rank runs this same code on the same values; there is no controller. A step is `Trainer.train_step`, on one
+SPMD: every rank runs this same code on the same values; there is no controller. A step is
+    `Trainer.train_step`, on one
 screen; what it calls is public, so another dataflow is another script over the same parts.
 """
 
@@ -43,12 +44,14 @@ from hybridrl.trainer.sampler import Sampler
 class Trainer:
     """One training run on this rank.
 
-    Attributes (public, for other dataflows): `policy`, `reference`, `critic`, `engine`, `algorithm`, `hybrid_engine`,
-    `prompts`.
+    Attributes (public, for other dataflows): `policy`, `reference`, `critic`, `engine`,
+    `algorithm`, `hybrid_engine`, `prompts`.
 
     Args:
-        config: the whole configuration, already validated by itself; rules between knobs are checked here.
-        prompts: rows in place of `data.prompts` (any iterable of mappings, a `datasets.Dataset` too).
+        config: the whole configuration, already validated by itself; rules between knobs are
+            checked here.
+        prompts: rows in place of `data.prompts` (any iterable of mappings, a `datasets.Dataset`
+            too).
         reward: a function in place of `reward.function`.
         tokenizer: in place of `model.tokenizer`.
     """
@@ -100,10 +103,12 @@ class Trainer:
         return cls(config, **objects)
 
     def fit(self, num_steps: int | None = None) -> dict[str, float]:
-        """Trains up to `num_steps` (default `steps.num_steps`), from the newest checkpoint if there is one.
+        """Trains up to `num_steps` (default `steps.num_steps`), from the newest checkpoint if there
+        is one.
 
         Returns:
-            `accuracy_before`, `accuracy_after` (where there are evaluation prompts) and `seconds` of this call.
+            `accuracy_before`, `accuracy_after` (where there are evaluation prompts) and `seconds`
+            of this call.
         """
         started = time.monotonic()
         last = self.config.steps.num_steps if num_steps is None else num_steps
@@ -166,7 +171,9 @@ class Trainer:
         return batch.join_columns(Producer.here("the trainer"), **columns)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Takes `steps.updates_per_step` optimizer steps over equal parts of the batch; returns mean metrics."""
+        """Takes `steps.updates_per_step` optimizer steps over equal parts of the batch; returns
+        mean metrics.
+        """
         found: list[dict[str, float]] = []
         for part in batch.split(self.config.steps.updates_per_step):
             metrics: dict[str, float] = {}
@@ -183,7 +190,9 @@ class Trainer:
             return self.hybrid_engine.to_rollout(self.step).metrics()
 
     def enter_training(self) -> None:
-        """Ends the rollout phase, if it is the current one; the engine must have nothing left to generate."""
+        """Ends the rollout phase, if it is the current one; the engine must have nothing left to
+        generate.
+        """
         if self.hybrid_engine.phases.phase is Phase.ROLLOUT:
             self.hybrid_engine.to_train()
 
@@ -207,7 +216,7 @@ class Trainer:
             return self.store.save(self.step, self.trained, state, self.source.files)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Restores weights, optimizers, the prompt cursor, random states and unfinished rollouts."""
+        """Restores weights, optimizers, prompt cursor, random states and unfinished rollouts."""
         state = self.store.load(Path(path), self.trained)
         self.step, self.evaluations = int(state["step"]), state["evaluations"]
         self.prompts.load_state(state["prompts"])
@@ -284,9 +293,7 @@ class Trainer:
         self.raw_engine = setup.build_engine(rollout, self.source, self.platform)
         sampling = setup.sampling_params(rollout, self.source, self.tokenizer)
         seed = self.config.run.seed
-        self.engine = Sampler(
-            self.world, layout, self.raw_engine, self.scorer, sampling, seed
-        )
+        self.engine = Sampler(self.world, layout, self.raw_engine, self.scorer, sampling, seed)
         self.hybrid_engine = HybridEngine(
             [model.layout_of(rank) for rank in range(self.world.size)],
             model.weights(),
@@ -309,4 +316,3 @@ class Trainer:
         every = self.config.checkpoint.every
         ends = self.step == last or self._has_reached_goal()
         return ends or (every > 0 and self.step % every == 0)
-

@@ -1,7 +1,8 @@
-"""One Megatron model over all ranks: its weights, its passes over micro-batches, and its optimizer step.
+"""One Megatron model over all ranks: its weights, its passes over micro-batches, and its optimizer
+step.
 
-The policy, the reference, the critic and a reward model are each one `ParallelModel`; what differs is the head, whether
-it is trained, and the loss. Every method is collective over the world.
+The policy, the reference, the critic and a reward model are each one `ParallelModel`; what differs
+is the head, whether it is trained, and the loss. Every method is collective over the world.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class ParallelModel:
         return megatron_layout(family, shape, self.world.layout, rank, head=self.head)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's parameters under their local names; writing to them changes the model."""
+        """Returns this rank's parameters under their local names; writing to them changes the
+        model.
+        """
         return named_weights(self.chunks)
 
     def make_trainable(self, peak_learning_rate: float) -> None:
@@ -129,7 +132,8 @@ class ParallelModel:
     def plan_work(self, batch: TrainBatch) -> list[Work]:
         """Cuts a batch, the same on all ranks, into the micro-batches of this replica.
 
-        The schedule is computed from the lengths alone, so all ranks agree; its hash is compared before any pass.
+        The schedule is computed from the lengths alone, so all ranks agree; its hash is compared
+        before any pass.
         """
         layout = self.world.layout
         pad_each = 2 * layout.cp if layout.cp > 1 else 1
@@ -149,12 +153,12 @@ class ParallelModel:
     def per_token(
         self, batch: TrainBatch, works: Sequence[Work], outputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Puts per-position results of the last stage together into a (T,) column known to all ranks.
+        """Puts per-position results of the last stage together into a (T,) column known to all
+        ranks.
 
         Args:
             outputs: one (S_local,) tensor a micro-batch on last-stage ranks, empty elsewhere.
         """
-        layout, where = self.world.layout, self.world.where
         column_T = torch.zeros(batch.num_tokens)
         if self.world.reports:
             wholes = [work.expand(output) for work, output in zip(works, outputs, strict=True)]
@@ -168,7 +172,9 @@ class ParallelModel:
     def accumulate(
         self, works: Sequence[Work], loss: Callable[[Any, MicroBatch], tuple[torch.Tensor, Any]]
     ) -> list[Any]:
-        """Runs forward and backward over every micro-batch into cleared gradients; returns the losses' extras."""
+        """Runs forward and backward over every micro-batch into cleared gradients; returns the
+        losses' extras.
+        """
         for chunk in self.forward_chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
         self.optimizer.zero_grad()
@@ -200,8 +206,8 @@ def _forward(chunk: torch.nn.Module, work: Work) -> Any:
 def context_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
     """Returns which packed positions one context-parallel rank holds, int64.
 
-    Each sequence is cut into 2 * cp_size chunks; rank r holds chunk r and chunk 2 * cp_size - 1 - r, so that all ranks
-    have the same causal work (Megatron's order).
+    Each sequence is cut into 2 * cp_size chunks; rank r holds chunk r and chunk 2 * cp_size - 1 -
+    r, so that all ranks have the same causal work (Megatron's order).
     """
     if cp_size == 1:
         return torch.arange(int(cu_seqlens[-1]))

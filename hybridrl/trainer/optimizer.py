@@ -21,9 +21,11 @@ def wrap_for_training(
     peak_learning_rate: float,
     platform: Platform,
 ) -> tuple[list[torch.nn.Module], MegatronOptimizer]:
-    """Gives the chunks gradient buffers and a distributed Adam whose state is shared out over the replicas.
+    """Gives the chunks gradient buffers and a distributed Adam whose state is shared out over the
+    replicas.
 
-    Weights must be in place: the optimizer copies them into its fp32 masters where the model is in bf16.
+    Weights must be in place: the optimizer copies them into its fp32 masters where the model is in
+        bf16.
 
     Returns:
         The wrapped chunks, which training must call, and the optimizer.
@@ -58,8 +60,8 @@ def wrap_for_training(
 def learning_rate(train: TrainConfig, peak: float, update: int, num_updates: int) -> float:
     """Returns the learning rate of one optimizer step.
 
-    Linear warm-up to `peak` over `train.warmup_steps`, then constant, or a cosine or straight line down to
-    `train.min_learning_rate` at the last of `num_updates`.
+    Linear warm-up to `peak` over `train.warmup_steps`, then constant, or a cosine or straight line
+    down to `train.min_learning_rate` at the last of `num_updates`.
 
     Args:
         update: index of the optimizer step, from 0.
@@ -71,7 +73,9 @@ def learning_rate(train: TrainConfig, peak: float, update: int, num_updates: int
         return peak
     decaying = max(num_updates - train.warmup_steps, 1)
     progress = min((update - train.warmup_steps) / decaying, 1.0)
-    share = 1 - progress if train.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    share = (
+        1 - progress if train.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    )
     return train.min_learning_rate + (peak - train.min_learning_rate) * share
 
 

@@ -1,4 +1,5 @@
-"""The policy: per-token log-probabilities of a batch, and the update that an algorithm's loss asks for.
+"""The policy: per-token log-probabilities of a batch, and the update that an algorithm's loss asks
+for.
 
 Collective: every rank calls with the same batch (all samples of the step) and gets the same answer.
 """
@@ -23,7 +24,8 @@ class Policy:
     Args:
         model: the parallel language model, weights in place.
         num_updates_in_run: length of the learning-rate course.
-        temperature: divides the logits, so that log-probabilities are of the distribution that was sampled from.
+        temperature: divides the logits, so that log-probabilities are of the distribution that was
+            sampled from.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class Policy:
                 chunk.temperature = temperature
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Returns the log-probability of each response token, nats, (T,) fp32, zero on prompt tokens."""
+        """Returns the log-probability of each response token, nats, (T,) fp32, zero on prompt
+        tokens.
+        """
         works = self.model.plan_work(batch)
         outputs: list[TokenStats] = self.model.forward_all(works)
         logp_T = self.model.per_token(batch, works, [output.logp_S for output in outputs])
@@ -49,7 +53,8 @@ class Policy:
             algorithm: gives the loss and its global denominator.
 
         Returns:
-            `policy/loss`, `policy/grad_norm`, `policy/learning_rate` and the algorithm's own metrics, over all ranks.
+            `policy/loss`, `policy/grad_norm`, `policy/learning_rate` and the algorithm's own
+            metrics, over all ranks.
         """
         denominator = algorithm.denominator(batch)
 
@@ -83,9 +88,12 @@ def reduce_losses(
     """
     world = model.world
     local = _local_sums(loss_name, results if world.reports else [])
-    names: list[str] = sorted({name for found in world.gather_objects(sorted(local)) for name in found})
+    names: list[str] = sorted(
+        {name for found in world.gather_objects(sorted(local)) for name in found}
+    )
     sums = torch.tensor(
-        [0.0 if name.endswith("_max") else local.get(name, 0.0) for name in names], dtype=torch.float64
+        [0.0 if name.endswith("_max") else local.get(name, 0.0) for name in names],
+        dtype=torch.float64,
     )
     maxima = torch.tensor(
         [local.get(name, -torch.inf) if name.endswith("_max") else 0.0 for name in names],

@@ -26,7 +26,8 @@ def evaluate_rank(
 
     Args:
         config: of the run; its layout need not be the one that saved the checkpoint.
-        checkpoint: a checkpoint or run folder; None: the run's newest, or the initial weights if there is none.
+        checkpoint: a checkpoint or run folder; None: the run's newest, or the initial weights if
+            there is none.
         prompts: files in place of `data.eval_prompts`.
         temperature: of the responses; 0 is greedy.
 

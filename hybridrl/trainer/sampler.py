@@ -1,10 +1,14 @@
-"""Generation over all replicas: prompts spread out, responses scored where they were made, everything gathered.
+"""Generation over all replicas: prompts spread out, responses scored where they were made,
+everything gathered.
 
-Collective: every rank calls with the same prompts. A replica generates the samples of whole prompts, so a reward that
-looks at a group sees all of it. Afterwards every rank holds the same batch, in the order of the sample numbers.
+Collective: every rank calls with the same prompts. A replica generates the samples of whole
+    prompts, so a reward that
+looks at a group sees all of it. Afterwards every rank holds the same batch, in the order of the
+sample numbers.
 
-A checkpoint may be taken while a step's rollouts are under way: `state` holds what is finished and what is begun, and after
-`load_state` the next `generate` of that step goes on from there, on any number of replicas.
+A checkpoint may be taken while a step's rollouts are under way: `state` holds what is finished and
+what is begun, and after `load_state` the next `generate` of that step goes on from there, on any
+number of replicas.
 """
 
 from __future__ import annotations
@@ -77,7 +81,8 @@ class Sampler:
         sampling: SamplingParams | None = None,
         on_progress: Progress | None = None,
     ) -> RolloutBatch | None:
-        """Generates this replica's share: the samples of prompts `replica, replica + replicas, ...`.
+        """Generates this replica's share: the samples of prompts `replica, replica + replicas,
+        ...`.
 
         Args:
             prompts: of the whole step, the same on all ranks.
@@ -103,7 +108,9 @@ class Sampler:
         step: int,
         sampling: SamplingParams | None = None,
     ) -> None:
-        """Hands this replica's requests to its engine; those that a checkpoint knows go on from there."""
+        """Hands this replica's requests to its engine; those that a checkpoint knows go on from
+        there.
+        """
         replica, _ = self.layout.assignment[self.world.rank]
         self._step, self._owners, self._done = step, {}, {}
         is_restored = self._restored["step"] == step

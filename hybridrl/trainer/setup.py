@@ -1,7 +1,8 @@
-"""Builds the parts of a run from its configuration: the model source, roles, the engine and the data.
+"""Builds the parts of a run from its configuration: the model source, roles, the engine and the
+data.
 
-Each function makes one part from its own section; `loop.py` puts them together. Collective: all ranks build the same
-parts in the same order.
+Each function makes one part from its own section; `loop.py` puts them together. Collective: all
+ranks build the same parts in the same order.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def model_source(config: ModelConfig, platform: Platform) -> ModelSource:
 def build_model(world: World, source: ModelSource, head: Head, config: Config) -> ParallelModel:
     """Builds a model over all ranks and fills in its weights, from `model.path` or from the seed.
 
-    A critic starts from the policy's weights; its value head, which no language model has, starts at zero.
+    A critic starts from the policy's weights; its value head, which no language model has, starts
+    at zero.
     """
     model = ParallelModel(world, source, head, config.train)
     shapes = hf_shapes(source.family, source.shape, head)
@@ -61,7 +63,9 @@ def build_model(world: World, source: ModelSource, head: Head, config: Config) -
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer that `model.tokenizer`, or the model's own directory, holds; no remote code."""
+    """Loads the tokenizer that `model.tokenizer`, or the model's own directory, holds; no remote
+    code.
+    """
     where = config.tokenizer or str(model_directory(config, weights=False))
     try:
         return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
@@ -93,7 +97,9 @@ def build_engine(
 def sampling_params(
     config: RolloutConfig, source: ModelSource, tokenizer: PreTrainedTokenizerBase
 ) -> SamplingParams:
-    """Returns how training samples are drawn; a response ends at the end token of tokenizer or model."""
+    """Returns how training samples are drawn; a response ends at the end token of tokenizer or
+    model.
+    """
     return SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -110,4 +116,3 @@ def stop_token_ids(
     named = hf_config.get("eos_token_id")
     ids: Iterable[int | None] = named if isinstance(named, list) else [named]
     return tuple(sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None}))
-

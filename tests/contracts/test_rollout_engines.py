@@ -420,6 +420,11 @@ def test_hf_engine_refuses_sliding_window_attention() -> None:
         HfEngine({**config, "sliding_window": 4})
 
 
+def test_hf_engine_refuses_a_model_that_transformers_does_not_know() -> None:
+    with pytest.raises(ModelError, match="no-such-type"):
+        HfEngine({**TINY, "model_type": "no-such-type"})
+
+
 def test_hf_engine_reads_a_model_directory(tmp_path: Any) -> None:
     make_reference("qwen3").config.save_pretrained(tmp_path)
     engine = HfEngine(tmp_path)

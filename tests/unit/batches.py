@@ -33,9 +33,7 @@ def rollouts(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0) -
     return made
 
 
-def rollout_batch(
-    num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0
-) -> RolloutBatch:
+def rollout_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0) -> RolloutBatch:
     """Returns the batch of `rollouts`."""
     made = rollouts(num_prompts, samples_per_prompt, seed)
     groups = [i // samples_per_prompt for i in range(len(made))]

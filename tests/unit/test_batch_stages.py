@@ -35,7 +35,9 @@ def per_sample(batch: TrainBatch) -> list[dict[str, object]]:
     found, start = [], 0
     for i, length in enumerate(batch.lengths_B.tolist()):
         part = slice(start, start + length)
-        row: dict[str, object] = {n: c[part].tolist() for n, c in batch.columns().items() if n[-1] == "T"}
+        row: dict[str, object] = {
+            n: c[part].tolist() for n, c in batch.columns().items() if n[-1] == "T"
+        }
         row |= {n: c[i].item() for n, c in batch.columns().items() if n[-1] == "B"}
         row |= {"part": batch.reward_parts["part"][i].item(), "prompt": batch.prompts[i]}
         found.append(row)
@@ -66,7 +68,9 @@ def test_scored_names_the_producer_its_line_the_shape_and_the_field():
     line = exact_match.__code__.co_firstlineno
     with pytest.raises(BatchError) as caught:
         batch.scored(torch.zeros(4, 12), {}, Producer.of(exact_match, "reward 'exact_match'"))
-    start = f"reward 'exact_match' ({THIS_FILE}:{line}) returned shape (4, 12), expected (4,) floats"
+    start = (
+        f"reward 'exact_match' ({THIS_FILE}:{line}) returned shape (4, 12), expected (4,) floats"
+    )
     assert str(caught.value).startswith(start)
     assert "reward_B" in str(caught.value)
 
@@ -99,7 +103,10 @@ BAD_COLUMNS = {
     "float64": (lambda good: good.double(), "torch.float32"),
     "integers": (lambda good: good.long(), "torch.float32"),
     "nan": (lambda good: good.index_fill(0, torch.tensor([len(good) - 1]), torch.nan), "finite"),
-    "infinite": (lambda good: good.index_fill(0, torch.tensor([len(good) - 1]), -torch.inf), "finite"),
+    "infinite": (
+        lambda good: good.index_fill(0, torch.tensor([len(good) - 1]), -torch.inf),
+        "finite",
+    ),
     "on a prompt token": (lambda good: good.index_fill(0, torch.tensor([0]), 1.0), "prompt tokens"),
     "with a gradient": (lambda good: good.clone().requires_grad_(), "without a gradient"),
 }
@@ -146,7 +153,10 @@ def test_join_columns_leaves_the_first_batch_unchanged():
 
 
 BAD_BATCHES = {
-    "negative token": (lambda b: {"tokens_T": b.tokens_T.index_fill(0, torch.tensor([1]), -7)}, "-7"),
+    "negative token": (
+        lambda b: {"tokens_T": b.tokens_T.index_fill(0, torch.tensor([1]), -7)},
+        "-7",
+    ),
     "lengths beyond tokens": (lambda b: {"lengths_B": b.lengths_B + 1}, "shape"),
     "no response": (lambda b: {"lengths_B": b.prompt_lengths_B}, "0 response tokens"),
     "other prompts": (lambda b: {"prompts": (*b.prompts[1:], Prompt(0, "", (1,) * 9))}, "prompts"),

@@ -113,7 +113,12 @@ def test_train_refuses_a_run_folder_of_another_identity(here: Path) -> None:
 
 def test_train_reports_all_violations_at_once(here: Path) -> None:
     done = hybridrl(
-        here, "train", "c.yaml", "steps.samples_per_prompt=1", "train.vpp=2", "data.prompts=no"
+        here,
+        "train",
+        "c.yaml",
+        "steps.samples_per_prompt=1",
+        "train.vpp=2",
+        "data.prompts=none.jsonl",
     )
     assert_refused(done, "steps.samples_per_prompt", "train.vpp", "no such file")
     assert len(done.stderr.splitlines()) == 3

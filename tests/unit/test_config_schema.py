@@ -63,6 +63,9 @@ def test_algorithm_may_be_the_users_own() -> None:
 def test_one_file_and_a_list_of_files_are_both_paths() -> None:
     assert DataConfig.model_validate({"prompts": "a.jsonl"}).prompts == ("a.jsonl",)
     assert DataConfig.model_validate({"prompts": ["a", "b"]}).prompts == ("a", "b")
+    for wrong in (False, [1], {"a": "b"}):
+        with pytest.raises(ValidationError, match="a path or a list of paths"):
+            DataConfig.model_validate({"prompts": wrong})
 
 
 @pytest.mark.parametrize(

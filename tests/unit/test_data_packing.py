@@ -36,9 +36,7 @@ def test_pack_names_a_sample_longer_than_the_budget():
     assert caught.value.name == "train.micro_batch_tokens"
 
 
-@given(
-    st.lists(st.integers(1, 40), max_size=12), st.integers(1, 4), st.integers(1, 4)
-)
+@given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 4), st.integers(1, 4))
 def test_packed_bounds_pad_each_sample_and_the_whole(lengths, cp, tp):
     each, whole = 2 * cp, tp * 2 * cp
     bounds = packed_bounds(lengths, each, whole)

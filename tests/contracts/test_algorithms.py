@@ -1,0 +1,284 @@
+"""What every algorithm must keep, whatever its formula. A new algorithm adds its settings to
+CASES.
+
+The policy and the critic are tables over tokens in float64, so that a position's log-probability
+does not depend on how samples are packed, and a difference between two gradients is the
+algorithm's own.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms import make_algorithm
+from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, LossOutput
+from hybridrl.batch import (
+    BatchError,
+    MicroBatch,
+    Producer,
+    Prompt,
+    Rollout,
+    RolloutBatch,
+    TrainBatch,
+)
+from hybridrl.config.schema import GrpoConfig, PpoConfig, SftConfig
+from hybridrl.data.collate import micro_batch
+
+CASES = {
+    "sft": SftConfig(),
+    "grpo": GrpoConfig(),
+    "grpo-kl-loss-entropy": GrpoConfig(kl_coef=0.1, entropy_coef=0.05, normalize_std=False),
+    "grpo-kl-reward": GrpoConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1"),
+    "ppo": PpoConfig(),
+    "ppo-kl-reward": PpoConfig(kl_coef=0.1),
+    "ppo-kl-loss-entropy": PpoConfig(
+        kl_coef=0.1, kl_in="loss", kl_estimator="k2", entropy_coef=0.05, whiten_advantages=False
+    ),
+}
+VOCABULARY = 17
+HERE = Producer.here("test")
+EXACT = 1e-12  # float64 sums in another order
+COLUMN = 1e-6  # float32 columns beside float64 log-probabilities
+
+pytestmark = pytest.mark.parametrize("case", CASES)
+
+
+@dataclass
+class Tables:
+    """The policy's logits and the critic's values for each token, and their initial gradients."""
+
+    logits_VV: Tensor
+    values_V: Tensor
+
+    @staticmethod
+    def random(seed: int = 0) -> Tables:
+        generator = torch.manual_seed(seed)
+        return Tables(
+            torch.randn(
+                VOCABULARY, VOCABULARY, dtype=torch.float64, generator=generator
+            ).requires_grad_(),
+            torch.randn(VOCABULARY, dtype=torch.float64, generator=generator).requires_grad_(),
+        )
+
+    def policy(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the targets, and entropies."""
+        logp_SV = self.logits_VV[micro.tokens_S].log_softmax(-1)
+        entropy_S = -(logp_SV.exp() * logp_SV).sum(-1)
+        return logp_SV.gather(1, micro.targets_S[:, None])[:, 0], entropy_S
+
+
+def make_batch(tables: Tables, seed: int = 0) -> TrainBatch:
+    """Four prompts of three samples; the old policy is near the current one, some ratios clip."""
+    rng = random.Random(seed)
+    rollouts = []
+    for p in range(4):
+        length = rng.randint(1, 4)
+        prompt = Prompt(p, "", tuple(rng.randrange(1, VOCABULARY) for _ in range(length)))
+        for s in range(3):
+            tokens = tuple(rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 6)))
+            logps = tuple(-rng.random() for _ in tokens)
+            rollouts.append(Rollout(3 * p + s, prompt, tokens, logps, "stop", 0))
+    batch = RolloutBatch.from_rollouts(rollouts, [i // 3 for i in range(12)], HERE)
+    generator = torch.manual_seed(seed)
+    noise_T = torch.randn(batch.num_tokens, generator=generator) * batch.response_mask_T
+    reward_B = torch.rand(12, generator=generator)
+    train = batch.scored(reward_B, {}, HERE).to_train(HERE)
+    logp_T = current_logps(tables, train)
+    mask_T = train.response_mask_T
+    return train.join_columns(
+        HERE,
+        old_logp_T=logp_T + 0.3 * noise_T,
+        reference_logp_T=logp_T - 0.5 * noise_T.abs(),
+        values_T=noise_T.roll(1) * mask_T,
+    )
+
+
+def current_logps(tables: Tables, batch: TrainBatch) -> Tensor:
+    """The policy's own log-probabilities as a column: token t's from token t - 1."""
+    logp_TV = tables.logits_VV.detach()[batch.tokens_T.roll(1)].log_softmax(-1)
+    logp_T = logp_TV.gather(1, batch.tokens_T[:, None])[:, 0]
+    return (logp_T * batch.response_mask_T).float()
+
+
+def run(
+    algorithm: Algorithm,
+    tables: Tables,
+    filled: TrainBatch,
+    parts: list[list[int]],
+    pads: tuple[int, int] = (1, 1),
+    num_slices: int = 1,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Gradients and metrics of a batch with advantages, cut into these micro-batches."""
+    denominator = algorithm.denominator(filled)
+    found: list[LossOutput] = []
+    for part in parts:
+        whole = micro_batch(filled, part, *pads)
+        for k in range(num_slices):
+            micro = whole.take_positions(torch.arange(k, whole.num_positions, num_slices))
+            found.append(algorithm.loss(*tables.policy(micro), micro, denominator))
+            if isinstance(algorithm, CriticAlgorithm):
+                values_S = tables.values_V[micro.tokens_S]
+                found.append(algorithm.value_loss(values_S, micro, denominator))
+    total = torch.stack([output.loss for output in found]).sum()
+    wanted = {"policy": tables.logits_VV, "critic": tables.values_V}
+    grads = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+    metrics: dict[str, float] = {"loss": float(total.detach())}
+    for output in found:
+        for name, value in output.metrics.items():
+            assert value.ndim == 0 and not value.requires_grad, name
+            joined = max if name.endswith("_max") else float.__add__
+            metrics[name] = joined(metrics.get(name, 0.0), float(value))
+    return {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}, metrics
+
+
+def prepare(case: str, seed: int = 0) -> tuple[Algorithm, Tables, TrainBatch]:
+    tables = Tables.random(seed)
+    return make_algorithm(CASES[case]), tables, make_batch(tables, seed)
+
+
+def assert_same(found: dict, expected: dict, tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=name)
+
+
+ALL = [list(range(12))]
+
+
+def test_there_is_something_to_learn(case):
+    algorithm, tables, batch = prepare(case)
+    grads, metrics = run(algorithm, tables, algorithm.advantages(batch), ALL)
+    assert set(grads) == ({"policy", "critic"} if algorithm.needs.values else {"policy"})
+    assert all(grad.abs().max() > 1e-4 for grad in grads.values())
+    if algorithm.needs.rollouts:
+        assert 0 < metrics["policy/clip_fraction"] < algorithm.denominator(batch)
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -1e30, 5.0])
+def test_masked_positions_have_no_gradient_and_no_effect(case, garbage):
+    algorithm, tables, batch = prepare(case)
+    filled = algorithm.advantages(batch)
+    micro = micro_batch(filled, range(12), 4, 8)
+    mask_S = micro.loss_mask_S
+    losses = [(algorithm.loss, [x.detach() for x in tables.policy(micro)])]
+    if isinstance(algorithm, CriticAlgorithm):
+        losses.append((algorithm.value_loss, [tables.values_V.detach()[micro.tokens_S]]))
+    for loss, inputs in losses:
+        clean = [x.clone().requires_grad_() for x in inputs]
+        spoilt = [torch.where(mask_S, x, garbage).requires_grad_() for x in inputs]
+        outputs = [loss(*given, micro, 7.0) for given in (clean, spoilt)]
+        assert outputs[0].loss == outputs[1].loss
+        assert outputs[0].metrics == outputs[1].metrics
+        for given, output in zip((clean, spoilt), outputs, strict=True):
+            output.loss.backward()
+            assert (given[0].grad[~mask_S] == 0).all()
+            assert (given[0].grad[mask_S] != 0).any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_cut_into_micro_batches_gives_the_same_gradient(case, seed):
+    algorithm, tables, batch = prepare(case)
+    filled = algorithm.advantages(batch)
+    expected = run(algorithm, tables, filled, ALL)
+    rng = random.Random(seed)
+    order = rng.sample(range(12), 12)
+    cuts = sorted(rng.choices(range(13), k=4))  # some parts are empty: padding only
+    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, 12], strict=True)]
+    for pads, num_slices in (((1, 1), 1), ((1, 4), 1), ((4, 8), 2)):
+        found = run(algorithm, tables, filled, parts, pads, num_slices)
+        assert_same(found[0], expected[0], EXACT)
+        assert_same(found[1], expected[1], COLUMN)  # some metrics are sums of float32 columns
+
+
+def test_the_order_of_samples_does_not_matter(case):
+    algorithm, tables, batch = prepare(case)
+    expected = run(algorithm, tables, algorithm.advantages(batch), ALL)
+    order = random.Random(1).sample(range(12), 12)
+    found = run(algorithm, tables, algorithm.advantages(batch.select(order)), ALL)
+    assert_same(found[0], expected[0], COLUMN)
+    assert_same(found[1], expected[1], COLUMN)
+
+
+@pytest.mark.parametrize("old", ["absent", "equal to the policy"])
+def test_at_ratio_one_the_gradient_is_the_policy_gradient(case, old):
+    config = CASES[case]
+    if "kl_coef" in type(config).model_fields:
+        config = config.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0})
+    tables = Tables.random()
+    algorithm, batch = make_algorithm(config), make_batch(tables)
+    filled = algorithm.advantages(batch)
+    logp_T = current_logps(tables, batch)
+    filled = replace(filled, old_logp_T=None if old == "absent" else logp_T)
+    grads, metrics = run(algorithm, tables, filled, ALL)
+    # The score function by its own path: sum of A_t grad log p(token t | token t - 1).
+    previous_T, mask_T = batch.tokens_T.roll(1), batch.response_mask_T
+    logp_TV = tables.logits_VV[previous_T].log_softmax(-1)
+    chosen_T = logp_TV.gather(1, batch.tokens_T[:, None])[:, 0]
+    weight_T = mask_T.double() if filled.advantages_T is None else filled.advantages_T.double()
+    objective = (chosen_T * weight_T)[mask_T].sum() / int(mask_T.sum())
+    (expected,) = torch.autograd.grad(-objective, tables.logits_VV)
+    torch.testing.assert_close(grads["policy"], expected, rtol=COLUMN, atol=COLUMN)
+    assert metrics.get("policy/clip_fraction", 0.0) == 0
+
+
+NEEDED = {
+    "reference": "reference_logp_T",
+    "values": "values_T",
+    "old_logps": "old_logp_T",
+    "rollouts": "reward_B",
+}
+
+
+@pytest.mark.parametrize("need", NEEDED)
+def test_what_is_declared_is_used_and_what_is_not_is_not_needed(case, need):
+    algorithm, tables, batch = prepare(case)
+    column = NEEDED[need]
+
+    def gradient(given: TrainBatch, old_logp_T: Tensor | None) -> dict[str, Tensor]:
+        # Only what `advantages` reads of the old policy is at stake: the loss may always use it.
+        filled = replace(algorithm.advantages(given), old_logp_T=old_logp_T)
+        return run(algorithm, tables, filled, ALL)[0]
+
+    expected = gradient(batch, batch.old_logp_T)
+    noise = torch.rand(batch.columns()[column].shape)
+    other = replace(batch, **{column: batch.columns()[column] * (1 + noise)})
+    found = gradient(other, batch.old_logp_T)
+    is_used = any((found[n] - expected[n]).abs().max() > COLUMN for n in expected)
+    assert is_used == getattr(algorithm.needs, need)
+    if column == "reward_B":
+        return
+    without = replace(batch, **{column: None})
+    if is_used:
+        with pytest.raises(BatchError, match=f"{column[:-1]}.*{algorithm.name}"):
+            gradient(without, batch.old_logp_T)
+    else:
+        assert_same(gradient(without, batch.old_logp_T), expected, EXACT)
+
+
+def test_the_denominator_divides_the_loss_and_counts_response_tokens(case):
+    algorithm, tables, batch = prepare(case)
+    filled = algorithm.advantages(batch)
+    assert algorithm.denominator(filled) == int(batch.response_lengths_B.sum())
+    halves = filled.split(2)
+    assert sum(algorithm.denominator(half) for half in halves) == algorithm.denominator(filled)
+    micro = micro_batch(filled, range(12), 1, 1)
+    logp_S, entropy_S = tables.policy(micro)
+    losses = [algorithm.loss(logp_S, entropy_S, micro, d).loss.item() for d in (1.0, 4.0)]
+    assert losses[0] == pytest.approx(4 * losses[1], rel=1e-12)
+
+
+def test_advantages_leave_the_rest_of_the_batch_alone(case):
+    algorithm, _, batch = prepare(case)
+    before = {name: column.clone() for name, column in batch.columns().items()}
+    filled = algorithm.advantages(batch)
+    for name, column in before.items():
+        assert torch.equal(filled.columns()[name], column)
+        assert torch.equal(batch.columns()[name], column)
+    added = set(filled.columns()) - set(before)
+    expected = {"advantages_T"} if algorithm.needs.rollouts else set()
+    assert added == expected | ({"returns_T"} if algorithm.needs.values else set())

@@ -1,0 +1,67 @@
+"""Tiny HF models of random weights, one of each kind that the families have to get right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,  # fewer than TP 4
+    "intermediate_size": 96,
+    "vocab_size": 199,  # divisible by nothing
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def tiny_model(name: str) -> torch.nn.Module:
+    """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size) or olmo.
+
+    Every weight is random, norms and biases too, so that a swap of any two shows.
+    """
+    if name == "llama":
+        config = LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE)
+        model = LlamaForCausalLM(config)
+    elif name == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False))
+    elif name == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=24, tie_word_embeddings=False))
+    else:
+        model = OlmoForCausalLM(OlmoConfig(**SIZES, tie_word_embeddings=False))
+    generator = torch.Generator().manual_seed(0)
+    for parameter_name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = noise * 0.1 + (1.0 if "norm" in parameter_name else 0.0)
+    return model
+
+
+def save_tiny_models(folder: Path, names: tuple[str, ...]) -> None:
+    """Writes each model to `folder/name`; qwen2 in several files."""
+    for name in names:
+        size = "100KB" if name == "qwen2" else "5GB"
+        tiny_model(name).save_pretrained(folder / name, max_shard_size=size)

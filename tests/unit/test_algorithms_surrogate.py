@@ -1,0 +1,179 @@
+"""Per-token objectives against the papers' formulas, and their gradients."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.algorithms.surrogate import (
+    PolicyLoss,
+    clipped_surrogate,
+    clipped_value_loss,
+    kl_estimate,
+)
+from hybridrl.batch import MicroBatch
+
+LOGP = st.floats(-6, 0)
+NUMBER = st.floats(-3, 3)
+
+
+@given(LOGP, LOGP, NUMBER, st.floats(0.05, 0.5), st.floats(0.05, 0.5))
+def test_clipped_surrogate_is_equation_7(logp, old, advantage, low, high):
+    ratio = math.exp(logp - old)
+    bounded = min(max(ratio, 1 - low), 1 + high)
+    found, clipped = clipped_surrogate(
+        *(torch.tensor([x], dtype=torch.float64) for x in (logp, old, advantage)), low, high
+    )
+    assert found.item() == pytest.approx(min(ratio * advantage, bounded * advantage), abs=1e-12)
+    assert clipped.item() == (bounded * advantage < ratio * advantage)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "has_gradient"),
+    [
+        (1.5, 1.0, False),  # already likelier than the bound, and good: no further push
+        (1.5, -1.0, True),
+        (0.5, 1.0, True),
+        (0.5, -1.0, False),
+        (1.0, 1.0, True),
+        (1.0, -1.0, True),
+    ],
+)
+def test_clipped_surrogate_has_a_gradient_only_where_it_is_not_clipped(
+    ratio, advantage, has_gradient
+):
+    logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    found, clipped = clipped_surrogate(
+        logp, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage]), 0.2, 0.2
+    )
+    found.sum().backward()
+    # d ratio / d logp = ratio
+    assert logp.grad.item() == pytest.approx(ratio * advantage if has_gradient else 0)
+    assert bool(clipped) != has_gradient
+
+
+@given(NUMBER, NUMBER, NUMBER, st.floats(0.05, 1))
+def test_clipped_value_loss_is_the_worse_of_two_squares(value, old, target, clip):
+    near = old + min(max(value - old, -clip), clip)
+    expected = max((value - target) ** 2, (near - target) ** 2) / 2
+    found, clipped = clipped_value_loss(
+        *(torch.tensor([x], dtype=torch.float64) for x in (value, old, target)), clip
+    )
+    assert found.item() == pytest.approx(expected, abs=1e-12)
+    assert clipped.item() == ((near - target) ** 2 > (value - target) ** 2)
+
+
+@given(LOGP, LOGP)
+def test_kl_estimates_are_their_definitions(logp, other):
+    r = math.exp(other - logp)
+    expected = {"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}
+    for estimator, value in expected.items():
+        found = kl_estimate(
+            torch.tensor(logp, dtype=torch.float64),
+            torch.tensor(other, dtype=torch.float64),
+            estimator,
+        )
+        assert found.item() == pytest.approx(value, rel=1e-9, abs=1e-12)
+
+
+def test_kl_estimates_have_the_kl_as_their_mean():
+    rng = np.random.default_rng(0)
+    p, q = (torch.from_numpy(rng.dirichlet(np.ones(6))) for _ in range(2))
+    exact = (p * (p / q).log()).sum()
+    mean = {e: (p * kl_estimate(p.log(), q.log(), e)).sum() for e in ("k1", "k2", "k3")}
+    assert mean["k1"].item() == pytest.approx(exact.item(), rel=1e-12)
+    assert mean["k3"].item() == pytest.approx(exact.item(), rel=1e-12)
+    assert mean["k2"].item() != pytest.approx(exact.item(), rel=1e-3)  # biased
+
+
+def micro_of(mask: list[bool], **columns: list[float] | None) -> MicroBatch:
+    """A micro-batch of one sequence with these columns."""
+    size = len(mask)
+    return MicroBatch(
+        tokens_S=torch.zeros(size, dtype=torch.int64),
+        positions_S=torch.arange(size),
+        targets_S=torch.zeros(size, dtype=torch.int64),
+        loss_mask_S=torch.tensor(mask),
+        sequence_index_S=torch.zeros(size, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, size], dtype=torch.int32),
+        max_seqlen=size,
+        sample_indices=(0,),
+        **{
+            n: None if c is None else torch.tensor(c, dtype=torch.float64)
+            for n, c in columns.items()
+        },
+    )
+
+
+@pytest.mark.parametrize("has_old", [True, False])
+@pytest.mark.parametrize("has_reference", [True, False])
+def test_policy_loss_and_its_metrics_agree_with_a_loop(has_old, has_reference):
+    rng = np.random.default_rng(3)
+    size, denominator = 40, 13.0
+    logp, behaviour = -rng.random(size) * 3, -rng.random(size) * 3
+    mask = rng.random(size) < 0.6
+    old = np.where(mask, logp + rng.normal(size=size) * 0.4, 0)
+    reference = np.where(mask, logp + rng.normal(size=size) * 0.4, 0)
+    advantages = np.where(mask, rng.normal(size=size), 0)
+    entropy = rng.random(size)
+    loss = PolicyLoss(0.1, 0.3, 0.7 if has_reference else 0.0, "k2", 0.05, "test")
+    found = loss(
+        torch.from_numpy(logp),
+        torch.from_numpy(entropy),
+        micro_of(
+            mask.tolist(),
+            old_logp_S=old.tolist() if has_old else None,
+            reference_logp_S=reference.tolist() if has_reference else None,
+            behaviour_logp_S=np.where(mask, behaviour, 0).tolist(),
+            advantages_S=advantages.tolist(),
+        ),
+        denominator,
+    )
+    total = clipped = kl = entropies = gap = largest = 0.0
+    for t in np.flatnonzero(mask):
+        start = old[t] if has_old else logp[t]
+        ratio = math.exp(logp[t] - start)
+        plain = ratio * advantages[t]
+        bounded = min(max(ratio, 0.9), 1.3) * advantages[t]
+        total -= min(plain, bounded)
+        total -= 0.05 * entropy[t]
+        if has_reference:
+            total += 0.7 * (reference[t] - logp[t]) ** 2 / 2
+            kl += math.exp(reference[t] - logp[t]) - 1 - (reference[t] - logp[t])
+        else:
+            kl += math.exp(logp[t] - start) - 1 - (logp[t] - start)
+        clipped += bounded < plain
+        entropies += entropy[t]
+        gap += abs(behaviour[t] - start)
+        largest = max(largest, abs(behaviour[t] - start))
+    assert clipped > 0 or not has_old
+    # The micro-batch's columns went through lists of float64: nothing is rounded but sums.
+    assert found.loss.item() == pytest.approx(total / denominator, rel=1e-12)
+    assert {n: float(v) for n, v in found.metrics.items()} == pytest.approx(
+        {
+            "policy/clip_fraction": clipped,
+            "policy/entropy": entropies,
+            "policy/kl": kl,
+            "mismatch/logprob_diff_mean": gap,
+            "mismatch/logprob_diff_max": largest,
+        },
+        rel=1e-12,
+        abs=1e-12,
+    )
+
+
+def test_only_k1_has_no_gradient_on_average_as_a_loss():
+    logits = torch.randn(6, dtype=torch.float64, generator=torch.manual_seed(1)).requires_grad_()
+    q = torch.randn(6, dtype=torch.float64).log_softmax(0)
+    gradients = {}
+    for estimator in ("k1", "k2", "k3"):
+        logp = logits.log_softmax(0)
+        mean = (logp.detach().exp() * kl_estimate(logp, q, estimator)).sum()
+        (gradients[estimator],) = torch.autograd.grad(mean, logits)
+    assert gradients["k1"].abs().max() < 1e-12
+    assert gradients["k2"].abs().max() > 1e-2 and gradients["k3"].abs().max() > 1e-2

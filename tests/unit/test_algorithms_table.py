@@ -1,0 +1,89 @@
+"""Finding an algorithm by name or dotted path, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hybridrl.algorithms import ALGORITHMS, make_algorithm
+from hybridrl.algorithms.base import CriticAlgorithm, Needs
+from hybridrl.config.algorithm import ALGORITHM_NAMES
+from hybridrl.config.schema import CustomAlgorithmConfig, GrpoConfig, PpoConfig, SftConfig
+from hybridrl.errors import UserError
+
+MODULE = """
+from hybridrl.algorithms.base import Needs
+
+class Mine:
+    name = "mine"
+    needs = Needs()
+    def __init__(self, scale=1.0):
+        self.scale = scale
+    def advantages(self, batch): return batch
+    def denominator(self, batch): return 1.0
+    def loss(self, logp_S, entropy_S, micro, denominator): return None
+
+class Lossless:
+    name = "lossless"
+    needs = Needs(values=True)
+    def advantages(self, batch): return batch
+    def denominator(self, batch): return 1.0
+"""
+
+
+@pytest.fixture
+def own_package(tmp_path, monkeypatch):
+    (tmp_path / "own_algorithms.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_the_table_holds_the_names_of_the_schema():
+    assert sorted(ALGORITHMS) == sorted(ALGORITHM_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("config", "needs"),
+    [
+        (SftConfig(), Needs(rollouts=False)),
+        (GrpoConfig(), Needs()),
+        (GrpoConfig(kl_coef=0.1), Needs(reference=True)),
+        (GrpoConfig(kl_coef=0.1, kl_in="reward"), Needs(reference=True, old_logps=True)),
+        (PpoConfig(), Needs(values=True)),
+        (PpoConfig(kl_coef=0.1, kl_in="loss"), Needs(values=True, reference=True)),
+        (PpoConfig(kl_coef=0.1), Needs(values=True, reference=True, old_logps=True)),
+    ],
+)
+def test_an_algorithm_needs_no_more_than_its_settings_use(config, needs):
+    algorithm = make_algorithm(config)
+    assert algorithm.needs == needs
+    assert algorithm.name == config.name
+    assert isinstance(algorithm, CriticAlgorithm) == needs.values
+
+
+def test_a_dotted_path_gets_its_options(own_package):
+    config = CustomAlgorithmConfig(name="own_algorithms:Mine", options={"scale": 3.0})
+    assert make_algorithm(config).scale == 3.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("no_such_module:Mine", {}, "no_such_module"),
+        ("own_algorithms:Other", {}, "Other"),
+        ("own_algorithms:Mine", {"scales": 1}, "scales"),
+        ("own_algorithms:Lossless", {}, "It has no loss, value_loss"),
+    ],
+)
+def test_a_dotted_path_that_gives_no_algorithm_is_an_error(own_package, name, options, reason):
+    with pytest.raises(UserError, match=reason) as caught:
+        make_algorithm(CustomAlgorithmConfig(name=name, options=options))
+    assert caught.value.name == "algorithm.name"
+    assert caught.value.value == name
+
+
+def test_the_table_imports_no_torch():
+    code = "import sys, hybridrl.algorithms; assert 'torch' not in sys.modules"
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -1,0 +1,269 @@
+"""HF directories of transformers into the shards of every rank and back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from hybridrl.errors import CheckpointError
+from hybridrl.hybrid_engine.export import export_hf
+from hybridrl.hybrid_engine.plan import Plan, plan_reshard
+from hybridrl.models import hf
+from hybridrl.models.boxes import volume
+from hybridrl.models.family import resolve_family
+from hybridrl.models.hf import HfCheckpoint, HfWriter, allocate, box_view, load_hf, read_config
+from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes, megatron_layout
+from hybridrl.parallel.layout import TrainLayout
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "head_dim": 16,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3_ROPE)),
+    "llama_tied_biases": LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "qwen2": Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}),
+    "qwen3": Qwen3Config(**SIZES),
+    "qwen3_tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
+}
+LAYOUTS = (
+    TrainLayout(1),
+    TrainLayout(4, tp=2, pp=2),
+    TrainLayout(4, tp=4),  # more ranks than key-value heads
+    TrainLayout(4, pp=2, vpp=2, order="pp-tp-cp-ep-dp"),
+)
+
+
+def _save(name: str, folder: Path, **options: Any) -> PreTrainedModel:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def _execute(plan: Plan, sources: list[dict[str, Tensor]], dests: list[dict[str, Tensor]]) -> None:
+    for ops in plan.ops:
+        for op in ops:
+            source = box_view(sources[op.source_rank][op.source], op.source_box)
+            box_view(dests[op.dest_rank][op.dest], op.dest_box).copy_(source)
+
+
+def _load_all_ranks(
+    folder: Path, layout: TrainLayout, dtype: torch.dtype = torch.float32
+) -> tuple[list[RankLayout], list[dict[str, Tensor]], dict[str, tuple[int, ...]]]:
+    hf_config = read_config(folder)
+    family = resolve_family(None, hf_config)
+    shape = family.shape(hf_config)
+    shapes = hf_shapes(family, shape)
+    layouts = [megatron_layout(family, shape, layout, r) for r in range(layout.world_size)]
+    shards = [allocate(one, dtype) for one in layouts]
+    for one, tensors in zip(layouts, shards, strict=True):
+        for tensor in tensors.values():
+            tensor.fill_(float("nan"))
+        assert load_hf(folder, one, tensors, shapes) == frozenset()
+        assert not any(tensor.isnan().any() for tensor in tensors.values())
+    return layouts, shards, shapes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
+def test_hf_round_trip_is_bitwise_in_every_layout(
+    name: str, max_shard_size: str, tmp_path: Path
+) -> None:
+    model = _save(name, tmp_path / "in", max_shard_size=max_shard_size)
+    is_sharded = (tmp_path / "in" / "model.safetensors.index.json").exists()
+    assert is_sharded == (max_shard_size == "40KB")
+    wanted = {n: p.detach() for n, p in model.named_parameters()}
+    for layout in LAYOUTS:
+        layouts, shards, shapes = _load_all_ranks(tmp_path / "in", layout)
+        targets = [hf_layout(shapes), *[RankLayout((), {})] * (layout.world_size - 1)]
+        back = allocate(targets[0], torch.float32)
+        plan = plan_reshard(layouts, targets, itemsize=4)
+        _execute(plan, shards, [back, *[{} for _ in targets[1:]]])
+        assert back.keys() == wanted.keys()
+        for key, tensor in wanted.items():
+            assert torch.equal(back[key], tensor), (layout, key)
+    out = tmp_path / "out"
+    with HfWriter(
+        out, shapes, torch.float32, read_config(tmp_path / "in"), max_shard_bytes=40_000
+    ) as writer:
+        for key in reversed(shapes):  # any order will do
+            writer.write(key, back[key])
+    again = AutoModelForCausalLM.from_pretrained(out)
+    assert type(again) is type(model)
+    assert again.config.to_dict() == model.config.to_dict() | {
+        "_name_or_path": again.config.to_dict()["_name_or_path"]
+    }
+    for (key, tensor), (_, found) in zip(
+        model.state_dict().items(), again.state_dict().items(), strict=True
+    ):
+        assert torch.equal(tensor, found), key
+
+
+def test_hf_load_casts_and_zeroes_padding(tmp_path: Path) -> None:
+    model = _save("qwen3", tmp_path)
+    layouts, shards, _ = _load_all_ranks(tmp_path, TrainLayout(2, tp=2), torch.bfloat16)
+    embedding = torch.cat([shard["0/embedding.word_embeddings.weight"] for shard in shards])
+    assert torch.equal(embedding[:131], model.model.embed_tokens.weight.to(torch.bfloat16))
+    assert embedding.shape[0] == 256
+    assert not embedding[131:].any()
+
+
+def test_hf_load_reads_slices_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of TP4 reads a quarter of each cut tensor, never the whole."""
+    _save("qwen3", tmp_path)
+    read: list[int] = []
+
+    class Slice:
+        def __init__(self, part: Any) -> None:
+            self._part = part
+            self.get_shape, self.get_dtype = part.get_shape, part.get_dtype
+
+        def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+            found: Tensor = self._part[index]
+            read.append(found.numel())
+            return found
+
+    class File:
+        """A safe_open that can give slices alone and notes their sizes."""
+
+        def __init__(self, file: Path, framework: str) -> None:
+            self._file = safe_open(file, framework)
+
+        def __enter__(self) -> File:
+            self._open = self._file.__enter__()
+            self.keys = self._open.keys
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._file.__exit__(*error)
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self._open.get_slice(name))
+
+    monkeypatch.setattr(hf, "safe_open", File)
+    layouts, shards, _ = _load_all_ranks(tmp_path, TrainLayout(4, tp=4))
+    assert max(read) <= max(tensor.numel() for tensor in shards[0].values())
+    assert sum(read) == sum(volume(region.hf_box) for one in layouts for region in one.regions)
+
+
+def test_hf_load_passes_over_inv_freq_and_a_tied_models_lm_head(tmp_path: Path) -> None:
+    model = _save("qwen3_tied", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = model.model.embed_tokens.weight.detach().clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, file, {"format": "pt"})
+    _load_all_ranks(tmp_path, TrainLayout(2, tp=2))
+
+
+def test_hf_load_of_a_critic_leaves_its_score(tmp_path: Path) -> None:
+    _save("qwen3", tmp_path)
+    hf_config = read_config(tmp_path)
+    family = resolve_family(None, hf_config)
+    shape = family.shape(hf_config)
+    layout = megatron_layout(family, shape, TrainLayout(1), 0, "value")
+    tensors = allocate(layout, torch.float32)
+    tensors["0/output_layer.weight"].fill_(7.0)
+    shapes = hf_shapes(family, shape, "value")
+    absent = load_hf(tmp_path, layout, tensors, shapes, missing_ok={"score.weight"})
+    assert absent == {"score.weight"}
+    assert (tensors["0/output_layer.weight"] == 7.0).all()
+    with pytest.raises(CheckpointError, match="score.weight"):
+        load_hf(tmp_path, layout, tensors, shapes)
+
+
+def test_hf_writer_copies_tokenizer_files_and_sets_the_dtype(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (source / name).write_text("{}")
+    (source / "model.safetensors").write_text("not copied")
+    config = {"model_type": "llama", "torch_dtype": "float32"}
+    with HfWriter(
+        tmp_path / "out", {"w": (2, 3)}, torch.bfloat16, config, side_files=source
+    ) as writer:
+        writer.write("w", torch.ones(2, 3))
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == {"model_type": "llama", "torch_dtype": "bfloat16"}
+    checkpoint = HfCheckpoint(tmp_path / "out")
+    assert (checkpoint.shapes, checkpoint.dtypes) == ({"w": (2, 3)}, {"w": torch.bfloat16})
+
+
+def test_hf_writer_leaves_nothing_when_it_fails(tmp_path: Path) -> None:
+    shapes = {"a": (2,), "b": (3,)}
+    with (
+        pytest.raises(KeyboardInterrupt),
+        HfWriter(tmp_path / "out", shapes, torch.float32, {}) as writer,
+    ):
+        writer.write("a", torch.ones(2))
+        raise KeyboardInterrupt
+    with (
+        pytest.raises(ValueError, match=r"never written: \['b'\]"),
+        HfWriter(tmp_path / "out", shapes, torch.float32, {}) as writer,
+    ):
+        writer.write("a", torch.ones(2))
+    with (
+        pytest.raises(ValueError, match="b: shape"),
+        HfWriter(tmp_path / "out", shapes, torch.float32, {}) as writer,
+    ):
+        writer.write("b", torch.ones(2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hf_writer_refuses_a_directory_with_content(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(CheckpointError, match="new or empty directory"):
+        HfWriter(tmp_path, {"a": (2,)}, torch.float32, {})
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_export_of_one_process_needs_no_process_group(tmp_path: Path) -> None:
+    model = _save("qwen2", tmp_path / "in")
+    layouts, shards, shapes = _load_all_ranks(tmp_path / "in", TrainLayout(1))
+    config = read_config(tmp_path / "in")
+    export_hf(tmp_path / "out", layouts, shards[0], shapes, torch.float32, config, rank=0)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key

@@ -1,0 +1,165 @@
+"""The planner against references that know nothing of regions, over many random layouts."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from weight_cases import minimum_receive_elements, random_case, run_plan
+
+from hybridrl.hybrid_engine.assign import assign
+from hybridrl.hybrid_engine.plan import PlanError, plan_reshard
+from hybridrl.hybrid_engine.proof import prove
+from hybridrl.models.boxes import volume
+from hybridrl.models.family import ModelShape, resolve_family
+from hybridrl.models.weights import (
+    RankLayout,
+    Region,
+    check_coverage,
+    fused_layout,
+    hf_layout,
+    hf_shapes,
+    megatron_layout,
+)
+from hybridrl.parallel.layout import TrainLayout
+
+NUM_CASES, NUM_BATCHES = 640, 16
+QWEN25_7B = ModelShape(
+    num_layers=28,
+    hidden_size=3584,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    ffn_size=18944,
+    vocab_size=152064,
+    qkv_bias=True,
+)
+
+
+@pytest.mark.parametrize("batch", range(NUM_BATCHES))
+def test_plan_gives_engines_the_slices_of_hf_tensors(batch: int) -> None:
+    """Bitwise equal tensors, fewest bytes received, proven, senders balanced."""
+    for seed in range(batch, NUM_CASES, NUM_BATCHES):
+        case = random_case(seed)
+        sources, targets = case.sources(), case.targets()
+        check_coverage(sources, hf_shapes(case.family, case.shape))
+        hf = case.weights()
+        trained = [case.trained(hf, rank) for rank in range(case.world)]
+        wanted = [case.generating(hf, rank) for rank in range(case.world)]
+        for rank in range(case.world):
+            shapes = {name: array.shape for name, array in trained[rank].items()}
+            assert shapes == sources[rank].shapes, (seed, rank)
+        plan = plan_reshard(sources, targets, itemsize=4)
+        prove(plan, sources, targets)
+        results = run_plan(plan, trained, targets)
+        for rank in range(case.world):
+            assert results[rank].keys() == wanted[rank].keys(), (seed, rank)
+            for name, array in wanted[rank].items():
+                assert np.array_equal(results[rank][name], array), (seed, rank, name)
+            minimum = 4 * minimum_receive_elements(hf, trained[rank], wanted[rank])
+            assert plan.receive_bytes[rank] <= minimum, (seed, rank)
+            total = sum(volume(region.local_box) for region in targets[rank].regions)
+            assert plan.local_bytes[rank] + plan.receive_bytes[rank] == 4 * total
+        assert sum(plan.send_bytes) == sum(plan.receive_bytes)
+        _check_balance(plan.send_bytes, sources, seed)
+
+
+def _check_balance(send_bytes: tuple[int, ...], sources: list[RankLayout], seed: int) -> None:
+    """Ranks that hold the same slices send the same, but for one slice."""
+    alike: dict[tuple[Region, ...], list[int]] = {}
+    for rank, layout in enumerate(sources):
+        alike.setdefault(layout.regions, []).append(rank)
+    for regions, ranks in alike.items():
+        loads = [send_bytes[rank] for rank in ranks]
+        largest = 4 * max(volume(region.local_box) for region in regions)
+        assert max(loads) - min(loads) <= largest, (seed, ranks, loads)
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout_tp"),
+    [
+        (TrainLayout(8, tp=4, pp=2), 1),
+        (TrainLayout(8, tp=8), 1),
+        (TrainLayout(8, tp=8), 4),
+        (TrainLayout(8, tp=2, pp=2), 4),
+        (TrainLayout(8, tp=2, pp=2, vpp=7, order="pp-tp-cp-ep-dp"), 2),
+        (TrainLayout(8, pp=4, cp=2), 2),
+    ],
+)
+def test_plan_of_a_7b_model_takes_under_a_second(train: TrainLayout, rollout_tp: int) -> None:
+    family = resolve_family("qwen2", {})
+    shape = QWEN25_7B
+    if train.tp == 8:  # 28 heads cannot be cut in 8; 32 heads and as many slices otherwise
+        shape = ModelShape(**{**shape.__dict__, "num_heads": 32})
+    sources = [megatron_layout(family, shape, train, rank) for rank in range(8)]
+    places = assign(train, rollout_tp).assignment
+    targets = [fused_layout(family, shape, rollout_tp, tp_rank) for _, tp_rank in places]
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        plan = plan_reshard(sources, targets, itemsize=2)
+        plan.hash()
+        seconds.append(time.perf_counter() - start)
+    prove(plan, sources, targets)
+    assert min(seconds) < 1.0
+
+
+def test_plan_is_the_same_when_made_again() -> None:
+    case = random_case(5, world=8)
+    plan = plan_reshard(case.sources(), case.targets(), itemsize=2)
+    again = plan_reshard(case.sources(), case.targets(), itemsize=2)
+    assert again == plan
+    assert again.hash() == plan.hash()
+    other = plan_reshard(case.sources(), case.targets(), itemsize=4)
+    assert other.hash() != plan.hash()
+
+
+def test_plan_copies_whole_tensors_where_layouts_agree() -> None:
+    family = resolve_family("qwen3", {})
+    shape = ModelShape(2, 16, 4, 2, 4, 32, 128, qk_norm=True)
+    source = [megatron_layout(family, shape, TrainLayout(1), 0)]
+    target = [fused_layout(family, shape, 1, 0)]
+    plan = plan_reshard(source, target, itemsize=2)
+    fc1 = [op for op in plan.ops[0] if op.dest.endswith("gate_up_proj.weight")]
+    assert [op.dest_box for op in fc1] == [((0, 64), (0, 16))] * 2
+    assert plan.receive_bytes == plan.send_bytes == plan.messages == (0,)
+
+
+def test_plan_shares_sending_among_data_parallel_owners() -> None:
+    family = resolve_family("llama", {})
+    shape = ModelShape(8, 16, 4, 2, 4, 32, 128)
+    train = TrainLayout(8, pp=2)  # every layer is held by 4 ranks and needed by 4 others
+    sources = [megatron_layout(family, shape, train, rank) for rank in range(8)]
+    plan = plan_reshard(sources, [hf_layout(hf_shapes(family, shape))] * 8, itemsize=2)
+    assert max(plan.messages) == 4
+    first_stage = plan.send_bytes[:4]
+    assert max(first_stage) - min(first_stage) <= 2 * 128 * 16
+
+
+def test_plan_names_what_no_rank_holds() -> None:
+    held = Region("w", ((0, 4), (0, 8)), "a", ((0, 4), (0, 8)))
+    source = RankLayout((held,), {"a": (4, 8)})
+    with pytest.raises(PlanError, match=r"w\[4:6, 0:8\] is needed, but no rank holds it"):
+        plan_reshard([source], [hf_layout({"w": (6, 8)})], itemsize=2)
+    with pytest.raises(PlanError, match=r"bias\[0:3\] is needed"):
+        plan_reshard([source], [hf_layout({"bias": (3,)})], itemsize=2)
+    with pytest.raises(PlanError, match="1 source layouts, but 2 target layouts"):
+        plan_reshard([source], [RankLayout((), {})] * 2, itemsize=2)
+
+
+def test_plan_joins_sources_that_overlap_in_part() -> None:
+    """Rows 0-5 on one rank and 3-8 on the other: the third rank gets each row once."""
+
+    def rows(start: int, stop: int) -> RankLayout:
+        region = Region("w", ((start, stop), (0, 2)), "part", ((0, stop - start), (0, 2)))
+        return RankLayout((region,), {"part": (stop - start, 2)})
+
+    sources = [rows(0, 5), rows(3, 8), RankLayout((), {})]
+    targets = [RankLayout((), {}), RankLayout((), {}), hf_layout({"w": (8, 2)})]
+    plan = plan_reshard(sources, targets, itemsize=1)
+    prove(plan, sources, targets)
+    full = np.arange(16, dtype=np.float32).reshape(8, 2)
+    arrays = [{"part": full[:5]}, {"part": full[3:]}, {}]
+    assert np.array_equal(run_plan(plan, arrays, targets)[2]["w"], full)
+    assert plan.receive_bytes == (0, 0, 16)

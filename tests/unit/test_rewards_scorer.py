@@ -1,0 +1,186 @@
+"""Scoring a batch: what a reward function is given, and every way in which it can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from batches import rollout_batch, rollouts
+
+from hybridrl.batch import BatchError
+from hybridrl.config.schema import RewardConfig
+from hybridrl.errors import DataError
+from hybridrl.rewards.base import Scorer
+
+SPECIAL = 49
+
+
+class Numbers:
+    """A tokenizer whose text is the tokens' numbers."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return " ".join(str(t) for t in token_ids if t != SPECIAL)
+
+
+def scorer(function=None, **config) -> Scorer:
+    return Scorer(RewardConfig(**config), Numbers(), function)
+
+
+def batched(function):
+    function.batched = True
+    return function
+
+
+def expected_texts() -> list[str]:
+    return [Numbers().decode(r.tokens, skip_special_tokens=True) for r in rollouts()]
+
+
+def test_a_reward_function_gets_prompt_response_and_columns_of_each_sample():
+    seen = []
+
+    def length(prompt, response, columns):
+        seen.append((prompt, response, columns["answer"]))
+        return len(seen) * 0.5
+
+    found = scorer(length).score(rollout_batch())
+    assert [s[0] for s in seen] == [f"prompt {i // 2}" for i in range(6)]
+    assert [s[1] for s in seen] == expected_texts()
+    assert [s[2] for s in seen] == [str(i // 2) for i in range(6)]
+    assert found.reward_B.tolist() == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    assert found.reward_B.dtype == torch.float32
+    assert {n: p.tolist() for n, p in found.reward_parts.items()} == {
+        "length": found.reward_B.tolist()
+    }
+
+
+def test_a_batched_reward_function_gets_all_samples_at_once():
+    calls = []
+
+    @batched
+    def lengths(prompts, responses, columns):
+        calls.append((prompts, responses, columns))
+        return np.arange(len(prompts))
+
+    found = scorer(lengths).score(rollout_batch())
+    assert found.reward_B.tolist() == [0, 1, 2, 3, 4, 5]
+    ((prompts, responses, columns),) = calls
+    assert (len(prompts), responses, len(columns)) == (6, expected_texts(), 6)
+
+
+@pytest.mark.parametrize(
+    "value", [1, 1.0, True, np.float64(1), np.ones(()), torch.tensor(1.0), torch.tensor(1)]
+)
+def test_any_single_number_is_a_reward(value):
+    assert scorer(lambda p, r, c: value).score(rollout_batch()).reward_B.tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[1.0] * 6, (1,) * 6, np.ones(6), torch.ones(6, dtype=torch.float64), [np.ones(())] * 6],
+)
+def test_any_row_of_numbers_is_a_batch_s_rewards(value):
+    found = scorer(batched(lambda p, r, c: value)).score(rollout_batch())
+    assert found.reward_B.tolist() == [1.0] * 6
+
+
+def check_message(error: BatchError, function, *parts: str) -> None:
+    line = function.__code__.co_firstlineno
+    start = f"reward {function.__name__!r} ({Path(__file__).name}:{line}) "
+    assert str(error).startswith(start), str(error)
+    for part in (*parts, "[reward_B]"):
+        assert part in str(error)
+
+
+SINGLE = {
+    "nan": (float("nan"), "returned nan for sample 0"),
+    "infinite": (np.inf, "returned inf"),
+    "none": (None, "returned a NoneType"),
+    "text": ("1.0", "returned a str"),
+    "array": (np.zeros(12), "returned shape (12,) for sample 0"),
+    "tensor": (torch.zeros(1), "returned shape (1,)"),
+    "complex": (1j, "returned a complex"),
+    "tuple": ((1.0, {}), "returned a tuple"),
+}
+
+
+@pytest.mark.parametrize("bad", SINGLE)
+def test_a_wrong_single_reward_names_function_line_and_sample(bad):
+    value, expected = SINGLE[bad]
+
+    def my_reward(prompt, response, columns):
+        return value
+
+    with pytest.raises(BatchError) as caught:
+        scorer(my_reward).score(rollout_batch())
+    check_message(caught.value, my_reward, expected, "expected a finite float")
+
+
+BATCHED = {
+    "two dimensions": (np.zeros((6, 12)), "returned shape (6, 12), expected (6,) floats"),
+    "too few": ([1.0] * 5, "returned shape (5,), expected (6,) floats"),
+    "one number": (1.0, "returned a float, expected (6,) floats"),
+    "a scalar tensor": (torch.tensor(1.0), "returned shape (), expected (6,) floats"),
+    "nan": ([0, 0, float("nan"), 0, 0, 0], "returned nan at index 2"),
+    "texts": (["1"] * 6, "returned a list of <U1"),
+    "none": ([None] * 6, "returned a list of object"),
+    "ragged": ([[1], [1, 2], [1], [1], [1], [1]], "returned rows of several shapes"),
+    "a mapping": ({"reward": 1.0}, "returned a dict"),
+}
+
+
+@pytest.mark.parametrize("bad", BATCHED)
+def test_wrong_batched_rewards_name_function_and_line(bad):
+    value, expected = BATCHED[bad]
+
+    @batched
+    def my_rewards(prompts, responses, columns):
+        return value
+
+    with pytest.raises(BatchError) as caught:
+        scorer(my_rewards).score(rollout_batch())
+    check_message(caught.value, my_rewards, expected)
+
+
+def test_an_error_in_a_reward_function_names_its_line_and_the_sample():
+    def my_reward(prompt, response, columns):
+        if prompt == "prompt 1":
+            raise ZeroDivisionError("no score")
+        return 1.0
+
+    with pytest.raises(BatchError) as caught:
+        scorer(my_reward).score(rollout_batch())
+    raised_at = f"{__file__}:{my_reward.__code__.co_firstlineno + 2}"
+    check_message(
+        caught.value, my_reward, f"raised ZeroDivisionError at {raised_at} on sample 2: no score"
+    )
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_reward_function_of_another_signature_is_an_error_not_a_crash():
+    def my_reward(prompt, response):
+        return 1.0
+
+    with pytest.raises(BatchError) as caught:
+        scorer(my_reward).score(rollout_batch())
+    check_message(caught.value, my_reward, "raised TypeError on sample 0", "positional arguments")
+
+
+def test_a_user_error_passes_through_as_it_is():
+    def my_reward(prompt, response, columns):
+        raise DataError("data.answer_key", "x", "y", "z")
+
+    with pytest.raises(DataError, match="data.answer_key"):
+        scorer(my_reward).score(rollout_batch())
+
+
+def test_exact_match_is_named_after_the_config():
+    found = scorer(extract=r"(\d+)$")
+    result = found.score(rollout_batch())
+    assert found.name == "exact_match"
+    for i, text in enumerate(expected_texts()):
+        last = text.split(" ")[-1]
+        assert result.reward_B[i] == float(last == str(i // 2))

@@ -1,0 +1,146 @@
+"""Families: HF configs read into sizes and Megatron keywords, and refusals that name the key."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from hybridrl.errors import ModelError
+from hybridrl.models.family import resolve_family
+from hybridrl.models.weights import hf_shapes
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES),
+        LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True),
+        LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+        Qwen2Config(**SIZES),
+        Qwen2Config(**SIZES, tie_word_embeddings=True),
+        Qwen3Config(**SIZES, head_dim=16),
+        Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    ],
+)
+def test_family_table_has_the_tensors_that_transformers_has(config: PreTrainedConfig) -> None:
+    model = AutoModelForCausalLM.from_config(config)
+    hf_config = {**config.to_dict(), "architectures": [type(model).__name__]}
+    family = resolve_family(None, hf_config)
+    assert family.name == config.model_type
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert hf_shapes(family, family.shape(hf_config)) == shapes
+
+
+def test_family_keywords_follow_the_config() -> None:
+    hf_config = Qwen3Config(**SIZES, head_dim=16, rms_norm_eps=1e-5).to_dict()
+    family = resolve_family("qwen3", hf_config)
+    keywords = family.transformer_config(hf_config)
+    assert keywords["kv_channels"] == 16
+    assert keywords["num_query_groups"] == 2
+    assert keywords["ffn_hidden_size"] == 48
+    assert keywords["layernorm_epsilon"] == 1e-5
+    assert (keywords["qk_layernorm"], keywords["add_qkv_bias"]) == (True, False)
+    qwen2 = resolve_family("qwen2", {}).transformer_config(Qwen2Config(**SIZES).to_dict())
+    assert (qwen2["qk_layernorm"], qwen2["add_qkv_bias"]) == (False, True)
+    assert qwen2["kv_channels"] == 8
+
+
+def test_family_reads_new_and_old_rope_keys() -> None:
+    family = resolve_family("llama", {})
+    old_rope = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+    new = family.model_keywords({**SIZES, "rope_parameters": LLAMA3_ROPE})
+    old = family.model_keywords({**SIZES, "rope_theta": 500000.0, "rope_scaling": old_rope})
+    assert new == old
+    assert new["rope_scaling"] is True
+    assert (new["rope_scaling_factor"], new["rotary_base"]) == (32.0, 500000.0)
+    plain = family.model_keywords({**SIZES, "rope_scaling": None})
+    assert (plain["rope_scaling"], plain["rotary_base"]) == (False, 10000.0)
+    written = LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3_ROPE)).to_dict()
+    assert family.model_keywords(written) == new
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "key"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
+        ("llama", {"rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 2.0}}, "low_freq_factor"),
+        (
+            "llama",
+            {"rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 4096}},
+            "original_max_position_embeddings",
+        ),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers"),
+        ("llama", {"vocab_size": None}, "vocab_size"),
+        ("llama", {"hidden_size": "32"}, "hidden_size"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_family_refuses_what_it_does_not_offer(name: str, change: dict[str, Any], key: str) -> None:
+    hf_config = {**SIZES, **change}
+    family = resolve_family(name, {})
+    with pytest.raises(ModelError, match=f"config.json: .*{key}"):
+        family.shape(hf_config)
+        family.model_keywords(hf_config)
+
+
+def test_family_is_chosen_by_architecture() -> None:
+    assert resolve_family(None, {"architectures": ["Qwen2ForCausalLM"]}).name == "qwen2"
+    assert resolve_family(None, {"model_type": "qwen3"}).name == "qwen3"
+    with pytest.raises(ModelError, match="GPT2LMHeadModel.*LlamaForCausalLM"):
+        resolve_family(None, {"architectures": ["GPT2LMHeadModel"], "model_type": "llama"})
+    with pytest.raises(ModelError, match="architectures: got none"):
+        resolve_family(None, {})
+    with pytest.raises(ModelError, match="'qwen3'"):
+        resolve_family("qwen33", {})
+    with pytest.raises(ModelError, match="describes Qwen3ForCausalLM"):
+        resolve_family("qwen3", {"architectures": ["LlamaForCausalLM"]})
+
+
+def test_family_is_loaded_from_a_users_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("my_models")
+    own = replace(resolve_family("qwen3", {}), name="own", architectures=("OwnForCausalLM",))
+    module.FAMILY, module.OTHER = own, 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_models", module)
+    assert resolve_family("my_models:FAMILY", {"architectures": ["OwnForCausalLM"]}) is own
+    with pytest.raises(ModelError, match="my_models:OTHER.*It is a int"):
+        resolve_family("my_models:OTHER", {})
+    with pytest.raises(ModelError, match="no attribute 'MISSING'"):
+        resolve_family("my_models:MISSING", {})
+    with pytest.raises(ModelError, match="No module named 'not_there'"):
+        resolve_family("not_there.models:FAMILY", {})

@@ -1,0 +1,276 @@
+"""The weight table: exact names and rectangles on small models, coverage both ways, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from weight_cases import megatron_reference
+
+from hybridrl.errors import ModelError
+from hybridrl.models.boxes import tiling_fault
+from hybridrl.models.family import ModelShape, Row, resolve_family
+from hybridrl.models.weights import (
+    RankLayout,
+    Region,
+    check_coverage,
+    check_layout,
+    check_tensors,
+    fused_layout,
+    hf_layout,
+    hf_shapes,
+    megatron_layout,
+)
+from hybridrl.parallel.layout import TrainLayout
+
+LLAMA = resolve_family("llama", {})
+SHAPE = ModelShape(4, 16, 8, 2, 4, 32, 100, qkv_bias=True, qk_norm=True)
+
+
+def _held(layout: RankLayout, local: str) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
+    """Returns (HF name, HF rows, local rows) of one local tensor."""
+    found = [region for region in layout.regions if region.local == local]
+    return [(region.hf, region.hf_box[0], region.local_box[0]) for region in found]
+
+
+def test_weights_interleave_qkv_per_key_value_head() -> None:
+    layout = megatron_layout(LLAMA, SHAPE, TrainLayout(1), 0)
+    attention = "model.layers.3.self_attn."
+    assert _held(layout, "0/decoder.layers.3.self_attention.linear_qkv.weight") == [
+        (f"{attention}q_proj.weight", (0, 16), (0, 16)),
+        (f"{attention}k_proj.weight", (0, 4), (16, 20)),
+        (f"{attention}v_proj.weight", (0, 4), (20, 24)),
+        (f"{attention}q_proj.weight", (16, 32), (24, 40)),
+        (f"{attention}k_proj.weight", (4, 8), (40, 44)),
+        (f"{attention}v_proj.weight", (4, 8), (44, 48)),
+    ]
+
+
+def test_weights_cut_inside_a_group_where_ranks_exceed_key_value_heads() -> None:
+    layout = megatron_layout(LLAMA, SHAPE, TrainLayout(8, tp=8), 3)  # rows 18 to 24 of 48
+    attention = "model.layers.0.self_attn."
+    assert _held(layout, "0/decoder.layers.0.self_attention.linear_qkv.bias") == [
+        (f"{attention}k_proj.bias", (2, 4), (0, 2)),
+        (f"{attention}v_proj.bias", (0, 4), (2, 6)),
+    ]
+
+
+def test_weights_place_layers_by_virtual_pipeline_chunk() -> None:
+    train = TrainLayout(2, pp=2, vpp=2)
+    first, last = (megatron_layout(LLAMA, SHAPE, train, rank) for rank in range(2))
+    norm = "decoder.layers.0.input_layernorm.weight"
+    assert _held(first, f"1/{norm}") == [
+        ("model.layers.2.input_layernorm.weight", (0, 16), (0, 16))
+    ]
+    assert _held(last, f"0/{norm}") == [("model.layers.1.input_layernorm.weight", (0, 16), (0, 16))]
+    assert "0/embedding.word_embeddings.weight" in first.shapes
+    assert {"1/decoder.final_layernorm.weight", "1/output_layer.weight"} <= last.shapes.keys()
+    assert not any("output_layer" in name for name in first.shapes)
+
+
+def test_weights_copy_tied_embeddings_to_the_last_stage() -> None:
+    tied = replace(SHAPE, tied_embeddings=True)
+    assert "lm_head.weight" not in hf_shapes(LLAMA, tied)
+    alone = megatron_layout(LLAMA, tied, TrainLayout(1), 0)
+    assert "0/output_layer.weight" not in alone.shapes
+    last = megatron_layout(LLAMA, tied, TrainLayout(4, tp=2, pp=2), 3)
+    held = _held(last, "0/output_layer.weight")
+    assert held == [("model.embed_tokens.weight", (64, 100), (0, 36))]
+    assert last.padding == (("0/output_layer.weight", ((36, 64), (0, 16))),)
+
+
+def test_weights_pad_vocabularies_alike_for_all_tensor_parallel_sizes() -> None:
+    assert {SHAPE.padded_vocab(tp) for tp in (1, 2, 4, 8, 64)} == {128}
+    assert SHAPE.padded_vocab(3) == 384
+    small = replace(SHAPE, vocab_size=5)
+    layout = megatron_layout(LLAMA, small, TrainLayout(8, tp=8), 7)  # holds padding only
+    name = "0/embedding.word_embeddings.weight"
+    assert (layout.shapes[name], _held(layout, name)) == ((16, 16), [])
+    assert (name, ((0, 16), (0, 16))) in layout.padding
+
+
+def test_weights_of_a_critic_end_in_a_score() -> None:
+    for tied in (False, True):
+        shape = replace(SHAPE, tied_embeddings=tied)
+        shapes = hf_shapes(LLAMA, shape, "value")
+        assert shapes["score.weight"] == (1, 16)
+        assert "lm_head.weight" not in shapes
+        train = TrainLayout(4, tp=2, pp=2)
+        layouts = [megatron_layout(LLAMA, shape, train, rank, "value") for rank in range(4)]
+        check_coverage(layouts, shapes)
+        assert layouts[3].shapes["0/output_layer.weight"] == (1, 16)
+        assert layouts[2].shapes["0/output_layer.weight"] == (1, 16)
+
+
+def test_weights_name_fused_norms_of_transformer_engine() -> None:
+    plain = megatron_layout(LLAMA, SHAPE, TrainLayout(1), 0)
+    te = megatron_layout(LLAMA, SHAPE, TrainLayout(1), 0, te=True)
+    layer = "0/decoder.layers.2."
+    assert set(plain.shapes) - set(te.shapes) >= {
+        f"{layer}input_layernorm.weight",
+        f"{layer}pre_mlp_layernorm.weight",
+    }
+    for name, norm in (
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm"),
+        ("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm"),
+    ):
+        assert _held(te, layer + name)[0][0] == f"model.layers.2.{norm}.weight"
+    check_coverage([te], hf_shapes(LLAMA, SHAPE))
+
+
+def test_weights_fuse_and_repeat_heads_as_vllm_does() -> None:
+    layout = fused_layout(LLAMA, SHAPE, tp=4, tp_rank=3)
+    attention = "model.layers.0.self_attn."
+    assert _held(layout, f"{attention}qkv_proj.weight") == [
+        (f"{attention}q_proj.weight", (24, 32), (0, 8)),
+        (f"{attention}k_proj.weight", (4, 8), (8, 12)),
+        (f"{attention}v_proj.weight", (4, 8), (12, 16)),
+    ]
+    assert _held(layout, "model.layers.0.mlp.gate_up_proj.weight") == [
+        ("model.layers.0.mlp.gate_proj.weight", (24, 32), (0, 8)),
+        ("model.layers.0.mlp.up_proj.weight", (24, 32), (8, 16)),
+    ]
+    assert layout.shapes["lm_head.weight"] == (32, 16)  # 100 tokens padded to 128
+    assert layout.shapes["model.layers.0.self_attn.o_proj.weight"] == (16, 8)
+    assert f"{attention}q_norm.weight" in layout.shapes
+
+
+@pytest.mark.parametrize(
+    ("shape", "train", "named"),
+    [
+        (SHAPE, TrainLayout(3, tp=3), "embed_tokens|q_proj"),
+        (replace(SHAPE, ffn_size=36), TrainLayout(8, tp=8), "gate_proj"),
+        (replace(SHAPE, num_kv_heads=3, num_heads=24), TrainLayout(2, tp=2), "q_proj.weight"),
+        (SHAPE, TrainLayout(3, pp=3), "train.pp"),
+        (replace(SHAPE, num_layers=6), TrainLayout(2, pp=2, vpp=2), "train.pp"),
+    ],
+)
+def test_weights_refuse_layouts_that_do_not_divide(
+    shape: ModelShape, train: TrainLayout, named: str
+) -> None:
+    with pytest.raises(ModelError, match=named):
+        megatron_layout(LLAMA, shape, train, 0)
+
+
+def test_weights_refuse_engine_layouts_that_do_not_divide() -> None:
+    with pytest.raises(ModelError, match="q_proj.weight: got 6"):
+        fused_layout(LLAMA, replace(SHAPE, num_heads=24, num_kv_heads=4, vocab_size=384), 6, 0)
+
+
+def test_weights_refuse_a_table_with_a_wrong_shape() -> None:
+    rows = list(LLAMA.rows(SHAPE))
+    index = next(i for i, row in enumerate(rows) if row.kind == "qkv")
+    rows[index] = replace(rows[index], shapes=((32, 16), (16, 16), (16, 16)))
+    family = replace(LLAMA, rows=lambda shape: tuple(rows))
+    with pytest.raises(ModelError, match="do not fit the heads"):
+        megatron_layout(family, SHAPE, TrainLayout(1), 0)
+
+
+def test_weights_coverage_names_what_is_unmapped_missing_or_doubled() -> None:
+    layouts = [megatron_layout(LLAMA, SHAPE, TrainLayout(2, tp=2), rank) for rank in range(2)]
+    shapes = hf_shapes(LLAMA, SHAPE)
+    check_coverage(layouts, shapes)
+    with pytest.raises(ModelError, match=r"extra.weight.*hole at \[0:3\]"):
+        check_coverage(layouts, {**shapes, "extra.weight": (3,)})
+    fewer = {name: shape for name, shape in shapes.items() if name != "model.norm.weight"}
+    with pytest.raises(ModelError, match="model.norm.weight.*not in the model"):
+        check_coverage(layouts, fewer)
+    with pytest.raises(ModelError, match=r"lm_head.weight.*hole at \[64:100"):
+        check_coverage(layouts[:1], {"lm_head.weight": (100, 16)} | shapes)
+    whole = ((0, 4),)
+    doubled = RankLayout(
+        (Region("a", whole, "x", whole), Region("b", whole, "x", whole)), {"x": (4,)}
+    )
+    with pytest.raises(ModelError, match=r"weight table: x: got overlap at \[0:4\]"):
+        check_layout(doubled)
+    with pytest.raises(ModelError, match=r"x: got hole at \[4:6\]"):
+        check_layout(RankLayout(doubled.regions[:1], {"x": (6,)}))
+    with pytest.raises(ModelError, match=r"a\[0:4\] at \[0:3\]"):
+        check_layout(RankLayout((Region("a", whole, "x", ((0, 3),)),), {"x": (3,)}))
+
+
+def test_weights_name_parameters_that_are_unmapped_missing_or_misshaped() -> None:
+    layout = megatron_layout(LLAMA, SHAPE, TrainLayout(1), 0)
+    check_tensors(layout, layout.shapes)
+    adapter = {**layout.shapes, "0/decoder.layers.0.adapter.weight": (3, 3)}
+    with pytest.raises(ModelError, match=r"layers.0.adapter.weight: got shape \(3, 3\).* none"):
+        check_tensors(layout, adapter)
+    fewer = dict(layout.shapes)
+    fewer.pop("0/output_layer.weight")
+    with pytest.raises(ModelError, match="0/output_layer.weight: got shape none"):
+        check_tensors(layout, fewer)
+    with pytest.raises(ModelError, match=r"0/output_layer.weight: got shape \(100, 16\)"):
+        check_tensors(layout, {**layout.shapes, "0/output_layer.weight": (100, 16)})
+
+
+def test_weights_of_a_row_of_the_users_own() -> None:
+    """A family adds a column-parallel adapter; import and export cover it like any other row."""
+    adapter = Row(
+        "decoder.layers.{L}.adapter.weight",
+        ("model.layers.{L}.adapter.weight",),
+        ((8, 16),),
+        "column",
+    )
+    family = replace(LLAMA, rows=lambda shape: (*LLAMA.rows(shape), adapter))
+    train = TrainLayout(4, tp=2, pp=2)
+    layouts = [megatron_layout(family, SHAPE, train, rank) for rank in range(4)]
+    check_coverage(layouts, hf_shapes(family, SHAPE))
+    assert _held(layouts[3], "0/decoder.layers.1.adapter.weight") == [
+        ("model.layers.3.adapter.weight", (4, 8), (0, 4))
+    ]
+
+
+def test_weights_match_the_reference_where_megatron_cuts_a_head() -> None:
+    shape = replace(SHAPE, num_heads=8, num_kv_heads=1, head_dim=2, qk_norm=False)
+    train = TrainLayout(4, tp=4)  # 10 heads of 2 rows: 5 rows a rank, half of a head among them
+    hf = {
+        name: np.arange(np.prod(size), dtype=np.float32).reshape(size)
+        for name, size in hf_shapes(LLAMA, shape).items()
+    }
+    name = "0/decoder.layers.0.self_attention.linear_qkv.weight"
+    for rank in range(4):
+        layout = megatron_layout(LLAMA, shape, train, rank)
+        wanted = megatron_reference(hf, shape, train, rank)[name]
+        built = np.empty(layout.shapes[name], np.float32)
+        for region in layout.regions:
+            if region.local == name:
+                rows = slice(*region.local_box[0])
+                built[rows] = hf[region.hf][slice(*region.hf_box[0])]
+        assert np.array_equal(built, wanted)
+
+
+def test_tiling_fault_finds_the_first_fault() -> None:
+    assert tiling_fault([((0, 2), (0, 3)), ((2, 4), (0, 3))], (4, 3)) is None
+    assert tiling_fault([((0, 2), (0, 3)), ((2, 4), (1, 3))], (4, 3)) == ("hole", ((2, 4), (0, 1)))
+    assert tiling_fault([((0, 3), (0, 3)), ((2, 4), (0, 3))], (4, 3)) == (
+        "overlap",
+        ((2, 3), (0, 3)),
+    )
+    assert tiling_fault([((0, 5), (0, 3))], (4, 3)) == ("outside", ((0, 5), (0, 3)))
+    assert tiling_fault([((2, 2), (0, 3))], (4, 3)) == ("outside", ((2, 2), (0, 3)))
+    assert tiling_fault([((0, 4),)], (4, 3)) == ("outside", ((0, 4),))
+    assert tiling_fault([], (4,)) == ("hole", ((0, 4),))
+
+
+def test_hf_layout_is_the_identity() -> None:
+    layout = hf_layout(hf_shapes(LLAMA, SHAPE))
+    assert all((r.hf, r.hf_box) == (r.local, r.local_box) for r in layout.regions)
+    check_coverage([layout], hf_shapes(LLAMA, SHAPE))
+
+
+def test_planning_imports_no_torch() -> None:
+    modules = [
+        "hybridrl.models.weights",
+        "hybridrl.models.family",
+        "hybridrl.models.families.qwen3",
+        "hybridrl.models.directory",
+        "hybridrl.hybrid_engine.plan",
+        "hybridrl.hybrid_engine.proof",
+        "hybridrl.hybrid_engine.assign",
+        "hybridrl.hybrid_engine.chunks",
+    ]
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
