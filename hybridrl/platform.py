@@ -134,7 +134,7 @@ class _CudaLiteralsOnCpu(TorchFunctionMode):
 
 
 class _TorchOnCpu(ModuleType):
-    """Stands for `torch` in one module of Megatron: tensor factories ignore CUDA and pinned memory."""
+    """Stands for `torch` in one module of Megatron: factories ignore CUDA and pinned memory."""
 
     def __init__(self) -> None:
         super().__init__("torch")

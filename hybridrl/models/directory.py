@@ -26,8 +26,12 @@ SIDE_FILES = (
 )
 
 
-def find_directory(path: str | Path) -> Path:
+def find_directory(path: str | Path, key: str = "model.path") -> Path:
     """Returns the local folder of a model: `path` itself, or the hub's snapshot of that name.
+
+    Args:
+        path: folder or hub name.
+        key: what errors call it.
 
     Raises:
         CheckpointError: there is no such folder, and the hub has, or gives, no such model.
@@ -38,7 +42,7 @@ def find_directory(path: str | Path) -> Path:
     name = str(path)
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
     if not is_hub_name:
-        raise CheckpointError("model.path", name, "an existing HF directory", "Check the path.")
+        raise CheckpointError(key, name, "an existing HF directory", "Check the path.")
     import huggingface_hub
 
     try:
@@ -48,7 +52,7 @@ def find_directory(path: str | Path) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            "model.path",
+            key,
             name,
             "an existing HF directory or a model on the hub",
             f"There is no such folder, and the hub said: {reason}",

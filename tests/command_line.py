@@ -1,0 +1,54 @@
+"""Runs hybridrl's command line as a user does, in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = ROOT / "examples" / "quickstart"
+
+
+def start(
+    arguments: Sequence[str | Path], extra: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Starts a command in the project's root; stdout and stderr come as one text."""
+    paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        **(extra or {}),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "hybridrl.cli.main", *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def run(*arguments: str | Path, timeout_s: float = 240, expect: int = 0) -> str:
+    """Runs a command to its end, checks its exit code and returns what it printed."""
+    process = start(arguments)
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    assert process.returncode == expect, f"exit {process.returncode}:\n{output[-4000:]}"
+    return output
+
+
+def exported_weights(run_folder: Path, target: Path) -> dict[str, Tensor]:
+    """Returns the policy's weights of a run's newest checkpoint, through `hybridrl convert`."""
+    run("convert", run_folder, target, "--to", "hf")
+    return load_file(target / "model.safetensors")

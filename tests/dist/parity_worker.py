@@ -1,0 +1,193 @@
+"""One rank of the parity test: log-probabilities and gradients of a layout, in HF coordinates.
+
+    parity_worker.py reference FOLDER FAMILIES           one process; checked against transformers
+    parity_worker.py compare FOLDER FAMILIES LAYOUT...   every layout, "tp,pp,cp,vpp,order"
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from safetensors.torch import load_file, save_file
+
+from hybridrl.batch import Producer, Prompt, TrainBatch
+from hybridrl.config.schema import TrainConfig
+from hybridrl.models.family import resolve_family
+from hybridrl.models.hf import load_hf
+from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.groups import World, start_process_group
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.platform import Platform
+from hybridrl.trainer.model import ModelSource, ParallelModel
+
+LENGTHS = [(3, 9), (5, 2), (2, 17), (7, 7), (1, 30), (4, 1), (6, 12), (3, 3)]
+# A user's own families, which no architecture name leads to.
+FAMILY_KEYS = {"olmo": "olmo_family:FAMILY"}
+GRADIENT_TOLERANCE = 2e-6  # of the largest gradient; fp32 sums in another order, nothing else
+
+
+def sample_batch(vocab: int) -> TrainBatch:
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
+
+    prompts = [Prompt(i, "", draw(p), {}, draw(r)) for i, (p, r) in enumerate(LENGTHS)]
+    return TrainBatch.supervised(prompts, Producer.here("the parity test"))
+
+
+def objective(output, micro):
+    """A loss that reaches log-probability and entropy with a weight of its own at every position."""
+    weight = (micro.positions_S % 5 - 1.5).to(output.logp_S.dtype) * micro.loss_mask_S
+    loss = (weight * output.logp_S).sum() + 0.3 * (output.entropy_S * micro.loss_mask_S).sum()
+    return loss / 100, None
+
+
+def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns for every HF tensor this rank's reduced gradients and the mask of where it holds them."""
+    shapes = hf_shapes(model.source.family, model.source.shape)
+    found = {n: (torch.zeros(s), torch.zeros(s, dtype=torch.bool)) for n, s in shapes.items()}
+    local = {}
+    for index, chunk in enumerate(model.chunks):
+        for name, parameter in chunk.named_parameters():
+            held = torch.zeros(parameter.numel(), dtype=torch.bool)
+            for optimizer in model.optimizer.chained_optimizers:
+                if parameter in optimizer.model_param_gbuf_map:
+                    span = optimizer._get_model_param_range_map(parameter)["param"]
+                    held[span.start : span.end] = True
+            local[f"{index}/{name}"] = (parameter.main_grad.float(), held.view(parameter.shape))
+    for region in model.layout().regions:
+        gradient, held = local[region.local]
+        inner = tuple(slice(a, b) for a, b in region.local_box)
+        outer = tuple(slice(a, b) for a, b in region.hf_box)
+        target = found[region.hf][0][outer]
+        mask = held[inner].view(target.shape)
+        target[mask] = gradient[inner].view(target.shape)[mask]
+        found[region.hf][1][outer] |= mask
+    return found
+
+
+def logits_of(model: ParallelModel, works) -> list[torch.Tensor]:
+    """Returns the logits of each micro-batch in one process, from the decoder's own output."""
+    found: list[torch.Tensor] = []
+    hook = model.chunks[0].decoder.register_forward_hook(lambda _, __, out: found.append(out[:, 0]))
+    model.forward_all(works)
+    hook.remove()
+    tied = model.source.shape.tied_embeddings
+    name = "0/embedding.word_embeddings.weight" if tied else "0/output_layer.weight"
+    head = model.weights()[name][: model.source.shape.vocab_size]
+    return [hidden @ head.T for hidden in found]
+
+
+def check_against_transformers(folder: Path, model, batch, works, logp_T, gradients) -> None:
+    """Compares logits, log-probabilities and gradients with the HF model's own, one sample at a time."""
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits = logits_of(model, works)
+    loss, worst = torch.zeros(()), 0.0
+    expected_T = torch.zeros(batch.num_tokens)
+    offsets = batch.offsets.tolist()
+    for work, found in zip(works, logits, strict=True):
+        starts = work.whole.cu_seqlens.tolist()
+        for index, sample in enumerate(work.whole.sample_indices):
+            prompt, response = LENGTHS[sample]
+            tokens = batch.tokens_T[offsets[sample] : offsets[sample + 1]]
+            full = oracle(tokens[None]).logits[0]
+            ours = found[starts[index] : starts[index] + prompt + response]
+            worst = max(worst, float((full - ours).abs().max()))
+            log_p = full.log_softmax(-1)
+            position = torch.arange(prompt - 1, prompt + response - 1)
+            logp = log_p[position, tokens[position + 1]]
+            entropy = -(log_p.exp() * log_p).sum(-1)[position]
+            expected_T[offsets[sample] + prompt : offsets[sample + 1]] = logp.detach()
+            loss = loss + (((position % 5) - 1.5) * logp + 0.3 * entropy).sum() / 100
+    loss.backward()
+    assert worst < 1e-4, f"logits differ from transformers by {worst}"
+    assert float((expected_T - logp_T).abs().max()) < 1e-5
+    largest = max(float(p.grad.abs().max()) for p in oracle.parameters())
+    for name, parameter in oracle.named_parameters():
+        difference = float((gradients[name][0] - parameter.grad).abs().max())
+        assert difference < 5e-6 * largest, f"{name}: gradient differs by {difference / largest}"
+    print(f"{folder.name}: logits within {worst:.1e} of transformers", flush=True)
+
+
+def run(folder: Path, family: str | None, layout: TrainLayout) -> tuple[dict, torch.Tensor, float]:
+    platform = Platform.detect()
+    world = World(layout, platform, 120)
+    platform.seed(1)
+    hf_config = json.loads((folder / "config.json").read_text())
+    resolved = resolve_family(family, hf_config)
+    source = ModelSource(resolved, hf_config, torch.float32, resolved.name, folder)
+    model = ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=48))
+    shapes = hf_shapes(source.family, source.shape)
+    load_hf(folder, model.layout(), model.weights(), shapes)
+    model.make_trainable(1e-3)
+    batch = sample_batch(hf_config["vocab_size"])
+    works = model.plan_work(batch)
+    outputs = model.forward_all(works)
+    logp_T = model.per_token(batch, works, [output.logp_S for output in outputs])
+    model.accumulate(works, objective)
+    gradients = gradients_in_hf_names(model)
+    if layout.world_size == 1:
+        masked_T = logp_T * batch.response_mask_T
+        check_against_transformers(folder, model, batch, works, masked_T, gradients)
+    norm = model.step(1e-3)
+    return gradients, logp_T * batch.response_mask_T, norm
+
+
+def main() -> None:
+    mode, root = sys.argv[1], Path(sys.argv[2])
+    families = sys.argv[3].split(",")
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, 120)
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    failures = []
+    for name in families:
+        folder, family = root / name, FAMILY_KEYS.get(name)
+        if mode == "reference":
+            gradients, logp_T, norm = run(folder, family, TrainLayout(1))
+            tensors = {n: g for n, (g, _) in gradients.items()}
+            tensors |= {"logp_T": logp_T, "norm": torch.tensor(norm)}
+            save_file(tensors, root / f"{name}.safetensors")
+            parallel_state.destroy_model_parallel()
+            continue
+        reference = load_file(root / f"{name}.safetensors")
+        largest = max(float(g.abs().max()) for n, g in reference.items() if n not in ("logp_T", "norm"))
+        for text in sys.argv[4:]:
+            tp, pp, cp, vpp, order = text.split(",")
+            layout = TrainLayout(size, int(tp), int(pp), int(cp), vpp=int(vpp), order=order)
+            gradients, logp_T, norm = run(folder, family, layout)
+            worst, where, covered = 0.0, "", 0
+            for tensor, (gradient, held) in gradients.items():
+                difference = ((gradient - reference[tensor]).abs() * held).max().item()
+                covered += int(held.sum())
+                if difference > worst:
+                    worst, where = difference, tensor
+            worst_logp = float((logp_T - reference["logp_T"]).abs().max())
+            print(
+                f"rank {rank} {name} {text}: gradient {worst / largest:.1e} of the largest ({where}), "
+                f"logp {worst_logp:.1e}, norm {norm - float(reference['norm']):.1e}, held {covered}",
+                flush=True,
+            )
+            norm_error = abs(norm / float(reference["norm"]) - 1)
+            if (
+                worst > GRADIENT_TOLERANCE * largest
+                or worst_logp > 1e-5
+                or norm_error > 1e-6
+                or not covered
+            ):
+                failures.append(f"{name} {text}")
+            parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    if failures:
+        sys.exit(f"rank {rank}: too far from one process: {failures}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""One rank of the reshard test: many layout pairs through real gloo, or NCCL, messages.
+
+reshard_worker.py FOLDER FIRST_SEED NUM_CASES
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from weight_cases import Arrays, Case, random_case
+
+from hybridrl.errors import CheckpointError
+from hybridrl.hybrid_engine import packed
+from hybridrl.hybrid_engine.engine import HybridEngine
+from hybridrl.hybrid_engine.export import export_hf
+from hybridrl.hybrid_engine.phases import Phase, PhaseError
+from hybridrl.hybrid_engine.plan import PlanError
+from hybridrl.models.family import ModelShape
+from hybridrl.models.weights import RankLayout, hf_shapes
+from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if HAS_GPU else torch.device("cpu")
+STAGING_BYTES = 6000  # small, so that there are many chunks and split rows
+
+
+class Engine:
+    """A WeightTarget of bare tensors that notes how it was called."""
+
+    def __init__(self, layout: RankLayout, dtype: torch.dtype) -> None:
+        self._layout = layout
+        self._tensors = {
+            n: torch.full(s, -1.0, dtype=dtype, device=DEVICE) for n, s in layout.shapes.items()
+        }
+        self.calls: list[str] = []
+
+    def layout(self) -> RankLayout:
+        return self._layout
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+    def begin_update(self) -> None:
+        self.calls.append("begin")
+
+    def finish_update(self, version: int) -> None:
+        self.calls.append(f"finish {version}")
+
+
+class MessageCount:
+    """Stands in for `dist.batch_isend_irecv` and counts an exchange's messages a peer and way."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self.sent_bytes = 0
+        self.exchanges = 0
+        self._exchange = dist.batch_isend_irecv
+
+    def __call__(self, transfers: list[dist.P2POp]) -> list[dist.Work]:
+        messages = Counter((transfer.op, transfer.peer) for transfer in transfers)
+        self.most = max(self.most, *messages.values())
+        self.exchanges += 1
+        sends = [transfer for transfer in transfers if transfer.op is dist.isend]
+        self.sent_bytes += sum(transfer.tensor.nbytes for transfer in sends)
+        return self._exchange(transfers)
+
+
+def tensors_of(arrays: Arrays, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.from_numpy(array.copy()).to(DEVICE, dtype) for name, array in arrays.items()
+    }
+
+
+def check_case(seed: int, rank: int, world: int) -> int:
+    """Runs one layout pair twice, with weights that change in between; returns the exchanges."""
+    case = random_case(seed, world)
+    hf = case.weights()
+    source_dtype, dest_dtype = [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ][seed % 4]
+    trained = tensors_of(case.trained(hf, rank), source_dtype)
+    engine = Engine(case.targets()[rank], dest_dtype)
+    hybrid = HybridEngine(case.sources(), trained, engine, staging_bytes=STAGING_BYTES)
+    packed.dist.batch_isend_irecv = count = MessageCount()
+    try:
+        for version, sign in ((None, 1), (7, -1)):
+            for tensor in trained.values():
+                tensor.mul_(sign)
+            stats = hybrid.to_rollout(version)
+            for name, wanted in tensors_of(case.generating(hf, rank), source_dtype).items():
+                values = torch.where(wanted == -1, wanted, sign * wanted).to(dest_dtype)
+                assert torch.equal(engine.tensors()[name], values), (seed, rank, name)
+            plan = hybrid.plan
+            assert stats.sent_bytes == plan.send_bytes[rank], seed
+            assert stats.received_bytes == plan.receive_bytes[rank], seed
+            assert stats.total_sent_bytes == stats.total_planned_bytes, seed
+            assert stats.total_received_bytes == stats.total_planned_bytes, seed
+            assert set(stats.metrics()) >= {"reshard/received_bytes", "reshard/gb_per_s"}
+    finally:
+        packed.dist.batch_isend_irecv = count._exchange
+    assert count.sent_bytes == 2 * plan.send_bytes[rank]
+    assert count.most <= 1, (seed, count.most)
+    assert engine.calls == ["begin", "finish 0", "begin", "finish 7"]
+    traffic = hybrid._transport.run()
+    assert traffic.staging_bytes <= STAGING_BYTES, (seed, traffic)
+    return traffic.num_chunks
+
+
+def check_export(folder: Path, rank: int, world: int) -> None:
+    """Shards become an HF directory; a directory that exists is refused on every rank alike."""
+    case = random_case(11, world)
+    shapes = hf_shapes(case.family, case.shape)
+    hf = case.weights()
+    trained = tensors_of(case.trained(hf, rank), torch.float32)
+    config = {"model_type": "llama", "dtype": "bfloat16"}
+    for attempt in range(2):
+        try:
+            export_hf(
+                folder / "export", case.sources(), trained, shapes, torch.float32, config, rank=rank
+            )
+        except CheckpointError as error:
+            assert attempt == 1 and "new or empty directory" in str(error)
+        else:
+            assert attempt == 0
+    found = load_file(folder / "export" / "model.safetensors")
+    assert found.keys() == hf.keys()
+    for name, array in hf.items():
+        assert np.array_equal(found[name].numpy(), array), name
+
+
+def check_refusals(rank: int, world: int) -> None:
+    """What is wrong on one rank is an error on all, and names it."""
+    shape = ModelShape(4, 16, 8, 2, 4, 32, 100)
+    case = Case(shape, TrainLayout(world, tp=world), RolloutLayout.consecutive(world, 1), "hf")
+    trained = tensors_of(case.trained(case.weights(), rank), torch.float32)
+
+    def refused(layouts: list[RankLayout], tensors: dict[str, torch.Tensor], match: str) -> None:
+        engine = Engine(case.targets()[rank], torch.float32)
+        try:
+            HybridEngine(layouts, tensors, engine, staging_bytes=STAGING_BYTES)
+        except PlanError as error:
+            assert match in str(error), error
+        else:
+            raise AssertionError(f"not refused: {match}")
+
+    layouts = case.sources()
+    last = world - 1
+    if rank == last:  # believes that the first two ranks hold each other's slices
+        layouts = [layouts[1], layouts[0], *layouts[2:]]
+    refused(layouts, trained, f"ranks [{last}] made another plan than rank 0")
+    fewer = dict(trained)
+    if rank == last:
+        fewer.pop("0/decoder.layers.0.mlp.linear_fc2.weight")
+    refused(case.sources(), fewer, f"rank {last}: parameter 0/decoder.layers.0.mlp.linear_fc2")
+
+
+def check_phases(rank: int, world: int) -> None:
+    case = random_case(11, world)
+    trained = tensors_of(case.trained(case.weights(), rank), torch.float32)
+    engine = Engine(case.targets()[rank], torch.float32)
+    hybrid = HybridEngine(case.sources(), trained, engine, staging_bytes=STAGING_BYTES)
+    assert hybrid.phases.phase is Phase.TRAIN
+    hybrid.to_rollout()
+    assert hybrid.phases.phase is Phase.ROLLOUT
+    hybrid.to_train()
+    try:
+        hybrid.to_train()
+    except PhaseError as error:
+        assert "train already" in str(error)
+    else:
+        raise AssertionError("entered the training phase twice")
+
+
+def main() -> None:
+    folder, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+        dist.init_process_group("nccl", device_id=DEVICE)
+    else:
+        dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    exchanges = [check_case(seed, rank, world) for seed in range(first, first + count)]
+    assert max(exchanges) > 3, exchanges
+    check_export(folder, rank, world)
+    check_refusals(rank, world)
+    check_phases(rank, world)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Every parallel layout against one process, and one process against transformers.
+
+Random weights, fp32, packed sequences of unequal lengths; the checks are in parity_worker.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+from tiny_models import FAMILIES, save_tiny_models
+
+WORKER = str(Path(__file__).with_name("parity_worker.py"))
+NAMES = (*FAMILIES, "olmo")
+ORDER = "tp-cp-ep-dp-pp"
+# tp, pp, cp, vpp, order of the axes; what is left of the world is data parallel.
+TWO_RANKS = (f"2,1,1,1,{ORDER}", f"1,2,1,1,{ORDER}", f"1,1,2,1,{ORDER}", f"1,1,1,1,{ORDER}", f"1,2,1,2,{ORDER}")
+FOUR_RANKS = (
+    f"1,4,1,1,{ORDER}",
+    f"2,2,1,1,{ORDER}",
+    f"4,1,1,1,{ORDER}",
+    f"2,1,2,1,{ORDER}",
+    f"1,2,1,2,{ORDER}",
+    "2,2,1,1,pp-tp-cp-ep-dp",  # tensor-parallel groups {0,2} and {1,3}
+    "2,1,1,1,dp-tp-cp-ep-pp",
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_models(folder, NAMES)
+    run_ranks(1, WORKER, ["reference", str(folder), ",".join(NAMES)], timeout_s=200)
+    return folder
+
+
+@pytest.mark.dist
+def test_two_ranks_give_the_gradients_of_one_process(models: Path) -> None:
+    run_ranks(2, WORKER, ["compare", str(models), ",".join(NAMES), *TWO_RANKS], timeout_s=300)
+
+
+@pytest.mark.dist
+def test_four_ranks_give_the_gradients_of_one_process(models: Path) -> None:
+    run_ranks(4, WORKER, ["compare", str(models), ",".join(NAMES), *FOUR_RANKS], timeout_s=500)

@@ -1,0 +1,25 @@
+"""The packed transport and the export over real processes; the checks are in reshard_worker.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from launch import run_ranks
+
+WORKER = str(Path(__file__).with_name("reshard_worker.py"))
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the worker takes NCCL on GPU hosts")
+def test_reshard_over_gloo_equals_hf_slices_and_sends_what_is_planned(tmp_path: Path) -> None:
+    run_ranks(4, WORKER, [str(tmp_path), "0", "40"], timeout_s=300)
+
+
+@pytest.mark.dist
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_reshard_over_nccl_equals_hf_slices_and_sends_what_is_planned(tmp_path: Path) -> None:
+    world = min(4, torch.cuda.device_count())
+    run_ranks(world, WORKER, [str(tmp_path), "0", "40"], timeout_s=300)

@@ -1,0 +1,139 @@
+"""A run that is killed goes on as if nothing had happened; at another layout, as closely as sums go.
+
+Every run is the quickstart's model on few prompts, through the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from command_line import QUICKSTART, exported_weights, run, start
+
+MODEL = f"model.init={QUICKSTART / 'model'}"
+SMALL = (
+    "data.eval_prompts=null",
+    "steps.eval_every=0",
+    "log.tensorboard=false",
+    "checkpoint.every=5",
+)
+GRPO = (
+    QUICKSTART / "grpo.yaml",
+    "model.path=null",
+    MODEL,
+    "steps.prompts_per_step=8",
+    "steps.samples_per_prompt=4",
+    "steps.num_steps=20",
+    "reward.function=scripted_reward:digits",
+    "reward.extract=null",
+    "train.learning_rate=1e-3",
+    *SMALL,
+)
+SFT = (
+    QUICKSTART / "sft.yaml",
+    "steps.prompts_per_step=16",
+    "steps.num_steps=12",
+    "steps.stop_at_accuracy=null",
+    *SMALL,
+)
+
+
+def arguments(config: tuple[str | Path, ...], folder: Path, *more: str) -> list[str | Path]:
+    return ["train", *config, f"run.dir={folder}", *more]
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def kill_rank(launcher_pid: int, rank: int, phase_file: Path, step: int) -> str:
+    """Waits until the rank is in `step`, kills it with SIGKILL and returns the phase it was in."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        phase = phase_file.read_text().strip() if phase_file.exists() else ""
+        if phase.endswith(f"step {step}"):
+            break
+        time.sleep(0.005)
+    for child in psutil.Process(launcher_pid).children(recursive=True):
+        if child.environ().get("RANK") == str(rank):
+            os.kill(child.pid, signal.SIGKILL)
+            return phase
+    raise AssertionError(f"rank {rank} was not found")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    run(*arguments(GRPO, folder))
+    weights = exported_weights(folder / "quickstart-grpo", folder / "hf")
+    return folder / "quickstart-grpo", weights
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("rank", [0, 3])
+def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
+    rank: int, unbroken: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    reference, expected = unbroken
+    folder = tmp_path / "quickstart-grpo"
+    process = start(arguments(GRPO, tmp_path))
+    phase = kill_rank(process.pid, rank, folder / "logs" / f"rank_{rank}.phase", step=7)
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert time.monotonic() - killed < 30
+    assert f"rank {rank}" in output and socket.gethostname() in output
+    assert phase.split(",")[0] in output, f"{phase} is not in:\n{output[-1500:]}"
+    assert "Traceback" not in output.splitlines()[-1]
+
+    run(*arguments(GRPO, tmp_path))
+    found = exported_weights(folder, tmp_path / "hf")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [r["step"] for r in records(folder)] == list(range(1, 21))
+    for key in ("reward/mean", "policy/loss", "policy/grad_norm"):
+        assert [r[key] for r in records(folder)] == [r[key] for r in records(reference)]
+
+
+@pytest.mark.dist
+def test_sft_continues_under_another_layout_with_the_same_losses(tmp_path: Path) -> None:
+    run(*arguments(SFT, tmp_path))
+    folder = tmp_path / "quickstart-sft"
+    expected = records(folder)
+    for name, layout, world in (("dp", ("train.tp=1", "train.pp=1"), 2), ("pp", ("train.tp=1",), 4)):
+        copy = tmp_path / name / "quickstart-sft"
+        shutil.copytree(folder, copy)
+        for step in (10, 12):
+            shutil.rmtree(copy / "checkpoints" / f"step_{step}")
+        shutil.copytree(folder / "checkpoints" / "step_10", copy / "checkpoints" / "step_10")
+        run(*arguments(SFT, tmp_path / name, *layout), "--world", str(world))
+        found = records(copy)
+        assert [r["step"] for r in found] == [r["step"] for r in expected]
+        for ours, theirs in zip(found[10:], expected[10:], strict=True):
+            assert abs(ours["policy/loss"] - theirs["policy/loss"]) < 1e-4
+        assert found[10]["policy/loss"] != 0
+
+
+@pytest.mark.dist
+def test_grpo_on_scripted_rollouts_continues_with_the_same_gradient(tmp_path: Path) -> None:
+    scripted = ("rollout.engine=scripted", "steps.num_steps=6", "checkpoint.keep=9")
+    run(*arguments(GRPO, tmp_path, *scripted))
+    folder = tmp_path / "quickstart-grpo"
+    expected = records(folder)[5]["policy/grad_norm"]
+    assert expected > 1e-3
+    for name, layout, world in (("one", ("train.tp=1", "train.pp=1"), 1), ("pp", ("train.tp=1",), 4)):
+        copy = tmp_path / name / "quickstart-grpo"
+        shutil.copytree(folder, copy)
+        shutil.rmtree(copy / "checkpoints" / "step_6")
+        run(*arguments(GRPO, tmp_path / name, *scripted, *layout), "--world", str(world))
+        found = records(copy)[5]["policy/grad_norm"]
+        assert abs(found / expected - 1) < 1e-5
