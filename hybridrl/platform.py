@@ -11,6 +11,7 @@ it, by reason:
   it).
 * random numbers: Megatron's tracker works on the CPU generator.
 * missing transformer-engine / apex: two fixes that GPU hosts without them need as well.
+* checkpoints: saving starts no process that would import the user's script again; GPU hosts too.
 
 `torch.cuda.Stream` stays a class, because vLLM subclasses it.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -71,6 +73,7 @@ class Platform:
         else:
             torch.cuda.set_device(self.device)
         _fix_missing_transformer_engine()
+        _save_checkpoints_without_a_server()
 
     @contextlib.contextmanager
     def megatron_phase(self) -> Iterator[None]:
@@ -220,6 +223,18 @@ def _put_rng_tracker_on_cpu() -> None:
     # Activation recompute saves and restores "the CUDA state", which is the CPU state here.
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _save_checkpoints_without_a_server() -> None:
+    """megatron-core 0.16 passes the results of a save through a server process that it spawns, even
+    when the save is synchronous: a second of start-up a rank, and a user's script that does not
+    guard its main part runs anew inside it. A queue in this process does the same. An asynchronous
+    save, which writes from a process of its own, needs Megatron's queue back.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.SimpleQueue()
 
 
 def _fix_missing_transformer_engine() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,15 +27,18 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
+from hybridrl.checkpoint.folders import (
+    HF_FILES,
+    MANIFEST,
+    PARTIAL,
+    STATE,
+    newest_checkpoint,
+    read_state,
+    step_folders,
+)
 from hybridrl.errors import CheckpointError
 from hybridrl.models.directory import write_side_files
 from hybridrl.parallel.groups import World
-
-STEP_FOLDER = re.compile(r"step_(\d+)")
-PARTIAL = ".partial"
-MANIFEST = "manifest.json"
-STATE = "state.json"
-HF_FILES = "hf"
 
 
 class Saved(Protocol):
@@ -63,65 +65,6 @@ class ModelFiles:
     side_files: Path
 
 
-def step_folders(root: Path) -> dict[int, Path]:
-    """Returns the complete checkpoints under `root` by step, oldest first."""
-    if not root.is_dir():
-        return {}
-    found = ((STEP_FOLDER.fullmatch(path.name), path) for path in root.iterdir())
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Returns the checkpoint that `path` means: itself, or the newest of a run folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if (path / MANIFEST).is_file() or STEP_FOLDER.fullmatch(path.name):
-        return path
-    for root in (path, path / "checkpoints"):
-        folders = step_folders(root)
-        if folders:
-            return folders[max(folders)]
-    raise CheckpointError(
-        str(path),
-        "no checkpoint",
-        "a run folder or a checkpoints/step_N folder",
-        "Check the path, or train with checkpoint.every set.",
-    )
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """Checks that a checkpoint is whole and returns its `state.json`.
-
-    Raises:
-        CheckpointError: naming the file that is missing, cut short or unreadable.
-    """
-    remedy = f"Delete {folder} to go on from an older checkpoint."
-    manifest = _read_json(folder / MANIFEST, remedy)
-    for name, size in manifest.items():
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(str(file), "missing", f"a file of {size} bytes", remedy)
-        if file.stat().st_size != size:
-            raise CheckpointError(
-                str(file), f"{file.stat().st_size} bytes", f"{size} bytes, as written", remedy
-            )
-    return _read_json(folder / STATE, remedy)
-
-
-def _read_json(file: Path, remedy: str) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(str(file), "missing", "a JSON object", remedy) from None
-    except ValueError as error:
-        raise CheckpointError(str(file), str(error), "a JSON object", remedy) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(str(file), type(content).__name__, "a JSON object", remedy)
-    return content
-
-
 class CheckpointStore:
     """Saves and loads the checkpoints of one run.
 
@@ -136,8 +79,7 @@ class CheckpointStore:
 
     def newest(self) -> Path | None:
         """Returns the newest complete checkpoint, the same on all ranks, or None."""
-        folders = step_folders(self.root)
-        return folders[max(folders)] if folders else None
+        return newest_checkpoint(self.root)
 
     def save(
         self, step: int, models: Mapping[str, Saved], state: Mapping[str, Any], files: ModelFiles
@@ -241,6 +183,7 @@ def load_model(folder: Path, model: Saved, world: World) -> None:
             chunk.load_state_dict(loaded[f"model{index}"])
         if model.optimizer is not None:
             model.optimizer.load_state_dict(loaded["optimizer"])
+            _separate_step_counts(model.optimizer)
 
 
 def _sharded(model: Saved, is_loading: bool) -> dict[str, Any]:
@@ -265,6 +208,18 @@ def _sharded(model: Saved, is_loading: bool) -> dict[str, Any]:
         weights, is_loading=is_loading, metadata=metadata
     )
     return parts
+
+
+def _separate_step_counts(optimizer: Any) -> None:
+    """Gives every parameter a step count of its own again.
+
+    For torch's Adam megatron-core 0.16.1 loads one tensor as the count of all parameters, which a
+    step would then advance once for each of them.
+    """
+    for inner in optimizer.chained_optimizers:
+        for state in inner.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
 
 
 def _layout_name(world: World) -> str:

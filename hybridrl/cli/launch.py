@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -122,6 +124,33 @@ def launch(
         print(f"hybridrl: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
         return 1
     return _report(culprits) if culprits else 0
+
+
+def launch_run(arguments: Sequence[str], world_size: int, folder: Path) -> int:
+    """Runs ranks that write into a run folder; arguments and result as of `launch`.
+
+    A user's mistake that only ranks could meet (a reward that raises), before the first step is
+    over, leaves no folder that was not there.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    code = launch(arguments, world_size, folder / "logs")
+    metrics = folder / "metrics.jsonl"
+    has_steps = metrics.exists() and metrics.stat().st_size > 0
+    if code == 2 and folder in missing and not has_steps:
+        shutil.rmtree(folder)
+        for parent in missing[1:]:
+            with suppress(OSError):  # something else lies in it
+                parent.rmdir()
+    return code
+
+
+def launch_without_run(arguments: Sequence[str], world_size: int) -> int:
+    """Runs ranks that have no run folder; their logs are kept only where a message names them."""
+    log_dir = Path(tempfile.mkdtemp(prefix=f"hybridrl-{arguments[0]}-"))
+    code = launch(arguments, world_size, log_dir)
+    if code != 1:
+        shutil.rmtree(log_dir)
+    return code
 
 
 def _torch_has_cuda() -> bool:

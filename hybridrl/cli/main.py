@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +23,11 @@ from hybridrl.cli.launch import (
     error_file,
     is_launched,
     is_rank,
-    launch,
+    launch_run,
+    launch_without_run,
     num_local_gpus,
 )
-from hybridrl.cli.validate import validate_evaluation, validate_training
+from hybridrl.cli.validate import validate_conversion, validate_evaluation, validate_training
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config
 from hybridrl.config.rules import default_world_size
@@ -107,7 +108,7 @@ def train(config: ConfigFile, overrides: Overrides = None, world: World = None) 
     world_size = world or default_world_size(loaded, num_local_gpus())
     validate_training(loaded, world_size)
     arguments = ["train", str(config), *(overrides or [])]
-    raise typer.Exit(launch(arguments, world_size, run_folder(loaded) / "logs"))
+    raise typer.Exit(launch_run(arguments, world_size, run_folder(loaded)))
 
 
 @app.command("eval")
@@ -133,17 +134,16 @@ def evaluate(
         raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Check the path.")
     if is_rank():
         if not is_launched():
-            validate_evaluation(loaded, _torchrun_world(world), files)
+            validate_evaluation(loaded, _torchrun_world(world), files, checkpoint)
         _evaluate_rank(loaded, checkpoint, files, temperature, as_json)
         return
     world_size = world or default_world_size(loaded, num_local_gpus())
-    validate_evaluation(loaded, world_size, files)
+    validate_evaluation(loaded, world_size, files, checkpoint)
     arguments = ["eval", str(config), *given]
     arguments += ["--checkpoint", str(checkpoint)] if checkpoint else []
     arguments += ["--prompts", str(prompts)] if prompts else []
     arguments += ["--json"] if as_json else []
-    with tempfile.TemporaryDirectory(prefix="hybridrl-eval-") as log_dir:
-        raise typer.Exit(launch(arguments, world_size, Path(log_dir)))
+    raise typer.Exit(launch_without_run(arguments, world_size))
 
 
 @app.command()
@@ -162,18 +162,19 @@ def convert(
 
         convert_rank(source, target, to, tp=tp, pp=pp)
         return
-    if not source.is_dir():
-        found = "a file" if source.exists() else "no such folder"
-        raise UserError(
-            str(source), found, "an HF directory, a checkpoint or a run folder", "Check SRC."
-        )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(
-            str(target), "something is there already", "a new or empty folder", "Change DST."
-        )
+    validate_conversion(source, target, to, tp, pp)
     arguments = ["convert", str(source), str(target), "--to", to, "--tp", str(tp), "--pp", str(pp)]
-    with tempfile.TemporaryDirectory(prefix="hybridrl-convert-") as log_dir:
-        raise typer.Exit(launch(arguments, tp * pp, Path(log_dir)))
+    raise typer.Exit(launch_without_run(arguments, tp * pp))
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
+) -> None:
+    """Write one HTML page about a run: curves, samples, configuration; prints its path."""
+    from hybridrl.metrics.report import write_report
+
+    typer.echo(str(write_report(run_dir)))
 
 
 def main() -> None:
@@ -181,6 +182,8 @@ def main() -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's own rewards and families lie where they work
     die_with_launcher()
+    if is_rank():  # what is absent says `hybridrl check`; a mistake's message must stand out
+        warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")
     try:
         app()
     except UserError as error:

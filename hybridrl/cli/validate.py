@@ -1,4 +1,5 @@
-"""What the parent checks before any rank starts: configuration, model, data, run folder. No torch.
+"""What the parent checks before any rank starts: configuration, model with its weights, data, run
+folder with its checkpoint. No torch.
 
 Owns collecting every violation into one ConfigError. Reads files, writes none.
 """
@@ -8,15 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from hybridrl.config.identity import check_run_folder
-from hybridrl.config.rules import check
+from hybridrl.checkpoint.folders import (
+    HF_FILES,
+    find_checkpoint,
+    newest_checkpoint,
+    read_state,
+)
+from hybridrl.config.identity import check_run_folder, run_folder
+from hybridrl.config.rules import check, layer_rules, split_rules
 from hybridrl.config.schema import Config, ModelConfig, SftConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.data.rows import validate_file
 from hybridrl.errors import ConfigError, ModelError, UserError
+from hybridrl.models.directory import read_config
 from hybridrl.models.family import resolve_family
+from hybridrl.models.headers import HfHeaders
+from hybridrl.models.weights import hf_shapes
 from hybridrl.rewards.functions import find_reward
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -46,8 +56,7 @@ def validate_training(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: with every violation.
     """
-    _, found = model_violations(config, world_size)
-    found += [*_tokenizer(config.model), *_engine(config), *_own_code(config)]
+    found = _common(config, world_size)
     is_supervised = isinstance(config.algorithm, SftConfig)
     data, answer = config.data, _answer_column(config)
     if data.prompts is None:
@@ -59,23 +68,91 @@ def validate_training(config: Config, world_size: int) -> None:
     if data.eval_prompts is not None:
         found += _files(data.eval_prompts, [data.prompt_key], answer)
     _raise_all(found)
-    check_run_folder(config)
+    _check_run(config)
 
 
-def validate_evaluation(config: Config, world_size: int, prompts: Sequence[str] | None) -> None:
-    """Checks all that `eval` needs; `prompts` replaces `data.eval_prompts`.
+def validate_evaluation(
+    config: Config, world_size: int, prompts: Sequence[str] | None, checkpoint: Path | None
+) -> None:
+    """Checks all that `eval` needs.
+
+    Args:
+        config: of the run.
+        world_size: number of ranks.
+        prompts: files in place of `data.eval_prompts`.
+        checkpoint: folder in place of the run's newest.
 
     Raises:
-        ConfigError: with every violation.
+        UserError: a ConfigError with every violation, or what is wrong with the checkpoint.
     """
-    _, found = model_violations(config, world_size)
-    found += [*_tokenizer(config.model), *_engine(config), *_own_code(config)]
+    found = _common(config, world_size)
     files = prompts or config.data.eval_prompts
     if not files:
         found.append(_no_file("data.eval_prompts", "eval"))
     else:
         found += _files(files, [config.data.prompt_key], _answer_column(config))
     _raise_all(found)
+    if checkpoint is not None:
+        read_state(find_checkpoint(checkpoint))
+    else:
+        _check_run(config)
+
+
+def validate_conversion(
+    source: Path, target: Path, to: Literal["hf", "megatron"], tp: int, pp: int
+) -> None:
+    """Checks all that `convert` needs; arguments as on its command line.
+
+    Raises:
+        UserError: naming the folder, file or tensor that is wrong.
+    """
+    if not source.is_dir():
+        found = "a file" if source.exists() else "no such folder"
+        raise UserError(
+            str(source), found, "an HF directory, a checkpoint or a run folder", "Check SRC."
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(
+            str(target), "something is there already", "a new or empty folder", "Change DST."
+        )
+    if to == "hf":
+        checkpoint = find_checkpoint(source)
+        read_state(checkpoint)
+        hf_config = read_config(checkpoint / HF_FILES)
+    else:
+        hf_config = read_config(source)
+        check_weights(source, None, hf_config)
+    _raise_all([*split_rules("--tp", tp, hf_config), *layer_rules("--pp", pp, hf_config)])
+
+
+def check_weights(directory: Path, family_key: str | None, hf_config: dict[str, Any]) -> None:
+    """Reads the headers of a directory's weights.
+
+    Raises:
+        UserError: naming the first file or tensor that is missing, damaged or not this model's.
+    """
+    family = resolve_family(family_key, hf_config)
+    HfHeaders(directory).check(hf_shapes(family, family.shape(hf_config)))
+
+
+def _common(config: Config, world_size: int) -> list[UserError]:
+    """Returns what is wrong with the parts of a configuration that every run has."""
+    hf_config, found = model_violations(config, world_size)
+    directory = Path(config.model.path or "").expanduser()
+    if not found and config.model.path is not None and directory.is_dir():
+        try:
+            check_weights(directory, config.model.family, hf_config)
+        except UserError as error:
+            found.append(error)
+    return [*found, *_tokenizer(config.model), *_engine(config), *_own_code(config)]
+
+
+def _check_run(config: Config) -> None:
+    """Refuses a run folder of another identity, or whose newest checkpoint is damaged."""
+    check_run_folder(config)
+    newest = newest_checkpoint(run_folder(config) / "checkpoints")
+    if newest is not None:
+        read_state(newest)
 
 
 def _raise_all(found: list[UserError]) -> None:

@@ -191,16 +191,11 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
 
 def _shape_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
     train = config.train
-    layers, chunks = shape.get("num_hidden_layers"), train.pp * train.vpp
-    if isinstance(layers, int) and layers % chunks:
-        yield UserError(
-            "train.pp * train.vpp",
-            f"{train.pp} * {train.vpp} = {chunks}",
-            f"a divisor of the model's {layers} layers",
-            "Change train.pp or train.vpp.",
-        )
+    chunks = train.pp * train.vpp
+    product = f"{train.pp} * {train.vpp} = {chunks}"
+    yield from layer_rules("train.pp * train.vpp", chunks, shape, product)
     for key, tp in (("train.tp", train.tp), ("rollout.tp", config.rollout.tp)):
-        yield from _split_rules(key, tp, shape)
+        yield from split_rules(key, tp, shape)
     experts = next((shape[key] for key in EXPERT_KEYS if isinstance(shape.get(key), int)), 0)
     if shape and train.ep > 1 and not experts:
         yield UserError("train.ep", train.ep, "1 with a dense model", "Set train.ep=1.")
@@ -210,8 +205,18 @@ def _shape_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
         )
 
 
-def _split_rules(key: str, tp: int, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Rules of splitting one layer over `tp` ranks."""
+def layer_rules(
+    key: str, chunks: int, shape: Mapping[str, Any], shown: str = ""
+) -> Iterator[UserError]:
+    """Rules of splitting the layers into `chunks`, which `key` with value `shown` asks for."""
+    layers = shape.get("num_hidden_layers")
+    if isinstance(layers, int) and layers % chunks:
+        allowed = f"a divisor of the model's {layers} layers"
+        yield UserError(key, shown or chunks, allowed, f"Change {key.replace(' * ', ' or ')}.")
+
+
+def split_rules(key: str, tp: int, shape: Mapping[str, Any]) -> Iterator[UserError]:
+    """Rules of splitting one layer over `tp` ranks, which `key` asks for."""
     heads, kv_heads = shape.get("num_attention_heads"), shape.get("num_key_value_heads")
     for name, size in (
         ("attention heads", heads),

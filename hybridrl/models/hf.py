@@ -1,29 +1,27 @@
 """HF directories of safetensors: rectangles of tensors read into a rank's shards, and written out.
 
-Owns the format's errors: a missing, extra, misshaped or damaged tensor or file is named. Invariant:
-neither way is more in memory than one tensor, or the rectangle of it, besides the destination.
-Every rank reads every file's header, so that all ranks refuse a bad directory alike.
+Invariant: neither way is more in memory than one tensor, or the rectangle of it, besides the
+destination. Every rank reads every file's header (headers.py, which names what is wrong), so that
+all ranks refuse a bad directory alike.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.directory import find_directory, read_config, write_side_files
+from hybridrl.models.headers import INDEX_FILE, SINGLE_FILE, TORCH_NAMES, HfHeaders, open_shard
 from hybridrl.models.weights import RankLayout, check_tensors
 
 __all__ = [
@@ -36,12 +34,7 @@ __all__ = [
     "read_config",
 ]
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_SHARD_BYTES = 5 * 10**9
-# Buffers that old checkpoints carry, and the copy of the embedding that some tied ones do.
-NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
 
 
 def box_view(tensor: Tensor, box: Box) -> Tensor:
@@ -54,100 +47,13 @@ def allocate(layout: RankLayout, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: torch.zeros(shape, dtype=dtype) for name, shape in layout.shapes.items()}
 
 
-class HfCheckpoint:
-    """The tensors of an HF directory, known by name, shape and type, read by rectangle.
+class HfCheckpoint(HfHeaders):
+    """The tensors of an HF directory, read by rectangle; refuses what `HfHeaders` refuses."""
 
-    Raises:
-        CheckpointError: weights are missing, a shard is missing or damaged, an index is wrong.
-    """
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        self.shapes: dict[str, Shape] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self.files: dict[str, Path] = {}
-        index = self._index()
-        for file in sorted(set(index.values())) if index is not None else [SINGLE_FILE]:
-            self._read_header(self.directory / file)
-        for name, file in (index or {}).items():
-            if self.files.get(name) != self.directory / file:
-                raise CheckpointError(
-                    f"tensor {name}",
-                    f"nothing in {self.directory / file}",
-                    f"the tensor that {INDEX_FILE} says is there",
-                    "Fetch or export the model again.",
-                )
-
-    def check(self, shapes: Mapping[str, Shape], missing_ok: Collection[str] = ()) -> None:
-        """Raises CheckpointError unless the directory holds exactly the tensors of `shapes`.
-
-        Rotary buffers and the `lm_head.weight` of a model that has none (tied embeddings, critic)
-        are passed over.
-        """
-        for name, shape in shapes.items():
-            if name not in self.shapes and name not in missing_ok:
-                raise self._error(name, "nothing", f"a tensor of shape {shape}")
-            if name in self.shapes and self.shapes[name] != shape:
-                raise self._error(name, f"shape {self.shapes[name]}", f"shape {shape}")
-        for name in self.shapes:
-            if name not in shapes and not NOT_WEIGHTS.search(name):
-                raise self._error(name, f"shape {self.shapes[name]}", "no tensor of this name")
-
-    @contextmanager
-    def reader(self, file: Path) -> Iterator[Any]:
-        """Opens one shard; damage becomes CheckpointError."""
-        try:
-            with safe_open(file, framework="pt") as opened:
-                yield opened
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                str(file), "nothing", "a safetensors file", "Fetch the missing file."
-            ) from error
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                str(file),
-                f"a damaged file ({error})",
-                "a complete safetensors file",
-                "Fetch or export the file again.",
-            ) from error
-
-    def _index(self) -> dict[str, str] | None:
-        """Returns the file of each tensor; None where one file holds them all."""
-        if (self.directory / SINGLE_FILE).is_file():
-            return None
-        file = self.directory / INDEX_FILE
-        if not file.is_file():
-            raise CheckpointError(
-                str(self.directory),
-                "no weights",
-                f"{SINGLE_FILE} or {INDEX_FILE} with its shards",
-                "Point model.path at an HF directory with safetensors weights.",
-            )
-        try:
-            weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-            return {str(name): str(shard) for name, shard in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                str(file), f"unreadable ({error!r})", "JSON with a weight_map", "Fetch it again."
-            ) from error
-
-    def _read_header(self, file: Path) -> None:
-        with self.reader(file) as opened:
-            for name in opened.keys():  # noqa: SIM118 - a safe_open is not iterable
-                part = opened.get_slice(name)
-                self.files[name] = file
-                self.shapes[name] = tuple(part.get_shape())
-                if part.get_dtype() not in DTYPES:
-                    raise self._error(name, part.get_dtype(), ", ".join(DTYPES))
-                self.dtypes[name] = DTYPES[part.get_dtype()]
-
-    def _error(self, name: str, found: str, allowed: str) -> CheckpointError:
-        return CheckpointError(
-            f"tensor {name} in {self.directory}",
-            found,
-            allowed,
-            "The weights do not fit this config.json and family; check that they belong together.",
-        )
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The type of each tensor by its name."""
+        return {name: getattr(torch, dtype) for name, dtype in self.dtype_names.items()}
 
 
 def load_hf(
@@ -185,7 +91,7 @@ def load_hf(
             regions = [r for r in layout.regions if checkpoint.files.get(r.hf) == file]
             if not regions:
                 continue
-            with checkpoint.reader(file) as opened:
+            with open_shard(file, "pt") as opened:
                 for region in regions:
                     part = opened.get_slice(region.hf)
                     read = part[tuple(slice(start, stop) for start, stop in region.hf_box)]
@@ -312,7 +218,8 @@ class HfWriter:
         The safetensors library writes a file from tensors that are all in memory. So that only one
         need be, the header (its length, then JSON) is written here and the tensors follow in place.
         """
-        kind = next(key for key, dtype in DTYPES.items() if dtype == self._dtype)
+        dtype_name = _dtype_name(self._dtype)
+        kind = next(key for key, known in TORCH_NAMES.items() if known == dtype_name)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
         for name in names:

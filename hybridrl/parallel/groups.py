@@ -29,6 +29,8 @@ class PeerError(RuntimeError):
 class World:
     """This rank's place in the job and Megatron's process groups for the training layout.
 
+    Megatron keeps the groups of a process in one place: a new World ends the use of an older one.
+
     Args:
         layout: training layout over all ranks.
         platform: device and backend of this rank.
@@ -39,6 +41,7 @@ class World:
         self.layout, self.platform = layout, platform
         self.rank: int = dist.get_rank()
         self.size: int = dist.get_world_size()
+        parallel_state.destroy_model_parallel()  # of a World before this one, in the same process
         parallel_state.initialize_model_parallel(
             layout.tp,
             layout.pp,
@@ -124,8 +127,11 @@ def _describe(error: Exception | None) -> UserError | str | None:
 def start_process_group(platform: Platform, timeout_s: float) -> None:
     """Joins the job that the launcher described in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Without these variables the job is this one process.
+    Without these variables the job is this one process. A process group that is there already, of
+    the user's script or of a Trainer that was not closed, is used as it is.
     """
+    if dist.is_initialized():
+        return
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
     timeout = datetime.timedelta(seconds=timeout_s)

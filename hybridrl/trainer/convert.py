@@ -9,13 +9,8 @@ from typing import Literal
 
 import torch
 
-from hybridrl.checkpoint.store import (
-    HF_FILES,
-    find_checkpoint,
-    load_model,
-    read_state,
-    write_checkpoint,
-)
+from hybridrl.checkpoint.folders import HF_FILES, find_checkpoint, read_state
+from hybridrl.checkpoint.store import load_model, write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.models.directory import find_directory, read_config

@@ -35,9 +35,8 @@ class Journal:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
         self.folder = run_folder(config)
-        synchronize = None if world.platform.is_cpu else world.platform.synchronize
-        phase_file = self.folder / "logs" / f"rank_{world.rank}.phase"
-        self.timer = PhaseTimer(phase_file, synchronize)
+        self._synchronize = None if world.platform.is_cpu else world.platform.synchronize
+        self.timer = PhaseTimer(synchronize=self._synchronize)
         self.is_writer = world.rank == 0
         self.sinks: list[MetricSink] = []
         self.console: ConsoleSink | None = None
@@ -54,7 +53,13 @@ class Journal:
                 print(text, flush=True)
 
     def start(self, last_step: int, num_steps: int) -> None:
-        """Opens the run folder's files; what they say beyond `last_step` is forgotten."""
+        """Opens the run folder's files; what they say beyond `last_step` is forgotten.
+
+        Before, nothing is written there: who only evaluates leaves the run as it is.
+        """
+        self.close()
+        phase_file = self.folder / "logs" / f"rank_{self.world.rank}.phase"
+        self.timer = PhaseTimer(phase_file, self._synchronize)
         if not self.is_writer:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -133,6 +138,7 @@ class Journal:
         """Closes all files; the phase file keeps its last line."""
         for sink in self.sinks:
             sink.close()
+        self.sinks, self.console = [], None
         self.timer.close()
 
     def _slowest(self, seconds: Mapping[str, float]) -> dict[str, float]:

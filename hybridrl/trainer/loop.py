@@ -68,6 +68,20 @@ class Trainer:
         self.platform = Platform.detect()
         self.platform.activate()
         start_process_group(self.platform, config.run.collective_timeout_s)
+        try:
+            self._build(prompts, reward, tokenizer)
+        except BaseException:
+            stop_process_group()  # so that a corrected attempt in the same process can start
+            raise
+
+    def _build(
+        self,
+        prompts: Iterable[Mapping[str, object]] | None,
+        reward: RewardFunction | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        config = self.config
+        setup.check_rules(config, torch.distributed.get_world_size())
         self.world = self._make_world()
         self.platform.seed(config.run.seed)
         with self.world.all_agree("checking the run folder"):
@@ -116,6 +130,14 @@ class Trainer:
         if self.step == 0 and newest is not None:
             self.load_checkpoint(newest)
         self.journal.start(self.step, last)
+        try:
+            self._train_to(last)
+            return self.journal.finish(self.evaluations, time.monotonic() - started)
+        finally:
+            self.journal.close()
+
+    def _train_to(self, last: int) -> None:
+        """Takes the steps up to `last`, with the evaluations and checkpoints that are due."""
         if self.algorithm.needs.rollouts and self.hybrid_engine.phases.phase is Phase.TRAIN:
             self.reshard()
         if self.eval_prompts and "0" not in self.evaluations:
@@ -128,7 +150,6 @@ class Trainer:
             self.journal.log(self.step, metrics)
             if self._checkpoint_is_due(last):
                 self.save_checkpoint()
-        return self.journal.finish(self.evaluations, time.monotonic() - started)
 
     def train_step(self) -> dict[str, float]:
         """Takes one step and returns its metrics, the same on all ranks."""

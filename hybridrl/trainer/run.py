@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.store import find_checkpoint
+from hybridrl.checkpoint.folders import find_checkpoint
 from hybridrl.config.schema import Config
 from hybridrl.trainer.evaluate import evaluate
 from hybridrl.trainer.loop import Trainer

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hybridrl.config.rules import check
 from hybridrl.config.schema import Config, ModelConfig, RolloutConfig
 from hybridrl.config.source import model_directory, read_model_config
-from hybridrl.errors import ModelError
+from hybridrl.errors import ConfigError, ModelError
 from hybridrl.models.build import Head
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
@@ -31,6 +32,18 @@ from hybridrl.trainer.model import ModelSource, ParallelModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALUE_HEAD = "score.weight"
+
+
+def check_rules(config: Config, world_size: int) -> None:
+    """Judges the whole configuration together with the world size and the model's shape.
+
+    Raises:
+        ConfigError: with every violated rule.
+    """
+    has_model = (config.model.path is None) != (config.model.init is None)
+    found = check(config, world_size, read_model_config(config.model) if has_model else None)
+    if found:
+        raise ConfigError(found)
 
 
 def model_source(config: ModelConfig, platform: Platform) -> ModelSource:

@@ -24,6 +24,7 @@ SMALL = (
     "steps.eval_every=0",
     "log.tensorboard=false",
     "checkpoint.every=5",
+    "checkpoint.keep=9",
 )
 GRPO = (
     QUICKSTART / "grpo.yaml",
@@ -109,12 +110,13 @@ def test_sft_continues_under_another_layout_with_the_same_losses(tmp_path: Path)
     run(*arguments(SFT, tmp_path))
     folder = tmp_path / "quickstart-sft"
     expected = records(folder)
-    for name, layout, world in (("dp", ("train.tp=1", "train.pp=1"), 2), ("pp", ("train.tp=1",), 4)):
+    for name, layout, world in (
+        ("dp", ("train.tp=1", "train.pp=1"), 2),
+        ("pp", ("train.tp=1",), 4),
+    ):
         copy = tmp_path / name / "quickstart-sft"
         shutil.copytree(folder, copy)
-        for step in (10, 12):
-            shutil.rmtree(copy / "checkpoints" / f"step_{step}")
-        shutil.copytree(folder / "checkpoints" / "step_10", copy / "checkpoints" / "step_10")
+        shutil.rmtree(copy / "checkpoints" / "step_12")
         run(*arguments(SFT, tmp_path / name, *layout), "--world", str(world))
         found = records(copy)
         assert [r["step"] for r in found] == [r["step"] for r in expected]
@@ -125,12 +127,15 @@ def test_sft_continues_under_another_layout_with_the_same_losses(tmp_path: Path)
 
 @pytest.mark.dist
 def test_grpo_on_scripted_rollouts_continues_with_the_same_gradient(tmp_path: Path) -> None:
-    scripted = ("rollout.engine=scripted", "steps.num_steps=6", "checkpoint.keep=9")
+    scripted = ("rollout.engine=scripted", "steps.num_steps=6")
     run(*arguments(GRPO, tmp_path, *scripted))
     folder = tmp_path / "quickstart-grpo"
     expected = records(folder)[5]["policy/grad_norm"]
     assert expected > 1e-3
-    for name, layout, world in (("one", ("train.tp=1", "train.pp=1"), 1), ("pp", ("train.tp=1",), 4)):
+    for name, layout, world in (
+        ("one", ("train.tp=1", "train.pp=1"), 1),
+        ("pp", ("train.tp=1",), 4),
+    ):
         copy = tmp_path / name / "quickstart-grpo"
         shutil.copytree(folder, copy)
         shutil.rmtree(copy / "checkpoints" / "step_6")

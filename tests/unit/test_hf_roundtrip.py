@@ -23,7 +23,7 @@ from transformers import (
 from hybridrl.errors import CheckpointError
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.hybrid_engine.plan import Plan, plan_reshard
-from hybridrl.models import hf
+from hybridrl.models import headers
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import HfCheckpoint, HfWriter, allocate, box_view, load_hf, read_config
@@ -175,7 +175,7 @@ def test_hf_load_reads_slices_only(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         def get_slice(self, name: str) -> Slice:
             return Slice(self._open.get_slice(name))
 
-    monkeypatch.setattr(hf, "safe_open", File)
+    monkeypatch.setattr(headers, "safe_open", File)
     layouts, shards, _ = _load_all_ranks(tmp_path, TrainLayout(4, tp=4))
     assert max(read) <= max(tensor.numel() for tensor in shards[0].values())
     assert sum(read) == sum(volume(region.hf_box) for one in layouts for region in one.regions)

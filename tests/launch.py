@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TAIL_LINES = 40
 
 
@@ -29,7 +29,7 @@ def run_ranks(world: int, module_or_script: str, args: Sequence[str], timeout_s:
     """
     is_script = module_or_script.endswith(".py")
     command = [sys.executable, *([] if is_script else ["-m"]), module_or_script, *args]
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank_{rank}.log" for rank in range(world)]
         ranks: list[subprocess.Popen[bytes]] = []
@@ -88,7 +88,8 @@ def _environment(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a port that nothing listens on."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])

@@ -1,0 +1,124 @@
+"""What an HF directory says that it holds: the names, shapes and types in its safetensors headers.
+
+Owns the errors of a directory that is incomplete, damaged or of another model. Reads headers only
+and imports no torch, so that the command line can refuse a bad directory before any rank starts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
+
+from hybridrl.errors import CheckpointError
+from hybridrl.models.boxes import Shape
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Buffers that old checkpoints carry, and the copy of the embedding that some tied ones do.
+NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
+
+
+@contextmanager
+def open_shard(file: Path, framework: Literal["pt", "numpy"]) -> Iterator[Any]:
+    """Opens one safetensors file; damage becomes CheckpointError."""
+    try:
+        with safe_open(file, framework=framework) as opened:
+            yield opened
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            str(file), "nothing", "a safetensors file", "Fetch the missing file."
+        ) from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            str(file),
+            f"a damaged file ({error})",
+            "a complete safetensors file",
+            "Fetch or export the file again.",
+        ) from error
+
+
+class HfHeaders:
+    """The tensors of an HF directory, known by name, shape and type.
+
+    Attributes: `shapes`, `dtype_names` (as torch calls them) and `files`, each by tensor name.
+
+    Raises:
+        CheckpointError: weights are missing, a shard is missing or damaged, an index is wrong.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.shapes: dict[str, Shape] = {}
+        self.dtype_names: dict[str, str] = {}
+        self.files: dict[str, Path] = {}
+        index = self._index()
+        for file in sorted(set(index.values())) if index is not None else [SINGLE_FILE]:
+            self._read_header(self.directory / file)
+        for name, file in (index or {}).items():
+            if self.files.get(name) != self.directory / file:
+                raise CheckpointError(
+                    f"tensor {name}",
+                    f"nothing in {self.directory / file}",
+                    f"the tensor that {INDEX_FILE} says is there",
+                    "Fetch or export the model again.",
+                )
+
+    def check(self, shapes: Mapping[str, Shape], missing_ok: Collection[str] = ()) -> None:
+        """Raises CheckpointError unless the directory holds exactly the tensors of `shapes`.
+
+        Rotary buffers and the `lm_head.weight` of a model that has none (tied embeddings, critic)
+        are passed over.
+        """
+        for name, shape in shapes.items():
+            if name not in self.shapes and name not in missing_ok:
+                raise self._error(name, "nothing", f"a tensor of shape {shape}")
+            if name in self.shapes and self.shapes[name] != shape:
+                raise self._error(name, f"shape {self.shapes[name]}", f"shape {shape}")
+        for name in self.shapes:
+            if name not in shapes and not NOT_WEIGHTS.search(name):
+                raise self._error(name, f"shape {self.shapes[name]}", "no tensor of this name")
+
+    def _index(self) -> dict[str, str] | None:
+        """Returns the file of each tensor; None where one file holds them all."""
+        if (self.directory / SINGLE_FILE).is_file():
+            return None
+        file = self.directory / INDEX_FILE
+        if not file.is_file():
+            raise CheckpointError(
+                str(self.directory),
+                "no weights",
+                f"{SINGLE_FILE} or {INDEX_FILE} with its shards",
+                "Point model.path at an HF directory with safetensors weights.",
+            )
+        try:
+            weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+            return {str(name): str(shard) for name, shard in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                str(file), f"unreadable ({error!r})", "JSON with a weight_map", "Fetch it again."
+            ) from error
+
+    def _read_header(self, file: Path) -> None:
+        with open_shard(file, "numpy") as opened:
+            for name in opened.keys():  # noqa: SIM118 - a safe_open is not iterable
+                part = opened.get_slice(name)
+                self.files[name] = file
+                self.shapes[name] = tuple(part.get_shape())
+                if part.get_dtype() not in TORCH_NAMES:
+                    raise self._error(name, part.get_dtype(), ", ".join(TORCH_NAMES))
+                self.dtype_names[name] = TORCH_NAMES[part.get_dtype()]
+
+    def _error(self, name: str, found: str, allowed: str) -> CheckpointError:
+        return CheckpointError(
+            f"tensor {name} in {self.directory}",
+            found,
+            allowed,
+            "The weights do not fit this config.json and family; check that they belong together.",
+        )

@@ -1,0 +1,65 @@
+"""Two nodes under torchrun, both on this machine, against the local launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import QUICKSTART, ROOT, exported_weights, run
+from launch import free_port
+
+OVERRIDES = (
+    "steps.num_steps=3",
+    "steps.prompts_per_step=8",
+    "steps.samples_per_prompt=2",
+    "model.path=null",
+    f"model.init={QUICKSTART / 'model'}",
+    "data.eval_prompts=null",
+    "steps.eval_every=0",
+    "log.tensorboard=false",
+    "reward.function=scripted_reward:digits",
+    "reward.extract=null",
+    "train.learning_rate=1e-3",
+)
+
+
+def start_node(node: int, port: int, folder: Path) -> subprocess.Popen[str]:
+    script = ROOT / "examples" / "torchrun" / "several_nodes.sh"
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "tests"),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NNODES": "2",
+        "NODE_RANK": str(node),
+        "NPROC": "2",
+    }
+    return subprocess.Popen(
+        [script, QUICKSTART / "grpo.yaml", *OVERRIDES, f"run.dir={folder}"],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.dist
+def test_two_torchrun_nodes_give_the_weights_of_the_local_launcher(tmp_path: Path) -> None:
+    port = free_port()
+    nodes = [start_node(node, port, tmp_path / "nodes") for node in range(2)]
+    for node in nodes:
+        output, _ = node.communicate(timeout=180)
+        assert node.returncode == 0, output[-4000:]
+    local = tmp_path / "local"
+    run("train", QUICKSTART / "grpo.yaml", *OVERRIDES, f"run.dir={local}", "--world", "4")
+    found = exported_weights(tmp_path / "nodes" / "quickstart-grpo", tmp_path / "hf_nodes")
+    expected = exported_weights(local / "quickstart-grpo", tmp_path / "hf_local")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
