@@ -1,10 +1,19 @@
-"""A reward that any response gets some of, so that scripted responses differ in it."""
+"""Rewards for tests: one that any response gets some of, and one that does not come back."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping
 
 
 def digits(prompt: str, response: str, columns: Mapping[str, object]) -> float:
     """Returns the share of digits in the response."""
     return sum(letter.isdigit() for letter in response) / max(len(response), 1)
+
+
+def hangs_on_rank_1(prompt: str, response: str, columns: Mapping[str, object]) -> float:
+    """Returns at once, but on rank 1 only after ten minutes."""
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    return 0.0

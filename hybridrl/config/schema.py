@@ -209,9 +209,9 @@ class RolloutConfig(Section):
         ge=1,
         description="Memory of the reshard's staging buffers a rank. 256: saturates NVLink, small beside a KV cache.",
     )
-    transport: Literal["auto", "packed", "peer"] = Field(
+    transport: Literal["auto", "packed"] = Field(
         "auto",
-        description="How weights travel. 'auto': peer memory where the GPUs share it, else packed messages.",
+        description="How weights travel. 'auto': the best that the ranks have, so far always 'packed' messages.",
     )
     verify: int = Field(
         0,

@@ -21,6 +21,7 @@ from hybridrl.hybrid_engine.phases import Phase, PhaseSwitch
 from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.hybrid_engine.target import WeightTarget
+from hybridrl.hybrid_engine.verify import verify
 from hybridrl.models.weights import RankLayout, check_tensors
 
 
@@ -35,6 +36,7 @@ class ReshardStats:
         total_planned_bytes: what the plan says all ranks send together.
         total_sent_bytes, total_received_bytes: what all ranks did.
         slowest_gb_per_s: bytes received a second by the rank that took longest, 1e9 bytes a second.
+        verify_seconds: spent on comparing both ends, 0 when it was not time to.
     """
 
     version: int
@@ -45,6 +47,7 @@ class ReshardStats:
     total_sent_bytes: int
     total_received_bytes: int
     slowest_gb_per_s: float
+    verify_seconds: float
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of a step, the same on every rank."""
@@ -53,6 +56,7 @@ class ReshardStats:
             "reshard/sent_bytes": float(self.total_sent_bytes),
             "reshard/received_bytes": float(self.total_received_bytes),
             "reshard/gb_per_s": self.slowest_gb_per_s,
+            **({"reshard/verify_s": self.verify_seconds} if self.verify_seconds else {}),
         }
 
 
@@ -64,6 +68,8 @@ class HybridEngine:
         source: this rank's training tensors by its layout's names; read in every transition.
         target: this rank's engine.
         staging_bytes: bound of the staging buffers together (`rollout.staging_mib`).
+        verify_every: compare both ends of every copy each time the version is a multiple of this;
+            0: never (`rollout.verify`).
         group: process group over the layouts' ranks; None: the world.
 
     Raises:
@@ -78,9 +84,11 @@ class HybridEngine:
         target: WeightTarget,
         *,
         staging_bytes: int,
+        verify_every: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._target, self._group = target, group
+        self._source, self._target, self._group = source, target, group
+        self._verify_every = verify_every
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.phases = PhaseSwitch()
         self.version = -1
@@ -97,7 +105,7 @@ class HybridEngine:
             error = str(caught)
         _agree(error, plan.hash() if plan is not None else "", group)
         assert plan is not None  # otherwise _agree has raised
-        self.plan = plan
+        self.plan, self._wire_dtype = plan, wire_dtype
         self._transport = PackedTransport(
             plan, self._rank, source, target.tensors(), staging_bytes, wire_dtype, group
         )
@@ -109,6 +117,9 @@ class HybridEngine:
             version: what the engine calls these weights; None: one more than the last time.
 
         A loop that never says `to_train` is taken to have trained since the last transition.
+
+        Raises:
+            VerifyError: it was time to verify, and a parameter differs from its source.
         """
         if self.phases.phase is Phase.ROLLOUT:
             self.to_train()
@@ -121,6 +132,7 @@ class HybridEngine:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the time reported is that of complete parameters
         seconds = time.perf_counter() - start
+        verify_seconds = self._verify()
         own = (traffic.sent_bytes, traffic.received_bytes, seconds)
         # A sync point: the sums are metrics, and no rank generates before all are complete.
         ranks = gather_objects(own, self._group)
@@ -134,7 +146,17 @@ class HybridEngine:
             total_sent_bytes=sum(sent for sent, _, _ in ranks),
             total_received_bytes=sum(received for _, received, _ in ranks),
             slowest_gb_per_s=slowest[1] / max(slowest[2], 1e-9) / 1e9,
+            verify_seconds=verify_seconds,
         )
+
+    def _verify(self) -> float:
+        """Verifies if it is time to; returns the seconds that it took."""
+        if self._verify_every == 0 or self.version % self._verify_every:
+            return 0.0
+        start = time.perf_counter()
+        dests = self._target.tensors()
+        verify(self.plan, self._rank, self._source, dests, self._wire_dtype, self._group)
+        return time.perf_counter() - start
 
     def to_train(self) -> None:
         """Enters the training phase; the engine must have nothing left to generate.

@@ -33,6 +33,29 @@ from hybridrl.platform import Platform
 
 Head = Literal["lm", "value"]
 
+FIXED_KEYWORDS: dict[str, Any] = {
+    "activation_func": torch.nn.functional.silu,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    # Megatron marks parameters as tensor-parallel while it initialises them; the gradient norm
+    # counts on the marks.
+    "perform_initialization": True,
+    # Micro-batches of packed sequences differ in length; Megatron asks for the all-to-all
+    # dispatcher with that.
+    "variable_seq_lengths": True,
+    "moe_token_dispatcher_type": "alltoall",
+    # The loss carries the global denominator, so gradients are summed, never averaged.
+    "calculate_per_token_loss": True,
+    "finalize_model_grads_func": finalize_summed_gradients,
+    # Fusions that need apex or transformer-engine.
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+
 
 def transformer_config(
     family: Family,
@@ -50,44 +73,15 @@ def transformer_config(
         layout: parallel sizes; sequence parallel is on whenever tp > 1, since it saves memory for
             the same traffic.
         dtype: of parameters and activations.
-        platform: fusions that need CUDA or transformer-engine stay off on CPU.
+        platform: gloo and NCCL keep sent tensors differently.
         recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass.
     """
-    interleaved = layout.vpp > 1
     keywords: dict[str, Any] = {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
-        "context_parallel_size": layout.cp,
-        "sequence_parallel": layout.tp > 1,
+        **FIXED_KEYWORDS,
+        **_layout_keywords(layout, platform),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "activation_func": torch.nn.functional.silu,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        # Megatron marks parameters as tensor-parallel while it initialises them; the gradient norm
-        # counts on the marks.
-        "perform_initialization": True,
-        # Micro-batches of packed sequences differ in length; Megatron asks for the all-to-all
-        # dispatcher with that.
-        "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
-        # The loss carries the global denominator, so gradients are summed, never averaged.
-        "calculate_per_token_loss": True,
-        "finalize_model_grads_func": finalize_summed_gradients,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-        # With two stages the previous rank is the next rank and batched sends of the interleaved
-        # schedule cross.
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
-        # gloo reads a tensor after isend returns; freeing it early corrupts what is sent.
-        "deallocate_pipeline_outputs": not platform.is_cpu,
     }
     if recompute == "full":
         keywords |= {
@@ -98,14 +92,30 @@ def transformer_config(
     return TransformerConfig(**{**keywords, **family.transformer_config(hf_config)})
 
 
+def _layout_keywords(layout: TrainLayout, platform: Platform) -> dict[str, Any]:
+    interleaved = layout.vpp > 1
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
+        "context_parallel_size": layout.cp,
+        "sequence_parallel": layout.tp > 1,
+        # With two stages the previous rank is the next rank and batched sends of the interleaved
+        # schedule cross.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # gloo reads a tensor after isend returns; freeing it early corrupts what is sent.
+        "deallocate_pipeline_outputs": not platform.is_cpu,
+    }
+
+
 def build_chunks(
     family: Family,
     hf_config: Mapping[str, Any],
     config: TransformerConfig,
     head: Head = "lm",
 ) -> list[torch.nn.Module]:
-    """Builds this rank's model chunks, one a virtual pipeline stage, with weights yet to be
-    written.
+    """Builds this rank's model chunks, one a virtual pipeline stage; their weights come later.
 
     Args:
         family: source of GPTModel keywords and, for a user's own family, of the layer's ModuleSpec.

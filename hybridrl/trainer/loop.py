@@ -320,6 +320,7 @@ class Trainer:
             model.weights(),
             self.raw_engine,
             staging_bytes=rollout.staging_mib << 20,
+            verify_every=rollout.verify,
         )
 
     def _has_reached_goal(self) -> bool:

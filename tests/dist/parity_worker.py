@@ -1,7 +1,7 @@
 """One rank of the parity test: log-probabilities and gradients of a layout, in HF coordinates.
 
     parity_worker.py reference FOLDER FAMILIES           one process; checked against transformers
-    parity_worker.py compare FOLDER FAMILIES LAYOUT...   every layout, "tp,pp,cp,vpp,order"
+    parity_worker.py compare FOLDER FAMILIES LAYOUT...   every layout, "tp,pp,cp,vpp,order[,full]"
 """
 
 from __future__ import annotations
@@ -116,14 +116,16 @@ def check_against_transformers(folder: Path, model, batch, works, logp_T, gradie
     print(f"{folder.name}: logits within {worst:.1e} of transformers", flush=True)
 
 
-def run(folder: Path, family: str | None, layout: TrainLayout) -> tuple[dict, torch.Tensor, float]:
+def run(
+    folder: Path, family: str | None, layout: TrainLayout, recompute: str = "none"
+) -> tuple[dict, torch.Tensor, float]:
     platform = Platform.detect()
     world = World(layout, platform, 120)
     platform.seed(1)
     hf_config = json.loads((folder / "config.json").read_text())
     resolved = resolve_family(family, hf_config)
     source = ModelSource(resolved, hf_config, torch.float32, resolved.name, folder)
-    model = ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=48))
+    model = ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=48, recompute=recompute))
     shapes = hf_shapes(source.family, source.shape)
     load_hf(folder, model.layout(), model.weights(), shapes)
     model.make_trainable(1e-3)
@@ -160,9 +162,9 @@ def main() -> None:
         reference = load_file(root / f"{name}.safetensors")
         largest = max(float(g.abs().max()) for n, g in reference.items() if n not in ("logp_T", "norm"))
         for text in sys.argv[4:]:
-            tp, pp, cp, vpp, order = text.split(",")
+            tp, pp, cp, vpp, order, *recompute = text.split(",")
             layout = TrainLayout(size, int(tp), int(pp), int(cp), vpp=int(vpp), order=order)
-            gradients, logp_T, norm = run(folder, family, layout)
+            gradients, logp_T, norm = run(folder, family, layout, *recompute)
             worst, where, covered = 0.0, "", 0
             for tensor, (gradient, held) in gradients.items():
                 difference = ((gradient - reference[tensor]).abs() * held).max().item()

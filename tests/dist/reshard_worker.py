@@ -23,6 +23,7 @@ from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.hybrid_engine.phases import Phase, PhaseError
 from hybridrl.hybrid_engine.plan import PlanError
+from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.family import ModelShape
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
@@ -91,7 +92,9 @@ def check_case(seed: int, rank: int, world: int) -> int:
     ][seed % 4]
     trained = tensors_of(case.trained(hf, rank), source_dtype)
     engine = Engine(case.targets()[rank], dest_dtype)
-    hybrid = HybridEngine(case.sources(), trained, engine, staging_bytes=STAGING_BYTES)
+    hybrid = HybridEngine(
+        case.sources(), trained, engine, staging_bytes=STAGING_BYTES, verify_every=7
+    )
     packed.dist.batch_isend_irecv = count = MessageCount()
     try:
         for version, sign in ((None, 1), (7, -1)):
@@ -107,6 +110,7 @@ def check_case(seed: int, rank: int, world: int) -> int:
             assert stats.total_sent_bytes == stats.total_planned_bytes, seed
             assert stats.total_received_bytes == stats.total_planned_bytes, seed
             assert set(stats.metrics()) >= {"reshard/received_bytes", "reshard/gb_per_s"}
+            assert stats.verify_seconds > 0  # versions 0 and 7
     finally:
         packed.dist.batch_isend_irecv = count._exchange
     assert count.sent_bytes == 2 * plan.send_bytes[rank]
@@ -182,6 +186,32 @@ def check_phases(rank: int, world: int) -> None:
         raise AssertionError("entered the training phase twice")
 
 
+def check_verification(rank: int, world: int) -> None:
+    """Two elements that swap places on one rank, after the update, are found and named by all."""
+    case = random_case(11, world)
+    trained = tensors_of(case.trained(case.weights(), rank), torch.float32)
+    engine = Engine(case.targets()[rank], torch.float32)
+    name = max(engine.tensors(), key=lambda name: engine.tensors()[name].numel())
+
+    def repack(version: int) -> None:
+        if rank == world - 1:
+            flat = engine.tensors()[name].view(-1)
+            flat[[0, 1]] = flat[[1, 0]]
+
+    engine.finish_update = repack
+    hybrid = HybridEngine(
+        case.sources(), trained, engine, staging_bytes=STAGING_BYTES, verify_every=2
+    )
+    try:
+        hybrid.to_rollout(2)
+    except VerifyError as error:
+        assert f"of the engine on rank {world - 1} differs" in str(error), error
+        assert rank != world - 1 or name in str(error)
+    else:
+        raise AssertionError("the fault was not found")
+    assert hybrid.to_rollout(3).verify_seconds == 0
+
+
 def main() -> None:
     folder, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     if DEVICE.type == "cuda":
@@ -195,6 +225,7 @@ def main() -> None:
     check_export(folder, rank, world)
     check_refusals(rank, world)
     check_phases(rank, world)
+    check_verification(rank, world)
     dist.barrier()
     dist.destroy_process_group()
 

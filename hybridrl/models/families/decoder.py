@@ -168,15 +168,8 @@ def decoder_rows(shape: ModelShape) -> tuple[Row, ...]:
     rows.append(Row(f"{fc2_name}.weight", named((down,), "weight"), ((hidden, ffn),), "row"))
     if shape.linear_bias:
         rows.append(Row(f"{fc2_name}.bias", named((down,), "bias"), ((hidden,),), "replicated"))
-    rows.append(
-        Row(
-            "decoder.final_layernorm.weight",
-            ("model.norm.weight",),
-            ((hidden,),),
-            "replicated",
-            "last",
-        )
-    )
+    final_norm = "decoder.final_layernorm.weight"
+    rows.append(Row(final_norm, ("model.norm.weight",), ((hidden,),), "replicated", "last"))
     if not shape.tied_embeddings:
         rows.append(
             Row(OUTPUT_LAYER, ("lm_head.weight",), ((shape.vocab_size, hidden),), "vocab", "last")

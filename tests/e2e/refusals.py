@@ -1,0 +1,74 @@
+"""Runs the command line in a folder of its own, as a user would, and judges how it refuses.
+
+What is asked of every refusal: exit code 2, one message without a traceback, and no file anywhere
+in the folder added, removed or changed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+QUICKSTART = TESTS.parent / "examples" / "quickstart"
+TIMEOUT_S = 120
+
+
+def hybridrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs `hybridrl ARGUMENTS` in `folder` to its end; modules of tests/ and tests/e2e import."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "e2e")]),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "hybridrl.cli.main", *arguments],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def succeed(folder: Path, *arguments: str) -> str:
+    """Runs a command that must end with code 0; returns its stdout."""
+    done = hybridrl(folder, *arguments)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def files_below(folder: Path) -> dict[str, bytes | None]:
+    """Returns the content of every file, and None for every folder, by its path."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def refuse(folder: Path, arguments: Sequence[str], *expected: str, num_messages: int = 1) -> str:
+    """Runs a command that must be refused, its messages containing `expected`; returns them."""
+    before = files_below(folder)
+    done = hybridrl(folder, *arguments)
+    shown = f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 2, shown
+    assert "Traceback" not in done.stdout + done.stderr, shown
+    messages = done.stderr.splitlines()
+    assert len(messages) == num_messages, shown
+    for text in expected:
+        assert text in done.stderr, f"{text!r} is not in\n{shown}"
+    for message in messages:
+        assert len(message) < 500, shown
+        has_both = ("got " in message and "allowed:" in message) or "expected" in message
+        assert has_both, f"no value or nothing that is allowed in\n{shown}"
+        assert message.rstrip().endswith((".", "?", "]", "'")), f"no remedy in\n{shown}"
+    after = files_below(folder)
+    assert after.keys() == before.keys(), f"{sorted(after.keys() ^ before.keys())}\n{shown}"
+    assert after == before, f"{[name for name in after if after[name] != before[name]]}\n{shown}"
+    return done.stderr

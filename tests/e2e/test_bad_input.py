@@ -1,0 +1,361 @@
+"""Every kind of bad input, through the command line: one clear message, code 2, nothing changed.
+
+What a message must say is judged in refusals.py: what is wrong, what was found, what is allowed, and
+what to do. Most are found before any rank starts; the rest need a rank, and get a tiny model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from refusals import QUICKSTART, hybridrl, refuse, succeed
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny_models
+
+SUMS = [{"prompt": f"{a}0+0{b}=", "answer": str(10 * a + b)} for a in range(2) for b in range(4)]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+INDEX = "model.safetensors.index.json"
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_config(folder: Path, **sections: dict[str, Any]) -> None:
+    content = {
+        "run": {"name": "mine"},
+        "model": {"init": "model"},
+        "rollout": {"max_new_tokens": 4},
+        "algorithm": {"name": "grpo"},
+        "data": {"prompts": "prompts.jsonl", "max_prompt_tokens": 6},
+        "steps": {"prompts_per_step": 4, "samples_per_prompt": 2, "num_steps": 2},
+        **sections,
+    }
+    (folder / "c.yaml").write_text(yaml.safe_dump(content))
+
+
+def fill(folder: Path) -> Path:
+    """Puts a valid configuration, its prompts and its model into a folder."""
+    (folder / "model").mkdir()
+    for name in ("config.json", *TOKENIZER_FILES):
+        shutil.copyfile(QUICKSTART / "model" / name, folder / "model" / name)
+    write_rows(folder / "prompts.jsonl", SUMS)
+    write_config(folder)
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return fill(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of 2 steps and a checkpoint of each; one of its prompts is too long."""
+    folder = fill(tmp_path_factory.mktemp("trained"))
+    write_rows(folder / "prompts.jsonl", [*SUMS, {"prompt": "10+20+30=", "answer": "60"}])
+    write_config(folder, checkpoint={"every": 1}, reward={"function": "bad_rewards:counts"})
+    (folder / "stdout").write_text(succeed(folder, "train", "c.yaml"))
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the trained folder, to spoil."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+# The configuration
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.tpp=2", ["train.tpp", "unknown key", "Did you mean 'train.tp'?"]),
+        ("rolout.engine=hf", ["rolout", "unknown key", "Did you mean 'rollout'?"]),
+        ("train.lr=1e-3", ["train.lr", "Did you mean 'train.learning_rate'?"]),
+        ("algorithm.clip=0.2", ["algorithm.clip", "Did you mean 'algorithm.clip_low'?"]),
+    ],
+)
+def test_unknown_key_names_the_nearest(here: Path, override: str, expected: list[str]) -> None:
+    refuse(here, ["train", "c.yaml", override], *expected)
+
+
+def test_unknown_keys_of_the_file_are_told_together(here: Path) -> None:
+    write_config(here, train={"tpp": 2}, steps={"num_step": 3, "samples_per_prompt": 2})
+    expected = ("train.tpp", "steps.num_step", "Did you mean 'steps.num_steps'?")
+    refuse(here, ["train", "c.yaml"], *expected, num_messages=2)
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "eval"])
+def test_layout_that_does_not_divide_the_world(here: Path, command: str) -> None:
+    arguments = [command, "c.yaml", "train.tp=2", "train.pp=2", "--world", "6"]
+    arguments += ["data.eval_prompts=prompts.jsonl"]
+    refuse(here, arguments, "train.tp * train.pp * train.cp", "2 * 2 * 1 = 4", "world size 6")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(12, 4, 6), (12, 6, 4), (12, 3, 2)])
+def test_key_value_heads_that_tensor_parallel_cannot_cut(
+    here: Path, heads: int, kv_heads: int, tp: int
+) -> None:
+    file = here / "model" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(
+        json.dumps({**config, "num_attention_heads": heads, "num_key_value_heads": kv_heads})
+    )
+    said = ("train.tp", f"got {tp}", f"multiple of the model's {kv_heads} key/value heads")
+    refuse(here, ["train", "c.yaml", f"train.tp={tp}"], *said)
+
+
+def test_heads_layers_and_tensor_parallel_that_cannot_be_laid_out(here: Path) -> None:
+    refuse(here, ["train", "c.yaml", "train.pp=3"], "train.pp", "4 layers")
+    arguments = ["train", "c.yaml", "train.tp=8"]
+    refuse(here, arguments, "train.tp", "got 8", "4 attention heads")
+    refuse(here, ["train", "c.yaml", "rollout.tp=2", "--world", "2"], "rollout.tp", "engine 'hf'")
+
+
+def test_one_sample_a_prompt_with_grpo(here: Path) -> None:
+    expected = ("steps.samples_per_prompt", "got 1", "2 or more with algorithm grpo")
+    refuse(here, ["train", "c.yaml", "steps.samples_per_prompt=1"], *expected)
+
+
+# The prompts
+
+
+def test_prompt_file_that_is_missing(here: Path) -> None:
+    (here / "prompts.jsonl").rename(here / "prompt.jsonl")
+    refuse(here, ["train", "c.yaml"], "prompts.jsonl", "no such file", "Did you mean prompt.jsonl?")
+    refuse(here, ["train", "c.yaml", "data.prompts=null"], "data.prompts", "nothing")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ["prompts.jsonl", "an empty file"]),
+        ("\n\n", ["prompts.jsonl", "an empty file"]),
+        ('{"prompt": "1+1=", "answer": "2"}\n1+2=\n', ["prompts.jsonl:2", "1+2="]),
+        ('[{"prompt": "1+1="}]\n', ["prompts.jsonl:1", "a list", "JSON object"]),
+        (
+            '{"promt": "1+1=", "answer": "2"}\n',
+            ["prompts.jsonl:1", "no column 'prompt'", "'promt'"],
+        ),
+        ('{"prompt": "1+1="}\n', ["prompts.jsonl:1", "no column 'answer'"]),
+        ('{"prompt": 3, "answer": "2"}\n', ["prompts.jsonl:1", "prompt = 3", "a text"]),
+        ('{"prompt": null, "answer": "2"}\n', ["prompts.jsonl:1", "null"]),
+        ('{"prompt": "", "answer": "2"}\n', ["prompts.jsonl:1", "prompt = ''", "not empty"]),
+        ('{"prompt": ["1+1="], "answer": "2"}\n', ["prompts.jsonl:1", "prompt = ['1+1=']"]),
+    ],
+)
+def test_prompt_file_that_cannot_be_used(here: Path, text: str, expected: list[str]) -> None:
+    (here / "prompts.jsonl").write_text(text)
+    refuse(here, ["train", "c.yaml"], *expected)
+
+
+@pytest.mark.dist
+def test_prompt_longer_than_the_limit_is_counted_and_the_run_goes_on(trained: Path) -> None:
+    told = (trained / "stdout").read_text()
+    assert "8 prompts; 1 left out as longer than data.max_prompt_tokens=6" in told
+    assert "prompts.jsonl:9, 9 tokens" in told
+    metrics = (trained / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [1, 2]
+
+
+@pytest.mark.dist
+def test_prompts_that_are_all_too_long(here: Path) -> None:
+    arguments = ["train", "c.yaml", "data.max_prompt_tokens=5"]
+    refuse(here, arguments, "prompts.jsonl:1", "8 rows, all too long", "Raise data.max_prompt")
+
+
+# HF directories
+
+
+@pytest.fixture(scope="module")
+def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_models(folder, ("qwen2",))
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(QUICKSTART / "model" / name, folder / "qwen2" / name)
+    return folder / "qwen2"
+
+
+def lose_a_shard(folder: Path) -> str:
+    shard = max(folder.glob("model-*.safetensors"))
+    shard.unlink()
+    return shard.name
+
+
+def cut_a_shard(folder: Path) -> str:
+    shard = max(folder.glob("model-*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 4)
+    return shard.name
+
+
+def change_a_shape(folder: Path) -> str:
+    name = "model.layers.2.mlp.up_proj.weight"
+    shard = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+    tensors = load_file(shard)
+    tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, shard, {"format": "pt"})
+    return f"{name} in "
+
+
+def change_the_config(folder: Path) -> str:
+    edit_json(folder / "config.json", intermediate_size=128)
+    return "shape (128, 64)"
+
+
+def change_the_architecture(folder: Path) -> str:
+    edit_json(folder / "config.json", architectures=["MambaForCausalLM"], model_type="mamba")
+    return "MambaForCausalLM"
+
+
+def lose_the_config(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    return "config.json"
+
+
+def edit_json(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lose_a_shard,
+        cut_a_shard,
+        change_a_shape,
+        change_the_config,
+        change_the_architecture,
+        lose_the_config,
+    ],
+)
+def test_hf_directory_that_is_damaged(
+    here: Path, hf_model: Path, spoil: Callable[[Path], str]
+) -> None:
+    shutil.rmtree(here / "model")
+    shutil.copytree(hf_model, here / "model")
+    expected = spoil(here / "model")
+    arguments = ["c.yaml", "model.init=null", "model.path=model"]
+    refuse(here, ["train", *arguments], expected)
+    refuse(here, ["eval", *arguments, "--prompts", "prompts.jsonl"], expected)
+    refuse(here, ["convert", "model", "out", "--to", "megatron"], expected)
+
+
+def test_convert_to_a_layout_that_the_model_does_not_allow(here: Path, hf_model: Path) -> None:
+    arguments = ["convert", str(hf_model), "out", "--to", "megatron"]
+    refuse(here, [*arguments, "--tp", "8"], "--tp", "got 8", "4 attention heads")
+    refuse(here, [*arguments, "--pp", "3"], "--pp", "got 3", "4 layers")
+
+
+# The run folder and its checkpoints
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.seed=1", "run.seed"),
+        ("algorithm.clip_low=0.1", "algorithm.clip_low"),
+        ("reward.function=exact_match", "reward.function"),
+        ("steps.prompts_per_step=8", "steps.prompts_per_step"),
+        ("data.max_prompt_tokens=9", "data.max_prompt_tokens"),
+    ],
+)
+def test_run_folder_of_another_identity(run: Path, override: str, expected: str) -> None:
+    said = (expected, "with which runs/mine was started", "choose another run.name")
+    refuse(run, ["train", "c.yaml", override], *said)
+
+
+@pytest.mark.dist
+def test_run_folder_of_another_model_of_the_same_name(run: Path) -> None:
+    write_rows(run / "prompts.jsonl", SUMS[:4])
+    arguments = ["train", "c.yaml", "steps.num_steps=3"]
+    refuse(run, arguments, "data.prompts", "differ from the checkpoint's")
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("spoil", [cut, Path.unlink])
+@pytest.mark.parametrize(
+    "name", ["policy/__0_0.distcp", "policy/.metadata", "state.json", "manifest.json"]
+)
+def test_newest_checkpoint_that_is_truncated(
+    run: Path, spoil: Callable[[Path], None], name: str
+) -> None:
+    file = Path("runs/mine/checkpoints/step_2") / name
+    spoil(run / file)
+    remedy = "Delete runs/mine/checkpoints/step_2 to go on from an older checkpoint."
+    refuse(run, ["train", "c.yaml", "steps.num_steps=3"], str(file), remedy)
+
+
+@pytest.mark.dist
+def test_other_commands_refuse_a_truncated_checkpoint(run: Path) -> None:
+    cut(run / "runs/mine/checkpoints/step_2/policy/__0_0.distcp")
+    (run / "none").mkdir()
+    refuse(run, ["convert", "runs/mine", "out", "--to", "hf"], "__0_0.distcp")
+    given = ["eval", "c.yaml", "--prompts", "prompts.jsonl"]
+    refuse(run, given, "__0_0.distcp")
+    refuse(run, [*given, "--checkpoint", "runs/mine/checkpoints/step_2"], "__0_0.distcp")
+    refuse(run, [*given, "--checkpoint", "none"], "none", "no checkpoint")
+
+
+@pytest.mark.dist
+def test_half_written_checkpoint_is_passed_over(run: Path) -> None:
+    partial = run / "runs/mine/checkpoints/step_3.partial"
+    shutil.copytree(run / "runs/mine/checkpoints/step_2", partial)
+    (partial / "manifest.json").unlink()
+    cut(partial / "policy" / "__0_0.distcp")
+    told = succeed(run, "train", "c.yaml", "steps.num_steps=3")
+    assert "continuing runs/mine after step 2" in told
+    assert not partial.exists()
+    assert (run / "runs/mine/checkpoints/step_3/manifest.json").is_file()
+
+
+# Rewards
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("raises", ["bad_rewards.py:", "KeyError", "no such column", "a finite float"]),
+        ("gives_nan", ["bad_rewards.py:", "returned nan", "a finite float"]),
+        ("gives_pairs", ["bad_rewards.py:", "returned shape (8, 2)", "(8,) floats"]),
+        ("gives_text", ["bad_rewards.py:", "returned a str", "a finite float"]),
+    ],
+)
+def test_reward_function_that_misbehaves(here: Path, function: str, expected: list[str]) -> None:
+    name = f"bad_rewards:{function}"
+    refuse(here, ["train", "c.yaml", f"reward.function={name}"], name, *expected)
+
+
+def test_reward_function_that_is_not_there(here: Path) -> None:
+    arguments = ["train", "c.yaml", "reward.function=bad_rewards:missing"]
+    refuse(here, arguments, "reward.function", "bad_rewards:missing", "no attribute 'missing'")
+    arguments = ["train", "c.yaml", "reward.function=exact"]
+    refuse(here, arguments, "reward.function", "Did you mean 'exact_match'?")
+
+
+@pytest.mark.dist
+def test_reward_that_fails_later_loses_no_checkpoint(run: Path) -> None:
+    checkpoints = run / "runs" / "mine" / "checkpoints"
+    kept = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
+    steps = (run / "runs" / "mine" / "metrics.jsonl").read_text()
+    spoilt = run / "bad_rewards.py"  # found before the module of the same name in tests/e2e
+    spoilt.write_text("def counts(prompt, response, columns):\n    return None\n")
+    done = hybridrl(run, "train", "c.yaml", "steps.num_steps=3")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "returned a NoneType" in done.stderr
+    assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == kept
+    assert (run / "runs" / "mine" / "metrics.jsonl").read_text() == steps
