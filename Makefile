@@ -1,6 +1,5 @@
 # make demo: install and run the main job.  make test: install and run every check.  make lint: style and types only.
 # The environment is .venv; TORCH names the torch to install first, so that nothing pulls CUDA packages on CPU machines.
-# On an index whose torch carries CUDA: make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

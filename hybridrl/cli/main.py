@@ -183,7 +183,8 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())  # a user's own rewards and families lie where they work
     die_with_launcher()
     if is_rank():  # what is absent says `hybridrl check`; a mistake's message must stand out
-        warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         app()
     except UserError as error:
