@@ -20,16 +20,15 @@ from hybridrl.checkpoint.folders import (
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.rules import check, layer_rules, split_rules
 from hybridrl.config.schema import Config, ModelConfig, SftConfig
-from hybridrl.config.source import read_model_config
+from hybridrl.config.source import check_tokenizer_files, read_model_config
 from hybridrl.data.rows import validate_file
-from hybridrl.errors import ConfigError, ModelError, UserError
+from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.directory import read_config
 from hybridrl.models.family import resolve_family
 from hybridrl.models.headers import HfHeaders
 from hybridrl.models.weights import hf_shapes
 from hybridrl.rewards.functions import find_reward
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 PACKAGE_OF_ENGINE = {"vllm": "vllm", "sglang": "sglang"}
 
 
@@ -179,16 +178,10 @@ def _files(
 
 
 def _tokenizer(model: ModelConfig) -> Iterator[UserError]:
-    place = Path(model.tokenizer or model.path or model.init or "").expanduser()
-    if place.is_file() and model.tokenizer is None:
-        place = place.parent
-    if place.is_dir() and not any((place / name).is_file() for name in TOKENIZER_FILES):
-        yield ModelError(
-            "model.tokenizer",
-            str(place),
-            f"a directory with one of {', '.join(TOKENIZER_FILES)}",
-            "Set model.tokenizer to a directory that holds the tokenizer.",
-        )
+    try:
+        check_tokenizer_files(model)
+    except UserError as error:
+        yield error
 
 
 def _engine(config: Config) -> Iterator[UserError]:

@@ -15,6 +15,7 @@ from hybridrl.errors import ModelError
 
 PLAIN_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def model_directory(model: ModelConfig, *, weights: bool = True) -> Path:
@@ -60,6 +61,24 @@ def read_model_config(model: ModelConfig) -> dict[str, Any]:
         found = type(content).__name__
         raise ModelError(str(file), found, "a JSON object", "Get the file again.")
     return content
+
+
+def check_tokenizer_files(model: ModelConfig) -> None:
+    """Refuses a local folder without a tokenizer, of which transformers would make an empty one.
+
+    Raises:
+        ModelError: the folder that the section names as the tokenizer's holds none.
+    """
+    place = Path(model.tokenizer or model.path or model.init or "").expanduser()
+    if place.is_file() and model.tokenizer is None:
+        place = place.parent
+    if place.is_dir() and not any((place / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            "model.tokenizer",
+            str(place),
+            f"a directory with one of {', '.join(TOKENIZER_FILES)}",
+            "Set model.tokenizer to a directory that holds the tokenizer.",
+        )
 
 
 def _download(key: str, name: str, weights: bool) -> Path:

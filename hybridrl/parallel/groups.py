@@ -79,14 +79,18 @@ class World:
         return self.is_last_stage and self.where.tp == 0
 
     def sum_over_world(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `values` (any shape, same on all ranks) over all ranks."""
-        dist.all_reduce(values)
-        return values
+        """Returns the sum of `values` (any shape, same on all ranks) over all ranks, on the CPU."""
+        return self._reduced(values, dist.ReduceOp.SUM)
 
     def max_over_world(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the elementwise maximum of `values` over all ranks."""
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return values
+        """Returns the elementwise maximum of `values` over all ranks, on the CPU."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: torch.Tensor, op: Any) -> torch.Tensor:
+        # A sync point: what is reduced here are metrics and columns that the host reads.
+        on_device = values.to(self.platform.device, copy=True)
+        dist.all_reduce(on_device, op=op)
+        return on_device.cpu()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's `value` (small, picklable), in rank order."""

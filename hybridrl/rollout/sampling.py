@@ -19,16 +19,20 @@ from hybridrl.rollout.engine import SamplingParams
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Returns, for each (seed, count), a uniform number in [0, 1) of 48 bits.
+def draw_seeds(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.uint64]:
+    """Returns, for each (seed, count), 64 random bits.
 
     The output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
     generators, OOPSLA 2014, figure 17) at position `count` of the stream that starts at the mixed
     seed; neighbouring seeds so give unrelated streams.
     """
     start = _mix(np.asarray(seeds, dtype=np.uint64))
-    bits = _mix(start + (np.asarray(counts, dtype=np.uint64) + np.uint64(1)) * GOLDEN)
-    return (bits >> np.uint64(16)).astype(np.float64) * 2.0**-48
+    return _mix(start + (np.asarray(counts, dtype=np.uint64) + np.uint64(1)) * GOLDEN)
+
+
+def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Returns, for each (seed, count), a uniform number in [0, 1) of 48 bits."""
+    return (draw_seeds(seeds, counts) >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 
 def sample(

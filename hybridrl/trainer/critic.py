@@ -11,7 +11,7 @@ from hybridrl.batch import TrainBatch
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.optimizer import learning_rate
-from hybridrl.trainer.policy import reduce_losses
+from hybridrl.trainer.policy import kept, reduce_losses
 
 
 class Critic:
@@ -39,7 +39,7 @@ class Critic:
 
         def loss(values_S: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
             result = algorithm.value_loss(values_S, micro, denominator)
-            return result.loss, result
+            return result.loss, kept(result)
 
         works = self.model.plan_work(batch)
         results: list[LossOutput] = self.model.accumulate(works, loss)

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm
 from hybridrl.batch import Producer, Prompt, ScoredBatch, TrainBatch
+from hybridrl.checkpoint.folders import find_checkpoint
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import load_config, load_config_dict
@@ -237,8 +238,12 @@ class Trainer:
             return self.store.save(self.step, self.trained, state, self.source.files)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Restores weights, optimizers, prompt cursor, random states and unfinished rollouts."""
-        state = self.store.load(Path(path), self.trained)
+        """Restores weights, optimizers, prompt cursor, random states and unfinished rollouts.
+
+        Args:
+            path: a `checkpoints/step_N` folder, or a run folder, which stands for its newest.
+        """
+        state = self.store.load(find_checkpoint(Path(path)), self.trained)
         self.step, self.evaluations = int(state["step"]), state["evaluations"]
         self.prompts.load_state(state["prompts"])
         for name, count in state["num_updates"].items():

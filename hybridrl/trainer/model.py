@@ -146,6 +146,7 @@ class ParallelModel:
             whole = micro_batch(batch, indices, pad_each, layout.tp * pad_each)
             index_S = context_positions(whole.cu_seqlens, layout.cp, self.world.where.cp)
             local = whole if layout.cp == 1 else whole.take_positions(index_S)
+            local = local.to(self.world.platform.device)
             packed = PackedSequences.of(whole.cu_seqlens, whole.max_seqlen)
             works.append(Work(whole, local, index_S, packed))
         return works
@@ -192,13 +193,12 @@ class ParallelModel:
 
 
 def _forward(chunk: torch.nn.Module, work: Work) -> Any:
-    device = next(chunk.parameters()).device
     local = work.local
     return chunk(
-        input_ids=local.tokens_S[None].to(device),
-        position_ids=local.positions_S[None].to(device),
+        input_ids=local.tokens_S[None],
+        position_ids=local.positions_S[None],
         attention_mask=None,
-        labels=local.targets_S[None].to(device),
+        labels=local.targets_S[None],
         packed_seq_params=work.packed,
     )
 

@@ -7,6 +7,7 @@ Collective: every rank calls with the same batch (all samples of the step) and g
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -60,7 +61,7 @@ class Policy:
 
         def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
             result = algorithm.loss(output.logp_S, output.entropy_S, micro, denominator)
-            return result.loss, result
+            return result.loss, kept(result)
 
         works = self.model.plan_work(batch)
         results: list[LossOutput] = self.model.accumulate(works, loss)
@@ -74,6 +75,13 @@ class Policy:
         metrics["policy/grad_norm"] = self.model.step(rate)
         metrics["policy/learning_rate"] = rate
         return metrics
+
+
+def kept(result: LossOutput) -> LossOutput:
+    """Returns the result with a loss of its own memory: Megatron frees the one that it was given
+    as soon as the backward pass has it (`deallocate_pipeline_outputs`).
+    """
+    return replace(result, loss=result.loss.detach().clone())
 
 
 def reduce_losses(
@@ -99,8 +107,7 @@ def reduce_losses(
         [local.get(name, -torch.inf) if name.endswith("_max") else 0.0 for name in names],
         dtype=torch.float64,
     )
-    world.sum_over_world(sums)
-    world.max_over_world(maxima)
+    sums, maxima = world.sum_over_world(sums), world.max_over_world(maxima)
     metrics = {}
     for name, total, largest in zip(names, sums.tolist(), maxima.tolist(), strict=True):
         if name.endswith("_max"):
@@ -113,7 +120,7 @@ def reduce_losses(
 def _local_sums(loss_name: str, results: list[LossOutput]) -> Mapping[str, float]:
     sums: dict[str, float] = {}
     for result in results:
-        for name, value in {loss_name: result.loss.detach(), **result.metrics}.items():
+        for name, value in {loss_name: result.loss, **result.metrics}.items():
             number = float(value)
             if name.endswith("_max"):
                 sums[name] = max(sums.get(name, number), number)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config, ModelConfig, RolloutConfig
-from hybridrl.config.source import model_directory, read_model_config
+from hybridrl.config.source import check_tokenizer_files, model_directory, read_model_config
 from hybridrl.errors import ConfigError, ModelError
 from hybridrl.models.build import Head
 from hybridrl.models.family import resolve_family
@@ -79,6 +79,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Loads the tokenizer that `model.tokenizer`, or the model's own directory, holds; no remote
     code.
     """
+    check_tokenizer_files(config)
     where = config.tokenizer or str(model_directory(config, weights=False))
     try:
         return AutoTokenizer.from_pretrained(where, trust_remote_code=False)

@@ -59,7 +59,10 @@ def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor,
                 if parameter in optimizer.model_param_gbuf_map:
                     span = optimizer._get_model_param_range_map(parameter)["param"]
                     held[span.start : span.end] = True
-            local[f"{index}/{name}"] = (parameter.main_grad.float(), held.view(parameter.shape))
+            local[f"{index}/{name}"] = (
+                parameter.main_grad.float().cpu(),
+                held.view(parameter.shape),
+            )
     for region in model.layout().regions:
         gradient, held = local[region.local]
         inner = tuple(slice(a, b) for a, b in region.local_box)
@@ -80,7 +83,7 @@ def logits_of(model: ParallelModel, works) -> list[torch.Tensor]:
     tied = model.source.shape.tied_embeddings
     name = "0/embedding.word_embeddings.weight" if tied else "0/output_layer.weight"
     head = model.weights()[name][: model.source.shape.vocab_size]
-    return [hidden @ head.T for hidden in found]
+    return [(hidden @ head.T).cpu() for hidden in found]
 
 
 def check_against_transformers(folder: Path, model, batch, works, logp_T, gradients) -> None:

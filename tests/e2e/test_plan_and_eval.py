@@ -1,0 +1,300 @@
+"""The commands that only look, and the road from nothing to a run folder, on the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from refusals import QUICKSTART, files_below, hybridrl, refuse, succeed
+
+from hybridrl.config.load import load_config, to_yaml
+
+QWEN25_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+}
+# The architecture page's words, not the code's.
+PLAN_KEYS = {
+    "train": {"tp", "pp", "vpp", "cp", "ep", "dp"},
+    "rollout": {"engine", "tp", "replicas", "assignment"},
+    "reshard": {
+        "receive_bytes",
+        "send_bytes",
+        "local_bytes",
+        "alias_bytes",
+        "messages",
+        "predicted_ms",
+    },
+    "memory": {"train_peak_bytes", "rollout_peak_bytes", "staging_bytes"},
+}
+METRICS = {
+    "step",
+    "reward/mean",
+    "reward/std",
+    "response_tokens/mean",
+    "policy/loss",
+    "policy/kl",
+    "policy/entropy",
+    "policy/clip_fraction",
+    "policy/grad_norm",
+    "policy/learning_rate",
+    "mismatch/logprob_diff_mean",
+    "mismatch/logprob_diff_max",
+    "time_s/generate",
+    "time_s/reward",
+    "time_s/logprobs",
+    "time_s/advantages",
+    "time_s/update",
+    "time_s/reshard",
+    "time_s/step",
+    "throughput/tokens_per_s_per_gpu",
+    "reshard/received_bytes",
+    "reshard/gb_per_s",
+    "memory/peak_gib",
+}
+SMALL = (
+    "data.eval_limit=8",
+    "steps.prompts_per_step=8",
+    "steps.eval_every=0",
+    "checkpoint.every=0",
+    "reward.function=scripted_reward:digits",  # after few steps no answer is right
+    "reward.extract=null",
+)
+SFT = ("examples/quickstart/sft.yaml", *SMALL, "steps.num_steps=3", "steps.stop_at_accuracy=null")
+GRPO = (
+    "examples/quickstart/grpo.yaml",
+    *SMALL,
+    "steps.num_steps=2",
+    "steps.samples_per_prompt=2",
+    "train.tp=1",
+    "train.pp=1",
+)
+
+
+def parameters(config: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many parameters tensor parallelism cuts, and how many every rank has whole."""
+    hidden, layers, inner = (
+        config[key] for key in ("hidden_size", "num_hidden_layers", "intermediate_size")
+    )
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config.get("head_dim", hidden // heads)
+    attention = hidden * size * (2 * heads + 2 * kv_heads)
+    has_biases = config["model_type"] == "qwen2"
+    biases = size * (heads + 2 * kv_heads) if has_biases else 0
+    cut = 2 * config["vocab_size"] * hidden + layers * (attention + biases + 3 * hidden * inner)
+    whole = hidden + layers * (2 * hidden + (0 if has_biases else 2 * size))
+    return cut, whole
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart without its prompts, tokenizer and weights."""
+    folder = tmp_path_factory.mktemp("bare")
+    config = QUICKSTART / "model" / "config.json"
+    for place in ("examples/quickstart/model", "runs/quickstart-sft/hf"):
+        (folder / place).mkdir(parents=True)
+        shutil.copyfile(config, folder / place / "config.json")
+    for file in QUICKSTART.glob("*.yaml"):
+        shutil.copyfile(file, folder / "examples" / "quickstart" / file.name)
+    (folder / "qwen").mkdir()
+    (folder / "qwen" / "config.json").write_text(json.dumps(QWEN25_7B))
+    content = {
+        "run": {"name": "large"},
+        "model": {"init": "qwen"},
+        "algorithm": {"name": "grpo"},
+        "steps": {"samples_per_prompt": 8},
+    }
+    (folder / "qwen.yaml").write_text(yaml.safe_dump(content))
+    return folder
+
+
+def plan(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Returns what `plan --json` prints, and checks what holds for every plan."""
+    before = files_below(folder)
+    report: dict[str, Any] = json.loads(succeed(folder, "plan", *arguments, "--json"))
+    assert files_below(folder) == before
+    assert report.keys() == {*PLAN_KEYS, "violations"}
+    assert all(report[section].keys() == keys for section, keys in PLAN_KEYS.items())
+    assert report["violations"] == []
+    world = len(report["rollout"]["assignment"])
+    reshard = report["reshard"]
+    for key in ("receive_bytes", "send_bytes", "local_bytes", "alias_bytes", "messages"):
+        assert len(reshard[key]) == world
+        assert all(isinstance(number, int) and number >= 0 for number in reshard[key])
+    assert sum(reshard["receive_bytes"]) == sum(reshard["send_bytes"])
+    assert report["rollout"]["replicas"] * report["rollout"]["tp"] == world
+    places = [tuple(place) for place in report["rollout"]["assignment"]]
+    replicas, tp = report["rollout"]["replicas"], report["rollout"]["tp"]
+    assert sorted(places) == [(replica, rank) for replica in range(replicas) for rank in range(tp)]
+    return report
+
+
+def filled(report: dict[str, Any]) -> list[int]:
+    """Returns how many bytes each rank's engine is filled with."""
+    reshard = report["reshard"]
+    pairs = zip(reshard["receive_bytes"], reshard["local_bytes"], strict=True)
+    return [received + local for received, local in pairs]
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo", "ppo"])
+def test_plan_of_the_quickstart(bare: Path, name: str) -> None:
+    report = plan(bare, f"examples/quickstart/{name}.yaml")
+    assert report["train"] == {"tp": 2, "pp": 2, "vpp": 1, "cp": 1, "ep": 1, "dp": 1}
+    assert report["rollout"]["engine"] == "hf"
+    model = json.loads((QUICKSTART / "model" / "config.json").read_text())
+    assert filled(report) == [4 * sum(parameters(model))] * 4
+    one = plan(bare, f"examples/quickstart/{name}.yaml", "train.tp=1", "train.pp=1")
+    assert filled(one) == [4 * sum(parameters(model))]
+    assert one["reshard"]["receive_bytes"] == one["reshard"]["messages"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "rollout_tp", "world"), [("train.tp=4 train.pp=2", 4, 8), ("train.tp=4", 2, 4)]
+)
+def test_plan_of_a_large_model(bare: Path, layout: str, rollout_tp: int, world: int) -> None:
+    engine = ("rollout.engine=vllm", f"rollout.tp={rollout_tp}")
+    report = plan(bare, "qwen.yaml", *layout.split(), *engine, "--world", str(world))
+    cut, whole = parameters(QWEN25_7B)
+    assert cut + whole == 7_615_616_512  # as transformers counts them
+    assert filled(report) == [2 * (cut // rollout_tp + whole)] * world
+    assert report["reshard"]["predicted_ms"] > 0
+    assert min(report["memory"].values()) > 0
+    assert report["memory"]["train_peak_bytes"] > max(filled(report))
+
+
+def test_plan_tells_every_violation_as_json(bare: Path) -> None:
+    done = hybridrl(bare, "plan", "qwen.yaml", "train.tp=3", "--world", "4", "--json")
+    assert done.returncode == 2
+    violations = json.loads(done.stdout)["violations"]
+    assert all(found.keys() == {"key", "value", "allowed", "remedy"} for found in violations)
+    assert {"train.tp * train.pp * train.cp", "train.tp"} == {v["key"] for v in violations}
+
+
+def test_check_prints_one_json_object(tmp_path: Path) -> None:
+    report = json.loads(succeed(tmp_path, "check", "--json"))
+    assert report.keys() == {"ok", "items"}
+    assert report["ok"] is True
+    for item in report["items"]:
+        assert item.keys() == {"name", "status", "found", "fix"}
+        assert bool(item["fix"]) <= (item["status"] == "problem")
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the quickstart was gone through, in few and small steps."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    shutil.copytree(QUICKSTART, folder / "examples" / "quickstart")
+    succeed(folder, "train", *SFT)  # 4 processes, TP2 x PP2
+    succeed(folder, "convert", "runs/quickstart-sft", "runs/quickstart-sft/hf", "--to", "hf")
+    (folder / "stdout").write_text(succeed(folder, "train", *GRPO, "--world", "2"))
+    return folder
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "steps", "world"), [("sft", 3, 4), ("grpo", 2, 2)])
+def test_run_folder_holds_what_is_documented(
+    quickstart: Path, name: str, steps: int, world: int
+) -> None:
+    run = quickstart / "runs" / f"quickstart-{name}"
+    found = {path.name for path in run.iterdir()} - {"hf", "rollouts"}
+    expected = {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "summary.json"}
+    assert found == {*expected, "tensorboard"}
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{steps}"]
+    logs = {path.name for path in (run / "logs").glob("*.log")}
+    assert logs == {f"rank_{rank}.log" for rank in range(world)}
+    assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    arguments = SFT if name == "sft" else GRPO
+    given = load_config(quickstart / arguments[0], arguments[1:])
+    assert (run / "config.yaml").read_text() == to_yaml(given)
+    summary = json.loads((run / "summary.json").read_text())
+    assert {"accuracy_before", "accuracy_after", "seconds"} <= summary.keys()
+    assert all(0 <= summary[f"accuracy_{when}"] <= 1 for when in ("before", "after"))
+
+
+@pytest.mark.dist
+def test_metrics_have_every_documented_key(quickstart: Path) -> None:
+    lines = (quickstart / "runs/quickstart-grpo/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        assert record.keys() >= METRICS, METRICS - record.keys()
+        assert all(isinstance(value, int | float) for value in record.values())
+        phases = sum(value for key, value in record.items() if key.startswith("time_s/"))
+        assert 0 < record["time_s/step"] < phases
+        # Training is data parallel, generation too: each rank has all of the model already.
+        assert record["reshard/received_bytes"] == 0
+        assert 0 < record["mismatch/logprob_diff_max"] < 1e-4  # fp32 on both sides
+        assert 0 < record["reward/mean"] < 1
+        assert record["policy/grad_norm"] > 0
+    supervised = (quickstart / "runs/quickstart-sft/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["policy/loss"] for line in supervised]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+
+
+@pytest.mark.dist
+def test_console_tells_phases_accuracy_and_folder(quickstart: Path) -> None:
+    told = (quickstart / "stdout").read_text()
+    for line in (1, 2):
+        (shown,) = [text for text in told.splitlines() if text.startswith(f"step {line}/2 ")]
+        for phase in ("gen", "reward", "logp", "adv", "update", "reshard"):
+            assert f"[{phase}] " in shown
+    assert "before" in told and "after" in told
+    assert "run folder: runs/quickstart-grpo" in told
+
+
+@pytest.mark.dist
+def test_rollouts_are_samples_of_the_prompts(quickstart: Path) -> None:
+    (dump,) = (quickstart / "runs/quickstart-grpo/rollouts").iterdir()
+    samples = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert len(samples) == 8 * 2
+    prompts = {json.loads(line)["prompt"] for line in (QUICKSTART / "train.jsonl").open()}
+    assert {sample["prompt"] for sample in samples} <= prompts
+    assert all({"prompt", "response", "reward"} <= sample.keys() for sample in samples)
+
+
+@pytest.mark.dist
+def test_eval_prints_one_json_object_whatever_the_layout(quickstart: Path) -> None:
+    before = files_below(quickstart / "runs")
+    found = []
+    for layout in (("train.tp=1", "train.pp=1"), ("train.tp=1", "train.pp=2")):
+        printed = succeed(quickstart, "eval", SFT[0], *SMALL, *layout, "--json")
+        found.append(json.loads(printed))
+        assert printed.count("\n") == 1
+    assert found[0] == found[1]
+    assert found[0].keys() == {"accuracy", "num_prompts", "checkpoint"}
+    assert found[0]["num_prompts"] == 8
+    assert found[0]["checkpoint"].endswith("runs/quickstart-sft/checkpoints/step_3")
+    summary = json.loads((quickstart / "runs/quickstart-sft/summary.json").read_text())
+    assert found[0]["accuracy"] == summary["accuracy_after"]
+    assert 0 < found[0]["accuracy"] < 1
+    assert files_below(quickstart / "runs") == before
+
+
+@pytest.mark.dist
+def test_report_writes_a_page_and_prints_its_path(quickstart: Path) -> None:
+    printed = succeed(quickstart, "report", "runs/quickstart-grpo").splitlines()
+    assert printed == ["runs/quickstart-grpo/report.html"]
+    page = (quickstart / printed[0]).read_text()
+    assert "quickstart-grpo" in page and "<img" in page and "prompts_per_step" in page
+
+
+def test_report_refuses_a_folder_without_metrics(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refuse(tmp_path, ["report", "empty"], "empty/metrics.jsonl", "no such file")
+    refuse(tmp_path, ["report", "nowhere"], "nowhere/metrics.jsonl", "no such file")

@@ -1,0 +1,130 @@
+"""The Python interface as a user's script meets it: Trainer, and its parts in another loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusals import QUICKSTART, TESTS
+
+ROOT = TESTS.parent
+CUSTOM_LOOP = ROOT / "examples" / "custom_loop.py"
+MAX_LOOP_LINES = 40
+
+
+def python(*arguments: str | Path, cwd: Path) -> str:
+    """Runs a script in one process; returns its stdout."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("api")
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> dict[str, Any]:
+    """What api_session.py says of itself."""
+    script = TESTS / "e2e" / "api_session.py"
+    found: dict[str, Any] = json.loads(python(script, QUICKSTART, folder, cwd=folder))
+    return found
+
+
+def test_importing_hybridrl_imports_no_torch(tmp_path: Path) -> None:
+    heavy = "{'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)"
+    code = f"import sys, hybridrl; assert not {heavy}; from hybridrl import Trainer; print(Trainer)"
+    assert "hybridrl.trainer.loop.Trainer" in python("-c", code, cwd=tmp_path)
+
+
+def test_trainer_fits_from_a_file_with_overrides(told: dict[str, Any], folder: Path) -> None:
+    summary = told["summary"]
+    assert {"accuracy_before", "accuracy_after", "seconds"} <= summary.keys()
+    assert 0 <= summary["accuracy_after"] <= 1
+    assert told["step"] == 1
+    run = folder / "quickstart-grpo"
+    assert [record["step"] for record in metrics(run)] == [1]
+    assert json.loads((run / "summary.json").read_text()) == summary
+
+
+def test_trainer_takes_objects_in_place_of_sections(told: dict[str, Any], folder: Path) -> None:
+    assert told["changed"] == told["num_weights"]
+    assert told["num_called"] == 4 * 4 * 2  # steps, prompts, samples
+    assert sorted(told["encoded"]) == [f"{a}{b}+11=" for a in range(3) for b in range(3)]
+    for prompt, response, tag in told["called"]:
+        assert prompt[0] == str(tag)
+        assert re.fullmatch(r"[\d+=,]{0,4}", response)
+    rewards = [sum(c.isdigit() for c in r) / max(len(r), 1) for _, r, _ in told["called"]]
+    assert metrics(folder / "objects")[0]["reward/mean"] == pytest.approx(sum(rewards) / 8)
+
+
+def test_load_checkpoint_goes_on_as_if_nothing_had_happened(
+    told: dict[str, Any], folder: Path
+) -> None:
+    assert told["loaded_step"] == 2
+    assert told["differing"] == []
+    assert told["newest_step"] == 4
+    one, other = metrics(folder / "objects"), metrics(folder / "resumed")
+    assert [record["step"] for record in other] == [3, 4]
+    for key in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/learning_rate"):
+        assert [r[key] for r in one[2:]] == [r[key] for r in other]
+
+
+def test_mistakes_are_exceptions_that_can_be_mended(told: dict[str, Any], folder: Path) -> None:
+    kind, text = told["layout"]
+    assert kind == "ConfigError" and "train.tp * train.pp * train.cp" in text
+    kind, text = told["samples"]
+    assert kind == "ConfigError" and "steps.samples_per_prompt" in text
+    kind, text = told["tokenizer"]
+    assert kind == "ModelError" and "model.tokenizer" in text
+    kind, text = told["weights"]
+    assert kind == "CheckpointError" and "no weights" in text
+    assert not (folder / "refused").exists()
+    assert told["last"]["seconds"] > 0
+
+
+def test_custom_loop_trains(tmp_path: Path) -> None:
+    assert len(CUSTOM_LOOP.read_text().splitlines()) <= MAX_LOOP_LINES
+    knobs = [
+        "model.path=null",
+        f"model.init={QUICKSTART / 'model'}",
+        f"data.prompts={QUICKSTART / 'train.jsonl'}",
+        "data.eval_prompts=null",
+        "steps.eval_every=0",
+        "train.tp=1",
+        "train.pp=1",
+        "train.learning_rate=3e-3",
+        "train.warmup_steps=0",
+        "steps.prompts_per_step=16",
+        "steps.samples_per_prompt=4",
+        "steps.num_steps=8",
+        "reward.function=scripted_reward:digits",  # the first steps can learn this one
+        "reward.extract=null",
+    ]
+    printed = python(CUSTOM_LOOP, QUICKSTART / "grpo.yaml", *knobs, cwd=tmp_path)
+    line = r"^step (\d+) kept (\d+) reward ([\d.]+) loss (-?[\d.]+)$"
+    steps = re.findall(line, printed, re.MULTILINE)
+    assert [int(step) for step, *_ in steps] == list(range(1, 9))
+    assert all(0 <= int(kept) <= 64 and int(kept) % 4 == 0 for _, kept, _, _ in steps)
+    rewards = [float(reward) for _, _, reward, _ in steps]
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1
