@@ -20,6 +20,7 @@ demo: .venv/installed
 	$(BIN)/hybridrl train examples/quickstart/sft.yaml
 	$(BIN)/hybridrl convert runs/quickstart-sft runs/quickstart-sft/hf --to hf
 	$(BIN)/hybridrl train examples/quickstart/grpo.yaml
+	$(BIN)/hybridrl report runs/quickstart-grpo
 
 test: lint
 	$(BIN)/python -m pytest

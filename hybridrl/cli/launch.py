@@ -26,6 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+from hybridrl.errors import UserError
+
 LAUNCHER_PID = "HYBRIDRL_LAUNCHER_PID"
 LOG_DIR = "HYBRIDRL_LOG_DIR"
 POLL_S = 0.1
@@ -131,8 +133,20 @@ def launch_run(arguments: Sequence[str], world_size: int, folder: Path) -> int:
 
     A user's mistake that only ranks could meet (a reward that raises), before the first step is
     over, leaves no folder that was not there.
+
+    Raises:
+        UserError: the folder cannot be made.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            "run.dir and run.name",
+            folder,
+            "a folder that can be made and written",
+            f"{error.strerror}: change run.dir or run.name.",
+        ) from error
     code = launch(arguments, world_size, folder / "logs")
     metrics = folder / "metrics.jsonl"
     has_steps = metrics.exists() and metrics.stat().st_size > 0

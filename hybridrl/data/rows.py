@@ -64,9 +64,10 @@ def validate_file(path: str, text_columns: Sequence[str], other_columns: Sequenc
 
 def _file_rows(path: Path) -> Iterator[Row]:
     if not path.is_file():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        folder = path.parent
+        beside = [p.name for p in folder.iterdir() if p.is_file()] if folder.is_dir() else []
         near = get_close_matches(path.name, beside, 1)
-        remedy = f"Did you mean {path.parent / near[0]}?" if near else "Check data.prompts."
+        remedy = f"Did you mean {folder / near[0]}?" if near else "Check data.prompts."
         what = "a directory" if path.is_dir() else "no such file"
         raise DataError(str(path), what, "a JSONL file", remedy)
     found = False

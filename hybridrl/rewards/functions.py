@@ -81,8 +81,8 @@ def find_reward(config: RewardConfig) -> RewardFunction:
         raise _unknown(name, f"Did you mean {near[0]!r}?" if near else "Check the name.")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise _unknown(name, f"Importing it failed: {error}.") from error
+    except Exception as error:  # any error of the user's own module
+        raise _unknown(name, f"Importing it failed: {type(error).__name__}: {error}.") from error
     if not callable(function):
         raise _unknown(name, f"It is a {type(function).__name__}, which cannot be called.")
     found: RewardFunction = function

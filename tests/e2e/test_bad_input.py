@@ -322,6 +322,12 @@ def test_half_written_checkpoint_is_passed_over(run: Path) -> None:
     assert (run / "runs/mine/checkpoints/step_3/manifest.json").is_file()
 
 
+def test_run_folder_that_cannot_be_made(here: Path) -> None:
+    (here / "file").touch()
+    refuse(here, ["train", "c.yaml", "run.dir=file"], "run.dir", "file/mine", "Not a directory")
+    refuse(here, ["train", "c.yaml", "run.dir=.", "run.name=file"], "run.name", "got file")
+
+
 # Rewards
 
 
@@ -336,7 +342,9 @@ def test_reward_functions_that_misbehave(tmp_path: Path) -> None:
 
     def judge(function: str) -> None:
         (tmp_path / function).mkdir()
+        world = "2" if function == "gives_nan" else "1"  # ranks that all meet it tell it once
         arguments = ["train", "c.yaml", f"reward.function=bad_rewards:{function}"]
+        arguments += ["--world", world]
         refuse(fill(tmp_path / function), arguments, "bad_rewards.py:", *cases[function])
 
     with ThreadPoolExecutor(2) as pool:  # each waits for processes of its own
@@ -348,6 +356,9 @@ def test_reward_function_that_is_not_there(here: Path) -> None:
     refuse(here, arguments, "reward.function", "bad_rewards:missing", "no attribute 'missing'")
     arguments = ["train", "c.yaml", "reward.function=exact"]
     refuse(here, arguments, "reward.function", "Did you mean 'exact_match'?")
+    (here / "broken.py").write_text("def f(\n")
+    arguments = ["train", "c.yaml", "reward.function=broken:f"]
+    refuse(here, arguments, "reward.function", "broken:f", "SyntaxError")
 
 
 @pytest.mark.dist
