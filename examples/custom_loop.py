@@ -14,8 +14,8 @@ steps, loop = trainer.config.steps, Producer.here("the custom loop")
 trainer.hybrid_engine.to_rollout()
 for step in range(steps.num_steps):
     prompts = trainer.prompts.take(steps.prompts_per_step)
-    rollouts = engine.generate(prompts, steps.samples_per_prompt, step)  # this replica's share
-    scored = engine.gather(engine.score(rollouts), prompts)  # all samples, the same on every rank
+    rollouts = engine.generate(prompts)  # this replica's share
+    scored = engine.score(rollouts)  # all samples, the same on every rank
     trainer.hybrid_engine.to_train()
     seen: dict[int, set[float]] = {}
     for group, reward in zip(scored.group_B.tolist(), scored.reward_B.tolist(), strict=True):
@@ -27,7 +27,7 @@ for step in range(steps.num_steps):
         batch = batch.join_columns(loop, old_logp_T=policy.logprobs(batch))
         batch = algorithm.advantages(batch)
         for _ in range(2):  # twice over the same samples, off-policy the second time
-            metrics = policy.update(batch, algorithm)
+            metrics = policy.update(batch)
     trainer.hybrid_engine.to_rollout()
     if trainer.world.rank == 0:
         loss, reward = metrics.get("policy/loss", 0.0), float(scored.reward_B.mean())

@@ -39,21 +39,27 @@ LLAMA3_ROPE = {
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
-def tiny_model(name: str) -> torch.nn.Module:
+# Attention heads of 32 or more, which vLLM's kernels have on CPU.
+WIDE = {"hidden_size": 128}
+
+
+def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
     """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size) or olmo.
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
+    sizes = SIZES | WIDE if wide else SIZES
     if name == "llama":
-        config = LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE)
+        config = LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE)
         model = LlamaForCausalLM(config)
     elif name == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False))
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=False))
     elif name == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=24, tie_word_embeddings=False))
+        head_dim = 64 if wide else 24
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim, tie_word_embeddings=False))
     else:
-        model = OlmoForCausalLM(OlmoConfig(**SIZES, tie_word_embeddings=False))
-    generator = torch.Generator().manual_seed(0)
+        model = OlmoForCausalLM(OlmoConfig(**sizes, tie_word_embeddings=False))
+    generator = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = noise * 0.1 + (1.0 if "norm" in parameter_name else 0.0)

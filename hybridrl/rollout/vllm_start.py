@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -42,6 +41,10 @@ ENVIRONMENT = {
 CPU_BLOCK_SIZE = 32
 CPU_PREFILL_TOKENS = 8192
 CPU_MAX_KV_CACHE_BYTES = 1 << 30
+
+# Engines that are not stopped. vLLM's process groups belong to all of them, and one that Python
+# collected would take the groups along.
+_OPEN: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,9 @@ def start(
         os.environ.setdefault(name, str(value))
     with tempfile.TemporaryDirectory() as folder, keep_generators(device, everywhere=True):
         _write_config(Path(folder), settings)
+        set_num_threads = torch.set_num_threads
         arguments = _arguments(settings, shape, layout.tp, is_cpu)
-        with _groups_of(layout), _own_shared_memory(is_cpu), warnings.catch_warnings():
+        with _groups_of(layout), _collectives_over_gloo(is_cpu), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 llm = LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
@@ -123,6 +127,14 @@ def start(
                 said = str(error).strip().splitlines()
                 what = "a model and sizes that vLLM accepts"
                 raise UserError(NAME, " ".join(said[:3]), what, f"With {version}.") from error
+            finally:
+                torch.set_num_threads = (
+                    set_num_threads  # vLLM on CPU puts a function that does nothing
+                )
+    _OPEN.append(llm)
+    finalizer = getattr(llm.engine_core, "_finalizer", None)  # since 0.32
+    if finalizer is not None:
+        finalizer.detach()  # it runs vLLM's shutdown, see `stop`
     group = parallel_state.get_tp_group()
     if list(group.ranks) != members:
         raise RuntimeError(
@@ -136,15 +148,23 @@ def start(
 
 
 def stop(engine: LiveEngine) -> None:
-    """Ends the engine and vLLM's process groups, which all engines of a process share."""
+    """Ends the engine; with the last one of the process, vLLM's process groups too.
+
+    Not by vLLM's own shutdown, which destroys the default process group, the trainer's.
+    """
     from vllm.distributed import parallel_state
 
-    engine.llm.engine_core.shutdown()
-    parallel_state.destroy_model_parallel()
-    # Not destroy_distributed_environment: it would end the trainer's default group as well.
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-        parallel_state._WORLD = None
+    if engine.llm not in _OPEN:
+        return
+    _OPEN.remove(engine.llm)
+    core = engine.llm.engine_core.engine_core
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    if not _OPEN:
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
 
 
 def replica_members(layout: RolloutLayout, rank: int) -> list[int]:
@@ -173,11 +193,13 @@ def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[
     say. The trainer's dropout and data order must not depend on that.
     """
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-        yield
-    if everywhere:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    try:
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            yield
+    finally:
+        if everywhere:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def _import_vllm(version: str, is_cpu: bool) -> None:
@@ -200,7 +222,7 @@ def _compute_with_live_parameters() -> None:
     """Makes CPU layers compute with their parameters, which the hybrid engine writes.
 
     vLLM on CPU packs each linear layer's weight for oneDNN (bf16 on AMX machines: for its own
-    kernels) and leaves an empty parameter, or for lm_head a stale one. F.linear reads the parameter.
+    kernels) and leaves an empty parameter, or for lm_head a stale one. F.linear reads the live one.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
@@ -209,7 +231,9 @@ def _compute_with_live_parameters() -> None:
     utils.check_cpu_sgl_kernel = lambda *args: False
 
 
-def _arguments(settings: EngineSettings, shape: ModelShape, tp: int, is_cpu: bool) -> dict[str, Any]:
+def _arguments(
+    settings: EngineSettings, shape: ModelShape, tp: int, is_cpu: bool
+) -> dict[str, Any]:
     """Returns the keywords of vLLM's EngineArgs, which mean the same in all known versions."""
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -274,30 +298,37 @@ def _groups_of(layout: RolloutLayout) -> Iterator[None]:
     def build_over_layout(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         return build([[ranks[place] for place in group] for group in group_ranks], *args, **kwargs)
 
-    with mock.patch.object(parallel_state, "init_model_parallel_group", build_over_layout):
+    with _replaced(parallel_state, "init_model_parallel_group", build_over_layout):
         yield
 
 
 @contextlib.contextmanager
-def _own_shared_memory(is_cpu: bool) -> Iterator[None]:
-    """Gives this job's ranks a name of their own in /dev/shm.
+def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
+    """Makes the tensor-parallel collectives of CPU engines wait without burning a core.
 
-    vLLM's CPU collectives run through shared memory named after the init method and the ranks; with
-    an external launcher that is the same in every job of the machine, and two jobs would meet.
+    vLLM's own run through shared memory and spin. With more ranks than cores a rank so keeps the
+    core that its peer needs: 1.5 s a token with 4 ranks on 2 cores, where gloo takes 20 ms. And the
+    shared memory is named after the ranks alone, so two jobs of one machine would meet in it.
     """
     if not is_cpu:
         yield
         return
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    made_name = _CPUSHMDistributed.make_group_name
-    job = f"{os.environ.get('MASTER_ADDR', 'local')}-{os.environ.get('MASTER_PORT', os.getpid())}"
-
-    def make_group_name(communicator: Any) -> str:
-        return f"hybridrl-{job}-{made_name(communicator).replace('/', '')}"
-
-    with mock.patch.object(_CPUSHMDistributed, "make_group_name", staticmethod(make_group_name)):
+    name = "_all_group_ranks_share_shm_group_name"
+    with _replaced(CpuCommunicator, name, lambda communicator: False):
         yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of a vLLM module or class for as long as the engine starts."""
+    original = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def _draw_by_seed_and_position(runner: Any) -> None:

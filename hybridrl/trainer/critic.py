@@ -19,11 +19,15 @@ class Critic:
 
     Args:
         model: the parallel model with a value head, weights in place.
+        algorithm: gives the value loss and its global denominator.
         num_updates_in_run: length of the learning-rate course.
     """
 
-    def __init__(self, model: ParallelModel, num_updates_in_run: int) -> None:
-        self.model, self.num_updates_in_run = model, num_updates_in_run
+    def __init__(
+        self, model: ParallelModel, algorithm: CriticAlgorithm, num_updates_in_run: int
+    ) -> None:
+        self.model, self.algorithm = model, algorithm
+        self.num_updates_in_run = num_updates_in_run
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
         """Returns the value of the state that each response token was sampled from, (T,) fp32, zero
@@ -33,12 +37,12 @@ class Critic:
         values_T = self.model.per_token(batch, works, self.model.forward_all(works))
         return values_T * batch.response_mask_T
 
-    def update(self, batch: TrainBatch, algorithm: CriticAlgorithm) -> dict[str, float]:
+    def update(self, batch: TrainBatch) -> dict[str, float]:
         """Takes one optimizer step towards `returns_T`; returns `critic/*` metrics of all ranks."""
-        denominator = algorithm.denominator(batch)
+        denominator = self.algorithm.denominator(batch)
 
         def loss(values_S: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
-            result = algorithm.value_loss(values_S, micro, denominator)
+            result = self.algorithm.value_loss(values_S, micro, denominator)
             return result.loss, kept(result)
 
         works = self.model.plan_work(batch)

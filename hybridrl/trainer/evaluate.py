@@ -25,5 +25,5 @@ def evaluate(sampler: Sampler, prompts: Sequence[Prompt], temperature: float = 0
         temperature: 0 is greedy.
     """
     sampling = dataclasses.replace(sampler.sampling, temperature=temperature)
-    local = sampler.generate(prompts, 1, EVALUATION_STEP, sampling)
-    return float(sampler.gather(sampler.score(local), prompts).reward_B.mean())
+    local = sampler.generate(prompts, samples_per_prompt=1, step=EVALUATION_STEP, sampling=sampling)
+    return float(sampler.score(local).reward_B.mean())

@@ -16,7 +16,14 @@ from hybridrl.batch import ScoredBatch
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
-from hybridrl.metrics.sinks import ConsoleSink, JsonlSink, MetricSink, RolloutDump, TensorBoardSink
+from hybridrl.metrics.sinks import (
+    ConsoleSink,
+    JsonlSink,
+    MetricSink,
+    RolloutDump,
+    TensorBoardSink,
+    read_records,
+)
 from hybridrl.metrics.timing import PhaseTimer
 from hybridrl.metrics.values import recent_mean, step_metrics
 from hybridrl.parallel.groups import World
@@ -41,8 +48,6 @@ class Journal:
         self.sinks: list[MetricSink] = []
         self.console: ConsoleSink | None = None
         self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
-        self.recent: list[dict[str, float]] = []
-        self.seconds_before = 0.0
 
     def say(self, text: str) -> None:
         """Prints a line for the user, once."""
@@ -73,22 +78,23 @@ class Journal:
         if last_step:
             self.say(f"continuing {self.folder} after step {last_step}")
 
+    def describe(self, batch: ScoredBatch) -> dict[str, float]:
+        """Returns what there is to say of sampled responses: rewards, and how many were cut off."""
+        rewards = batch.reward_B
+        return {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std(correction=0)),
+            "response_tokens/truncated": float((~batch.finished_B).float().mean()),
+        }
+
     def summarize(self, batch: ScoredBatch, values: Mapping[str, float]) -> dict[str, float]:
         """Adds to a step's values what the batch, the clock and the memory say; the same on all
         ranks.
         """
-        seconds = self._slowest(self.timer.seconds())
-        rewards = batch.reward_B
         lengths = batch.response_lengths_B.float()
         return step_metrics(
-            {
-                **values,
-                "reward/mean": float(rewards.mean()),
-                "reward/std": float(rewards.std(correction=0)),
-                "response_tokens/mean": float(lengths.mean()),
-                "response_tokens/truncated": float((~batch.finished_B).float().mean()),
-            },
-            seconds,
+            {**values, "response_tokens/mean": float(lengths.mean())},
+            self._slowest(self.timer.seconds()),
             batch.num_tokens,
             self.world.size,
             int(self._largest(float(self.world.platform.peak_memory_bytes()))),
@@ -96,7 +102,6 @@ class Journal:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records a step in every sink."""
-        self.recent = [*self.recent[-9:], metrics]
         for sink in self.sinks:
             sink.write(step, metrics)
 
@@ -123,9 +128,10 @@ class Journal:
             steps = sorted(evaluations, key=int)
             summary["accuracy_before"] = evaluations[steps[0]]
             summary["accuracy_after"] = evaluations[steps[-1]]
-        if self.recent:
-            summary["reward_last_10"] = recent_mean(self.recent, "reward/mean")
         if self.is_writer:
+            records = read_records(self.folder / "metrics.jsonl")
+            if any("reward/mean" in record for record in records):
+                summary["reward_last_10"] = recent_mean(records, "reward/mean")
             text = json.dumps(summary, indent=1)
             (self.folder / "summary.json").write_text(text + "\n", encoding="utf-8")
             if self.console is not None and evaluations:

@@ -89,6 +89,9 @@ class Trainer:
             check_run_folder(config)
         self.journal = Journal(config, self.world)
         self.step = 0
+        self.seconds, self._started = 0.0, time.monotonic()
+        # Where the prompts of the step under way began; None between steps.
+        self._step_cursor: dict[str, int | str] | None = None
         self.evaluations: dict[str, float] = {}
         self._make_data(prompts, reward, tokenizer)
         self._make_roles()
@@ -122,10 +125,10 @@ class Trainer:
         is one.
 
         Returns:
-            `accuracy_before`, `accuracy_after` (where there are evaluation prompts) and `seconds`
-            of this call.
+            `accuracy_before`, `accuracy_after` (where there are evaluation prompts) and `seconds`,
+            those of earlier starts of the run included.
         """
-        started = time.monotonic()
+        self._started = time.monotonic()
         last = self.config.steps.num_steps if num_steps is None else num_steps
         newest = self.store.newest()
         if self.step == 0 and newest is not None:
@@ -133,7 +136,8 @@ class Trainer:
         self.journal.start(self.step, last)
         try:
             self._train_to(last)
-            return self.journal.finish(self.evaluations, time.monotonic() - started)
+            self.seconds += time.monotonic() - self._started
+            return self.journal.finish(self.evaluations, self.seconds)
         finally:
             self.journal.close()
 
@@ -154,15 +158,16 @@ class Trainer:
 
     def train_step(self) -> dict[str, float]:
         """Takes one step and returns its metrics, the same on all ranks."""
-        timer, steps = self.journal.timer, self.config.steps
+        timer = self.journal.timer
         timer.start_step(self.step + 1)
-        prompts = self.prompts.take(steps.prompts_per_step)
+        self._step_cursor = self.prompts.state()
+        prompts = self.prompts.take(self.config.steps.prompts_per_step)
         if self.algorithm.needs.rollouts:
             with timer.phase("generate"):
-                rollouts = self.engine.generate(prompts, steps.samples_per_prompt, self.step)
+                rollouts = self.engine.generate(prompts, step=self.step)
             self.enter_training()
             with timer.phase("reward"):
-                scored = self.engine.gather(self.engine.score(rollouts), prompts)
+                scored = self.engine.score(rollouts)
             with timer.phase("logprobs"):
                 batch = self.add_columns(scored)
         else:
@@ -173,11 +178,12 @@ class Trainer:
         with timer.phase("update"):
             metrics = self.update(batch)
         self.step += 1
-        self._cursor = self.prompts.state()
+        self._step_cursor = None
         if self.algorithm.needs.rollouts:
             metrics |= self.reshard()
             if self.journal.dump.is_due(self.step):
                 self.journal.dump_samples(self.step, batch, self.scorer.responses(batch))
+            metrics |= self.journal.describe(batch)
         return self.journal.summarize(batch, metrics)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
@@ -199,10 +205,10 @@ class Trainer:
         found: list[dict[str, float]] = []
         for part in batch.split(self.config.steps.updates_per_step):
             metrics: dict[str, float] = {}
-            if self.critic is not None and isinstance(self.algorithm, CriticAlgorithm):
-                metrics |= self.critic.update(part, self.algorithm)
+            if self.critic is not None:
+                metrics |= self.critic.update(part)
             if self.step >= self._num_critic_warmup_steps:
-                metrics |= self.policy.update(part, self.algorithm)
+                metrics |= self.policy.update(part)
             found.append(metrics)
         return average(found)
 
@@ -229,9 +235,10 @@ class Trainer:
         """Writes `checkpoints/step_N` with everything that the run needs to go on."""
         state = {
             "step": self.step,
-            "prompts": self._cursor,
+            "prompts": self._step_cursor or self.prompts.state(),
             "rollouts": self.engine.state(),
             "evaluations": self.evaluations,
+            "seconds": self.seconds + time.monotonic() - self._started,
             "num_updates": {name: model.num_updates for name, model in self.trained.items()},
         }
         with self.journal.timer.phase("checkpoint"):
@@ -245,10 +252,10 @@ class Trainer:
         """
         state = self.store.load(find_checkpoint(Path(path)), self.trained)
         self.step, self.evaluations = int(state["step"]), state["evaluations"]
+        self.seconds = float(state["seconds"])
         self.prompts.load_state(state["prompts"])
         for name, count in state["num_updates"].items():
             self.trained[name].num_updates = count
-        self._cursor = self.prompts.state()
         self.engine.load_state(state["rollouts"])
         self.enter_training()
         self.reshard()
@@ -287,7 +294,6 @@ class Trainer:
                 ).prompts
         self.journal.say(loaded.report())
         self.prompts = PromptSource(loaded.prompts, seed=config.run.seed, shuffle=data.shuffle)
-        self._cursor = self.prompts.state()
 
     def _make_roles(self) -> None:
         """Builds the models that the algorithm needs; each is cut over all ranks."""
@@ -297,19 +303,19 @@ class Trainer:
         temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
         model = setup.build_model(self.world, self.source, "lm", config)
         model.make_trainable(config.train.learning_rate)
-        self.policy = Policy(model, num_updates, temperature)
+        self.policy = Policy(model, self.algorithm, num_updates, temperature)
         self.trained: dict[str, ParallelModel] = {"policy": model}
         self.reference: Policy | None = None
         if needs.reference:
             frozen = setup.build_model(self.world, self.source, "lm", config)
             frozen.freeze()
-            self.reference = Policy(frozen, num_updates, temperature)
+            self.reference = Policy(frozen, self.algorithm, num_updates, temperature)
         self.critic: Critic | None = None
-        if needs.values:
+        if needs.values and isinstance(self.algorithm, CriticAlgorithm):
             value = setup.build_model(self.world, self.source, "value", config)
             rate = config.train.critic_learning_rate
             value.make_trainable(config.train.learning_rate if rate is None else rate)
-            self.critic = Critic(value, num_updates)
+            self.critic = Critic(value, self.algorithm, num_updates)
             self.trained["critic"] = value
 
     def _make_engine(self) -> None:
@@ -318,8 +324,15 @@ class Trainer:
         layout = assign(self.world.layout, rollout.tp)
         self.raw_engine = setup.build_engine(rollout, self.source, self.platform)
         sampling = setup.sampling_params(rollout, self.source, self.tokenizer)
-        seed = self.config.run.seed
-        self.engine = Sampler(self.world, layout, self.raw_engine, self.scorer, sampling, seed)
+        self.engine = Sampler(
+            self.world,
+            layout,
+            self.raw_engine,
+            self.scorer,
+            sampling,
+            self.config.steps.samples_per_prompt,
+            self.config.run.seed,
+        )
         self.hybrid_engine = HybridEngine(
             [model.layout_of(rank) for rank in range(self.world.size)],
             model.weights(),

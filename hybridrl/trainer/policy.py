@@ -24,15 +24,21 @@ class Policy:
 
     Args:
         model: the parallel language model, weights in place.
+        algorithm: gives the loss and its global denominator.
         num_updates_in_run: length of the learning-rate course.
         temperature: divides the logits, so that log-probabilities are of the distribution that was
             sampled from.
     """
 
     def __init__(
-        self, model: ParallelModel, num_updates_in_run: int, temperature: float = 1.0
+        self,
+        model: ParallelModel,
+        algorithm: Algorithm,
+        num_updates_in_run: int,
+        temperature: float = 1.0,
     ) -> None:
-        self.model, self.num_updates_in_run = model, num_updates_in_run
+        self.model, self.algorithm = model, algorithm
+        self.num_updates_in_run = num_updates_in_run
         for chunk in model.chunks:
             if isinstance(chunk, LanguageModel):
                 chunk.temperature = temperature
@@ -46,21 +52,20 @@ class Policy:
         logp_T = self.model.per_token(batch, works, [output.logp_S for output in outputs])
         return logp_T * batch.response_mask_T
 
-    def update(self, batch: TrainBatch, algorithm: Algorithm) -> dict[str, float]:
+    def update(self, batch: TrainBatch) -> dict[str, float]:
         """Takes one optimizer step on a mini-batch.
 
         Args:
             batch: all samples of the mini-batch, with the columns that the algorithm reads.
-            algorithm: gives the loss and its global denominator.
 
         Returns:
             `policy/loss`, `policy/grad_norm`, `policy/learning_rate` and the algorithm's own
             metrics, over all ranks.
         """
-        denominator = algorithm.denominator(batch)
+        denominator = self.algorithm.denominator(batch)
 
         def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
-            result = algorithm.loss(output.logp_S, output.entropy_S, micro, denominator)
+            result = self.algorithm.loss(output.logp_S, output.entropy_S, micro, denominator)
             return result.loss, kept(result)
 
         works = self.model.plan_work(batch)

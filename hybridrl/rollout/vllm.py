@@ -1,0 +1,226 @@
+"""The `vllm` engine: vLLM inside this process, its live parameters written by the hybrid engine.
+
+Owns requests on their way through vLLM's continuous batching, and the order of an update (stop,
+write, forget the cache). Not owned: how vLLM is started (vllm_start.py) and who sends weights.
+
+Who waits for whom: `submit`, `step`, `begin_update` and `finish_update` are made by all
+tensor-parallel ranks of a replica alike; replicas are independent of each other. Invariant: between
+calls every unfinished request lies here with all its tokens, so that vLLM's own state can be
+dropped at any time and a request continues from prompt and tokens: what it draws next depends on
+its seed and its position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.models.family import Family
+from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout.agreement import TokenAgreement
+from hybridrl.rollout.engine import Completion, Request, RunningRequest, SamplingParams, new_rows
+from hybridrl.rollout.scheme import check_parameters, check_placement
+from hybridrl.rollout.vllm_start import EngineSettings, keep_generators, start, stop
+from hybridrl.rollout.vllm_version import head_dim_rule
+
+# vLLM raises lower temperatures to this.
+LOWEST_TEMPERATURE = 0.01
+# vLLM keeps seeds as signed 64-bit numbers, and takes -1 for none.
+NUM_SEEDS = 2**63
+
+
+class VllmEngine:
+    """Implements `RolloutEngine` and `WeightTarget` over one rank's part of a vLLM engine.
+
+    Making one is collective over the world; so is `close`.
+
+    Args:
+        settings: sizes and dtype.
+        family: of the model; its weight table is checked against vLLM's own parameters.
+        layout: the replicas over all ranks; ranks ascend within a replica.
+        rank: this rank.
+        device: where parameters and KV cache live.
+
+    Raises:
+        UserError: vLLM is missing or does not fit; it cannot run this model here; or its
+            parameters are not those of the weight table (names the first).
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        family: Family,
+        layout: RolloutLayout,
+        rank: int,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self._device = torch.device(device)
+        self._settings = settings
+        shape = family.shape(settings.hf_config)
+        for violation in head_dim_rule(shape.head_dim, self._device.type == "cpu"):
+            raise violation
+        _, tp_rank = layout.assignment[rank]
+        self._layout = fused_layout(family, shape, layout.tp, tp_rank)
+        self._live = start(settings, shape, layout, rank, self._device)
+        self._tensors = {name: p.data for name, p in self._live.model.named_parameters()}
+        check_parameters(self._layout, self._tensors, self._live.version)
+        load: Any = self._live.model.load_weights
+        shapes = hf_shapes(family, shape)
+        check_placement(self._layout, self._tensors, shapes, load, self._live.version)
+        self._agreement = TokenAgreement(self._live.tp_group)
+        # Every unfinished request, in order of arrival; vLLM has those whose id is in `_running`.
+        self._rows: dict[int, RunningRequest] = {}
+        self._running: set[int] = set()
+        self._finished: list[Completion] = []
+        self._version = -1
+        self._is_updating = True
+
+    def close(self) -> None:
+        """Ends the engine; collective over the world."""
+        stop(self._live)
+
+    # WeightTarget
+
+    def layout(self) -> RankLayout:
+        """Returns what of the HF checkpoint each of this rank's fused parameters holds."""
+        return self._layout
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Returns the live parameters, which generation reads; written in place, never replaced."""
+        return self._tensors
+
+    def begin_update(self) -> None:
+        """Stops generation; running requests leave vLLM and keep their tokens here."""
+        self._is_updating = True
+        if self._running:
+            self._live.llm.abort_request([str(i) for i in sorted(self._running)])
+            self._running.clear()
+
+    def finish_update(self, version: int) -> None:
+        """Allows generation with the weights `version`; drops keys and values of older ones."""
+        if not self._live.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache, which holds keys of older weights")
+        self._version = version
+        self._is_updating = False
+
+    def sleep(self) -> None:
+        """Gives rollout memory back for training; on CPU everything fits at once, so nothing."""
+
+    # RolloutEngine
+
+    @property
+    def version(self) -> int:
+        """The version of the weights; -1 before the first update."""
+        return self._version
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a submitted request is not finished yet."""
+        return bool(self._rows)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests.
+
+        Raises:
+            ValueError: an id is held already, or vLLM cannot generate what a request asks for.
+        """
+        for request in requests:
+            for violation in self._violations(request):
+                raise violation
+        rows = new_rows(self._rows.values(), requests)
+        self._rows.update((row.request.request_id, row) for row in rows)
+
+    def collect(self) -> list[Completion]:
+        """Returns, once, what finished since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def pending(self) -> list[Request]:
+        """Returns the unfinished requests with the tokens they have."""
+        return [row.so_far() for row in self._rows.values()]
+
+    def step(self) -> None:
+        """Hands queued requests to vLLM and lets it take one step.
+
+        Raises:
+            TokensDifferError: the ranks of this replica drew different tokens in the step before.
+        """
+        if self._is_updating:
+            raise RuntimeError("the vllm engine has no complete weights: finish_update() first")
+        self._agreement.settle()
+        if not self._rows:
+            return
+        with keep_generators(self._device):
+            for request_id, row in self._rows.items():
+                if request_id not in self._running:
+                    self._add(row)
+            outputs = self._live.llm.step()
+        drawn = [token for output in outputs for token in self._take(output)]
+        self._agreement.report(drawn)
+        if not self._rows:
+            self._agreement.settle()  # no step follows that would
+
+    def _violations(self, request: Request) -> Iterator[ValueError]:
+        name, sampling = f"request {request.request_id}", request.sampling
+        longest = len(request.prompt) + sampling.max_new_tokens
+        if longest > self._settings.max_tokens:
+            yield ValueError(
+                f"{name} has {len(request.prompt)} prompt tokens and max_new_tokens="
+                f"{sampling.max_new_tokens}, together more than {self._settings.max_tokens}, "
+                "the longest that the engine was started for"
+            )
+        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+            yield ValueError(
+                f"{name} has temperature={sampling.temperature}; vLLM samples at 0 or at "
+                f"{LOWEST_TEMPERATURE} and above"
+            )
+
+    def _add(self, row: RunningRequest) -> None:
+        """Gives a request to vLLM; the tokens it has so far are part of the prompt."""
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+        sampling: SamplingParams = row.request.sampling
+        params = VllmSamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens - len(row.tokens),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            seed=row.request.seed % NUM_SEEDS,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"type": "token", "prompt_token_ids": [*row.request.prompt, *row.tokens]}
+        self._live.llm.add_request(str(row.request.request_id), prompt, params)
+        self._running.add(row.request.request_id)
+
+    def _take(self, output: Any) -> Iterator[tuple[int, int]]:
+        """Keeps a request's new tokens; yields (request id, token)."""
+        request_id, new = int(output.request_id), output.outputs[0]
+        row = self._rows[request_id]
+        completion: Completion | None = None
+        for token, found in zip(new.token_ids, new.logprobs, strict=True):
+            logp = found[token].logprob
+            if not -float("inf") < logp <= 0:
+                raise RuntimeError(
+                    f"the vllm engine computed log-probability {logp} for request {request_id} "
+                    f"(weights version {self._version})"
+                )
+            completion = row.append(token, logp, self._version)
+            yield request_id, token
+        if output.finished != (completion is not None):
+            raise RuntimeError(
+                f"vLLM ended request {request_id} with {new.finish_reason!r} after "
+                f"{len(row.tokens)} of {row.request.sampling.max_new_tokens} tokens"
+            )
+        if completion is not None:
+            del self._rows[request_id]
+            self._running.discard(request_id)
+            self._finished.append(completion)

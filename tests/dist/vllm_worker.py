@@ -1,0 +1,145 @@
+"""One rank of the vLLM test: Megatron TP2 x PP2 resharded into vLLM engines, against transformers.
+
+vllm_worker.py FOLDER        FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config.schema import TrainConfig
+from hybridrl.hybrid_engine.engine import HybridEngine
+from hybridrl.models.family import resolve_family
+from hybridrl.models.hf import load_hf
+from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.platform import Platform
+from hybridrl.rollout.agreement import TokensDifferError
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.rollout.vllm import VllmEngine
+from hybridrl.rollout.vllm_start import EngineSettings
+from hybridrl.trainer.model import ModelSource, ParallelModel
+
+PAIRS = RolloutLayout.consecutive(4, 2)
+INTERLEAVED = RolloutLayout(2, ((0, 0), (1, 0), (0, 1), (1, 1)))  # groups {0, 2} and {1, 3}
+CASES = [
+    *((name, layout) for name in ("llama", "qwen2", "qwen3") for layout in (PAIRS, INTERLEAVED)),
+    ("qwen2", RolloutLayout.consecutive(4, 4)),  # more ranks than key-value heads
+    ("llama", RolloutLayout.consecutive(4, 1)),
+]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
+SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_new_tokens=9)
+# float32 sums in another order, over four layers.
+LOGP_TOLERANCE = 1e-4
+
+
+def requests(replica: int, sampling: SamplingParams) -> list[Request]:
+    """Returns prompts of a replica's own, one of them longer than a block of the KV cache."""
+    rng = np.random.default_rng(replica)
+    lengths = [3, 1, 8, 70, 40, 5]
+    return [
+        Request(i, tuple(rng.integers(2, 199, length).tolist()), 1000 * replica + i, sampling)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def check_greedy(oracle: torch.nn.Module, asked: list[Request], done: list[Completion]) -> float:
+    """Compares tokens and log-probabilities with one forward of transformers; returns the worst."""
+    worst = 0.0
+    for request, completion in zip(asked, done, strict=True):
+        with torch.no_grad():
+            logits = oracle(torch.tensor([request.prompt + completion.tokens])).logits[0]
+        logp = logits.float().log_softmax(-1)[len(request.prompt) - 1 : -1]
+        assert logp.argmax(-1).tolist() == list(completion.tokens), request.request_id
+        expected = logp[range(len(completion.tokens)), list(completion.tokens)]
+        worst = max(worst, float((expected - torch.tensor(completion.logps)).abs().max()))
+    assert worst < LOGP_TOLERANCE, worst
+    return worst
+
+
+def check_replica(layout: RolloutLayout, rank: int, done: list[Completion]) -> None:
+    """Compares the completions of all ranks of each replica; they must be the same to the bit."""
+    everyone: list[list[Completion]] = [[]] * layout.tp * layout.replicas
+    dist.all_gather_object(everyone, done)
+    replica = layout.assignment[rank][0]
+    for other, (where, _) in enumerate(layout.assignment):
+        assert (everyone[other] == done) == (where == replica), (rank, other)
+
+
+def check_agreement(engine: VllmEngine, layout: RolloutLayout, rank: int) -> None:
+    """Gives one rank of the first replica other seeds: all ranks of the replica must be told."""
+    replica, tp_rank = layout.assignment[rank]
+    asked = requests(replica, SAMPLED)
+    if (replica, tp_rank) == (0, 1):
+        asked = [replace(request, seed=request.seed + 1) for request in asked]
+    try:
+        generate(engine, asked)
+    except TokensDifferError as error:
+        culprit = layout.assignment.index((0, 1))
+        assert replica == 0 and f"ranks [{culprit}]" in str(error), error
+    else:
+        assert replica != 0
+
+
+def generators() -> tuple[bytes, bytes]:
+    return torch.get_rng_state().numpy().tobytes(), np.random.get_state()[1].tobytes()
+
+
+def run(folder: Path, name: str, layout: RolloutLayout, world: World) -> None:
+    rank = world.rank
+    hf_config = json.loads((folder / f"{name}_0" / "config.json").read_text())
+    family = resolve_family(None, hf_config)
+    source = ModelSource(family, hf_config, torch.float32, family.name, folder / f"{name}_0")
+    model = ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=48))
+    settings = EngineSettings(hf_config, family.architectures, "float32", 4, 96)
+    torch.manual_seed(rank)
+    before = generators()
+    engine = VllmEngine(settings, family, layout, rank)
+    sources = [model.layout_of(other) for other in range(world.size)]
+    hybrid = HybridEngine(sources, model.weights(), engine, staging_bytes=1 << 16, verify_every=1)
+    replica = layout.assignment[rank][0]
+    asked, worst = requests(replica, GREEDY), []
+    sampled: list[list[Completion]] = []
+    for version in range(2):
+        directory = folder / f"{name}_{version}"
+        load_hf(directory, model.layout(), model.weights(), hf_shapes(family, source.shape))
+        hybrid.to_rollout(version)
+        oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        done = generate(engine, asked)
+        worst.append(check_greedy(oracle, asked, done))
+        check_replica(layout, rank, done)
+        sampled.append(generate(engine, requests(replica, SAMPLED)))
+        check_replica(layout, rank, sampled[-1])
+        hybrid.to_train()
+    assert sampled[0] != sampled[1]
+    assert generators() == before, "the engine moved the trainer's random generators"
+    if layout.tp == 2:
+        check_agreement(engine, layout, rank)
+    engine.close()
+    print(f"rank {rank} {name} {layout.assignment}: within {max(worst):.1e} of transformers")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, 120)
+    world = World(TrainLayout(4, tp=2, pp=2), platform, 120)
+    platform.seed(1)
+    torch.set_grad_enabled(False)
+    for name, layout in CASES:
+        run(folder, name, layout, world)
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    main()
