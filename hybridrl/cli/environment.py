@@ -14,6 +14,10 @@ from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
 
+from hybridrl.cli.launch import num_local_gpus
+from hybridrl.errors import UserError
+from hybridrl.rollout.vllm_version import CPU, CUDA, installed_version
+
 REQUIRED = {
     "torch": ">=2.11,<2.14",
     "megatron-core": "==0.16.1",
@@ -22,7 +26,7 @@ REQUIRED = {
     "psutil": "",
     "einops": "",
 }
-OPTIONAL = ("vllm", "sglang", "transformer-engine")
+OPTIONAL = ("sglang", "transformer-engine")
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Item:
 
 def inspect() -> list[Item]:
     """Returns the whole report, in the order in which problems should be mended."""
-    items = [Item("python", "ok", sys.version.split()[0]), *_packages(), _apex()]
+    items = [Item("python", "ok", sys.version.split()[0]), *_packages(), *_vllm(), _apex()]
     if any(item.name == "torch" and item.found != "not installed" for item in items):
         items += _torch_probes()
     return items
@@ -71,6 +75,25 @@ def _packages() -> Iterator[Item]:
     for name in OPTIONAL:
         found = _version(name)
         yield Item(name, "ok" if found else "absent", found or "not installed, optional")
+
+
+def _vllm() -> Iterator[Item]:
+    """Judges vLLM as a run with rollout.engine=vllm does, and whether SGLang is beside it."""
+    builds = [name for name in (CPU.distribution, CUDA.distribution) if _version(name)]
+    if not builds:
+        yield Item("vllm", "absent", "not installed, optional")
+        return
+    try:
+        yield Item("vllm", "ok", installed_version(is_cpu=num_local_gpus() == 0))
+    except UserError as error:
+        yield Item("vllm", "problem", f"{error.value}, not {error.allowed}", error.remedy)
+    if _version("sglang"):
+        yield Item(
+            "vllm and sglang",
+            "problem",
+            "both are installed, but they need different versions of transformers",
+            f"pip uninstall -y sglang (or {builds[0]}); two environments hold both",
+        )
 
 
 def _apex() -> Item:

@@ -17,8 +17,9 @@ from hybridrl.checkpoint.folders import (
     newest_checkpoint,
     read_state,
 )
+from hybridrl.cli.launch import num_local_gpus
 from hybridrl.config.identity import check_run_folder, run_folder
-from hybridrl.config.rules import check, layer_rules, split_rules
+from hybridrl.config.rules import ONE_RANK_ENGINES, check, layer_rules, split_rules
 from hybridrl.config.schema import Config, ModelConfig, SftConfig
 from hybridrl.config.source import check_tokenizer_files, read_model_config
 from hybridrl.data.rows import validate_file
@@ -26,10 +27,11 @@ from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.directory import read_config
 from hybridrl.models.family import resolve_family
 from hybridrl.models.headers import HfHeaders
-from hybridrl.models.weights import hf_shapes
+from hybridrl.models.weights import fused_layout, hf_shapes
 from hybridrl.rewards.functions import find_reward
+from hybridrl.rollout.vllm_version import head_dim_rule, installed_version
 
-PACKAGE_OF_ENGINE = {"vllm": "vllm", "sglang": "sglang"}
+PACKAGE_OF_ENGINE = {"sglang": "sglang"}
 
 
 def model_violations(config: Config, world_size: int) -> tuple[dict[str, Any], list[UserError]]:
@@ -40,10 +42,14 @@ def model_violations(config: Config, world_size: int) -> tuple[dict[str, Any], l
     """
     hf_config: dict[str, Any] = {}
     found: list[UserError] = []
+    rollout = config.rollout
     if (config.model.path is None) != (config.model.init is None):
         try:
             hf_config = read_model_config(config.model)
-            resolve_family(config.model.family, hf_config).shape(hf_config)
+            family = resolve_family(config.model.family, hf_config)
+            shape = family.shape(hf_config)
+            if rollout.engine not in ONE_RANK_ENGINES and not check(config, world_size, hf_config):
+                fused_layout(family, shape, rollout.tp, 0)  # the rules know no vocabulary
         except UserError as error:
             found.append(error)
     return hf_config, [*check(config, world_size, hf_config), *found]
@@ -143,7 +149,7 @@ def _common(config: Config, world_size: int) -> list[UserError]:
             check_weights(directory, config.model.family, hf_config)
         except UserError as error:
             found.append(error)
-    return [*found, *_tokenizer(config.model), *_engine(config), *_own_code(config)]
+    return [*found, *_tokenizer(config.model), *_engine(config, hf_config), *_own_code(config)]
 
 
 def _check_run(config: Config) -> None:
@@ -184,8 +190,11 @@ def _tokenizer(model: ModelConfig) -> Iterator[UserError]:
         yield error
 
 
-def _engine(config: Config) -> Iterator[UserError]:
+def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
     engine = config.rollout.engine
+    if engine == "vllm":
+        yield from _vllm(config.model, hf_config)
+        return
     if find_spec(f"hybridrl.rollout.{engine}") is None:
         yield UserError("rollout.engine", engine, "hf", "This version has no adapter for it yet.")
     elif engine in PACKAGE_OF_ENGINE and find_spec(PACKAGE_OF_ENGINE[engine]) is None:
@@ -193,6 +202,18 @@ def _engine(config: Config) -> Iterator[UserError]:
         yield UserError(
             "rollout.engine", engine, "an installed engine", f"Run: pip install {package}"
         )
+
+
+def _vllm(model: ModelConfig, hf_config: dict[str, Any]) -> Iterator[UserError]:
+    is_cpu = num_local_gpus() == 0
+    try:
+        installed_version(is_cpu)
+        shape = resolve_family(model.family, hf_config).shape(hf_config)
+    except UserError as error:
+        if hf_config:  # otherwise config.json could not be read, which is said already
+            yield error
+        return
+    yield from head_dim_rule(shape.head_dim, is_cpu)
 
 
 def _own_code(config: Config) -> Iterator[UserError]:

@@ -221,7 +221,7 @@ class RolloutConfig(Section):
     max_batch: int = Field(
         256,
         ge=1,
-        description="Requests the hf engine decodes together. 256: amortises its Python overhead on CPU.",
+        description="Requests an engine replica decodes together. 256: amortises a step's overhead, bounds the KV cache.",
     )
 
 

@@ -132,7 +132,7 @@ class HybridEngine:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the time reported is that of complete parameters
         seconds = time.perf_counter() - start
-        verify_seconds = self._verify()
+        verify_seconds = self._verify_if_due()
         own = (traffic.sent_bytes, traffic.received_bytes, seconds)
         # A sync point: the sums are metrics, and no rank generates before all are complete.
         ranks = gather_objects(own, self._group)
@@ -149,13 +149,22 @@ class HybridEngine:
             verify_seconds=verify_seconds,
         )
 
-    def _verify(self) -> float:
+    def verify(self) -> None:
+        """Compares both ends of every copy; collective, in the rollout phase only.
+
+        Raises:
+            VerifyError: on every rank, naming the first parameter that differs from its source.
+        """
+        self.phases.require(Phase.ROLLOUT, "comparing weights")
+        dests = self._target.tensors()
+        verify(self.plan, self._rank, self._source, dests, self._wire_dtype, self._group)
+
+    def _verify_if_due(self) -> float:
         """Verifies if it is time to; returns the seconds that it took."""
         if self._verify_every == 0 or self.version % self._verify_every:
             return 0.0
         start = time.perf_counter()
-        dests = self._target.tensors()
-        verify(self.plan, self._rank, self._source, dests, self._wire_dtype, self._group)
+        self.verify()
         return time.perf_counter() - start
 
     def to_train(self) -> None:

@@ -141,6 +141,10 @@ class RolloutEngine(Protocol):
         """Returns the unfinished requests with their tokens; any engine can continue them."""
         ...
 
+    def close(self) -> None:
+        """Gives memory and process groups back; the engine is not used any more."""
+        ...
+
 
 def finish_reason(tokens: Sequence[int], sampling: SamplingParams) -> FinishReason | None:
     """Returns why the response `tokens` ends after its last token, or None if it goes on."""

@@ -108,6 +108,10 @@ class HfEngine:
         """Returns the unfinished requests with the tokens they have."""
         return [held.so_far() for held in (*self._running, *self._waiting)]
 
+    def close(self) -> None:
+        """Frees the KV cache."""
+        self._cache.free()
+
     @torch.inference_mode()
     def step(self) -> None:
         """Prefills queued requests if enough rows are free, then decodes a token for every row."""

@@ -91,6 +91,9 @@ class ScriptedEngine:
         """Returns the unfinished requests with the tokens they have."""
         return [scripted.row.so_far() for scripted in self._unfinished]
 
+    def close(self) -> None:
+        """Does nothing; there is nothing to give back."""
+
     def step(self) -> None:
         """Gives the first `max_batch` unfinished requests their next scripted token."""
         if self._is_updating:

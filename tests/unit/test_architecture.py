@@ -58,7 +58,7 @@ WALLS = {
         "checkpoint/store.py",
         "platform.py",
     ],
-    "vllm": ["rollout/vllm.py"],
+    "vllm": ["rollout/vllm.py", "rollout/vllm_start.py"],
     "sglang": ["rollout/sglang.py"],
     "triton": ["../kernels/*"],
     "ray": ["cli/launch.py"],
@@ -77,6 +77,7 @@ TORCH_FREE = [
     "hybrid_engine/plan.py",
     "hybrid_engine/assign.py",
     "hybrid_engine/proof.py",
+    "rollout/vllm_version.py",
     "data/packing.py",
     "data/balance.py",
 ]

