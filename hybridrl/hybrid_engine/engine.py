@@ -168,12 +168,13 @@ class HybridEngine:
         return time.perf_counter() - start
 
     def to_train(self) -> None:
-        """Enters the training phase; the engine must have nothing left to generate.
+        """Enters the training phase; the engine sleeps, and keeps unfinished requests.
 
         Raises:
             PhaseError: it is the training phase already.
         """
         self.phases.enter(Phase.TRAIN)
+        self._target.sleep()
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

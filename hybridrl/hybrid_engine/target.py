@@ -25,6 +25,10 @@ class WeightTarget(Protocol):
         """Makes the parameters writable; until `finish_update` the engine does not generate."""
         ...
 
+    def sleep(self) -> None:
+        """Gives rollout memory back for training; generates again only after the next update."""
+        ...
+
     def finish_update(self, version: int) -> None:
         """Declares all parameters to be of weight version `version` and drops what was cached."""
         ...

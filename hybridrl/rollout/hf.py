@@ -78,6 +78,10 @@ class HfEngine:
         self._running.clear()
         self._cache.free()
 
+    def sleep(self) -> None:
+        """Frees the KV cache; the weights stay, and are written in place by the next update."""
+        self.begin_update()
+
     def finish_update(self, version: int) -> None:
         """Allows generation with the weights `version`; interrupted requests keep their tokens."""
         self._version = version

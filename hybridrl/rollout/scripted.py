@@ -60,6 +60,10 @@ class ScriptedEngine:
         """Stops generation."""
         self._is_updating = True
 
+    def sleep(self) -> None:
+        """Stops generation; there is no memory to give back."""
+        self._is_updating = True
+
     def finish_update(self, version: int) -> None:
         """Allows generation with the weights `version`."""
         self._version = version

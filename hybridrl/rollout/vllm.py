@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.errors import ModelError
 from hybridrl.models.family import Family
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
@@ -66,10 +67,14 @@ class VllmEngine:
         self._layout = fused_layout(family, shape, layout.tp, tp_rank)
         self._live = start(settings, shape, layout, rank, self._device)
         self._tensors = {name: p.data for name, p in self._live.model.named_parameters()}
-        check_parameters(self._layout, self._tensors, self._live.version)
         load: Any = self._live.model.load_weights
-        shapes = hf_shapes(family, shape)
-        check_placement(self._layout, self._tensors, shapes, load, self._live.version)
+        try:
+            check_parameters(self._layout, self._tensors, self._live.version)
+            shapes = hf_shapes(family, shape)
+            check_placement(self._layout, self._tensors, shapes, load, self._live.version)
+        except ModelError:
+            self.close()
+            raise
         self._agreement = TokenAgreement(self._live.tp_group)
         # Every unfinished request, in order of arrival; vLLM has those whose id is in `_running`.
         self._rows: dict[int, RunningRequest] = {}
@@ -77,6 +82,8 @@ class VllmEngine:
         self._finished: list[Completion] = []
         self._version = -1
         self._is_updating = True
+        self._is_asleep = False
+        self.sleep()  # a run begins in the training phase
 
     # WeightTarget
 
@@ -88,22 +95,39 @@ class VllmEngine:
         """Returns the live parameters, which generation reads; written in place, never replaced."""
         return self._tensors
 
+    def sleep(self) -> None:
+        """Stops generation and gives weights and KV cache back; running requests keep their tokens.
+
+        The addresses stay reserved, so parameters and CUDA graphs are valid again after the next
+        update. On CPU everything fits at once, and nothing is given back.
+        """
+        self._stop_generation()
+        if self._device.type != "cpu" and not self._is_asleep:
+            self._live.llm.sleep(level=2)  # 2: no copy of weights that are about to be replaced
+            self._is_asleep = True
+
     def begin_update(self) -> None:
-        """Stops generation; running requests leave vLLM and keep their tokens here."""
-        self._is_updating = True
-        if self._running:
-            self._live.llm.abort_request([str(i) for i in sorted(self._running)])
-            self._running.clear()
+        """Stops generation and maps the weights; running requests keep their tokens here."""
+        self._stop_generation()
+        if self._is_asleep:
+            self._live.llm.wake_up(tags=["weights"])
 
     def finish_update(self, version: int) -> None:
-        """Allows generation with the weights `version`; drops keys and values of older ones."""
+        """Maps the KV cache and allows generation with the weights `version`."""
+        if self._is_asleep:
+            self._live.llm.wake_up(tags=["kv_cache"])
+            self._is_asleep = False
+        # Keys and values of older weights may be cached.
         if not self._live.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, which holds keys of older weights")
         self._version = version
         self._is_updating = False
 
-    def sleep(self) -> None:
-        """Gives rollout memory back for training; on CPU everything fits at once, so nothing."""
+    def _stop_generation(self) -> None:
+        self._is_updating = True
+        if self._running:
+            self._live.llm.abort_request([str(i) for i in sorted(self._running)])
+            self._running.clear()
 
     # RolloutEngine
 

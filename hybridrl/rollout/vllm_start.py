@@ -41,6 +41,9 @@ ENVIRONMENT = {
 CPU_BLOCK_SIZE = 32
 CPU_PREFILL_TOKENS = 8192
 CPU_MAX_KV_CACHE_BYTES = 1 << 30
+# Of the memory that is free when the engine starts; the rest is for what grows later in training:
+# gradients of larger micro-batches stay within it because the engine sleeps then.
+GPU_SHARE_OF_FREE = 0.8
 
 # Engines that are not stopped. vLLM's process groups belong to all of them, and one that Python
 # collected would take the groups along.
@@ -112,6 +115,7 @@ def start(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    _check_groups(rank, members)
     # What vLLM's worker reads where torchrun did not start this process.
     for name, value in (("RANK", dist.get_rank()), ("LOCAL_RANK", dist.get_rank())):
         os.environ.setdefault(name, str(value))
@@ -135,12 +139,8 @@ def start(
     finalizer = getattr(llm.engine_core, "_finalizer", None)  # since 0.32
     if finalizer is not None:
         finalizer.detach()  # it runs vLLM's shutdown, see `stop`
+    _check_groups(rank, members)
     group = parallel_state.get_tp_group()
-    if list(group.ranks) != members:
-        raise RuntimeError(
-            f"rank {rank}: vLLM's replica is {list(group.ranks)}, the layout's {members}; close "
-            "the engine that this process started earlier"
-        )
     runner = llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     if not llm.vllm_config.use_v2_model_runner:
         _draw_by_seed_and_position(runner)
@@ -231,6 +231,33 @@ def _compute_with_live_parameters() -> None:
     utils.check_cpu_sgl_kernel = lambda *args: False
 
 
+def _check_groups(rank: int, members: list[int]) -> None:
+    """Refuses groups that vLLM has and that are not the layout's; forgets those of an ended world.
+
+    vLLM keeps its groups for the life of the process, and takes what is there.
+    """
+    from vllm.distributed import parallel_state
+
+    world = parallel_state._WORLD
+    if world is None:
+        return
+    try:
+        dist.get_process_group_ranks(world.cpu_group)
+    except KeyError:  # destroyed together with the default group that it was made in
+        for name, value in vars(parallel_state).items():
+            if isinstance(value, parallel_state.GroupCoordinator):
+                setattr(parallel_state, name, None)
+        _OPEN.clear()
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    found = list(parallel_state.get_tp_group().ranks)
+    if found != members:
+        raise RuntimeError(
+            f"rank {rank}: vLLM has the replica {found} open in this process, and the layout asks "
+            f"for {members}: close the first engine"
+        )
+
+
 def _arguments(
     settings: EngineSettings, shape: ModelShape, tp: int, is_cpu: bool
 ) -> dict[str, Any]:
@@ -263,6 +290,13 @@ def _arguments(
             "max_num_batched_tokens": max(CPU_PREFILL_TOKENS, settings.max_tokens),
             "kv_cache_memory_bytes": settings.kv_cache_bytes
             or _cpu_kv_cache_bytes(settings, shape, tp),
+        }
+    else:
+        free, total = torch.cuda.mem_get_info()
+        arguments |= {
+            "enable_sleep_mode": True,
+            # Of what the trainer has left; vLLM measures what its weights and graphs take of it.
+            "gpu_memory_utilization": GPU_SHARE_OF_FREE * free / total,
         }
     return arguments
 

@@ -236,6 +236,14 @@ def test_vllm_engine_refuses_ranks_in_descending_order() -> None:
         replica_members(layout, 0)
 
 
+def test_vllm_engine_starts_anew_in_another_world() -> None:
+    requests = make_requests(3, MIXED)
+    expected = generate(make_engine(QWEN3), requests)
+    stop_process_group()  # and nobody closed the engine
+    start_process_group(Platform.detect(), 60)
+    assert generate(make_engine(QWEN3), requests) == expected
+
+
 def test_vllm_engine_needs_a_process_group() -> None:
     stop_process_group()
     try:

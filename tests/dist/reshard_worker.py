@@ -49,6 +49,9 @@ class Engine:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
 
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
     def begin_update(self) -> None:
         self.calls.append("begin")
 
@@ -115,7 +118,7 @@ def check_case(seed: int, rank: int, world: int) -> int:
         packed.dist.batch_isend_irecv = count._exchange
     assert count.sent_bytes == 2 * plan.send_bytes[rank]
     assert count.most <= 1, (seed, count.most)
-    assert engine.calls == ["begin", "finish 0", "begin", "finish 7"]
+    assert engine.calls == ["begin", "finish 0", "sleep", "begin", "finish 7"]
     traffic = hybrid._transport.run()
     assert traffic.staging_bytes <= STAGING_BYTES, (seed, traffic)
     return traffic.num_chunks

@@ -25,6 +25,8 @@ class Engine:
     def tensors(self) -> Mapping[str, Tensor]:
         return self.live
 
+    def sleep(self) -> None: ...
+
     def begin_update(self) -> None: ...
 
     def finish_update(self, version: int) -> None:
