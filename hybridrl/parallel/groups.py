@@ -136,8 +136,6 @@ def start_process_group(platform: Platform, timeout_s: float) -> None:
     """
     if dist.is_initialized():
         return
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(name, value)
     timeout = datetime.timedelta(seconds=timeout_s)
     kwargs: dict[str, Any] = {} if platform.is_cpu else {"device_id": platform.device}
     if "MASTER_PORT" in os.environ:

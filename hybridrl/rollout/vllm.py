@@ -24,9 +24,10 @@ from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokenAgreement
 from hybridrl.rollout.engine import Completion, Request, RunningRequest, SamplingParams, new_rows
+from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.scheme import check_parameters, check_placement
-from hybridrl.rollout.vllm_start import EngineSettings, keep_generators, start, stop
+from hybridrl.rollout.vllm_start import EngineSettings, start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule
 
 # vLLM raises lower temperatures to this.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +18,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout.process_state import keep_generators, ranks_in_environment, replaced
 from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.vllm_version import NAME, installed_version
 
@@ -116,10 +115,11 @@ def start(
     from vllm.v1.engine.llm_engine import LLMEngine
 
     _check_groups(rank, members)
-    # What vLLM's worker reads where torchrun did not start this process.
-    for name, value in (("RANK", dist.get_rank()), ("LOCAL_RANK", dist.get_rank())):
-        os.environ.setdefault(name, str(value))
-    with tempfile.TemporaryDirectory() as folder, keep_generators(device, everywhere=True):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        keep_generators(device, everywhere=True),
+        ranks_in_environment(),
+    ):
         _write_config(Path(folder), settings)
         set_num_threads = torch.set_num_threads
         arguments = _arguments(settings, shape, layout.tp, is_cpu)
@@ -183,23 +183,6 @@ def replica_members(layout: RolloutLayout, rank: int) -> list[int]:
             "they must ascend. Change the order of the training axes instead (train layout)."
         )
     return members
-
-
-@contextlib.contextmanager
-def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[None]:
-    """Leaves torch's global generators as they were; with `everywhere` numpy's and Python's too.
-
-    vLLM seeds all of them at its start, and draws from torch's in every step, whatever the requests
-    say. The trainer's dropout and data order must not depend on that.
-    """
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-            yield
-    finally:
-        if everywhere:
-            random.setstate(python)
-            np.random.set_state(numpy)
 
 
 def _import_vllm(version: str, is_cpu: bool) -> None:
@@ -332,7 +315,7 @@ def _groups_of(layout: RolloutLayout) -> Iterator[None]:
     def build_over_layout(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         return build([[ranks[place] for place in group] for group in group_ranks], *args, **kwargs)
 
-    with _replaced(parallel_state, "init_model_parallel_group", build_over_layout):
+    with replaced(parallel_state, "init_model_parallel_group", build_over_layout):
         yield
 
 
@@ -350,19 +333,8 @@ def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     name = "_all_group_ranks_share_shm_group_name"
-    with _replaced(CpuCommunicator, name, lambda communicator: False):
+    with replaced(CpuCommunicator, name, lambda communicator: False):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of a vLLM module or class for as long as the engine starts."""
-    original = owner.__dict__[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _draw_by_seed_and_position(runner: Any) -> None:

@@ -119,7 +119,8 @@ def run(folder: Path, name: str, layout: RolloutLayout, world: World) -> None:
         check_replica(layout, rank, done)
         sampled.append(generate(engine, requests(replica, SAMPLED)))
         check_replica(layout, rank, sampled[-1])
-        hybrid.to_train()
+        if version == 0:
+            hybrid.to_train()
     assert sampled[0] != sampled[1]
     assert generators() == before, "the engine moved the trainer's random generators"
     if layout.tp == 2:

@@ -1,0 +1,58 @@
+"""What an engine inside the trainer's process may change only for a while: random generators, the
+environment, attributes of its own modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[None]:
+    """Leaves torch's global generators as they were; with `everywhere` numpy's and Python's too.
+
+    vLLM seeds all of them at its start, and draws from torch's in every step, whatever the requests
+    say. The trainer's dropout and data order must not depend on that.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            yield
+    finally:
+        if everywhere:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def ranks_in_environment() -> Iterator[None]:
+    """Sets what vLLM's worker reads at its start, where torchrun did not start this process.
+
+    Taken back afterwards: a command that this process starts must not believe to be a rank.
+    """
+    missing = [name for name in ("RANK", "LOCAL_RANK") if name not in os.environ]
+    os.environ.update(dict.fromkeys(missing, str(dist.get_rank())))
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of a vLLM module or class for as long as the engine starts."""
+    original = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
