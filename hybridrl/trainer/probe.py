@@ -23,8 +23,10 @@ from hybridrl.trainer.sampler import Sampler
 
 PROMPT_TOKENS, NEW_TOKENS, REQUESTS = 16, 8, 4
 # Mean absolute difference of log-probabilities, nats. float32: sums in another order, measured
-# below 1e-5. bfloat16: about 0.01 is usual between two implementations of one model.
-BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+# below 1e-5. bfloat16: two implementations of one model round differently in every layer; measured
+# on random weights 0.01 with 24 layers and 0.05 with 28 wider ones, while positions, heads or norms
+# read otherwise make it about 1.
+BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 
 
 class EngineDiffersError(RuntimeError):
