@@ -1,4 +1,4 @@
-"""Finding and reading the folder that an HF model lives in, without torch.
+"""Reading and writing the small files of an HF model's folder, without torch.
 
 Owns config.json and the copying of small files; the tensors are hf.py's.
 """
@@ -24,40 +24,6 @@ SIDE_FILES = (
     "tokenizer*",
     "vocab.*",
 )
-
-
-def find_directory(path: str | Path, key: str = "model.path") -> Path:
-    """Returns the local folder of a model: `path` itself, or the hub's snapshot of that name.
-
-    Args:
-        path: folder or hub name.
-        key: what errors call it.
-
-    Raises:
-        CheckpointError: there is no such folder, and the hub has, or gives, no such model.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    name = str(path)
-    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if not is_hub_name:
-        raise CheckpointError(key, name, "an existing HF directory", "Check the path.")
-    import huggingface_hub
-
-    try:
-        found = huggingface_hub.snapshot_download(
-            name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            key,
-            name,
-            "an existing HF directory or a model on the hub",
-            f"There is no such folder, and the hub said: {reason}",
-        ) from error
-    return Path(found)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

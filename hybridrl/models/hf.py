@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Box, Shape
-from hybridrl.models.directory import find_directory, read_config, write_side_files
+from hybridrl.models.directory import read_config, write_side_files
 from hybridrl.models.headers import INDEX_FILE, SINGLE_FILE, TORCH_NAMES, HfHeaders, open_shard
 from hybridrl.models.weights import RankLayout, check_tensors
 
@@ -29,7 +29,6 @@ __all__ = [
     "HfWriter",
     "allocate",
     "box_view",
-    "find_directory",
     "load_hf",
     "read_config",
 ]

@@ -13,7 +13,7 @@ from hybridrl.checkpoint.folders import HF_FILES, find_checkpoint, read_state
 from hybridrl.checkpoint.store import load_model, write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.export import export_hf
-from hybridrl.models.directory import find_directory, read_config
+from hybridrl.models.directory import read_config
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import HfCheckpoint, load_hf
 from hybridrl.models.weights import hf_shapes
@@ -50,15 +50,14 @@ def convert_rank(
 
 def _to_megatron(world: World, source: Path, target: Path) -> None:
     with world.all_agree("reading the HF directory"):
-        directory = find_directory(source)
-        hf_config = read_config(directory)
+        hf_config = read_config(source)
         family = resolve_family(None, hf_config)
-        dtype = next(iter(HfCheckpoint(directory).dtypes.values()))
-        model_source = ModelSource(family, hf_config, dtype, family.name, directory)
+        dtype = next(iter(HfCheckpoint(source).dtypes.values()))
+        model_source = ModelSource(family, hf_config, dtype, family.name, source)
     model = ParallelModel(world, model_source, "lm", TrainConfig())
     shapes = hf_shapes(family, model_source.shape)
     with world.all_agree("loading the weights"):
-        load_hf(directory, model.layout(), model.weights(), shapes)
+        load_hf(source, model.layout(), model.weights(), shapes)
     write_checkpoint(target, world, {"policy": model}, {}, model_source.files)
 
 

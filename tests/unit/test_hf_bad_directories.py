@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hybridrl.errors import CheckpointError, ModelError
-from hybridrl.models.directory import find_directory
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import allocate, load_hf, read_config
 from hybridrl.models.weights import hf_shapes, megatron_layout
@@ -172,11 +171,3 @@ def test_hf_bad_config_files_are_named(tmp_path: Path) -> None:
         read_config(tmp_path)
     (tmp_path / "other.json").write_text('{"a": 1}')
     assert read_config(tmp_path / "other.json") == {"a": 1}
-
-
-def test_hf_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    assert find_directory(tmp_path) == tmp_path
-    with pytest.raises(CheckpointError, match="model.path: got .*nowhere"):
-        find_directory(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="model.path: got ./runs/x"):
-        find_directory("./runs/x")
