@@ -125,6 +125,10 @@ class HybridEngine:
             self.to_train()
         self.phases.enter(Phase.ROLLOUT)
         self.version = self.version + 1 if version is None else version
+        if torch.cuda.is_available():
+            # The edge frees activations: torch keeps their blocks, and the engine maps its memory
+            # beside torch. The next update allocates them again, once.
+            torch.cuda.empty_cache()
         start = time.perf_counter()
         self._target.begin_update()
         traffic = self._transport.run()

@@ -40,9 +40,9 @@ ENVIRONMENT = {
 CPU_BLOCK_SIZE = 32
 CPU_PREFILL_TOKENS = 8192
 CPU_MAX_KV_CACHE_BYTES = 1 << 30
-# Of the memory that is free when the engine starts; the rest is for what grows later in training:
-# gradients of larger micro-batches stay within it because the engine sleeps then.
-GPU_SHARE_OF_FREE = 0.8
+# Of the memory that is free when the engine starts. The rest is for what the first optimizer step
+# adds and keeps, Adam's moments; activations come and go while the engine sleeps.
+GPU_SHARE_OF_FREE = 0.7
 
 # Engines that are not stopped. vLLM's process groups belong to all of them, and one that Python
 # collected would take the groups along.
