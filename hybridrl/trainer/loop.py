@@ -262,8 +262,13 @@ class Trainer:
             "seconds": self.seconds + time.monotonic() - self._started,
             "num_updates": {name: model.num_updates for name, model in self.trained.items()},
         }
+        was_rollout = self.hybrid_engine.phases.phase is Phase.ROLLOUT
+        self.enter_training()  # gathering optimizer states takes the memory that the engine holds
         with self.journal.timer.phase("checkpoint"):
-            return self.store.save(self.step, self.trained, state, self.source.files)
+            folder = self.store.save(self.step, self.trained, state, self.source.files)
+        if was_rollout:
+            self.reshard()
+        return folder
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Restores weights, optimizers, prompt cursor, random states and unfinished rollouts.
