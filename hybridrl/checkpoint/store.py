@@ -199,15 +199,30 @@ def _sharded(model: Saved, is_loading: bool) -> dict[str, Any]:
     if model.optimizer is None:
         return parts
     weights = parts["model0"] if len(model.chunks) == 1 else dict(parts)
-    if is_loading:
-        # torch's Adam has no state before its first step, and Megatron reads the step count from
-        # the state.
-        for optimizer in model.optimizer.chained_optimizers:
-            optimizer._init_optimizer_states_with_dummy_values()
+    for optimizer in model.optimizer.chained_optimizers:
+        _make_states(optimizer)
     parts["optimizer"] = model.optimizer.sharded_state_dict(
         weights, is_loading=is_loading, metadata=metadata
     )
     return parts
+
+
+def _make_states(optimizer: Any) -> None:
+    """Gives an optimizer that has taken no step yet the states that Megatron saves and loads."""
+    adam = optimizer.optimizer
+    if len(adam.state):
+        return
+    if not isinstance(adam, torch.optim.Adam):
+        optimizer._init_optimizer_states_with_dummy_values()
+        return
+    # Not by Megatron's own way, a step with zero gradients: it would count, and decay the weights.
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            adam.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def _separate_step_counts(optimizer: Any) -> None:

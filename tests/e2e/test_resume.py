@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from command_line import QUICKSTART, exported_weights, run, start
+from launch import run_ranks
 
 MODEL = f"model.init={QUICKSTART / 'model'}"
 SMALL = (
@@ -142,3 +143,12 @@ def test_grpo_on_scripted_rollouts_continues_with_the_same_gradient(tmp_path: Pa
         run(*arguments(GRPO, tmp_path / name, *scripted, *layout), "--world", str(world))
         found = records(copy)[5]["policy/grad_norm"]
         assert abs(found / expected - 1) < 1e-5
+
+
+@pytest.mark.dist
+def test_rollouts_begun_before_a_checkpoint_are_finished_after_it_on_fewer_replicas(
+    tmp_path: Path,
+) -> None:
+    worker = str(Path(__file__).with_name("unfinished_worker.py"))
+    run_ranks(2, worker, ["save", str(tmp_path)], timeout_s=120)
+    run_ranks(1, worker, ["load", str(tmp_path)], timeout_s=120)
