@@ -19,8 +19,7 @@ class VocabStats(NamedTuple):
     """What one vocabulary shard knows of its tokens' softmax, each (T,) fp32.
 
     max_T: largest logit; sum_T: sum of exp(logit - max); weighted_T: sum of exp(logit - max) *
-        (logit - max);
-    target_T: the target's logit, 0 where the target lies in another shard.
+    (logit - max); target_T: the target's logit, 0 where the target lies in another shard.
     """
 
     max_T: torch.Tensor

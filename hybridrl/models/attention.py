@@ -7,8 +7,8 @@ power of two, so that padding at most doubles the work and one `scaled_dot_produ
 serves a whole bucket. Rows are padded at their end, where causal attention never looks.
 
 Context parallel: rank r of n holds the chunks r and 2n-1-r of each sequence's 2n chunks (Megatron's
-    order, which balances
-causal work). Keys and values are gathered over the context-parallel group; queries stay.
+order, which balances causal work). Keys and values are gathered over the context-parallel group;
+queries stay.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Bucket:
     """Sequences of similar length as rows of one batch; indices point into the packed tokens.
 
     query_index_NQ: local query positions; key_index_NK: positions in the gathered keys;
-        query_position_NQ: place of each
-    query in its sequence (None without context parallel, where query and key rows coincide).
+    query_position_NQ: place of each query in its sequence (None without context parallel, where
+    query and key rows coincide).
     """
 
     query_index_NQ: torch.Tensor

@@ -1,8 +1,8 @@
 """The loop: generate, score, look up log-probabilities, estimate advantages, update, reshard.
 
 SPMD: every rank runs this same code on the same values; there is no controller. A step is
-    `Trainer.train_step`, on one
-screen; what it calls is public, so another dataflow is another script over the same parts.
+`Trainer.train_step`, on one screen; what it calls is public, so another dataflow is another script
+over the same parts.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 everything gathered.
 
 Collective: every rank calls with the same prompts. A replica generates the samples of whole
-    prompts, so a reward that
-looks at a group sees all of it. Afterwards every rank holds the same batch, in the order of the
-sample numbers.
+prompts, so a reward that looks at a group sees all of it. Afterwards every rank holds the same
+batch, in the order of the sample numbers.
 
 A checkpoint may be taken while a step's rollouts are under way: `state` holds what is finished and
 what is begun, and after `load_state` the next `generate` of that step goes on from there, on any
