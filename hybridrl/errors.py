@@ -65,3 +65,7 @@ class CheckpointError(UserError):
 
 class ModelError(UserError):
     """A model configuration or weight that no known family describes."""
+
+
+class DeviceMemoryError(RuntimeError):
+    """The device has no memory left; says what holds it and what could be smaller."""

@@ -20,7 +20,7 @@ from hybridrl.rollout.engine import Completion, Request, SamplingParams, request
 from hybridrl.rollout.hf import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
 from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_start import EngineSettings
+from hybridrl.rollout.vllm_arguments import EngineSettings
 
 VOCAB = 24
 STOP = 1

@@ -41,8 +41,9 @@ class LossOutput:
     Args:
         loss: scalar with a gradient, already divided by the global denominator; the batch's loss
             is the plain sum over micro-batches and ranks.
-        metrics: detached scalars. Sums over positions, to be added up and divided by the
-            denominator; a name that ends in `_max` is a maximum instead.
+        metrics: detached scalars. Sums over positions, to be added up and divided by the number of
+            response tokens, whatever the denominator is; a name that ends in `_max` is a maximum
+            instead.
     """
 
     loss: Tensor

@@ -113,7 +113,7 @@ class PolicyLoss:
             "policy/entropy": entropy_S.detach().sum(),
             "policy/kl": _reported_kl(logp_S.detach(), old_S, micro.reference_logp_S).sum(),
         }
-        return LossOutput(loss_S.sum() / denominator, metrics | _mismatch(old_S, micro))
+        return LossOutput(loss_S.sum() / denominator, metrics)
 
 
 def _reported_kl(logp_S: Tensor, old_S: Tensor, reference_S: Tensor | None) -> Tensor:
@@ -121,11 +121,3 @@ def _reported_kl(logp_S: Tensor, old_S: Tensor, reference_S: Tensor | None) -> T
     if reference_S is not None:
         return kl_estimate(logp_S, reference_S, "k3")
     return kl_estimate(old_S, logp_S, "k3")
-
-
-def _mismatch(old_S: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-    """How far the trainer's log-probabilities are from those that the engine sampled with."""
-    if micro.behaviour_logp_S is None:
-        return {}
-    gap_S = (micro.behaviour_logp_S - old_S).abs()
-    return {"mismatch/logprob_diff_mean": gap_S.sum(), "mismatch/logprob_diff_max": gap_S.max()}

@@ -45,7 +45,11 @@ class Saved(Protocol):
     """A model over all ranks that has weights and, when it is trained, an optimizer."""
 
     chunks: list[torch.nn.Module]
-    optimizer: Any
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer, None for a model that is not trained."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ GRACE_S = 3.0  # after the first failure: time for the others to report the same
 KILL_AFTER_S = 10.0
 PR_SET_PDEATHSIG = 1
 LOG_LINES_SHOWN = 20
+PEER_ERROR = ".PeerError: "  # of parallel/groups.py, in an error file
 
 
 @dataclass
@@ -125,7 +126,7 @@ def launch(
     if received:
         print(f"hybridrl: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
         return 1
-    return _report(culprits) if culprits else 0
+    return _report(culprits, ranks) if culprits else 0
 
 
 def launch_run(arguments: Sequence[str], world_size: int, folder: Path) -> int:
@@ -269,24 +270,39 @@ def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
         rank.process.wait()
 
 
-def _report(culprits: Sequence[_Rank]) -> int:
-    """Prints which rank failed first, and why; returns the exit code."""
+def _report(culprits: Sequence[_Rank], ranks: Sequence[_Rank]) -> int:
+    """Prints which rank failed first, and why, also into the logs of the others, which may have
+    been ended without a word; returns the exit code.
+    """
     mistaken = [rank for rank in culprits if rank.process.returncode == 2]
     if mistaken:
         print(_error_text(mistaken[0]), file=sys.stderr)
         return 2
-    # A killed rank tears the others' connections; else the first to write its error is the cause.
-    first = min(culprits, key=lambda rank: (rank.process.returncode >= 0, _error_time(rank)))
+    # A killed rank tears the others' connections; else the first to write its error is the cause,
+    # unless that says of another rank that it failed.
+    first = min(
+        culprits,
+        key=lambda rank: (
+            rank.process.returncode >= 0,
+            PEER_ERROR in _error_text(rank),
+            _error_time(rank),
+        ),
+    )
     code = first.process.returncode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     phase_file = first.log.with_suffix(".phase")
     phase = phase_file.read_text().strip() if phase_file.exists() else "start"
     host = socket.gethostname()
-    print(
-        f"hybridrl: rank {first.index} on host {host} {how} in phase '{phase}'; "
-        f"the other ranks were ended. Its log is {first.log}",
-        file=sys.stderr,
+    error = f": {_error_text(first).strip()}" if _error_time(first) < float("inf") else ""
+    message = (
+        f"hybridrl: rank {first.index} on host {host} {how} in phase '{phase}'{error}; "
+        f"the other ranks were ended. Its log is {first.log}"
     )
+    print(message, file=sys.stderr)
+    for rank in ranks:
+        if rank is not first:
+            with rank.log.open("a") as file:
+                print(message, file=file)
     if first.index != 0 and code > 0:  # rank 0's stderr is on the console already
         lines = first.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
         print("\n".join(f"  | {line}" for line in lines), file=sys.stderr)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -54,10 +54,25 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 
 @app.command()
-def check(as_json: Json = False) -> None:
+def check(
+    overrides: Overrides = None,
+    mismatch: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="Say instead why engine and trainer of a run differ."),
+    ] = None,
+    reference: Annotated[
+        bool, typer.Option(help="With --mismatch: against transformers in float32, too.")
+    ] = False,
+    world: World = None,
+    as_json: Json = False,
+) -> None:
     """Report what is installed and works, with the command that mends each problem."""
     from hybridrl.cli import environment
 
+    if mismatch is not None:
+        _check_mismatch(mismatch, overrides or [], world, reference, as_json)
+    if overrides:
+        raise UserError("KEY=VALUE", overrides[0], "nothing without --mismatch CONFIG", "Add it.")
     with _json_only(as_json) as emit:
         items = environment.inspect()
         report = environment.as_json(items)
@@ -75,16 +90,22 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     world: World = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="YAML or JSON of nodes and rates, to predict for."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show layouts, reshard traffic and memory; needs the config and the model's config.json."""
-    from hybridrl.cli.plan import empty_report, plan_report, plan_text
+    from hybridrl.cli.plan import empty_report, load_cluster, plan_report, plan_text
 
     with _json_only(as_json) as emit:
         try:
             loaded = load_config(config, overrides or [])
-            world_size = world or default_world_size(loaded, num_local_gpus())
-            report, violations = plan_report(loaded, world_size)
+            nodes = load_cluster(cluster) if cluster else None
+            size = nodes.nodes * nodes.gpus_per_node if nodes else None
+            world_size = world or size or default_world_size(loaded, num_local_gpus())
+            report, violations = plan_report(loaded, world_size, nodes)
         except ConfigError as error:
             report, violations = empty_report(error), error.violations
         emit(report)
@@ -244,6 +265,39 @@ def _evaluate_rank(
     if os.environ["RANK"] == "0" and not as_json:
         typer.echo(f"accuracy {result['accuracy']:.4f} on {result['num_prompts']} prompts")
         typer.echo(f"checkpoint {result['checkpoint']}")
+
+
+def _check_mismatch(
+    file: Path, overrides: list[str], world: int | None, reference: bool, as_json: bool
+) -> NoReturn:
+    """Runs `check --mismatch` as parent or as rank; ends the command with its exit code."""
+    from hybridrl.cli import mismatch
+
+    config = load_config(file, overrides)
+    mismatch.refuse_without_rollouts(config)
+    with _json_only(as_json) as emit:
+        report: dict[str, Any] | int
+        if is_rank():
+            if not is_launched():
+                validate_training(config, _torchrun_world(world))
+            from hybridrl.trainer.diagnose import diagnose_rank
+
+            report = diagnose_rank(config, reference)
+            if os.environ["RANK"] != "0" or mismatch.leave_for_parent(report):
+                raise typer.Exit(0 if is_launched() else 1 - report["agree"])
+        else:
+            world_size = world or default_world_size(config, num_local_gpus())
+            validate_training(config, world_size)
+            arguments = ["check", "--mismatch", str(file), *overrides]
+            arguments += ["--reference"] if reference else []
+            arguments += ["--json"] if as_json else []
+            report = mismatch.diagnose_with_ranks(arguments, world_size)
+            if isinstance(report, int):
+                raise typer.Exit(report)
+        emit(report)
+    if not as_json:
+        typer.echo(mismatch.mismatch_text(report))
+    raise typer.Exit(0 if report["agree"] else 1)
 
 
 @contextmanager

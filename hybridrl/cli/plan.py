@@ -5,14 +5,23 @@ Owns the report and its estimates. Needs only the configuration and the model's 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
+from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from yaml import YAMLError
 
 from hybridrl.cli.validate import model_violations
 from hybridrl.config.algorithm import PolicyGradientConfig, PpoConfig
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
-from hybridrl.hybrid_engine.assign import assign
+from hybridrl.hybrid_engine.assign import Assignment, assign, judge, order_without_loss
+from hybridrl.hybrid_engine.cluster import Cluster, direct_ms, predict
+from hybridrl.hybrid_engine.pieces import join
 from hybridrl.hybrid_engine.plan import Plan, plan_reshard
 from hybridrl.models.family import Family, ModelShape, resolve_family
 from hybridrl.models.weights import (
@@ -28,6 +37,7 @@ CPU_ENGINES = ("hf", "scripted")
 # Bytes a second between two ranks: a GPU's NVLink, measured with send/recv, and gloo over loopback.
 NVLINK_BYTES_PER_S = 345e9
 GLOO_BYTES_PER_S = 1e9
+GPUS_PER_NODE = 8  # of most GPU hosts; a cluster file says otherwise
 MIB = 2**20
 # Bytes a decoder layer keeps for its backward for each token and hidden unit in 16 bit, without
 # attention scores (Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.1).
@@ -37,9 +47,21 @@ MASTER_BYTES = 4  # fp32 copy of 16-bit parameters
 MAIN_GRAD_BYTES = 4
 
 
-def plan_report(config: Config, world_size: int) -> tuple[dict[str, Any], list[UserError]]:
-    """Returns the report and the violations; where there are any, what depends on them is None."""
+def plan_report(
+    config: Config, world_size: int, cluster: Cluster | None = None
+) -> tuple[dict[str, Any], list[UserError]]:
+    """Returns the report and the violations; where there are any, what depends on them is None.
+
+    With a cluster the report has a section `cluster`, and its nodes are those that replicas and
+    sources keep to.
+    """
     hf_config, violations = model_violations(config, world_size)
+    if cluster is not None and cluster.nodes * cluster.gpus_per_node != world_size:
+        size = f"{cluster.nodes} * {cluster.gpus_per_node}"
+        remedy = "Change the cluster file or the world size."
+        violations.append(
+            UserError("nodes * gpus_per_node", size, f"the world size {world_size}", remedy)
+        )
     if violations:
         return empty_report(ConfigError(violations)), violations
     family = resolve_family(config.model.family, hf_config)
@@ -48,12 +70,14 @@ def plan_report(config: Config, world_size: int) -> tuple[dict[str, Any], list[U
     layout = TrainLayout(
         world_size, tp=train.tp, pp=train.pp, cp=train.cp, ep=train.ep, vpp=train.vpp
     )
-    rollout = assign(layout, config.rollout.tp)
-    ranks = range(world_size)
-    sources = [megatron_layout(family, shape, layout, rank) for rank in ranks]
-    targets = _engine_layouts(config, family, shape, rollout)
+    sources = [megatron_layout(family, shape, layout, rank) for rank in range(world_size)]
+    parts = _engine_parts(config, family, shape)
+    node = cluster.gpus_per_node if cluster else min(GPUS_PER_NODE, world_size)
+    best = assign(sources, parts, node)
+    rollout = best.layout
+    targets = [parts[tp_rank] for _, tp_rank in rollout.assignment]
     itemsize = _itemsize(config)
-    reshard = plan_reshard(sources, targets, itemsize)
+    reshard = plan_reshard(sources, targets, itemsize, node if cluster else None)
     report = {
         "train": {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")},
         "rollout": {
@@ -61,12 +85,42 @@ def plan_report(config: Config, world_size: int) -> tuple[dict[str, Any], list[U
             "tp": rollout.tp,
             "replicas": rollout.replicas,
             "assignment": [list(pair) for pair in rollout.assignment],
+            "choices": _choices(best, layout, sources, parts, node, itemsize),
         },
         "reshard": _reshard(config, reshard),
         "memory": _memory(config, shape, layout, sources, targets),
         "violations": [],
     }
+    if cluster is not None:
+        found = vars(predict(join(sources, targets), itemsize, cluster))
+        report["cluster"] = {**found, "direct_ms": direct_ms(reshard.traffic, cluster)}
     return report, []
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Reads a cluster file, YAML or JSON.
+
+    Raises:
+        ConfigError: it is not such a file, or with every key that is wrong.
+    """
+    fields = Cluster.model_fields
+    keys = "the keys " + ", ".join(fields)
+    try:
+        return Cluster.model_validate(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        what = str(error).splitlines()[0]
+        raise ConfigError(
+            [UserError(str(path), what, f"YAML or JSON of {keys}", "Mend it.")]
+        ) from None
+    except ValidationError as error:
+        violations = []
+        for found in error.errors():
+            key = ".".join(map(str, found["loc"]))
+            value = "nothing" if found["type"] == "missing" else repr(found["input"])
+            allowed = found["msg"].removeprefix("Input should be ") if key in fields else keys
+            remedy = f"Set {key}. {fields[key].description}" if key in fields else "Remove it."
+            violations.append(UserError(f"{path}: {key}", value, allowed, remedy))
+        raise ConfigError(violations) from None
 
 
 def empty_report(error: ConfigError) -> dict[str, Any]:
@@ -82,7 +136,9 @@ def plan_text(report: dict[str, Any]) -> str:
     lines = [
         f"train    {sizes}",
         f"rollout  {rollout['engine']}: {rollout['replicas']} replicas at tp {rollout['tp']}",
+        *_choice_lines(rollout["choices"]),
         f"reshard  about {reshard['predicted_ms']:.3g} ms",
+        *_cluster_lines(report.get("cluster", {})),
         "rank  replica  tp_rank  receives_MiB  sends_MiB  local_MiB  messages",
     ]
     traffic = zip(*(reshard[key] for key in _TRAFFIC), reshard["messages"], strict=True)
@@ -100,13 +156,61 @@ def plan_text(report: dict[str, Any]) -> str:
 _TRAFFIC = ("receive_bytes", "send_bytes", "local_bytes")
 
 
-def _engine_layouts(
-    config: Config, family: Family, shape: ModelShape, rollout: RolloutLayout
-) -> list[RankLayout]:
+def _engine_parts(config: Config, family: Family, shape: ModelShape) -> list[RankLayout]:
     if config.rollout.engine in CPU_ENGINES:
-        return [hf_layout(hf_shapes(family, shape))] * len(rollout.assignment)
-    parts = [fused_layout(family, shape, rollout.tp, tp_rank) for tp_rank in range(rollout.tp)]
-    return [parts[tp_rank] for _, tp_rank in rollout.assignment]
+        return [hf_layout(hf_shapes(family, shape))]
+    tp = config.rollout.tp
+    return [fused_layout(family, shape, tp, tp_rank) for tp_rank in range(tp)]
+
+
+def _choices(
+    best: Assignment,
+    train: TrainLayout,
+    sources: list[RankLayout],
+    parts: list[RankLayout],
+    node: int,
+    itemsize: int,
+) -> dict[str, Any]:
+    """Returns what the chosen assignment costs, and what others would."""
+    consecutive = judge(sources, parts, RolloutLayout.consecutive(len(sources), len(parts)))
+    free = assign(sources, parts, node, is_ascending=False)
+    remedy = None
+    if free.cost < best.cost:
+        order = order_without_loss(train, sources, parts, free, node)
+        remedy = (
+            f"Training axes in the order {order} (TrainLayout.order) cost as little as any order "
+            "of a replica's ranks."
+            if order
+            else "No order of the training axes that keeps tensor-parallel groups on a node "
+            "costs as little."
+        )
+    named = {"used": best, "consecutive": consecutive, "any_order": free}
+    costs = {
+        name: {
+            "tp_ranks": [tp_rank for _, tp_rank in found.layout.assignment],
+            "max_receive_bytes": itemsize * found.receive,
+            "max_send_bytes": itemsize * found.send,
+        }
+        for name, found in named.items()
+    }
+    return {**costs, "remedy": remedy}
+
+
+def _choice_lines(choices: dict[str, Any]) -> Iterator[str]:
+    for name in ("used", "consecutive", "any_order"):
+        most = [choices[name][f"max_{way}_bytes"] / MIB for way in ("receive", "send")]
+        yield f"         ranks {name}: at most {most[0]:.1f} MiB received, {most[1]:.1f} MiB sent"
+    if choices["remedy"]:
+        yield f"         {choices['remedy']}"
+
+
+def _cluster_lines(found: dict[str, Any]) -> Iterator[str]:
+    if found:
+        yield (
+            f"cluster  about {found['predicted_ms']:.3g} ms with each piece sent once to a node; "
+            f"{found['direct_ms']:.3g} ms with each rank receiving for itself; least of any "
+            f"schedule {found['bound_ms']:.3g} ms"
+        )
 
 
 def _reshard(config: Config, plan: Plan) -> dict[str, Any]:

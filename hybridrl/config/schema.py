@@ -164,6 +164,14 @@ class TrainConfig(Section):
         "none",
         description="Activations recomputed in backward. 'none': a third less compute; 'full' saves memory.",
     )
+    fp32_residual: bool = Field(
+        False,
+        description="Stream between the layers in fp32. False: true costs memory and traffic, brings bf16 nearer fp32.",
+    )
+    offload_optimizer: bool = Field(
+        False,
+        description="Optimizer state in pinned host memory during rollout. False: it usually fits beside the KV cache.",
+    )
     critic_learning_rate: float | None = Field(
         None,
         ge=0,
@@ -222,6 +230,10 @@ class RolloutConfig(Section):
         256,
         ge=1,
         description="Requests an engine replica decodes together. 256: amortises a step's overhead, bounds the KV cache.",
+    )
+    eager: bool = Field(
+        False,
+        description="Run vLLM without torch.compile and CUDA graphs. False: both make GPUs decode faster.",
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype, gather_objects
-from hybridrl.hybrid_engine.phases import Phase, PhaseSwitch
+from hybridrl.hybrid_engine.phases import Phase, PhaseSwitch, TrainingMemory
 from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.hybrid_engine.target import WeightTarget
@@ -70,6 +70,7 @@ class HybridEngine:
         staging_bytes: bound of the staging buffers together (`rollout.staging_mib`).
         verify_every: compare both ends of every copy each time the version is a multiple of this;
             0: never (`rollout.verify`).
+        training: what the trainer holds only while it trains.
         group: process group over the layouts' ranks; None: the world.
 
     Raises:
@@ -85,10 +86,11 @@ class HybridEngine:
         *,
         staging_bytes: int,
         verify_every: int = 0,
+        training: Sequence[TrainingMemory] = (),
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._source, self._target, self._group = source, target, group
-        self._verify_every = verify_every
+        self._verify_every, self._training = verify_every, training
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.phases = PhaseSwitch()
         self.version = -1
@@ -125,13 +127,15 @@ class HybridEngine:
             self.to_train()
         self.phases.enter(Phase.ROLLOUT)
         self.version = self.version + 1 if version is None else version
-        if torch.cuda.is_available():
-            # The edge frees activations: torch keeps their blocks, and the engine maps its memory
-            # beside torch. The next update allocates them again, once.
-            torch.cuda.empty_cache()
         start = time.perf_counter()
+        for memory in self._training:
+            memory.begin_release()
+        _give_blocks_back()
         self._target.begin_update()
         traffic = self._transport.run()
+        for memory in self._training:
+            memory.finish_release()
+        _give_blocks_back()
         self._target.finish_update(self.version)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the time reported is that of complete parameters
@@ -179,6 +183,17 @@ class HybridEngine:
         """
         self.phases.enter(Phase.TRAIN)
         self._target.sleep()
+        for memory in self._training:
+            memory.restore()
+
+
+def _give_blocks_back() -> None:
+    """Returns what torch's allocator keeps of freed memory: the engine maps its own beside torch.
+
+    The next update allocates it again, once.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -66,7 +66,8 @@ class PackedTransport:
         plan: the same on every rank; its itemsize is `wire_dtype`'s.
         rank: this rank, in the plan and in the group.
         sources: this rank's source tensors by name; looked up anew in every run.
-        dests: this rank's destination tensors by name; written in place.
+        dests: this rank's destination tensors by name; written in place. Source and destination may
+            be the same memory where they hold the same (alias.py); then nothing is copied.
         staging_bytes: bound of the send and the receive buffer together.
         wire_dtype: the type that elements travel in, the same on every rank (`agree_wire_dtype`).
         group: process group whose ranks the plan counts; None: the world.
@@ -97,7 +98,9 @@ class PackedTransport:
         """Fills the destination tensors; collective over the group."""
         for op in self._local:
             source = box_view(self._sources[op.source], op.source_box)
-            box_view(self._dests[op.dest], op.dest_box).copy_(source)
+            dest = box_view(self._dests[op.dest], op.dest_box)
+            if not _is_same_memory(source, dest):
+                dest.copy_(source)
         sent = received = messages = 0
         send = self._buffer(self._send_elements, self._sources)
         receive = self._buffer(self._receive_elements, self._dests)
@@ -175,6 +178,14 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group)
     return gathered
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.stride() == other.stride()
+    )
 
 
 def _own_part(pieces: Sequence[CopyOp], rank: int) -> _Chunk:

@@ -1,14 +1,14 @@
 """Training and rollout as phases that take turns on the same devices.
 
-Each edge says what it frees and what it maps. Here, the form for hosts where everything fits at
-once, an edge moves nothing: it keeps the order, so that nobody trains while the engine's weights
-are being written, or generates with weights that are not the newest.
+`PhaseSwitch` keeps the order, so that nobody trains while the engine's weights are being written,
+or generates with weights that are not the newest. What gives its memory back on an edge is behind
+two interfaces: the engine (target.py) and, here, whatever the trainer holds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 
 class Phase(Enum):
@@ -22,20 +22,20 @@ class PhaseError(RuntimeError):
     """Something was asked for that the current phase does not offer."""
 
 
-@dataclass(frozen=True)
-class Edge:
-    """A change of phase: what gives its memory back, and what needs memory afterwards."""
+class TrainingMemory(Protocol):
+    """Device memory that is needed only while training; called in this order, again and again."""
 
-    frees: tuple[str, ...]
-    maps: tuple[str, ...]
+    def begin_release(self) -> None:
+        """Frees what is not worth keeping and starts to move the rest away."""
+        ...
 
+    def finish_release(self) -> None:
+        """Waits until the rest is away and frees it."""
+        ...
 
-EDGES: dict[tuple[Phase, Phase], Edge] = {
-    (Phase.TRAIN, Phase.ROLLOUT): Edge(
-        frees=("activations", "gradients"), maps=("engine weights", "KV cache")
-    ),
-    (Phase.ROLLOUT, Phase.TRAIN): Edge(frees=("KV cache",), maps=("gradients", "activations")),
-}
+    def restore(self) -> None:
+        """Allocates all of it again; what was moved away may still be on its way back."""
+        ...
 
 
 class PhaseSwitch:
@@ -49,17 +49,15 @@ class PhaseSwitch:
         """The current phase; training at first."""
         return self._phase
 
-    def enter(self, phase: Phase) -> Edge:
-        """Goes to `phase` and returns the edge that was taken.
+    def enter(self, phase: Phase) -> None:
+        """Goes to `phase`.
 
         Raises:
-            PhaseError: no edge leads there from the current phase.
+            PhaseError: it is the current one already.
         """
-        edge = EDGES.get((self._phase, phase))
-        if edge is None:
+        if phase is self._phase:
             raise PhaseError(f"cannot enter phase {phase.value}: it is {self._phase.value} already")
         self._phase = phase
-        return edge
 
     def require(self, phase: Phase, action: str) -> None:
         """Raises PhaseError unless the current phase is the one that `action` needs."""

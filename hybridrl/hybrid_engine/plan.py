@@ -1,27 +1,32 @@
 """Which rank copies which rectangle where: two sets of layouts turned into copy operations.
 
 Pure and deterministic, no torch: every rank computes the same plan from the same layouts. What a
-rank holds already is copied locally, every other slice is received once, from the owner that has
-the least to send so far. Invariant: after the operations every element of every target region is
-written exactly once (proof.py proves it from the operations alone).
+rank holds already is copied locally; every other slice is received once, from an owner on its own
+node if there is one, and so that the busiest owner sends least (deals.py). Invariant: after the
+operations every element of every target region is written exactly once (proof.py proves it from the
+operations alone).
 """
 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
-from hybridrl.models.boxes import Box, intersection, moved, show, sizes, tiling_fault, volume
-from hybridrl.models.weights import RankLayout
+import numpy as np
 
+from hybridrl.hybrid_engine.deals import Deal, deal_out
+from hybridrl.hybrid_engine.pieces import Join, PlanError, join
+from hybridrl.models.boxes import Box, intersection, moved, volume
+from hybridrl.models.weights import RankLayout, Region
 
-class PlanError(Exception):
-    """Layouts that cannot be joined, or a plan that does not do what it must."""
+__all__ = ["CopyOp", "Plan", "PlanError", "PlannedOps", "plan_reshard"]
+
+# Ranks whose operations are kept once made. 64: a small world's all; of a large one a rank wants
+# few, and the operations of a thousand ranks would fill its memory.
+KEPT_RANKS = 64
 
 
 class CopyOp(NamedTuple):
@@ -44,7 +49,7 @@ class Plan:
         itemsize: bytes of one element on the wire.
     """
 
-    ops: tuple[tuple[CopyOp, ...], ...]
+    ops: Sequence[tuple[CopyOp, ...]]
     itemsize: int
 
     @property
@@ -53,80 +58,154 @@ class Plan:
         return len(self.ops)
 
     @cached_property
-    def _traffic(self) -> tuple[tuple[int, ...], ...]:
+    def traffic(self) -> np.ndarray:
         """Bytes from each source rank (outer) to each destination rank (inner)."""
-        sent = [[0] * self.world_size for _ in range(self.world_size)]
+        if isinstance(self.ops, PlannedOps):
+            return self.ops.traffic() * self.itemsize
+        sent = np.zeros((self.world_size, self.world_size), np.int64)
         for ops in self.ops:
             for op in ops:
-                sent[op.source_rank][op.dest_rank] += volume(op.dest_box) * self.itemsize
-        return tuple(tuple(row) for row in sent)
+                sent[op.source_rank, op.dest_rank] += volume(op.dest_box) * self.itemsize
+        return sent
 
     @property
     def send_bytes(self) -> tuple[int, ...]:
         """Bytes that each rank sends to others."""
-        return tuple(sum(row) - row[rank] for rank, row in enumerate(self._traffic))
+        return tuple((self.traffic.sum(axis=1) - self.traffic.diagonal()).tolist())
 
     @property
     def receive_bytes(self) -> tuple[int, ...]:
         """Bytes that each rank receives from others."""
-        columns = zip(*self._traffic, strict=True)
-        return tuple(sum(column) - column[rank] for rank, column in enumerate(columns))
+        return tuple((self.traffic.sum(axis=0) - self.traffic.diagonal()).tolist())
 
     @property
     def local_bytes(self) -> tuple[int, ...]:
         """Bytes that each rank copies from its own tensors."""
-        return tuple(row[rank] for rank, row in enumerate(self._traffic))
+        return tuple(self.traffic.diagonal().tolist())
 
     @property
     def messages(self) -> tuple[int, ...]:
         """Number of other ranks that each rank receives from: its messages in one chunk at most."""
-        columns = zip(*self._traffic, strict=True)
-        return tuple(
-            sum(1 for source, count in enumerate(column) if count and source != rank)
-            for rank, column in enumerate(columns)
-        )
+        counts = np.count_nonzero(self.traffic, axis=0) - (self.traffic.diagonal() > 0)
+        return tuple(counts.tolist())
 
     def hash(self) -> str:
         """Returns a digest of all operations, equal on ranks that hold the same plan."""
         digest = hashlib.sha256(str(self.itemsize).encode())
-        for ops in self.ops:
-            digest.update(repr([tuple(op) for op in ops]).encode())
+        if isinstance(self.ops, PlannedOps):
+            digest.update(self.ops.digest())
+        else:
+            for ops in self.ops:
+                digest.update(repr([tuple(op) for op in ops]).encode())
         return digest.hexdigest()
 
 
-class _Owner(NamedTuple):
-    """Where one rank holds a slice of an HF tensor."""
+class PlannedOps(Sequence[tuple[CopyOp, ...]]):
+    """The operations of each destination rank, made when they are asked for.
 
-    name: str
-    box: Box
+    Args:
+        joined: what the targets need of whom.
+        domain_size: ranks of one node.
+    """
 
+    def __init__(self, joined: Join, domain_size: int) -> None:
+        self._join = joined
+        self._deals: list[Deal] = []
+        self._dealt: list[dict[int, tuple[Deal, int]]] = [{} for _ in joined.targets.of_rank]
+        for target, counts in enumerate(joined.counts):
+            for kind, count in counts.items():
+                self._add_deals(target, kind, count, domain_size)
+        deal_out(self._deals, len(self))
+        self._held: list[dict[str, list[Region]]] = []
+        for layout in joined.sources.layouts:
+            self._held.append({})
+            for region in layout.regions:
+                self._held[-1].setdefault(region.hf, []).append(region)
+        self._ops_of = lru_cache(KEPT_RANKS)(self._make_ops)
 
-class _Slice(NamedTuple):
-    """A rectangle of an HF tensor that every one of its owners holds whole."""
+    def _add_deals(self, target: int, kind: int, count: int, domain_size: int) -> None:
+        """Adds who may send pieces of one kind to ranks of one class: those of its node, if any."""
+        holders, size = self._join.kinds[kind]
+        classes = self._join.sources.of_rank
+        dests = [rank for rank in self._join.targets.ranks[target] if classes[rank] not in holders]
+        if not dests:
+            return
+        owners = np.array(self._join.owners(kind))
+        nodes = set((owners // domain_size).tolist())
+        near = {rank // domain_size for rank in dests} & nodes
+        groups = [(owners, [rank for rank in dests if rank // domain_size not in near])]
+        for node in sorted(near):
+            inside = [rank for rank in dests if rank // domain_size == node]
+            groups.append((owners[owners // domain_size == node], inside))
+        for senders, receivers in groups:
+            if receivers:
+                deal = Deal(receivers, senders, count, size)
+                self._deals.append(deal)
+                for position, rank in enumerate(receivers):
+                    self._dealt[rank][kind] = (deal, position)
 
-    box: Box
-    owners: dict[int, _Owner]
+    def __len__(self) -> int:
+        return len(self._dealt)
 
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return [self[i] for i in range(*rank.indices(len(self)))]
+        return self._ops_of(range(len(self))[rank])
 
-@dataclass(frozen=True)
-class _Slices:
-    """The disjoint slices of one HF tensor, in order along `dim` if they can be ordered."""
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
 
-    slices: list[_Slice]
-    dim: int | None = None
-    starts: Sequence[int] = ()
+    def __hash__(self) -> int:
+        return hash(self.digest())
 
-    def near(self, box: Box) -> list[_Slice]:
-        """Returns the slices that may share elements with `box`."""
-        if self.dim is None:
-            return self.slices
-        start, stop = box[self.dim]
-        first = max(bisect_right(self.starts, start) - 1, 0)
-        return self.slices[first : bisect_left(self.starts, stop)]
+    def _make_ops(self, rank: int) -> tuple[CopyOp, ...]:
+        source_class = self._join.sources.of_rank
+        senders = {
+            kind: iter(deal.senders_to(position))
+            for kind, (deal, position) in self._dealt[rank].items()
+        }
+        found: list[CopyOp] = []
+        for region, pieces in self._join.needs[self._join.targets.of_rank[rank]]:
+            for box, kind in pieces:
+                source_rank = next(senders[kind]) if kind in senders else rank
+                source = _holder(self._held[source_class[source_rank]][region.hf], box)
+                source_box = moved(box, source.hf_box, source.local_box)
+                dest_box = moved(box, region.hf_box, region.local_box)
+                op = CopyOp(source_rank, rank, source.local, source_box, region.local, dest_box)
+                _append(found, op)
+        return tuple(found)
+
+    def traffic(self) -> np.ndarray:
+        """Returns the elements from each source rank (outer) to each destination rank (inner)."""
+        found = np.zeros((len(self), len(self)), np.int64)
+        for deal in self._deals:
+            deal.add_traffic(found)
+        kinds, classes = self._join.kinds, self._join.targets
+        needed = [sum(n * kinds[k].volume for k, n in c.items()) for c in self._join.counts]
+        received = found.sum(axis=0)
+        for rank, number in enumerate(classes.of_rank):
+            found[rank, rank] = needed[number] - received[rank]
+        return found
+
+    def digest(self) -> bytes:
+        """Returns what all operations follow from: the layouts, and who sends."""
+        digest = hashlib.sha256()
+        for classes in (self._join.sources, self._join.targets):
+            digest.update(repr(classes.of_rank).encode())
+            for layout in classes.layouts:
+                for r in layout.regions:
+                    digest.update(repr((r.hf, r.hf_box, r.local, r.local_box)).encode())
+        for deal in self._deals:
+            digest.update(repr((deal.receivers, deal.count, deal.size)).encode())
+            digest.update(deal.senders.tobytes() + deal.sent.tobytes())
+        return digest.digest()
 
 
 def plan_reshard(
-    sources: Sequence[RankLayout], targets: Sequence[RankLayout], itemsize: int
+    sources: Sequence[RankLayout],
+    targets: Sequence[RankLayout],
+    itemsize: int,
+    domain_size: int | None = None,
 ) -> Plan:
     """Plans how the targets' tensors are filled from the sources'.
 
@@ -134,83 +213,21 @@ def plan_reshard(
         sources: what each rank holds.
         targets: what each rank must have; as many as sources, empty where nothing is needed.
         itemsize: bytes of one element on the wire.
+        domain_size: ranks of one node, which are consecutive; None: all are of one.
 
     Raises:
         PlanError: a target needs what no source holds; names the HF tensor and its elements.
     """
     if len(sources) != len(targets):
         raise PlanError(f"{len(sources)} source layouts, but {len(targets)} target layouts")
-    held = _slices(sources)
-    cuts: dict[tuple[str, Box], list[_Slice]] = {}
-    loads = [0] * len(sources)
-    ops: list[tuple[CopyOp, ...]] = []
-    for rank, target in enumerate(targets):
-        needed: list[CopyOp] = []
-        for region in target.regions:
-            key = (region.hf, region.hf_box)
-            if key not in cuts:
-                cuts[key] = _cut(*key, held)
-            for box, owners in cuts[key]:
-                source_rank = rank
-                if rank not in owners:
-                    source_rank = min(owners, key=lambda owner: (loads[owner], owner))
-                    loads[source_rank] += volume(box)
-                name, source_box = owners[source_rank]
-                dest_box = moved(box, region.hf_box, region.local_box)
-                op = CopyOp(source_rank, rank, name, source_box, region.local, dest_box)
-                _append(needed, op)
-        ops.append(tuple(needed))
-    return Plan(tuple(ops), itemsize)
+    return Plan(PlannedOps(join(sources, targets), domain_size or max(len(sources), 1)), itemsize)
 
 
-def _slices(sources: Sequence[RankLayout]) -> dict[str, _Slices]:
-    """Returns each HF tensor as disjoint slices with all of their owners."""
-    owned: dict[str, dict[Box, dict[int, _Owner]]] = {}
-    for rank, layout in enumerate(sources):
-        for region in layout.regions:
-            owners = owned.setdefault(region.hf, {}).setdefault(region.hf_box, {})
-            owners.setdefault(rank, _Owner(region.local, region.local_box))
-    return {hf: _disjoint(boxes) for hf, boxes in owned.items()}
-
-
-def _disjoint(boxes: dict[Box, dict[int, _Owner]]) -> _Slices:
-    """Returns the boxes in order; where they overlap or form a grid, cut at all of their edges."""
-    dims = range(len(next(iter(boxes))))
-    for dim in dims:
-        slices = [_Slice(*item) for item in sorted(boxes.items(), key=lambda item: item[0][dim])]
-        pairs = zip(slices, slices[1:], strict=False)
-        if all(one.box[dim][1] <= other.box[dim][0] for one, other in pairs):
-            return _Slices(slices, dim, [one.box[dim][0] for one in slices])
-    found: dict[Box, dict[int, _Owner]] = {}
-    edges = [sorted({edge for box in boxes for edge in box[dim]}) for dim in dims]
-    for cell in product(*(zip(cut, cut[1:], strict=False) for cut in edges)):
-        for box, owners in boxes.items():
-            if intersection(cell, box) is not None:
-                for rank, (name, local) in owners.items():
-                    owner = _Owner(name, moved(cell, box, local))
-                    found.setdefault(cell, {}).setdefault(rank, owner)
-    return _Slices([_Slice(*item) for item in sorted(found.items())])
-
-
-def _cut(hf: str, box: Box, held: Mapping[str, _Slices]) -> list[_Slice]:
-    """Returns the slices that together are `box`, each with its owners."""
-    found: list[_Slice] = []
-    for one in held[hf].near(box) if hf in held else ():
-        shared = intersection(box, one.box)
-        if shared == one.box:
-            found.append(one)
-        elif shared is not None:
-            owners = {
-                rank: _Owner(name, moved(shared, one.box, local))
-                for rank, (name, local) in one.owners.items()
-            }
-            found.append(_Slice(shared, owners))
-    if sum(volume(one.box) for one in found) != volume(box):
-        origin = tuple((0, size) for size in sizes(box))
-        fault = tiling_fault([moved(one.box, box, origin) for one in found], sizes(box))
-        missing = moved(fault[1], origin, box) if fault else box
-        raise PlanError(f"{hf}{show(missing)} is needed, but no rank holds it")
-    return found
+def _holder(regions: Sequence[Region], box: Box) -> Region:
+    """Returns the first region that holds `box` whole."""
+    if len(regions) == 1:
+        return regions[0]
+    return next(r for r in regions if intersection(r.hf_box, box) == box)
 
 
 def _append(ops: list[CopyOp], op: CopyOp) -> None:

@@ -6,7 +6,7 @@ coordinates, and at what is written altogether. Pure, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hybridrl.hybrid_engine.plan import CopyOp, Plan, PlanError
 from hybridrl.models.boxes import (
@@ -27,19 +27,33 @@ FAULTS = {
 }
 
 
-def prove(plan: Plan, sources: Sequence[RankLayout], targets: Sequence[RankLayout]) -> None:
+def prove(
+    plan: Plan,
+    sources: Sequence[RankLayout],
+    targets: Sequence[RankLayout],
+    ranks: Iterable[int] | None = None,
+) -> None:
     """Checks a plan against the layouts that it joins.
 
     Every element of every target tensor is written exactly once, or is padding and is not written;
     every operation reads the HF elements that belong where it writes.
+
+    Args:
+        plan: to be proven.
+        sources, targets: of all ranks.
+        ranks: whose tensors are looked at; None: everyone's. In a large world each rank proves its
+            own.
 
     Raises:
         PlanError: names the rank, the tensor and the first elements that are wrong.
     """
     if not len(plan.ops) == len(sources) == len(targets):
         raise PlanError(f"plan of {len(plan.ops)} ranks for {len(sources)} and {len(targets)}")
-    held = [_by_tensor(layout) for layout in sources]
-    for rank, (ops, target) in enumerate(zip(plan.ops, targets, strict=True)):
+    different = {id(layout): layout for layout in sources}  # equal ones are often one object
+    by_tensor = {key: _by_tensor(layout) for key, layout in different.items()}
+    held = [by_tensor[id(layout)] for layout in sources]
+    for rank in range(len(targets)) if ranks is None else ranks:
+        ops, target = plan.ops[rank], targets[rank]
         wanted = _by_tensor(target)
         written: dict[str, list[Box]] = {name: [] for name in target.shapes}
         for op in ops:

@@ -84,6 +84,8 @@ PLOTS = (
         {"mean": "mismatch/logprob_diff_mean", "largest": "mismatch/logprob_diff_max"},
         "nats",
     ),
+    Plot("KL of the trainer from the engine", {"KL": "mismatch/kl"}, "nats"),
+    Plot("Correlation of engine and trainer", {"Pearson's": "mismatch/correlation"}),
     Plot("Time of a step", {p: f"time_s/{p}" for p in PHASES}, "seconds", is_stacked=True),
     Plot("Throughput", {"rate": "throughput/tokens_per_s_per_gpu"}, "tokens / s / GPU"),
 )

@@ -32,6 +32,8 @@ STEP_KEYS = (
     "policy/learning_rate",
     "mismatch/logprob_diff_mean",
     "mismatch/logprob_diff_max",
+    "mismatch/kl",
+    "mismatch/correlation",
     *(f"time_s/{phase}" for phase in (*PHASES, "step")),
     "throughput/tokens_per_s_per_gpu",
     "reshard/received_bytes",

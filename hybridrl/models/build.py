@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from hybridrl.models.attention import PackedAttention
 from hybridrl.models.family import Family
 from hybridrl.models.heads import LanguageModel, ValueModel
-from hybridrl.models.norm import TorchNorm
+from hybridrl.models.norm import TorchNorm, narrowing, wide_residual_add
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.schedule import finalize_summed_gradients
 from hybridrl.platform import Platform
@@ -64,6 +64,7 @@ def transformer_config(
     dtype: torch.dtype,
     platform: Platform,
     recompute: Literal["none", "full"] = "none",
+    fp32_residual: bool = False,
 ) -> TransformerConfig:
     """Builds Megatron's configuration from the family's keywords, the layout and the host.
 
@@ -75,12 +76,14 @@ def transformer_config(
         dtype: of parameters and activations.
         platform: gloo and NCCL keep sent tensors differently.
         recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass.
+        fp32_residual: whether the stream between the layers is fp32, also from stage to stage.
     """
     keywords: dict[str, Any] = {
         **FIXED_KEYWORDS,
         **_layout_keywords(layout, platform),
         "params_dtype": dtype,
-        "pipeline_dtype": dtype,
+        "pipeline_dtype": torch.float32 if fp32_residual else dtype,
+        "fp32_residual_connection": fp32_residual,
         "bf16": dtype == torch.bfloat16,
     }
     if recompute == "full":
@@ -161,6 +164,12 @@ def _block_spec(
 ) -> TransformerBlockSubmodules:
     make = family.layer_spec or torch_layer_spec
     layer, final_norm = make(config)
+    if config.fp32_residual_connection:
+        parts = layer.submodules
+        parts.input_layernorm = narrowing(parts.input_layernorm)
+        parts.pre_mlp_layernorm = narrowing(parts.pre_mlp_layernorm)
+        parts.self_attn_bda = parts.mlp_bda = wide_residual_add
+        final_norm = narrowing(final_norm)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=final_norm)
 

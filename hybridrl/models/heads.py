@@ -97,17 +97,18 @@ class LanguageModel(GPTModel):
         self.num_tokens = num_tokens
         self.temperature = 1.0
 
+    def output_weight(self) -> torch.Tensor:
+        """Returns this rank's rows of the output weight, padding included; last stage only."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
     def _postprocess(  # type: ignore[override]  # of GPTModel's arguments only these two matter here
         self, hidden_states: torch.Tensor, labels: torch.Tensor, **_: Any
     ) -> torch.Tensor | TokenStats:
         if not self.post_process:
             return hidden_states
-        group = self.pg_collection.tp
-        weight = (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else self.output_layer.weight
-        )
+        group, weight = self.pg_collection.tp, self.output_weight()
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
         else:

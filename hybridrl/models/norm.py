@@ -7,8 +7,31 @@ norm.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's, for inputs that are wider than the weight as well."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x normalised, in its own type."""
+        return torch.nn.functional.rms_norm(
+            x, self.normalized_shape, self.weight.to(x.dtype), self.eps
+        )
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """torch's, for inputs that are wider than the weight as well."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x normalised, in its own type."""
+        return torch.nn.functional.layer_norm(
+            x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps
+        )
 
 
 class TorchNorm:
@@ -24,10 +47,43 @@ class TorchNorm:
     def __new__(  # type: ignore[misc]  # a ModuleSpec names a class; what it builds is the torch module
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> torch.nn.Module:
-        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
         norm = kind(
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
         )
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
+
+
+def narrowing(norm: Callable[..., torch.nn.Module]) -> type:
+    """Returns a ModuleSpec piece like `norm` whose output has the parameters' type: what follows
+    the norm computes in it, also where the residual stream is wider.
+    """
+
+    class Narrowing:
+        def __new__(  # type: ignore[misc]  # as TorchNorm
+            cls, config: TransformerConfig, *args: Any, **keywords: Any
+        ) -> torch.nn.Module:
+            built = norm(config=config, *args, **keywords)  # noqa: B026
+            built.register_forward_hook(lambda module, args, out: out.to(config.params_dtype))
+            return built
+
+    return Narrowing
+
+
+def wide_residual_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+    """Megatron's bias-dropout-add without dropout, for a residual stream in fp32.
+
+    Megatron's own narrows the residual to the type of what is added.
+    """
+
+    def add(
+        output_with_bias: tuple[torch.Tensor, torch.Tensor | None],
+        residual: torch.Tensor,
+        dropout: float,
+    ) -> torch.Tensor:
+        output, bias = output_with_bias
+        return residual.float() + (output if bias is None else output + bias)
+
+    return add

@@ -2,15 +2,18 @@
 
 Everything here is collective: every rank of the world calls it at the same point, or all wait until
 `run.collective_timeout_s` and fail. An error of one rank is made known to all by `all_agree` before
-anyone raises, so no rank is left waiting for a peer that has stopped.
+anyone raises, or ends the job: no rank is left waiting for a peer that has stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,11 +22,25 @@ from megatron.core import parallel_state
 
 from hybridrl.errors import UserError
 from hybridrl.parallel.layout import Coordinates, TrainLayout
+from hybridrl.parallel.messages import pack, unpack
 from hybridrl.platform import Platform
+
+# How long a rank that failed waits for the others in `all_agree`, and how often ranks look there.
+PATIENCE_S = 10.0
+POLL_S = 0.25
+_NUMBERS = itertools.count()  # of the agreements of this process, the same on all ranks
 
 
 class PeerError(RuntimeError):
     """Another rank failed; its own message is in its log."""
+
+
+@dataclass
+class Agreement:
+    """What ranks tell each other at the end of `World.all_agree`: own `told`, all in `heard`."""
+
+    told: Any = None
+    heard: list[Any] = field(default_factory=list)
 
 
 class World:
@@ -38,7 +55,7 @@ class World:
     """
 
     def __init__(self, layout: TrainLayout, platform: Platform, timeout_s: float) -> None:
-        self.layout, self.platform = layout, platform
+        self.layout, self.platform, self.timeout_s = layout, platform, timeout_s
         self.rank: int = dist.get_rank()
         self.size: int = dist.get_world_size()
         parallel_state.destroy_model_parallel()  # of a World before this one, in the same process
@@ -51,6 +68,9 @@ class World:
             order=layout.order,
             distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  # a timedelta takes it
             create_gloo_process_groups=True,
+        )
+        self._cpu_group = dist.new_group(
+            backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)
         )
         self.where: Coordinates = layout.coordinates(self.rank)
         self._check_groups()
@@ -93,38 +113,132 @@ class World:
         return on_device.cpu()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Returns every rank's `value` (small, picklable), in rank order."""
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        """Returns every rank's `value` (picklable; NumPy arrays travel as they are), in rank
+        order; over gloo on every platform, so the device has no part in it.
+        """
+        return self._gather(pack(value), dist.Work.wait)
 
     @contextlib.contextmanager
-    def all_agree(self, what: str) -> Iterator[None]:
+    def all_agree(self, what: str) -> Iterator[Agreement]:
         """Runs a part that may fail on one rank only; afterwards either all ranks go on or all
-        raise.
+        raise. What each put into `told` of the agreement, all find in `heard`, by rank.
+
+        A peer of the failed rank may sit in a collective of that part, for which nobody else comes:
+        NCCL's kernels would spin there until `run.collective_timeout_s`, and no other thread could
+        call the peer back. So the failed rank tells the store what happened and waits PATIENCE_S
+        for all to arrive; then it raises alone, and its end brings down the others: gloo breaks off
+        when a connection closes, be it here or in the peer's own collective, and processes in NCCL
+        are ended by what started them (our launcher, torchrun), which sees that a rank has failed.
 
         Raises:
             UserError: on every rank, when any rank met one (its own, or the first other's).
-            PeerError: on the other ranks, when a rank failed otherwise.
+            PeerError: on the other ranks, when a rank failed otherwise, or did not come.
         """
-        error: Exception | None = None
+        agreement, error = Agreement(), None
         try:
-            yield
+            yield agreement
         except Exception as caught:  # made global below, then raised again
             error = caught
-        outcomes = self.gather_objects(_describe(error))
+        room = _Room(self.rank, self.size)
+        outcome = None if error is None else error if isinstance(error, UserError) else _line(error)
+        if error is not None and not room.wait_in_failure(f"failed in {what}: {_line(error)}"):
+            first = room.first_failure()  # a closed connection is not why a run failed
+            raise error if first is None else PeerError(first) from error
+        try:
+            is_silent = error is None and agreement.told is None
+            mine = None if is_silent else (outcome, None if error else agreement.told)
+            found = self._gather(pack(mine), room.wait_for)
+        except RuntimeError as lost:
+            said = f"rank {self.rank} had no answer from all ranks after {what}: one died, or took "
+            said += f"longer than run.collective_timeout_s={self.timeout_s:g} ({lost})"
+            raise error or PeerError(room.first_failure() or said) from lost
         if error is not None:
             raise error
-        for rank, outcome in enumerate(outcomes):
-            if isinstance(outcome, UserError):
-                raise outcome
-            if outcome is not None:
-                raise PeerError(f"rank {rank} failed in {what}: {outcome}")
+        answers = [(None, None) if one is None else one for one in found]
+        for rank, (other, _) in enumerate(answers):
+            if isinstance(other, UserError):
+                raise other
+            if other is not None:
+                raise PeerError(f"rank {rank} failed in {what}: {other}")
+        agreement.heard = [told for _, told in answers]
+
+    def _gather(self, packed: torch.Tensor, wait: Callable[[dist.Work], object]) -> list[Any]:
+        """Returns what each rank packed; one collective of 8 bytes a rank where all packed None."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        own = torch.tensor([len(packed)])
+        wait(dist.all_gather(sizes, own, group=self._cpu_group, async_op=True))
+        longest = max(int(size) for size in sizes)
+        if not longest:
+            return [None] * self.size
+        padded = torch.nn.functional.pad(packed, (0, longest - len(packed)))
+        parts = [torch.empty_like(padded) for _ in sizes]
+        wait(dist.all_gather(parts, padded, group=self._cpu_group, async_op=True))
+        return [unpack(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
 
-def _describe(error: Exception | None) -> UserError | str | None:
-    if error is None or isinstance(error, UserError):
-        return error
+class _Room:
+    """Where the ranks of one `all_agree` wait for each other, once somebody waits long or failed.
+
+    It lies in the job's key-value store, which needs no peer to answer. `waiting` counts ranks that
+    are in the gather or about to enter it, `failed` says who failed first, `left` that a failed
+    rank gave up waiting.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size, self._is_counted = rank, size, False
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"hybridrl/agreement/{next(_NUMBERS)}", store)
+
+    def wait_in_failure(self, message: str) -> bool:
+        """Tells of this rank's failure and waits for the others; False if they do not come."""
+        try:
+            self._store.compare_set("failed", "", f"{self._rank} {message}")
+            self._store.add("waiting", 1)
+            self._is_counted = True
+            deadline = time.monotonic() + PATIENCE_S
+            while not self._store.check(["left"]):
+                if self._store.add("waiting", 0) >= self._size:
+                    return True
+                if time.monotonic() > deadline:
+                    self._store.set("left", "")
+                    time.sleep(2 * POLL_S)  # those that wait look there before the store may end
+                time.sleep(POLL_S)
+        except dist.DistError:  # the store was in a rank that has ended
+            pass
+        return False
+
+    def wait_for(self, work: dist.Work) -> None:
+        """Waits for a collective of ranks that did not fail, unless one that failed has left."""
+        while not _is_done_within(work, POLL_S):
+            if not self._is_counted:
+                self._is_counted = True
+                self._store.add("waiting", 1)
+            if self._store.check(["left"]):
+                raise RuntimeError("a rank that failed has left")
+
+    def first_failure(self) -> str | None:
+        """Returns which other rank failed first, and how; None if none is known of."""
+        try:
+            if not self._store.check(["failed"]):
+                return None
+            rank, message = self._store.get("failed").decode().split(" ", 1)
+        except dist.DistError:
+            return None
+        return None if int(rank) == self._rank else f"rank {rank} {message}"
+
+
+def _is_done_within(work: dist.Work, seconds: float) -> bool:
+    """Waits for a gloo collective; raises if it failed. It stays valid where it is not done yet."""
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:  # it failed, or is not done
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
+
+
+def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

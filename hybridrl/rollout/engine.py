@@ -141,6 +141,12 @@ class RolloutEngine(Protocol):
         """Returns the unfinished requests with their tokens; any engine can continue them."""
         ...
 
+    def memory(self) -> Mapping[str, int]:
+        """Returns what the engine holds of this rank's device during rollout, in bytes, by what it
+        is for.
+        """
+        ...
+
     def close(self) -> None:
         """Gives memory and process groups back; the engine is not used any more."""
         ...

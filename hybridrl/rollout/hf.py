@@ -112,9 +112,19 @@ class HfEngine:
         """Returns the unfinished requests with the tokens they have."""
         return [held.so_far() for held in (*self._running, *self._waiting)]
 
+    def memory(self) -> dict[str, int]:
+        """Returns the bytes of the weights; the KV cache grows and shrinks with the requests."""
+        return {"weights": sum(t.numel() * t.element_size() for t in self.tensors().values())}
+
     def close(self) -> None:
         """Frees the KV cache."""
         self._cache.free()
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The module that generates, for those who look into it; not to be changed."""
+        model: torch.nn.Module = self._model
+        return model
 
     @torch.inference_mode()
     def step(self) -> None:

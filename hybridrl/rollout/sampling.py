@@ -55,11 +55,7 @@ def sample(
         tokens_B = logits_BV.argmax(-1)
         return tokens_B, _gather(logits_BV.log_softmax(-1), tokens_B)
     device = logits_BV.device
-    scale_B = torch.tensor([row.temperature or 1.0 for row in sampling], device=device)
-    scaled_BV = logits_BV / scale_B[:, None]
-    if any(row.top_k or row.top_p < 1 for row in sampling):
-        scaled_BV = _filter(scaled_BV, sampling)
-    logp_BV = scaled_BV.log_softmax(-1)
+    logp_BV = log_distribution(logits_BV, sampling)
     # float64: a float32 running sum over a large vocabulary is off by more than rare tokens weigh.
     cdf_BV = logp_BV.double().exp_().cumsum(-1)
     draw_B = torch.from_numpy(uniform_B).to(device) * cdf_BV[:, -1]
@@ -71,6 +67,19 @@ def sample(
         greedy_B = torch.tensor(is_greedy, device=device)
         tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
     return tokens_B, _gather(logp_BV, tokens_B)
+
+
+def log_distribution(logits_BV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
+    """Returns the log-probabilities that each row's token is drawn by; -inf for what is cut off.
+
+    Args: as of `sample`; a greedy row gives the model's own distribution.
+    """
+    logits_BV = logits_BV.float()
+    temperatures = [row.temperature or 1.0 for row in sampling]
+    scaled_BV = logits_BV / torch.tensor(temperatures, device=logits_BV.device)[:, None]
+    if any(row.top_k or row.top_p < 1 for row in sampling):
+        scaled_BV = _filter(scaled_BV, sampling)
+    return scaled_BV.log_softmax(-1)
 
 
 def _filter(scaled_BV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:

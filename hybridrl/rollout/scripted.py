@@ -95,6 +95,10 @@ class ScriptedEngine:
         """Returns the unfinished requests with the tokens they have."""
         return [scripted.row.so_far() for scripted in self._unfinished]
 
+    def memory(self) -> dict[str, int]:
+        """Returns nothing: the engine computes nothing."""
+        return {}
+
     def close(self) -> None:
         """Does nothing; there is nothing to give back."""
 

@@ -13,12 +13,15 @@ its seed and its position alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
+from hybridrl.models.boxes import Shape
 from hybridrl.models.family import Family
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
@@ -27,7 +30,8 @@ from hybridrl.rollout.engine import Completion, Request, RunningRequest, Samplin
 from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.scheme import check_parameters, check_placement
-from hybridrl.rollout.vllm_start import EngineSettings, start, stop
+from hybridrl.rollout.vllm_arguments import EngineSettings
+from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule
 
 # vLLM raises lower temperatures to this.
@@ -45,6 +49,8 @@ class VllmEngine:
         layout: the replicas over all ranks; ranks ascend within a replica.
         rank: this rank.
         device: where parameters and KV cache live.
+        shard: the trainer's parameters on this rank; those that hold what an engine parameter holds
+            become that parameter (`shared` names them). None: the engine has its own memory.
 
     Raises:
         UserError: vLLM is missing or does not fit; it cannot run this model here; or its
@@ -58,6 +64,7 @@ class VllmEngine:
         layout: RolloutLayout,
         rank: int,
         device: str | torch.device = "cpu",
+        shard: TrainingShard | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._settings = settings
@@ -66,25 +73,50 @@ class VllmEngine:
             raise violation
         _, tp_rank = layout.assignment[rank]
         self._layout = fused_layout(family, shape, layout.tp, tp_rank)
-        self._live = start(settings, shape, layout, rank, self._device)
-        self._tensors = {name: p.data for name, p in self._live.model.named_parameters()}
-        load: Any = self._live.model.load_weights
-        try:
-            check_parameters(self._layout, self._tensors, self._live.version)
-            shapes = hf_shapes(family, shape)
-            check_placement(self._layout, self._tensors, shapes, load, self._live.version)
-        except ModelError:
+        refusals: list[ModelError] = []
+        views: dict[str, Tensor] = {}
+
+        def prepare(model: torch.nn.Module, version: str) -> None:
+            """Runs before vLLM measures memory and captures graphs."""
+            try:
+                self._check(model, hf_shapes(family, shape), version)
+            except ModelError as error:
+                refusals.append(error)  # raised once vLLM has started: only then can it be stopped
+            else:
+                views.update(_share(model, shard, self._layout))
+
+        itemsize = getattr(torch, settings.dtype).itemsize
+        weight_bytes = sum(prod(size) for size in self._layout.shapes.values()) * itemsize
+        free_bytes = self._free_bytes()
+        self._live = start(settings, shape, layout, rank, self._device, weight_bytes, prepare)
+        if refusals:
             self.close()
-            raise
+            raise refusals[0]
+        self._tensors = {name: p.data for name, p in self._live.model.named_parameters()}
+        # A layer that vLLM repacked after loading has memory of its own again.
+        self.shared = frozenset(
+            name
+            for name, view in views.items()
+            if self._tensors[name].data_ptr() == view.data_ptr()
+        )
         self._agreement = TokenAgreement(self._live.tp_group)
-        # Every unfinished request, in order of arrival; vLLM has those whose id is in `_running`.
+        # Every unfinished request, in order of arrival, and those that vLLM has, by its name for
+        # them. A name is given once: of an aborted request a token may still be under way.
         self._rows: dict[int, RunningRequest] = {}
-        self._running: set[int] = set()
+        self._running: dict[str, RunningRequest] = {}
+        self._num_named = 0
         self._finished: list[Completion] = []
         self._version = -1
         self._is_updating = True
         self._is_asleep = False
         self.sleep()  # a run begins in the training phase
+        self._kept_bytes = free_bytes - self._free_bytes()
+
+    def _check(self, model: torch.nn.Module, shapes: dict[str, Shape], version: str) -> None:
+        tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+        load: Any = model.load_weights
+        check_parameters(self._layout, tensors, version)
+        check_placement(self._layout, tensors, shapes, load, version)
 
     # WeightTarget
 
@@ -126,11 +158,30 @@ class VllmEngine:
 
     def _stop_generation(self) -> None:
         self._is_updating = True
-        if self._running:
-            self._live.llm.abort_request([str(i) for i in sorted(self._running)])
-            self._running.clear()
+        self._live.llm.engine_core.abort_requests(list(self._running))
+        self._running.clear()
 
     # RolloutEngine
+
+    def memory(self) -> dict[str, int]:
+        """Returns bytes on this rank by what they are for; what the engine keeps while it sleeps is
+        measured, on GPUs.
+        """
+        sizes = {name: t.numel() * t.element_size() for name, t in self._tensors.items()}
+        shared = sum(sizes[name] for name in self.shared)
+        caches = self._live.llm.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_tensors
+        return {
+            "weights": sum(sizes.values()) - shared,
+            "weights shared with the trainer": shared,
+            "KV cache": sum(cache.size for cache in caches),
+            "graphs and workspace": self._kept_bytes,
+        }
+
+    def _free_bytes(self) -> int:
+        if self._device.type == "cpu":
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
 
     @property
     def version(self) -> int:
@@ -179,10 +230,14 @@ class VllmEngine:
         if not self._rows:
             return
         with keep_generators(self._device):
-            for request_id, row in self._rows.items():
-                if request_id not in self._running:
-                    self._add(row)
-            outputs = self._live.llm.step()
+            if len(self._running) < len(self._rows):
+                held = {row.request.request_id for row in self._running.values()}
+                for request_id, row in self._rows.items():
+                    if request_id not in held:
+                        self._add(row)
+            # The core's outputs themselves: vLLM would make a dictionary and several objects of
+            # every token, a quarter of a step's time with small models.
+            outputs = self._live.llm.engine_core.get_output().outputs
         drawn = [token for output in outputs for token in self._take(output)]
         self._agreement.report(drawn)
         if not self._rows:
@@ -205,7 +260,6 @@ class VllmEngine:
 
     def _add(self, row: RunningRequest) -> None:
         """Gives a request to vLLM; the tokens it has so far are part of the prompt."""
-        from vllm.sampling_params import RequestOutputKind
         from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
         sampling: SamplingParams = row.request.sampling
@@ -220,19 +274,26 @@ class VllmEngine:
             seed=int(draw_seeds([row.request.seed], [0])[0] >> 1),
             logprobs=0,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            skip_clone=True,  # nobody else has them; a deep copy is a tenth of a CPU's step
         )
         prompt = {"type": "token", "prompt_token_ids": [*row.request.prompt, *row.tokens]}
-        self._live.llm.add_request(str(row.request.request_id), prompt, params)
-        self._running.add(row.request.request_id)
+        llm, name = self._live.llm, f"{row.request.request_id}-{self._num_named}"
+        tasks = llm.get_supported_tasks()
+        llm.engine_core.add_request(
+            llm.input_processor.process_inputs(name, prompt, params, supported_tasks=tasks)
+        )
+        self._running[name] = row
+        self._num_named += 1
 
     def _take(self, output: Any) -> Iterator[tuple[int, int]]:
         """Keeps a request's new tokens; yields (request id, token)."""
-        request_id, new = int(output.request_id), output.outputs[0]
-        row = self._rows[request_id]
+        row = self._running.get(output.request_id)
+        if row is None:  # aborted since
+            return
+        request_id = row.request.request_id
         completion: Completion | None = None
-        for token, found in zip(new.token_ids, new.logprobs, strict=True):
-            logp = found[token].logprob
+        logps = output.new_logprobs.logprobs[:, 0].tolist() if output.new_token_ids else []
+        for token, logp in zip(output.new_token_ids, logps, strict=True):
             if not -float("inf") < logp <= 0:
                 raise RuntimeError(
                     f"the vllm engine computed log-probability {logp} for request {request_id} "
@@ -242,10 +303,27 @@ class VllmEngine:
             yield request_id, token
         if output.finished != (completion is not None):
             raise RuntimeError(
-                f"vLLM ended request {request_id} with {new.finish_reason!r} after "
+                f"vLLM ended request {request_id} with {output.finish_reason} after "
                 f"{len(row.tokens)} of {row.request.sampling.max_new_tokens} tokens"
             )
         if completion is not None:
-            del self._rows[request_id]
-            self._running.discard(request_id)
+            del self._rows[request_id], self._running[output.request_id]
             self._finished.append(completion)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """This rank's live module, for those who look into it; not to be changed."""
+        return self._live.model
+
+
+def _share(
+    model: torch.nn.Module, shard: TrainingShard | None, layout: RankLayout
+) -> dict[str, Tensor]:
+    """Puts the trainer's parameters in the place of the engine's that hold the same."""
+    if shard is None:
+        return {}
+    live = dict(model.named_parameters())
+    views = shared_views(shard, layout, next(iter(live.values())).dtype)
+    for name, view in views.items():
+        live[name].data = view
+    return views

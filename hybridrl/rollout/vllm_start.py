@@ -1,8 +1,8 @@
 """Starts a vLLM engine inside this process, cut over the ranks as our own layout says.
 
-Owns everything that is about vLLM's start and not about generation: environment, engine arguments,
-process groups, and the few repairs of the installed version, each with its reason. Who waits for
-whom: `start` and `stop` are collective over the world.
+Owns everything that is about vLLM's start and not about generation: environment, process groups,
+and the few repairs of the installed version, each with its reason. Who waits for whom: `start` and
+`stop` are collective over the world.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,7 +26,8 @@ from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.process_state import keep_generators, ranks_in_environment, replaced
 from hybridrl.rollout.sampling import draw_seeds
-from hybridrl.rollout.vllm_version import NAME, installed_version
+from hybridrl.rollout.vllm_arguments import EngineSettings, engine_arguments
+from hybridrl.rollout.vllm_version import NAME, installed_version, refusal
 
 ENVIRONMENT = {
     # The engine core runs in this process: external_launcher asserts it.
@@ -36,41 +37,9 @@ ENVIRONMENT = {
     # FlashInfer's sampler knows no seeds of requests, and compiles itself at the first start.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-# Positions in one block of the CPU's KV cache; 128 if not told, longer than many whole responses.
-CPU_BLOCK_SIZE = 32
-CPU_PREFILL_TOKENS = 8192
-CPU_MAX_KV_CACHE_BYTES = 1 << 30
-# Of the memory that is free when the engine starts. The rest is for what the first optimizer step
-# adds and keeps, Adam's moments; activations come and go while the engine sleeps.
-GPU_SHARE_OF_FREE = 0.7
-
 # Engines that are not stopped. vLLM's process groups belong to all of them, and one that Python
 # collected would take the groups along.
 _OPEN: list[Any] = []
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What one engine is started with.
-
-    Args:
-        hf_config: content of the model's config.json.
-        architectures: written into the config where it names none.
-        dtype: of parameters and KV cache, e.g. "float32".
-        max_batch: most requests decoded together.
-        max_tokens: longest prompt with its response.
-        kv_cache_bytes: of this rank; None: on CPU what `max_batch` longest requests need, at most
-            1 GiB; on GPUs what vLLM finds free.
-        timeout_s: bound of collectives inside the engine; None: vLLM's own.
-    """
-
-    hf_config: Mapping[str, Any]
-    architectures: Sequence[str]
-    dtype: str
-    max_batch: int
-    max_tokens: int
-    kv_cache_bytes: int | None = None
-    timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -96,8 +65,15 @@ def start(
     layout: RolloutLayout,
     rank: int,
     device: torch.device,
+    weight_bytes: int,
+    prepare: Callable[[torch.nn.Module, str], None],
 ) -> LiveEngine:
     """Starts this rank's part of its replica, with dummy weights; collective over the world.
+
+    Args:
+        weight_bytes: of this rank's parameters.
+        prepare: called with the new module and vLLM's version, before vLLM measures what memory is
+            left and captures graphs of the parameters that it finds.
 
     Raises:
         UserError: vLLM is missing, does not fit this host, or refuses the model or its memory.
@@ -111,30 +87,17 @@ def start(
         raise RuntimeError("start a process group first: the engine's ranks are those of the world")
     _import_vllm(version, is_cpu)
     from vllm.distributed import parallel_state
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
 
     _check_groups(rank, members)
+    arguments = engine_arguments(settings, shape, layout.tp, weight_bytes, is_cpu)
     with (
-        tempfile.TemporaryDirectory() as folder,
         keep_generators(device, everywhere=True),
         ranks_in_environment(),
+        _groups_of(layout),
+        _collectives_over_gloo(is_cpu),
+        _after_loading(lambda model: prepare(model, version)),
     ):
-        _write_config(Path(folder), settings)
-        set_num_threads = torch.set_num_threads
-        arguments = _arguments(settings, shape, layout.tp, is_cpu)
-        with _groups_of(layout), _collectives_over_gloo(is_cpu), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                llm = LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
-            except ValueError as error:  # pydantic's too: a model or a size that vLLM refuses
-                said = str(error).strip().splitlines()
-                what = "a model and sizes that vLLM accepts"
-                raise UserError(NAME, " ".join(said[:3]), what, f"With {version}.") from error
-            finally:
-                torch.set_num_threads = (
-                    set_num_threads  # vLLM on CPU puts a function that does nothing
-                )
+        llm = _make_engine(settings, arguments, version)
     _OPEN.append(llm)
     finalizer = getattr(llm.engine_core, "_finalizer", None)  # since 0.32
     if finalizer is not None:
@@ -145,6 +108,22 @@ def start(
     if not llm.vllm_config.use_v2_model_runner:
         _draw_by_seed_and_position(runner)
     return LiveEngine(llm, runner.model, group.cpu_group, version)
+
+
+def _make_engine(settings: EngineSettings, arguments: Mapping[str, Any], version: str) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    set_num_threads = torch.set_num_threads
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _write_config(Path(folder), settings)
+        try:
+            return LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
+        except ValueError as error:  # pydantic's too: a model or a size that vLLM refuses
+            raise refusal(str(error), settings.max_tokens, version) from error
+        finally:
+            torch.set_num_threads = set_num_threads  # vLLM on CPU puts one that does nothing
 
 
 def stop(engine: LiveEngine) -> None:
@@ -241,59 +220,6 @@ def _check_groups(rank: int, members: list[int]) -> None:
         )
 
 
-def _arguments(
-    settings: EngineSettings, shape: ModelShape, tp: int, is_cpu: bool
-) -> dict[str, Any]:
-    """Returns the keywords of vLLM's EngineArgs, which mean the same in all known versions."""
-    arguments: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "dtype": settings.dtype,
-        "generation_config": "vllm",
-        "tensor_parallel_size": tp,
-        "distributed_executor_backend": "external_launcher",
-        "max_model_len": settings.max_tokens,
-        "max_num_seqs": settings.max_batch,
-        "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "enable_prefix_caching": True,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-        "seed": 0,
-    }
-    if settings.timeout_s is not None:
-        arguments["distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
-        arguments["cpu_distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
-    if is_cpu:
-        arguments |= {
-            "enforce_eager": True,
-            "block_size": CPU_BLOCK_SIZE,
-            # A prompt in several pieces takes back the draws of seeded requests by moving their
-            # generators' offset, which CPU generators do not have.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(CPU_PREFILL_TOKENS, settings.max_tokens),
-            "kv_cache_memory_bytes": settings.kv_cache_bytes
-            or _cpu_kv_cache_bytes(settings, shape, tp),
-        }
-    else:
-        free, total = torch.cuda.mem_get_info()
-        arguments |= {
-            "enable_sleep_mode": True,
-            # Of what the trainer has left; vLLM measures what its weights and graphs take of it.
-            "gpu_memory_utilization": GPU_SHARE_OF_FREE * free / total,
-        }
-    return arguments
-
-
-def _cpu_kv_cache_bytes(settings: EngineSettings, shape: ModelShape, tp: int) -> int:
-    """Returns what `max_batch` longest requests need, at most 1 GiB, and one request at least."""
-    heads = max(1, shape.num_kv_heads // tp)
-    itemsize = getattr(torch, settings.dtype).itemsize
-    block = 2 * shape.num_layers * heads * shape.head_dim * itemsize * CPU_BLOCK_SIZE
-    num_blocks = -(-settings.max_tokens // CPU_BLOCK_SIZE)
-    most = max(CPU_MAX_KV_CACHE_BYTES // block, num_blocks)
-    return block * (min(settings.max_batch * num_blocks, most) + 1)  # block 0 is never handed out
-
-
 def _write_config(folder: Path, settings: EngineSettings) -> None:
     config = {"architectures": list(settings.architectures), **settings.hf_config}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -334,6 +260,35 @@ def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
 
     name = "_all_group_ranks_share_shm_group_name"
     with replaced(CpuCommunicator, name, lambda communicator: False):
+        yield
+
+
+@contextlib.contextmanager
+def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+    """Calls `prepare` with the module that vLLM has just made, inside the memory pool of weights.
+
+    Inside, so that the pool gives back what `prepare` replaces.
+    """
+    from vllm.v1.worker.gpu_worker import Worker  # CPU workers too
+
+    load_worker = Worker.load_model
+
+    def load(worker: Any, **keywords: Any) -> None:
+        runner = worker.model_runner
+        load_runner = runner.load_model
+
+        def load_and_prepare(*args: Any, **runner_keywords: Any) -> None:
+            load_runner(*args, **runner_keywords)
+            with torch.inference_mode(False):
+                prepare(runner.model)
+
+        runner.load_model = load_and_prepare
+        try:
+            load_worker(worker, **keywords)
+        finally:
+            del runner.load_model
+
+    with replaced(Worker, "load_model", load):
         yield
 
 

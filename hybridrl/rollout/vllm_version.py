@@ -6,6 +6,7 @@ run can say what is wrong before any rank imports a gigabyte.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -80,6 +81,28 @@ def head_dim_rule(head_dim: object, is_cpu: bool) -> Iterator[UserError]:
             f"one of {', '.join(map(str, build.head_dims))} with {NAME} on CPU",
             "Choose another model, or set rollout.engine=hf.",
         )
+
+
+def refusal(said: str, longest: int, version: str) -> UserError:
+    """Returns what vLLM's message at its start means in the user's terms.
+
+    Args:
+        said: what vLLM said about a model, or a size, that it does not start with.
+        longest: tokens of the longest request that it was started for.
+        version: of vLLM, for the message.
+    """
+    if not re.search(r"KV cache is needed|available memory for the cache", said):
+        told = " ".join(said.strip().splitlines()[:3])
+        return UserError(NAME, told, "a model and sizes that vLLM accepts", f"With {version}.")
+    fits = re.search(r"maximum model length is (\d+)", said)
+    at_most = f"at most {fits[1]}" if fits else "less"
+    return UserError(
+        "data.max_prompt_tokens + rollout.max_new_tokens",
+        f"{longest} tokens",
+        f"{at_most}: the engine's KV cache, in the memory that is left, has to hold such a request",
+        "Lower one of the two, raise rollout.tp, or leave the engine more memory: more ranks (a "
+        "smaller part of model and optimizer on each) or train.offload_optimizer=true.",
+    )
 
 
 def _is_for_cpu(name: str, number: str) -> bool:

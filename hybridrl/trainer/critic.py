@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridrl.algorithms.base import CriticAlgorithm, LossOutput
+from hybridrl.algorithms.base import CriticAlgorithm, LossOutput, num_response_tokens
 from hybridrl.batch import TrainBatch
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.trainer.model import ParallelModel
@@ -47,7 +47,7 @@ class Critic:
 
         works = self.model.plan_work(batch)
         results: list[LossOutput] = self.model.accumulate(works, loss)
-        metrics = reduce_losses(self.model, "critic/loss", results, denominator)
+        metrics = reduce_losses(self.model, "critic/loss", results, num_response_tokens(batch))
         rate = learning_rate(
             self.model.train,
             self.model.peak_learning_rate,

@@ -24,19 +24,19 @@ from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.data.prompts import PromptSource, load_prompts
-from hybridrl.hybrid_engine.assign import assign
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.phases import Phase
 from hybridrl.metrics.values import average
-from hybridrl.parallel.groups import World, start_process_group, stop_process_group
-from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction
-from hybridrl.trainer import probe, setup
+from hybridrl.trainer import ledger, probe, setup
 from hybridrl.trainer.critic import Critic
 from hybridrl.trainer.evaluate import evaluate
 from hybridrl.trainer.journal import Journal
+from hybridrl.trainer.memory import released
+from hybridrl.trainer.mismatch import MismatchWarning, mismatch_metrics
 from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.policy import Policy
 from hybridrl.trainer.sampler import Sampler
@@ -83,7 +83,7 @@ class Trainer:
     ) -> None:
         config = self.config
         setup.check_rules(config, torch.distributed.get_world_size())
-        self.world = self._make_world()
+        self.world = setup.make_world(config, self.platform)
         self.platform.seed(config.run.seed)
         with self.world.all_agree("checking the run folder"):
             check_run_folder(config)
@@ -135,7 +135,8 @@ class Trainer:
             self.load_checkpoint(newest)
         self.journal.start(self.step, last)
         try:
-            self._train_to(last)
+            with ledger.explained(self.memory_table):
+                self._train_to(last)
             self.seconds += time.monotonic() - self._started
             return self.journal.finish(self.evaluations, self.seconds)
         finally:
@@ -155,8 +156,16 @@ class Trainer:
                 metrics["eval/accuracy"] = self.evaluate()
                 self.evaluations[str(self.step)] = metrics["eval/accuracy"]
             self.journal.log(self.step, metrics)
+            if (warning := self._mismatch_warning.text(self.step, metrics)) is not None:
+                self.journal.say(warning)
             if self._checkpoint_is_due(last):
                 self.save_checkpoint()
+
+    def memory_table(self) -> str:
+        """Returns what this rank's device holds, part by part, in training and in rollout."""
+        frozen = {} if self.reference is None else {"reference": self.reference.model}
+        found = ledger.entries({**self.trained, **frozen}, self.raw_engine)
+        return ledger.table(found, self.platform)
 
     def train_step(self) -> dict[str, float]:
         """Takes one step and returns its metrics, the same on all ranks."""
@@ -185,7 +194,7 @@ class Trainer:
             metrics |= self.reshard()
             if self.journal.dump.is_due(self.step):
                 self.journal.dump_samples(self.step, batch, self.scorer.responses(batch))
-            metrics |= self.journal.describe(batch)
+            metrics |= self.journal.describe(batch) | self.engine.metrics()
         return self.journal.summarize(batch, metrics)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
@@ -212,7 +221,10 @@ class Trainer:
             if self.step >= self._num_critic_warmup_steps:
                 metrics |= self.policy.update(part)
             found.append(metrics)
-        return average(found)
+        metrics = average(found)
+        if batch.old_logp_T is not None:  # of the whole step: a correlation has no mean over parts
+            metrics |= mismatch_metrics(batch, batch.old_logp_T)
+        return metrics
 
     def reshard(self) -> dict[str, float]:
         """Brings the policy's weights into the engine; returns the bytes and the rate."""
@@ -236,6 +248,7 @@ class Trainer:
         self.enter_training()
         gap = probe.compare(self.policy, answers)
         self.journal.say(f"engine and trainer agree within {gap:.1e} nats a token")
+        self.journal.say(self.memory_table())
         self.reshard()
 
     def enter_training(self) -> None:
@@ -292,11 +305,6 @@ class Trainer:
         self.raw_engine.close()
         stop_process_group()
 
-    def _make_world(self) -> World:
-        train, size = self.config.train, torch.distributed.get_world_size()
-        layout = TrainLayout(size, train.tp, train.pp, train.cp, train.ep, train.vpp)
-        return World(layout, self.platform, self.config.run.collective_timeout_s)
-
     def _make_data(
         self,
         rows: Iterable[Mapping[str, object]] | None,
@@ -326,6 +334,7 @@ class Trainer:
         """Builds the models that the algorithm needs; each is cut over all ranks."""
         config, needs = self.config, self.algorithm.needs
         self.source = setup.model_source(config.model, self.platform)
+        self._mismatch_warning = MismatchWarning(self.source.dtype)
         num_updates = config.steps.num_steps * config.steps.updates_per_step
         temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
         model = setup.build_model(self.world, self.source, "lm", config)
@@ -348,9 +357,12 @@ class Trainer:
     def _make_engine(self) -> None:
         """Builds the engine and the plan that brings the policy's weights into it."""
         rollout, model = self.config.rollout, self.policy.model
-        layout = assign(self.world.layout, rollout.tp)
-        with self.world.all_agree("starting the rollout engine"):
-            self.raw_engine = setup.build_engine(self.config, self.source, self.world, layout)
+        layout = setup.rollout_layout(model, rollout.tp)
+        memories = [model.memory for model in self.trained.values() if model.memory is not None]
+        # The engine finds what will be free while it generates.
+        with released(memories), self.world.all_agree("starting the rollout engine"):
+            to_come = sum(memory.bytes_to_come() for memory in memories)
+            self.raw_engine = setup.build_engine(self.config, model, layout, to_come)
         sampling = setup.sampling_params(rollout, self.source, self.tokenizer)
         self.engine = Sampler(
             self.world,
@@ -367,6 +379,7 @@ class Trainer:
             self.raw_engine,
             staging_bytes=rollout.staging_mib << 20,
             verify_every=rollout.verify,
+            training=memories,
         )
         self._is_engine_checked = False
 

@@ -26,6 +26,7 @@ from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, megatron_layout
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.schedule import forward_backward, forward_only
+from hybridrl.trainer.memory import TrainedModelMemory
 from hybridrl.trainer.optimizer import set_learning_rate, wrap_for_training
 
 
@@ -95,11 +96,20 @@ class ParallelModel:
                 source.dtype,
                 world.platform,
                 train.recompute,
+                train.fp32_residual,
             )
             self.chunks = build_chunks(source.family, source.hf_config, self.config, head)
         self.forward_chunks: Sequence[torch.nn.Module] = self.chunks
-        self.optimizer: Any = None
+        self._optimizer: Any = None
+        self.memory: TrainedModelMemory | None = None
         self.num_updates = 0
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer, its state in place; None for a frozen model."""
+        if self.memory is not None:
+            self.memory.wait()
+        return self._optimizer
 
     def layout(self) -> RankLayout:
         """Returns which rectangles of which HF tensors this rank holds."""
@@ -120,9 +130,16 @@ class ParallelModel:
         """Adds gradient buffers and the optimizer; weights must be in place."""
         self.peak_learning_rate = peak_learning_rate
         with self.world.platform.megatron_phase():
-            self.forward_chunks, self.optimizer = wrap_for_training(
+            self.forward_chunks, self._optimizer = wrap_for_training(
                 self.chunks, self.config, self.train, peak_learning_rate, self.world.platform
             )
+        self.memory = TrainedModelMemory(
+            self.forward_chunks,
+            self._optimizer,
+            self.weights().values(),
+            self.train.offload_optimizer,
+            self.world.platform.device,
+        )
 
     def freeze(self) -> None:
         """Makes the model forward-only."""
@@ -178,7 +195,7 @@ class ParallelModel:
         """
         for chunk in self.forward_chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
-        self.optimizer.zero_grad()
+        self._optimizer.zero_grad()  # forgets views of gradients; the state may still be on its way
         return forward_backward(
             self.forward_chunks, works, _forward, lambda output, work: loss(output, work.local)
         )

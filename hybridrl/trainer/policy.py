@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from hybridrl.algorithms.base import Algorithm, LossOutput
+from hybridrl.algorithms.base import Algorithm, LossOutput, num_response_tokens
 from hybridrl.batch import TrainBatch
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.models.heads import LanguageModel, TokenStats
+from hybridrl.trainer.mismatch import mismatch_metrics
 from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.optimizer import learning_rate
 
@@ -59,18 +60,26 @@ class Policy:
             batch: all samples of the mini-batch, with the columns that the algorithm reads.
 
         Returns:
-            `policy/loss`, `policy/grad_norm`, `policy/learning_rate` and the algorithm's own
-            metrics, over all ranks.
+            `policy/loss`, `policy/grad_norm`, `policy/learning_rate`, `mismatch/*` (of sampled
+            responses) and the algorithm's own metrics, over all ranks.
         """
         denominator = self.algorithm.denominator(batch)
+        logps: list[torch.Tensor] = []
 
         def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
             result = self.algorithm.loss(output.logp_S, output.entropy_S, micro, denominator)
+            logps.append(output.logp_S.detach())
             return result.loss, kept(result)
 
         works = self.model.plan_work(batch)
         results: list[LossOutput] = self.model.accumulate(works, loss)
-        metrics = reduce_losses(self.model, "policy/loss", results, denominator)
+        metrics = reduce_losses(self.model, "policy/loss", results, num_response_tokens(batch))
+        if self.algorithm.needs.rollouts:
+            # Without the column this forward's log-probabilities are those of the step's start.
+            old_T = batch.old_logp_T
+            if old_T is None:
+                old_T = self.model.per_token(batch, works, logps)
+            metrics |= mismatch_metrics(batch, old_T)
         rate = learning_rate(
             self.model.train,
             self.model.peak_learning_rate,
@@ -93,11 +102,11 @@ def reduce_losses(
     model: ParallelModel,
     loss_name: str,
     results: list[LossOutput],
-    denominator: float,
+    num_tokens: float,
 ) -> dict[str, float]:
     """Combines the losses of all micro-batches on all ranks; the same on every rank afterwards.
 
-    Sums become means over the denominator; names that end in `_max` are maxima.
+    Sums become means over the `num_tokens` response tokens; names that end in `_max` are maxima.
     """
     world = model.world
     local = _local_sums(loss_name, results if world.reports else [])
@@ -118,7 +127,7 @@ def reduce_losses(
         if name.endswith("_max"):
             metrics[name] = largest
         else:
-            metrics[name] = total if name == loss_name else total / denominator
+            metrics[name] = total if name == loss_name else total / num_tokens
     return metrics
 
 

@@ -2,8 +2,10 @@
 everything gathered.
 
 Collective: every rank calls with the same prompts. A replica generates the samples of whole
-prompts, so a reward that looks at a group sees all of it. Afterwards every rank holds the same
-batch, in the order of the sample numbers.
+prompts, so a reward that looks at a group sees all of it; which, follows from how long responses
+were so far (data/spread.py). Afterwards every rank holds the same batch, in the order of the sample
+numbers: it comes through one collective, to which each rank of a replica gives its share of the
+rows.
 
 A checkpoint may be taken while a step's rollouts are under way: `state` holds what is finished and
 what is begun, and after `load_state` the next `generate` of that step goes on from there, on any
@@ -13,12 +15,15 @@ number of replicas.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
+from hybridrl.data.spread import ResponseLengths, group_work, spread
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rewards.base import Scorer
@@ -74,6 +79,11 @@ class Sampler:
         self._owners: dict[int, tuple[Prompt, int]] = {}
         self._done: dict[int, Completion] = {}
         self._restored: dict[str, Any] = {"step": -1, "requests": [], "completions": []}
+        self._lengths = ResponseLengths()
+        # Seconds that this rank's engine worked since the last `score`; and of all replicas, by
+        # `generate` call of the step, their mean and the longest.
+        self._busy_s = 0.0
+        self._busy_of_calls: list[tuple[float, float]] = []
 
     def generate(
         self,
@@ -85,8 +95,7 @@ class Sampler:
         sampling: SamplingParams | None = None,
         on_progress: Progress | None = None,
     ) -> RolloutBatch | None:
-        """Generates this replica's share: the samples of prompts `replica, replica + replicas,
-        ...`.
+        """Generates this replica's share: the samples of the prompts that fall to it.
 
         Args:
             prompts: of the whole step, the same on all ranks.
@@ -122,14 +131,16 @@ class Sampler:
         """Hands this replica's requests to its engine; those that a checkpoint knows go on from
         there.
         """
-        replica, _ = self.layout.assignment[self.world.rank]
         self._step, self._owners, self._done = step, {}, {}
+        if first_group == 0:
+            self._busy_of_calls = []
         self._prompts = dict(enumerate(prompts, first_group))
         is_restored = self._restored["step"] == step
         begun = {r["request_id"]: r for r in self._restored["requests"] if is_restored}
         finished = {c["request_id"]: c for c in self._restored["completions"] if is_restored}
         requests = []
-        for group in range(first_group + replica, first_group + len(prompts), self.layout.replicas):
+        longest = (sampling or self.sampling).max_new_tokens
+        for group in self._share(prompts, samples_per_prompt, first_group, longest):
             for sample in range(samples_per_prompt):
                 sample_id = group * samples_per_prompt + sample
                 self._owners[sample_id] = (self._prompts[group], group)
@@ -145,9 +156,24 @@ class Sampler:
                     requests.append(Request(sample_id, self._prompts[group].tokens, seed, params))
         self.engine.submit(requests)
 
+    def _share(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, first_group: int, longest: int
+    ) -> list[int]:
+        """Returns the numbers of the groups that this replica generates, most work first."""
+        work = [
+            group_work(prompt, tokens, samples_per_prompt)
+            for prompt, tokens in zip(
+                prompts, self._lengths.expected(prompts, float(longest)), strict=True
+            )
+        ]
+        replica, _ = self.layout.assignment[self.world.rank]
+        return [first_group + i for i in spread(work, self.layout.replicas)[replica]]
+
     def advance(self) -> None:
         """Lets the engine take one step and keeps what finished."""
-        self.engine.step()
+        began = time.perf_counter()
+        self.engine.step()  # returns with the tokens, so the device is done
+        self._busy_s += time.perf_counter() - began
         self._done |= {done.request_id: done for done in self.engine.collect()}
 
     def collect(self) -> RolloutBatch | None:
@@ -165,9 +191,9 @@ class Sampler:
                 done[sample_id].finish_reason,
                 done[sample_id].version,
             )
-            for sample_id, (prompt, _) in owners.items()
+            for sample_id, (prompt, _) in sorted(owners.items())
         ]
-        groups = [group for _, group in owners.values()]
+        groups = [group for _, (_, group) in sorted(owners.items())]
         producer = Producer.of(type(self.engine), "rollout engine")
         return RolloutBatch.from_rollouts(rollouts, groups, producer)
 
@@ -178,17 +204,44 @@ class Sampler:
         Raises:
             UserError, PeerError: the reward failed on some rank; raised on all of them.
         """
-        with self.world.all_agree("the reward"):
+        _, tp_rank = self.layout.assignment[self.world.rank]
+        with self.world.all_agree("the reward") as agreement:
             scored = None if local is None else self.scorer.score(local)
-        is_first = self.layout.assignment[self.world.rank][1] == 0
-        mine = _columns(scored) if scored is not None and is_first else None
-        found = [columns for columns in self.world.gather_objects(mine) if columns is not None]
-        parts = [_rebuild(columns, self._prompts) for columns in found]
-        batch = ScoredBatch.concat(parts)
-        return batch.select(torch.argsort(batch.sample_ids_B))
+            rows = range(tp_rank, scored.num_samples if scored else 0, self.layout.tp)
+            mine = _columns(scored.select(rows)) if scored and rows else None
+            agreement.told = (self._busy_s, mine)
+        self._note_busy([seconds for seconds, _ in agreement.heard])
+        found = [columns for _, columns in agreement.heard if columns is not None]
+        batch = ScoredBatch.concat([_rebuild(columns, self._prompts) for columns in found])
+        batch = batch.select(torch.argsort(batch.sample_ids_B))
+        self._observe(batch)
+        return batch
+
+    def metrics(self) -> dict[str, float]:
+        """Returns `generate/idle_share`, the part of the generation of the last step that replicas
+        waited for the slowest, on average; the same on all ranks.
+        """
+        worked = sum(mean for mean, _ in self._busy_of_calls)
+        took = sum(longest for _, longest in self._busy_of_calls)
+        return {"generate/idle_share": 1 - worked / took if took > 0 else 0.0}
+
+    def _note_busy(self, seconds: Sequence[float]) -> None:
+        self._busy_s = 0.0
+        assignment = zip(seconds, self.layout.assignment, strict=True)
+        of_replicas = [busy for busy, (_, tp_rank) in assignment if tp_rank == 0]
+        self._busy_of_calls.append((sum(of_replicas) / len(of_replicas), max(of_replicas)))
+
+    def _observe(self, batch: ScoredBatch) -> None:
+        """Takes in how long the responses to each prompt were."""
+        groups, first_B, counts = np.unique(batch.group_B, return_index=True, return_counts=True)
+        sums = np.add.reduceat(batch.response_lengths_B.numpy(), first_B)
+        for group, total, count in zip(groups.tolist(), sums, counts, strict=True):
+            self._lengths.observe(self._prompts[group], float(total / count))
 
     def state(self) -> dict[str, Any]:
-        """Returns the rollouts of the current step over all replicas, finished and begun; JSON."""
+        """Returns the rollouts of the current step over all replicas, finished and begun, and the
+        lengths that responses had; JSON.
+        """
         is_first = self.layout.assignment[self.world.rank][1] == 0
         mine = {
             "requests": [dataclasses.asdict(r) for r in self.engine.pending()],
@@ -200,11 +253,13 @@ class Sampler:
             "step": self._step,
             "requests": [request for part in parts for request in part["requests"]],
             "completions": [done for part in parts for done in part["completions"]],
+            "response_lengths": self._lengths.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Makes the next `generate` of the saved step go on from these rollouts."""
         self._restored = dict(state)
+        self._lengths.load_state(state["response_lengths"])
 
 
 def _columns(batch: ScoredBatch) -> dict[str, Any]:

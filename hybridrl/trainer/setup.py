@@ -7,6 +7,7 @@ ranks build the same parts in the same order.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,21 @@ from hybridrl.config.rules import check
 from hybridrl.config.schema import Config, ModelConfig, RolloutConfig
 from hybridrl.config.source import check_tokenizer_files, model_directory, read_model_config
 from hybridrl.errors import ConfigError, ModelError
+from hybridrl.hybrid_engine.alias import TrainingShard
+from hybridrl.hybrid_engine.assign import assign
 from hybridrl.models.build import Head
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.init import init_weights
-from hybridrl.models.weights import hf_shapes
-from hybridrl.parallel.groups import World
-from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.models.weights import fused_layout, hf_shapes
+from hybridrl.parallel.groups import World, same_on_all_ranks
+from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import SamplingParams
 from hybridrl.rollout.hf import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
 from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_start import EngineSettings
+from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,6 +50,13 @@ def check_rules(config: Config, world_size: int) -> None:
     found = check(config, world_size, read_model_config(config.model) if has_model else None)
     if found:
         raise ConfigError(found)
+
+
+def make_world(config: Config, platform: Platform) -> World:
+    """Lays the training axes over the ranks and makes their process groups."""
+    train, size = config.train, torch.distributed.get_world_size()
+    layout = TrainLayout(size, train.tp, train.pp, train.cp, train.ep, train.vpp)
+    return World(layout, platform, config.run.collective_timeout_s)
 
 
 def model_source(config: ModelConfig, platform: Platform) -> ModelSource:
@@ -95,10 +105,25 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def rollout_layout(model: ParallelModel, tp: int) -> RolloutLayout:
+    """Returns which part of which engine replica each rank is, so that the fewest bytes move."""
+    source, size = model.source, model.world.size
+    sources = [model.layout_of(rank) for rank in range(size)]
+    parts = [fused_layout(source.family, source.shape, tp, tp_rank) for tp_rank in range(tp)]
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # unset where no launcher started this
+    same_on_all_ranks(model.world, "LOCAL_WORLD_SIZE", str(node))
+    return assign(sources, parts, node).layout
+
+
 def build_engine(
-    config: Config, source: ModelSource, world: World, layout: RolloutLayout
+    config: Config, model: ParallelModel, layout: RolloutLayout, reserved_bytes: int = 0
 ) -> HfEngine | ScriptedEngine | VllmEngine:
-    """Builds this rank's part of its engine replica, without weights."""
+    """Builds this rank's part of the engine replica that generates with `model`'s weights.
+
+    Args:
+        reserved_bytes: of the device, which the trainer takes only later but holds during rollout.
+    """
+    source, world = model.source, model.world
     rollout, device = config.rollout, world.platform.device
     dtype = str(source.dtype).removeprefix("torch.")
     if rollout.engine == "hf":
@@ -115,8 +140,10 @@ def build_engine(
             rollout.max_batch,
             max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
             timeout_s=config.run.collective_timeout_s,
+            eager=rollout.eager,
         )
-        return VllmEngine(settings, source.family, layout, world.rank, device)
+        shard = TrainingShard(model.layout(), model.weights())
+        return VllmEngine(settings, source.family, layout, world.rank, device, shard)
     raise ModelError(
         "rollout.engine", rollout.engine, "hf or vllm in this version", "Set rollout.engine=hf."
     )

@@ -32,7 +32,8 @@ from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Request, SamplingParams, generate
-from hybridrl.rollout.vllm_start import CPU_BLOCK_SIZE, replica_members
+from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE
+from hybridrl.rollout.vllm_start import replica_members
 
 pytestmark = list(NEEDS_VLLM)
 
@@ -62,14 +63,16 @@ def long_request(request_id: int, sampling: SamplingParams) -> Request:
 def test_vllm_engine_shares_long_prompts_and_forgets_them_after_an_update(name: str) -> None:
     engine, sampling = make_engine(name), SamplingParams(temperature=0.0, max_new_tokens=40)
     cached: list[int] = []
-    step = engine._live.llm.step
+    core = engine._live.llm.engine_core
+    get_output = core.get_output
 
-    def noted_step() -> Any:
-        outputs = step()
-        cached.extend(output.num_cached_tokens for output in outputs)
-        return outputs
+    def noted_output() -> Any:
+        found = get_output()
+        stats = (output.prefill_stats for output in found.outputs)
+        cached.extend(one.num_cached_tokens for one in stats if one is not None)
+        return found
 
-    engine._live.llm.step = noted_step
+    core.get_output = noted_output
     for version in range(2):
         model = make_reference(name, seed=version)
         write_weights(engine, model, version)
@@ -92,7 +95,14 @@ def test_vllm_engine_preempts_where_the_cache_is_too_small_and_draws_the_same() 
     write_weights(engine, make_reference(QWEN3), 0)
     scheduler = engine._live.llm.engine_core.engine_core.scheduler
     assert scheduler.kv_cache_manager.block_pool.num_gpu_blocks == 12
+    preempted: list[str] = []
+    preempt = scheduler._preempt_request
+    scheduler._preempt_request = lambda request, *args, **keywords: (
+        preempted.append(request.request_id),
+        preempt(request, *args, **keywords),
+    )
     found = generate(engine, requests)
+    assert preempted
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
 
 
@@ -222,6 +232,17 @@ def test_vllm_engine_refuses_a_wrong_weight_table_by_the_parameter(
 def test_vllm_engine_refuses_head_sizes_without_a_kernel() -> None:
     with pytest.raises(UserError, match="got 24; allowed: one of 32"):
         start_vllm(QWEN3, hf_config={**VLLM_MODELS[QWEN3], "head_dim": 24})
+
+
+@pytest.mark.parametrize(("num_blocks", "allowed"), [(5, "at most 128"), (0, "less")])
+def test_vllm_engine_refuses_a_cache_that_holds_no_longest_request(
+    num_blocks: int, allowed: str
+) -> None:
+    block = 2 * 3 * 2 * 32 * 4 * CPU_BLOCK_SIZE
+    keys = r"data\.max_prompt_tokens \+ rollout\.max_new_tokens"
+    with pytest.raises(UserError, match=f"{keys}: got 300 tokens; allowed: {allowed}.*Lower one"):
+        start_vllm(QWEN3, kv_cache_bytes=num_blocks * block or 1)
+    assert generate(make_engine(QWEN3), make_requests(2, MIXED))
 
 
 def test_vllm_engine_refuses_a_model_that_vllm_does_not_know() -> None:

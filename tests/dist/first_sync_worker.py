@@ -5,6 +5,7 @@ first_sync_worker.py MODEL FOLDER
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -95,7 +96,8 @@ def make_trainer(model: str, folder: Path, name: str) -> Trainer:
         "run": {"name": name, "dir": str(folder)},
         "model": {"path": model, "tokenizer": "examples/quickstart/model"},
         "train": {"tp": 2, "micro_batch_tokens": 256},
-        "rollout": {"engine": "vllm", "tp": 2, "max_new_tokens": 6, "max_batch": 8},
+        # Not cut as the trainer's, whose memory the engine would share, so that no copy could go wrong.
+        "rollout": {"engine": "vllm", "tp": 1, "max_new_tokens": 6, "max_batch": 8},
         "algorithm": {"name": "grpo"},
         "data": {"prompts": "examples/quickstart/train.jsonl", "max_prompt_tokens": 6},
         "steps": {"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 1},
@@ -123,10 +125,13 @@ def main() -> None:
     assert trainer.step == 1
     trainer.raw_engine.close()
 
-    def with_other_positions(config: Any, source: Any, *arguments: Any) -> Any:
+    def with_other_positions(config: Any, model: Any, *arguments: Any) -> Any:
         positions = {"rope_theta": 77.0, "rope_type": "default"}
-        hf_config = {**source.hf_config, "rope_parameters": positions}
-        return build_engine(config, replace(source, hf_config=hf_config), *arguments)
+        other = copy.copy(model)
+        other.source = replace(
+            model.source, hf_config={**model.source.hf_config, "rope_parameters": positions}
+        )
+        return build_engine(config, other, *arguments)
 
     with replaced(setup, "build_engine", with_other_positions):
         trainer = make_trainer(model, folder, "read-otherwise")

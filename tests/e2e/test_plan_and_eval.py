@@ -31,7 +31,7 @@ QWEN25_7B = {
 # The architecture page's words, not the code's.
 PLAN_KEYS = {
     "train": {"tp", "pp", "vpp", "cp", "ep", "dp"},
-    "rollout": {"engine", "tp", "replicas", "assignment"},
+    "rollout": {"engine", "tp", "replicas", "assignment", "choices"},
     "reshard": {
         "receive_bytes",
         "send_bytes",
@@ -55,6 +55,8 @@ METRICS = {
     "policy/learning_rate",
     "mismatch/logprob_diff_mean",
     "mismatch/logprob_diff_max",
+    "mismatch/kl",
+    "mismatch/correlation",
     "time_s/generate",
     "time_s/reward",
     "time_s/logprobs",
@@ -239,6 +241,8 @@ def test_metrics_have_every_documented_key(quickstart: Path) -> None:
         # Training is data parallel, generation too: each rank has all of the model already.
         assert record["reshard/received_bytes"] == 0
         assert 0 < record["mismatch/logprob_diff_max"] < 1e-4  # fp32 on both sides
+        assert 0 <= record["mismatch/kl"] < 1e-8
+        assert 0.999 < record["mismatch/correlation"] <= 1.000001
         assert 0 < record["reward/mean"] < 1
         assert record["policy/grad_norm"] > 0
     supervised = (quickstart / "runs/quickstart-sft/metrics.jsonl").read_text().splitlines()

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hybridrl"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_PACKAGE_LINES = 10_000  # not counting blank lines
+MAX_PACKAGE_LINES = 14_000  # of code; docs/adr/0002-rollout-in-process.md
 
 # A part may import parts of a lower number and itself, and what EXTRA grants.
 LEVELS = {
@@ -44,7 +44,11 @@ LEVELS = {
 }
 # Modules beside batch.py that it is made of.
 PARTS_OF_BATCH = {"batch_checks", "micro_batch", "samples"}
-EXTRA = {("rollout", "hybridrl.hybrid_engine.target"), ("", "hybridrl.trainer.loop")}
+EXTRA = {
+    ("rollout", "hybridrl.hybrid_engine.target"),
+    ("rollout", "hybridrl.hybrid_engine.alias"),
+    ("", "hybridrl.trainer.loop"),
+}
 WALLS = {
     "megatron": [
         "parallel/*",
@@ -74,12 +78,16 @@ TORCH_FREE = [
     "models/weights.py",
     "models/family.py",
     "models/families/*.py",
+    "hybrid_engine/cluster.py",
+    "hybrid_engine/deals.py",
+    "hybrid_engine/pieces.py",
     "hybrid_engine/plan.py",
     "hybrid_engine/assign.py",
     "hybrid_engine/proof.py",
     "rollout/vllm_version.py",
     "data/packing.py",
     "data/balance.py",
+    "data/spread.py",
 ]
 
 

@@ -34,6 +34,11 @@ elif what == "refuse" and rank == 1:
 elif what == "refuse" and rank == 0:
     time.sleep(0.2)
     os._exit(1)
+elif what == "peer" and rank < 2:
+    time.sleep(0.3 * rank)
+    texts = ["hybridrl.parallel.groups.PeerError: rank 1 failed", "RuntimeError: boom"]
+    (logs / f"rank_{rank}.error").write_text(texts[rank] + "\\n")
+    os._exit(1)
 elif what == "raise" and rank == 1:
     raise RuntimeError("boom")
 elif what == "stubborn":
@@ -109,6 +114,16 @@ def test_launch_shows_the_traceback_of_the_rank_that_failed(
     assert launch(["raise"], 2, tmp_path / "logs", program) == 1
     message = capfd.readouterr().err
     assert "RuntimeError: boom" in message and "rank 1 on host" in message
+
+
+def test_launch_names_the_rank_that_failed_first_in_every_log(
+    tmp_path: Path, program: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["peer"], 3, tmp_path / "logs", program) == 1
+    said = capfd.readouterr().err.splitlines()[0]
+    assert "rank 1 on host" in said and "in phase 'update': RuntimeError: boom; the other" in said
+    for rank in (0, 2):
+        assert (tmp_path / "logs" / f"rank_{rank}.log").read_text().endswith(said + "\n")
 
 
 def test_launch_forgets_errors_of_an_earlier_start(

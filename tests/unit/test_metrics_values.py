@@ -21,6 +21,8 @@ DOCUMENTED = [
     "policy/learning_rate",
     "mismatch/logprob_diff_mean",
     "mismatch/logprob_diff_max",
+    "mismatch/kl",
+    "mismatch/correlation",
     "time_s/generate",
     "time_s/reward",
     "time_s/logprobs",

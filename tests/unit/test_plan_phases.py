@@ -18,6 +18,7 @@ class Engine:
     def __init__(self) -> None:
         self.live = {"w": torch.zeros(3, 2)}
         self.version = -1
+        self.said: list[str] = []
 
     def layout(self) -> RankLayout:
         return hf_layout({name: tuple(tensor.shape) for name, tensor in self.live.items()})
@@ -25,12 +26,29 @@ class Engine:
     def tensors(self) -> Mapping[str, Tensor]:
         return self.live
 
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        self.said.append("sleep")
 
-    def begin_update(self) -> None: ...
+    def begin_update(self) -> None:
+        self.said.append("map weights")
 
     def finish_update(self, version: int) -> None:
         self.version = version
+        self.said.append("map KV cache")
+
+
+class Gradients:
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def begin_release(self) -> None:
+        self.said.append("begin release")
+
+    def finish_release(self) -> None:
+        self.said.append("finish release")
+
+    def restore(self) -> None:
+        self.said.append("restore")
 
 
 def test_phases_alternate() -> None:
@@ -38,10 +56,11 @@ def test_phases_alternate() -> None:
     phases.require(Phase.TRAIN, "an update")
     with pytest.raises(PhaseError, match="cannot enter phase train: it is train already"):
         phases.enter(Phase.TRAIN)
-    assert "KV cache" in phases.enter(Phase.ROLLOUT).maps
+    phases.enter(Phase.ROLLOUT)
     with pytest.raises(PhaseError, match="an update needs phase train, but it is rollout"):
         phases.require(Phase.TRAIN, "an update")
-    assert "KV cache" in phases.enter(Phase.TRAIN).frees
+    phases.enter(Phase.TRAIN)
+    phases.require(Phase.TRAIN, "an update")
 
 
 def test_engine_of_one_process_follows_the_policy() -> None:
@@ -66,3 +85,18 @@ def test_engine_refuses_weights_that_are_not_the_layouts() -> None:
     with pytest.raises(PlanError, match=r"rank 0: w\[0:3, 0:2\] is needed"):
         layouts = [hf_layout({"v": (3, 2)})]
         HybridEngine(layouts, {"v": torch.zeros(3, 2)}, Engine(), staging_bytes=64)
+
+
+def test_each_side_gives_memory_back_before_the_other_takes_it() -> None:
+    engine, weights = Engine(), {"w": torch.ones(3, 2)}
+    hybrid = HybridEngine(
+        [hf_layout({"w": (3, 2)})],
+        weights,
+        engine,
+        staging_bytes=1 << 20,
+        training=[Gradients(engine.said)],
+    )
+    hybrid.to_rollout()
+    hybrid.to_train()
+    into_rollout = ["begin release", "map weights", "finish release", "map KV cache"]
+    assert engine.said == [*into_rollout, "sleep", "restore"]

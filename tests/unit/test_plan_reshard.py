@@ -93,8 +93,8 @@ def test_plan_of_a_7b_model_takes_under_a_second(train: TrainLayout, rollout_tp:
     if train.tp == 8:  # 28 heads cannot be cut in 8; 32 heads and as many slices otherwise
         shape = ModelShape(**{**shape.__dict__, "num_heads": 32})
     sources = [megatron_layout(family, shape, train, rank) for rank in range(8)]
-    places = assign(train, rollout_tp).assignment
-    targets = [fused_layout(family, shape, rollout_tp, tp_rank) for _, tp_rank in places]
+    parts = [fused_layout(family, shape, rollout_tp, tp_rank) for tp_rank in range(rollout_tp)]
+    targets = [parts[tp_rank] for _, tp_rank in assign(sources, parts).layout.assignment]
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
@@ -132,7 +132,7 @@ def test_plan_shares_sending_among_data_parallel_owners() -> None:
     train = TrainLayout(8, pp=2)  # every layer is held by 4 ranks and needed by 4 others
     sources = [megatron_layout(family, shape, train, rank) for rank in range(8)]
     plan = plan_reshard(sources, [hf_layout(hf_shapes(family, shape))] * 8, itemsize=2)
-    assert max(plan.messages) == 4
+    assert plan.messages == (1,) * 8  # each of them serves one, so messages are few
     first_stage = plan.send_bytes[:4]
     assert max(first_stage) - min(first_stage) <= 2 * 128 * 16
 

@@ -1,0 +1,183 @@
+"""What targets need of whom: their tensors cut along the slices that the sources hold.
+
+Ranks with equal layouts are one class, and tensors that all ranks cut alike are cut once, so the
+work grows with the number of different layouts and tensors, not with the number of ranks. Pure, no
+torch. Invariant: the pieces of a target's region tile it, and each owner of a piece holds it whole.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from hybridrl.models.boxes import Box, intersection, moved, show, sizes, tiling_fault, volume
+from hybridrl.models.weights import RankLayout, Region
+
+
+class PlanError(Exception):
+    """Layouts that cannot be joined, or a plan that does not do what it must."""
+
+
+class Classes:
+    """Ranks grouped by what they hold.
+
+    Args:
+        layouts: of every rank; the same object for equal ranks saves comparing them.
+    """
+
+    def __init__(self, layouts: Sequence[RankLayout]) -> None:
+        self.layouts: list[RankLayout] = []
+        self.of_rank: list[int] = []
+        self.ranks: list[list[int]] = []
+        by_object: dict[int, int] = {}
+        by_content: dict[tuple[Region, ...], int] = {}
+        for rank, layout in enumerate(layouts):
+            if id(layout) not in by_object:
+                number = by_content.setdefault(layout.regions, len(self.layouts))
+                by_object[id(layout)] = number
+                if number == len(self.layouts):
+                    self.layouts.append(layout)
+                    self.ranks.append([])
+            self.of_rank.append(by_object[id(layout)])
+            self.ranks[self.of_rank[-1]].append(rank)
+
+
+class Kind(NamedTuple):
+    """What pieces with equal owners and of equal size have in common.
+
+    Args:
+        owners: classes of the source ranks that hold such a piece whole, ascending.
+        volume: elements of one piece.
+    """
+
+    owners: tuple[int, ...]
+    volume: int
+
+
+class Piece(NamedTuple):
+    """A rectangle of an HF tensor, and the number of its kind."""
+
+    box: Box
+    kind: int
+
+
+@dataclass(frozen=True)
+class Join:
+    """Sources and targets joined.
+
+    Args:
+        sources, targets: ranks grouped by their layouts.
+        kinds: of pieces, by number.
+        needs: for each target class its regions in order, each with its pieces.
+        counts: for each target class the number of pieces of each kind.
+    """
+
+    sources: Classes
+    targets: Classes
+    kinds: list[Kind]
+    needs: list[list[tuple[Region, tuple[Piece, ...]]]]
+    counts: list[Counter[int]]
+
+    def owners(self, kind: int) -> list[int]:
+        """Returns the source ranks that hold pieces of this kind, ascending."""
+        return sorted(rank for c in self.kinds[kind].owners for rank in self.sources.ranks[c])
+
+
+def join(sources: Sequence[RankLayout], targets: Sequence[RankLayout]) -> Join:
+    """Cuts what each target needs along what the sources hold.
+
+    Raises:
+        PlanError: a target needs what no source holds; names the HF tensor and its elements.
+    """
+    held, wanted = Classes(sources), Classes(targets)
+    cutter = _Cutter(held)
+    needs = [
+        [(region, cutter.pieces(region.hf, region.hf_box)) for region in layout.regions]
+        for layout in wanted.layouts
+    ]
+    counts = [Counter(p.kind for _, pieces in need for p in pieces) for need in needs]
+    return Join(held, wanted, list(cutter.kinds), needs, counts)
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """Disjoint slices of an HF tensor with their owners, in order along `dim` if there is one."""
+
+    slices: list[tuple[Box, tuple[int, ...]]]
+    dim: int | None = None
+    starts: Sequence[int] = ()
+
+    def near(self, box: Box) -> list[tuple[Box, tuple[int, ...]]]:
+        """Returns the slices that may share elements with `box`."""
+        if self.dim is None:
+            return self.slices
+        start, stop = box[self.dim]
+        first = max(bisect_right(self.starts, start) - 1, 0)
+        return self.slices[first : bisect_left(self.starts, stop)]
+
+
+class _Cutter:
+    """Cuts boxes of HF tensors, each combination of holders and box once."""
+
+    def __init__(self, held: Classes) -> None:
+        self.kinds: dict[Kind, int] = {}
+        self._cuts: dict[tuple[int, Box], tuple[Piece, ...]] = {}
+        holders: dict[str, list[tuple[int, Box]]] = {}
+        for number, layout in enumerate(held.layouts):
+            for region in layout.regions:
+                holders.setdefault(region.hf, []).append((number, region.hf_box))
+        alike: dict[tuple[tuple[int, Box], ...], int] = {}
+        self._alike = {hf: alike.setdefault(tuple(who), len(alike)) for hf, who in holders.items()}
+        self._slices = [_disjoint(who) for who in alike]
+
+    def pieces(self, hf: str, box: Box) -> tuple[Piece, ...]:
+        """Returns the pieces of one box of an HF tensor."""
+        key = (self._alike.get(hf, -1), box)
+        if key not in self._cuts:
+            self._cuts[key] = self._cut(hf, *key)
+        return self._cuts[key]
+
+    def _cut(self, hf: str, number: int, box: Box) -> tuple[Piece, ...]:
+        found = []
+        for slice_box, owners in self._slices[number].near(box) if number >= 0 else ():
+            shared = intersection(box, slice_box)
+            if shared is not None:
+                kind = Kind(owners, volume(shared))
+                found.append(Piece(shared, self.kinds.setdefault(kind, len(self.kinds))))
+        if sum(volume(piece.box) for piece in found) != volume(box):
+            origin = tuple((0, size) for size in sizes(box))
+            inside = [moved(piece.box, box, origin) for piece in found]
+            fault = tiling_fault(inside, sizes(box))
+            missing = moved(fault[1], origin, box) if fault else box
+            raise PlanError(f"{hf}{show(missing)} is needed, but no rank holds it")
+        return tuple(found)
+
+
+def _disjoint(holders: Sequence[tuple[int, Box]]) -> _Slices:
+    """Returns the held boxes in order; where they overlap or form a grid, cut at all edges."""
+    owners: dict[Box, set[int]] = {}
+    for number, box in holders:
+        owners.setdefault(box, set()).add(number)
+    dims = range(len(holders[0][1]))
+    for dim in dims:
+        boxes = sorted(owners, key=lambda box: box[dim])
+        pairs = zip(boxes, boxes[1:], strict=False)
+        if all(one[dim][1] <= other[dim][0] for one, other in pairs):
+            return _Slices(_with_owners(boxes, owners), dim, [box[dim][0] for box in boxes])
+    cells: dict[Box, set[int]] = {}
+    edges = [sorted({edge for box in owners for edge in box[dim]}) for dim in dims]
+    for cell in product(*(zip(cut, cut[1:], strict=False) for cut in edges)):
+        for box, numbers in owners.items():
+            if intersection(cell, box) is not None:
+                cells.setdefault(cell, set()).update(numbers)
+    return _Slices(_with_owners(sorted(cells), cells))
+
+
+def _with_owners(
+    boxes: Sequence[Box], owners: Mapping[Box, set[int]]
+) -> list[tuple[Box, tuple[int, ...]]]:
+    return [(box, tuple(sorted(owners[box]))) for box in boxes]

@@ -1,0 +1,51 @@
+"""Objects as flat bytes for a collective: arrays lie there as they are, the rest is pickled."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 8  # of the largest number in an array
+
+
+def pack(value: Any) -> Tensor:
+    """Returns `value` as uint8 (n,), n a multiple of 8; n = 0 stands for None.
+
+    In it: the number of parts and the length of each (int64), then the parts: the pickle, and the
+    memory of each NumPy array that it refers to.
+    """
+    if value is None:
+        return torch.empty(0, dtype=torch.uint8)
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    parts: list[bytes | memoryview] = [head, *(buffer.raw() for buffer in buffers)]
+    lengths = [len(parts), *map(len, parts)]
+    starts = _starts(lengths[1:])
+    packed = np.zeros(starts[-1], dtype=np.uint8)
+    packed[: starts[0]] = np.array(lengths, dtype=np.int64).view(np.uint8)
+    for start, part in zip(starts, parts, strict=False):
+        packed[start : start + len(part)] = np.frombuffer(part, dtype=np.uint8)
+    return torch.from_numpy(packed)
+
+
+def unpack(packed: Tensor) -> Any:
+    """Returns what was packed, from a tensor that may be longer; arrays share its memory."""
+    if not len(packed):
+        return None
+    found = packed.numpy()
+    count = int(found[:ALIGNMENT].view(np.int64)[0])
+    lengths = found[ALIGNMENT : ALIGNMENT * (count + 1)].view(np.int64).tolist()
+    starts = _starts(lengths)
+    parts = [found[start : start + n] for start, n in zip(starts, lengths, strict=False)]
+    return pickle.loads(parts[0].tobytes(), buffers=parts[1:])
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    """Returns where each part begins, and where the last one's room ends."""
+    room = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
+    return list(accumulate(room, initial=ALIGNMENT * (len(lengths) + 1)))

@@ -1,0 +1,130 @@
+"""What a vLLM engine is started with: its settings, and from them vLLM's own arguments.
+
+Owns how much memory the KV cache gets. No vLLM here, so that it can be judged without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridrl.errors import UserError
+from hybridrl.models.family import ModelShape
+
+# Positions in one block of the CPU's KV cache; 128 if not told, longer than many whole responses.
+CPU_BLOCK_SIZE = 32
+CPU_PREFILL_TOKENS = 8192
+CPU_MAX_KV_CACHE_BYTES = 1 << 30
+GPU_BLOCK_SIZE = 64  # the largest that vLLM's attention kernels for dense models take
+# Of the device's memory: NCCL's buffers, and what torch's allocator cannot use of its own blocks.
+GPU_SLACK = 0.03
+# How much of the memory that generation may use weights and the KV cache take together before vLLM
+# is asked to measure what is left; the rest is for its activations and CUDA graphs.
+GPU_KNOWN_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What one engine is started with.
+
+    Args:
+        hf_config: content of the model's config.json.
+        architectures: written into the config where it names none.
+        dtype: of parameters and KV cache, e.g. "float32".
+        max_batch: most requests decoded together.
+        max_tokens: longest prompt with its response.
+        kv_cache_bytes: of this rank; None: what `max_batch` longest requests need, at most 1 GiB on
+            CPU and what vLLM finds free on GPUs.
+        reserved_bytes: of the device, which the trainer holds during rollout beyond what it holds
+            when the engine starts.
+        timeout_s: bound of collectives inside the engine; None: vLLM's own.
+        eager: run the model module by module, without torch.compile and CUDA graphs (on CPU always
+            so).
+    """
+
+    hf_config: Mapping[str, Any]
+    architectures: Sequence[str]
+    dtype: str
+    max_batch: int
+    max_tokens: int
+    kv_cache_bytes: int | None = None
+    reserved_bytes: int = 0
+    timeout_s: float | None = None
+    eager: bool = False
+
+
+def engine_arguments(
+    settings: EngineSettings, shape: ModelShape, tp: int, weight_bytes: int, is_cpu: bool
+) -> dict[str, Any]:
+    """Returns the keywords of vLLM's EngineArgs, which mean the same in all known versions."""
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": settings.dtype,
+        "generation_config": "vllm",
+        "tensor_parallel_size": tp,
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": settings.max_tokens,
+        "max_num_seqs": settings.max_batch,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "seed": 0,
+        "enforce_eager": is_cpu or settings.eager,
+    }
+    if settings.timeout_s is not None:
+        arguments["distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
+        arguments["cpu_distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
+    if is_cpu:
+        arguments |= {
+            "block_size": CPU_BLOCK_SIZE,
+            # A prompt in several pieces takes back the draws of seeded requests by moving their
+            # generators' offset, which CPU generators do not have.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_PREFILL_TOKENS, settings.max_tokens),
+            "kv_cache_memory_bytes": settings.kv_cache_bytes
+            or _kv_cache_bytes(settings, shape, tp, CPU_BLOCK_SIZE, CPU_MAX_KV_CACHE_BYTES),
+        }
+    else:
+        arguments |= {"enable_sleep_mode": True} | _gpu_memory(settings, shape, tp, weight_bytes)
+    return arguments
+
+
+def _gpu_memory(
+    settings: EngineSettings, shape: ModelShape, tp: int, weight_bytes: int
+) -> dict[str, Any]:
+    """Returns vLLM's keywords about memory: no larger a KV cache than requests can fill, so that it
+    is quickly mapped, and no more than the trainer leaves.
+    """
+    free, total = torch.cuda.mem_get_info()
+    usable = free - settings.reserved_bytes - int(GPU_SLACK * total)
+    if usable <= 0:
+        raise UserError(
+            "free memory of the GPU",
+            f"{free / 2**30:.1f} GiB, of which {settings.reserved_bytes / 2**30:.1f} GiB are for "
+            "optimizer state to come",
+            "room for the rollout engine",
+            "Set train.offload_optimizer=true, or cut the model over more GPUs (train.tp or pp).",
+        )
+    needed = settings.kv_cache_bytes or _kv_cache_bytes(settings, shape, tp, GPU_BLOCK_SIZE)
+    known = needed + weight_bytes
+    if settings.kv_cache_bytes or known <= GPU_KNOWN_SHARE * usable:
+        return {"kv_cache_memory_bytes": needed, "gpu_memory_utilization": known / total}
+    return {"gpu_memory_utilization": usable / total}
+
+
+def _kv_cache_bytes(
+    settings: EngineSettings, shape: ModelShape, tp: int, block_size: int, most: int | None = None
+) -> int:
+    """Returns what `max_batch` longest requests need, at most `most` bytes but one such request."""
+    heads = max(1, shape.num_kv_heads // tp)
+    itemsize = getattr(torch, settings.dtype).itemsize
+    block = 2 * shape.num_layers * heads * shape.head_dim * itemsize * block_size
+    per_request = -(-settings.max_tokens // block_size)
+    wanted = settings.max_batch * per_request
+    if most is not None:
+        wanted = min(wanted, max(most // block, per_request))
+    return block * (wanted + 1)  # block 0 is never handed out

@@ -1,0 +1,256 @@
+"""`hybridrl check --mismatch`: why engine and trainer give the same tokens different
+log-probabilities.
+
+Lets both compute on prompts of the run, and has verdicts.py compare weights (every copy, by
+checksum), tokens (of all ranks and replicas, and the trainer's own choice), sampling support (what
+top_p and top_k cut off) and numerics (the residual stream, stage by stage: residual.py).
+
+Who waits for whom: everything is collective over the world. What one rank's engine finds wrong is
+told to all before any goes on, so that all take part in what follows, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch import Producer, Prompt, TrainBatch
+from hybridrl.config.schema import Config
+from hybridrl.hybrid_engine.export import gather_tensors
+from hybridrl.hybrid_engine.verify import VerifyError
+from hybridrl.models.weights import hf_shapes
+from hybridrl.rollout.agreement import TokensDifferError
+from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.hf import HfEngine
+from hybridrl.rollout.sampling import log_distribution
+from hybridrl.rollout.scripted import ScriptedEngine
+from hybridrl.trainer.loop import Trainer
+from hybridrl.trainer.mismatch import BOUNDS
+from hybridrl.trainer.residual import engine_streams, stages, trainer_logits, trainer_streams
+from hybridrl.trainer.verdicts import (
+    Answer,
+    Finding,
+    Placed,
+    Tokenwise,
+    judge_numerics,
+    judge_sampling,
+    judge_tokens,
+    mean_difference,
+    relative_rms,
+)
+
+NUM_PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 256, 16
+ROWS = 64  # positions whose logits over the whole vocabulary are held at a time
+Streams = Mapping[str, Tensor]
+
+
+def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any]:
+    """Runs one rank of `hybridrl check --mismatch`.
+
+    Args:
+        config: of the run, with an engine and an algorithm that generate; the weights are its
+            newest checkpoint's, or the initial ones.
+        with_reference: also compare both with transformers in float32, on rank 0's CPU.
+
+    Returns:
+        The report, the same on all ranks: `agree`, `checkpoint`, `engine`, `dtype`, and a Finding
+        each for `weights`, `tokens`, `sampling`, `numerics`.
+    """
+    rollout = config.rollout.model_copy(update={"eager": True})  # or vLLM calls no module
+    trainer = Trainer(config.model_copy(update={"rollout": rollout}))
+    folder = trainer.store.newest()
+    if folder is not None:
+        trainer.load_checkpoint(folder)
+    else:
+        trainer.reshard()
+    findings = diagnose(trainer, with_reference)
+    trainer.close()
+    return {
+        "agree": all(finding.agrees for finding in findings.values()),
+        "checkpoint": str(folder) if folder is not None else None,
+        "engine": rollout.engine,
+        "dtype": str(trainer.source.dtype).removeprefix("torch."),
+        **{name: asdict(finding) for name, finding in findings.items()},
+    }
+
+
+def diagnose(trainer: Trainer, with_reference: bool = False) -> dict[str, Finding]:
+    """Returns the verdicts `weights`, `tokens`, `sampling` and `numerics`, the same on all ranks.
+
+    Args:
+        trainer: in the rollout phase, its engine idle and, if it is vLLM, `eager`.
+        with_reference: as of `diagnose_rank`.
+    """
+    prompts = [prompt.tokens[:PROMPT_TOKENS] for prompt in trainer.prompts.take(NUM_PROMPTS)]
+    weights = _weights(trainer)
+    answers, error = _ask(trainer, prompts)
+    everyone: list[tuple[list[Answer], str]] = trainer.world.gather_objects((answers, error))
+    failed = [f"rank {rank}: {found}" for rank, (_, found) in enumerate(everyone) if found]
+    if failed:
+        remedy = "Weights or seeds differ between the ranks of a replica."
+        missing = Finding(False, "not compared: the ranks of a replica drew different tokens")
+        tokens = Finding(False, failed[0], remedy)
+        return {"weights": weights, "tokens": tokens, "sampling": missing, "numerics": missing}
+    by_rank = [answers for answers, _ in everyone]
+    return {"weights": weights, **_compare(trainer, prompts, by_rank, with_reference)}
+
+
+def _weights(trainer: Trainer) -> Finding:
+    try:
+        trainer.hybrid_engine.verify()
+    except VerifyError as error:
+        remedy = "The transport is broken, or something else wrote to the engine's parameters."
+        return Finding(False, str(error), remedy)
+    return Finding(True, "every engine parameter equals the trainer's weights, by checksum")
+
+
+def _ask(trainer: Trainer, prompts: Sequence[tuple[int, ...]]) -> tuple[list[Answer], str]:
+    """Returns this rank's answers, greedy ones and those sampled as in the run, or what kept its
+    replica from going on.
+    """
+    given = trainer.engine.sampling
+    num_tokens = min(NEW_TOKENS, given.max_new_tokens)
+    greedy = SamplingParams(0.0, max_new_tokens=num_tokens)
+    sampled = SamplingParams(given.temperature, given.top_p, given.top_k, num_tokens)
+    asked = [
+        (number, params)
+        for number in range(len(prompts))
+        for params in (greedy, *[sampled] * SAMPLES)
+    ]
+    requests = [Request(i, prompts[number], i, params) for i, (number, params) in enumerate(asked)]
+    error, answers = "", []
+    with trainer.world.all_agree("generation"):
+        try:
+            done = generate(trainer.raw_engine, requests)
+        except TokensDifferError as caught:
+            error = str(caught)
+        else:
+            answers = [
+                Answer(number, params is greedy, completion)
+                for (number, params), completion in zip(asked, done, strict=True)
+            ]
+    return answers, error
+
+
+def _compare(
+    trainer: Trainer,
+    prompts: Sequence[tuple[int, ...]],
+    by_rank: Sequence[Sequence[Answer]],
+    with_reference: bool,
+) -> dict[str, Finding]:
+    """Lets the engine, then the trainer compute the same tokens, and compares."""
+    model, layout, sampling = trainer.policy.model, trainer.engine.layout, trainer.engine.sampling
+    engine = trainer.raw_engine
+    assert not isinstance(engine, ScriptedEngine)  # the command refuses it: it computes nothing
+    with trainer.world.all_agree("reading the engine's residual stream"):
+        theirs = engine_streams(engine, prompts)
+    trainer.enter_training()
+    batch, first_of, placed = _batch(prompts, by_rank, layout.assignment)
+    wanted_N = torch.cat(
+        [
+            torch.arange(len(prompt)) + batch.offsets[first_of[number]]
+            for number, prompt in enumerate(prompts)
+        ]
+    )
+    ours, norm_TD, plain_T = trainer_streams(model, batch, wanted_N)
+    ends_N = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
+    ours["logits"] = trainer_logits(model, ours["norm"][ends_N])
+    said = _tokenwise(trainer, batch, norm_TD, plain_T)
+    exact = _reference_streams(trainer, prompts) if with_reference else {}
+    bounds = BOUNDS[trainer.source.dtype]
+    total, replica = mean_difference(placed, said)
+    table = _table(trainer, theirs, ours, exact)
+    return {
+        "tokens": judge_tokens(layout, by_rank, placed, said, bounds.refuse),
+        "sampling": judge_sampling(placed, said, sampling, bounds.warn),
+        "numerics": judge_numerics(table, total, replica, bounds),
+    }
+
+
+def _batch(
+    prompts: Sequence[tuple[int, ...]],
+    by_rank: Sequence[Sequence[Answer]],
+    assignment: Sequence[tuple[int, int]],
+) -> tuple[TrainBatch, list[int], Placed]:
+    """Returns the different responses of all replicas as a batch, in the order of their prompts;
+    for each prompt its first sample; and where each answer lies.
+    """
+    firsts = [by_rank[rank] for rank, (_, tp_rank) in enumerate(assignment) if tp_rank == 0]
+    different = {(one.prompt, one.completion.tokens) for answers in firsts for one in answers}
+    ordered = sorted(different)
+    sample_of = {key: sample for sample, key in enumerate(ordered)}
+    samples = [
+        Prompt(sample, "", prompts[number], {}, tokens)
+        for sample, (number, tokens) in enumerate(ordered)
+    ]
+    batch = TrainBatch.supervised(samples, Producer.here("the diagnosis"))
+    numbers = [number for number, _ in ordered]
+    starts, ends = batch.offsets[:-1] + batch.prompt_lengths_B, batch.offsets[1:]
+    spans = [slice(*pair) for pair in zip(starts.tolist(), ends.tolist(), strict=True)]
+    placed = [
+        [(one, spans[sample_of[one.prompt, one.completion.tokens]]) for one in answers]
+        for answers in firsts
+    ]
+    return batch, [numbers.index(number) for number in range(len(prompts))], placed
+
+
+def _tokenwise(trainer: Trainer, batch: TrainBatch, norm_TD: Tensor, plain_T: Tensor) -> Tokenwise:
+    where_R = batch.response_mask_T.nonzero().flatten()
+    choice, best, own, cut = (torch.zeros(batch.num_tokens) for _ in range(4))
+    choice = choice.long()
+    for part_R in where_R.split(ROWS):
+        logits_RV = trainer_logits(trainer.policy.model, norm_TD[part_R - 1])
+        logp_RV = logits_RV.log_softmax(-1)
+        cut_RV = log_distribution(logits_RV, [trainer.engine.sampling] * len(part_R))
+        token_R1 = batch.tokens_T[part_R, None]
+        best[part_R], choice[part_R] = logp_RV.max(-1)
+        own[part_R] = logp_RV.gather(1, token_R1)[:, 0]
+        cut[part_R] = cut_RV.gather(1, token_R1)[:, 0]
+    return Tokenwise(choice, best, own, cut, plain_T)
+
+
+def _table(
+    trainer: Trainer, theirs: Streams, ours: Streams, exact: Streams
+) -> list[dict[str, Any]]:
+    """Returns for every stage the largest difference of any rank's engine from the trainer, and
+    where there is a reference, the error of the trainer and of rank 0's engine.
+    """
+    order = [*stages(trainer.source.shape.num_layers), "logits"]
+    difference = {s: relative_rms(theirs[s], ours[s]) for s in order if s in theirs}
+    errors = {
+        stage: {
+            "trainer_error": relative_rms(ours[stage], exact[stage]),
+            "engine_error": relative_rms(theirs[stage], exact[stage]),
+        }
+        for stage in difference
+        if stage in exact
+    }
+    ranks = trainer.world.gather_objects((difference, errors))
+    return [
+        {
+            "stage": stage,
+            "difference": max(found[stage] for found, _ in ranks if stage in found),
+            **ranks[0][1].get(stage, {}),
+        }
+        for stage in order
+    ]
+
+
+def _reference_streams(trainer: Trainer, prompts: Sequence[tuple[int, ...]]) -> Streams:
+    """Returns, on rank 0, the stages of transformers' model in float32; elsewhere none."""
+    model, world, source = trainer.policy.model, trainer.world, trainer.source
+    layouts = [model.layout_of(rank) for rank in range(world.size)]
+    shapes = hf_shapes(source.family, source.shape)
+    reference = HfEngine(dict(source.hf_config)) if world.rank == 0 else None
+    weights = gather_tensors(layouts, model.weights(), shapes, torch.float32, world.rank)
+    for name, tensor in weights:
+        assert reference is not None  # nothing is yielded elsewhere
+        reference.tensors()[name].copy_(tensor)
+    if reference is None:
+        return {}
+    reference.finish_update(0)
+    return engine_streams(reference, prompts)

@@ -1,0 +1,238 @@
+"""What a trained model keeps on the device only while it trains: gradients and optimizer state.
+
+Gradients are given up when rollout begins: they are made anew in every update. The optimizer's
+state (fp32 masters and Adam's moments, 12 bytes a parameter over the data-parallel ranks) stays, or
+goes to pinned host memory, copied while the weights are resharded and back while log-probabilities
+are computed.
+
+Order of calls: `begin_release`, `finish_release`, then `restore`, and again; `wait` before anything
+reads the optimizer. Only storages are emptied and filled again: tensors and views stay what they
+are. Local to a rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOMENT_BYTES = 8  # Adam's two, fp32, for each parameter that this rank's optimizer owns
+ALIGNMENT = 512  # bytes, of a storage's place in the host buffer
+
+
+class TrainedModelMemory:
+    """Gradient buffers and optimizer state of one model on this rank.
+
+    Args:
+        chunks: Megatron's data-parallel wrappers.
+        optimizer: Megatron's.
+        weights: the model's parameters, which an optimizer of an fp32 model shares.
+        offloads: whether the optimizer's state leaves the device during rollout.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        weights: Iterable[Tensor],
+        offloads: bool,
+        device: torch.device,
+    ) -> None:
+        self._chunks, self._optimizer = chunks, optimizer
+        self._weight_storages = {_key(weight) for weight in weights}
+        self._host = HostMirror(device) if offloads else None
+
+    def begin_release(self) -> None:
+        """Frees the gradients and starts to copy the optimizer's state away."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron reads sizes through torch's TypedStorage
+            for chunk in self._chunks:
+                chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+        if self._host is not None:
+            self._host.begin_release(self._state_storages())
+
+    def finish_release(self) -> None:
+        """Frees what has been copied."""
+        if self._host is not None:
+            self._host.finish_release()
+
+    def restore(self) -> None:
+        """Makes the gradient buffers again, zeroed, and starts to copy the state back."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for chunk in self._chunks:
+                chunk.restore_grad_buffers(synchronize=False)
+        if self._host is not None:
+            self._host.restore()
+
+    def wait(self) -> None:
+        """Makes later work on the device wait for the state."""
+        if self._host is not None:
+            self._host.wait()
+
+    def gradient_bytes(self) -> int:
+        """Returns the size of the gradient buffers while training."""
+        return sum(
+            buffer.grad_data.numel() * buffer.grad_data.element_size()
+            for chunk in self._chunks
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        )
+
+    def state_bytes(self) -> tuple[int, int]:
+        """Returns the bytes of the optimizer's state and, of these, those that are not allocated
+        before the first step.
+        """
+        missing = sum(
+            parameter.numel() * MOMENT_BYTES
+            for optimizer in self._adams()
+            for parameter in _parameters(optimizer)
+            if parameter not in optimizer.state
+        )
+        present = sum(storage.nbytes() for storage in self._state_storages())
+        if self._host is not None and self._host.is_released:
+            present = self._host.num_bytes
+        return present + missing, missing
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's state leaves the device during rollout."""
+        return self._host is not None
+
+    def bytes_to_come(self) -> int:
+        """Returns what the optimizer will hold during rollout beyond what it holds now."""
+        return 0 if self._host is not None else self.state_bytes()[1]
+
+    def _adams(self) -> Iterator[Any]:
+        for optimizer in self._optimizer.chained_optimizers:
+            yield optimizer.optimizer
+
+    def _state_storages(self) -> list[torch.UntypedStorage]:
+        """Returns the storages of masters and moments, in a fixed order, each once."""
+        found: dict[int, torch.UntypedStorage] = {}
+        for optimizer in self._adams():
+            for parameter in _parameters(optimizer):
+                for tensor in (parameter, *optimizer.state.get(parameter, {}).values()):
+                    # Step counts are single numbers, of which torch keeps some on the host.
+                    if isinstance(tensor, Tensor) and tensor.dim() > 0:
+                        storage = tensor.untyped_storage()
+                        found.setdefault(storage._cdata, storage)
+        return [s for s in found.values() if s._cdata not in self._weight_storages]
+
+
+@contextmanager
+def released(memories: Sequence[TrainedModelMemory]) -> Iterator[None]:
+    """Keeps the memory of training free during the block."""
+    for memory in memories:
+        memory.begin_release()
+    for memory in memories:
+        memory.finish_release()
+    try:
+        yield
+    finally:
+        for memory in memories:
+            memory.restore()
+
+
+class HostMirror:
+    """A place in host memory for device storages, page-locked so that copies run by themselves.
+
+    One buffer for all: torch's own pinned allocator rounds every size up to a power of two.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._moved: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._ready: Any = None
+        self.is_released = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the storages that are here."""
+        return sum(part.numel() for _, part in self._moved)
+
+    def begin_release(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Starts to copy the storages here."""
+        self.wait()
+        sizes = [storage.nbytes() for storage in storages]
+        starts, total = [], 0
+        for size in sizes:
+            starts.append(total)
+            total += -(-size // ALIGNMENT) * ALIGNMENT
+        self._reserve(total)
+        self._moved = [
+            (storage, self._buffer[start : start + size])
+            for storage, start, size in zip(storages, starts, sizes, strict=True)
+        ]
+        with self._aside():
+            for storage, part in self._moved:
+                part.copy_(self._bytes_of(storage), non_blocking=True)
+
+    def finish_release(self) -> None:
+        """Waits for the copies and frees the storages."""
+        if self._stream is not None:
+            self._stream.synchronize()  # a sync point: memory may be freed only after it was read
+        for storage, _ in self._moved:
+            storage.resize_(0)
+        self.is_released = True
+
+    def restore(self) -> None:
+        """Allocates the storages again and starts to fill them; `wait` says when they may be read.
+
+        Without a release before, for instance at the start of a run, nothing is to be done.
+        """
+        if not self.is_released:
+            return
+        for storage, part in self._moved:
+            storage.resize_(part.numel())
+        with self._aside():
+            for storage, part in self._moved:
+                self._bytes_of(storage).copy_(part, non_blocking=True)
+        if self._stream is not None:
+            self._ready = self._stream.record_event()
+        self.is_released = False
+
+    def wait(self) -> None:
+        """Makes later work of the current stream wait for what `restore` started."""
+        if self._ready is not None:
+            self._ready.wait()
+            self._ready = None
+
+    def _aside(self) -> Any:
+        """Returns a context whose copies run beside the current stream, after what it queued."""
+        if self._stream is None:
+            return torch.no_grad()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+    def _bytes_of(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)  # type: ignore[call-overload]
+
+    def _reserve(self, num_bytes: int) -> None:
+        if num_bytes <= self._buffer.numel():
+            return
+        self._unpin()
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        if self._stream is not None:
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), num_bytes, 0)
+            )
+
+    def _unpin(self) -> None:
+        if self._stream is not None and self._buffer.numel():
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr()))
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _parameters(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

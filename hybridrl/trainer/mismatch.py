@@ -1,0 +1,98 @@
+"""How far the engine's log-probabilities are from the trainer's: the numbers of a step, their
+bounds, and the warning.
+
+Owns the one table of bounds. Pure but for the warning's memory of when it last spoke; what
+explains a mismatch is diagnose.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hybridrl.batch import RolloutBatch
+
+MEAN = "mismatch/logprob_diff_mean"
+WARN_EVERY_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What two implementations of one model may differ by.
+
+    Args:
+        refuse: mean absolute difference of log-probabilities, nats, at the start of a run.
+        warn: the same, in a step.
+        residual: relative RMS difference of a residual stream, per token.
+    """
+
+    refuse: float
+    warn: float
+    residual: float
+
+
+# float32: sums in another order, measured below 1e-5 nats and 5e-6 of a stream. bfloat16: two
+# implementations round differently in every layer; measured on random weights 0.01 nats with 24
+# layers and 0.05 with 28 wider ones, while positions, heads or norms read otherwise make it about
+# 1. A run is warned at 0.02, a tenth of the usual clip range of 0.2: from there on rounding alone
+# moves the importance ratios visibly. A stream may be off by 8 units in bfloat16's last place
+# (measured on random weights up to 0.02 after 24 layers, of which each adds less than 0.005).
+BOUNDS = {
+    torch.float32: Bounds(refuse=1e-3, warn=1e-3, residual=1e-5),
+    torch.bfloat16: Bounds(refuse=0.2, warn=0.02, residual=8 * 2.0**-8),
+}
+
+
+def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, float]:
+    """Returns the metrics of a step, over all of its sampled tokens, each counted once.
+
+    `mismatch/kl` estimates KL(engine, trainer) by k3 (Schulman 2020,
+    joschu.net/blog/kl-approx.html): the mean of exp(d) - 1 - d with d = trainer's - engine's.
+    `mismatch/correlation` is Pearson's; NaN where either side says the same of all tokens.
+
+    Args:
+        batch: its `behaviour_logp_T` are the engine's.
+        logp_T: the trainer's at the start of the step, (T,), the same on all ranks.
+    """
+    mask_T = batch.response_mask_T
+    engine_N, trainer_N = batch.behaviour_logp_T[mask_T].double(), logp_T[mask_T].double()
+    d_N = trainer_N - engine_N
+    is_constant = any(bool(side.min() == side.max()) for side in (engine_N, trainer_N))
+    centered = torch.stack((engine_N, trainer_N))
+    centered -= centered.mean(1, keepdim=True)
+    covariance = centered @ centered.T
+    scale = (covariance[0, 0] * covariance[1, 1]).sqrt()
+    return {
+        MEAN: float(d_N.abs().mean()),
+        "mismatch/logprob_diff_max": float(d_N.abs().max()),
+        "mismatch/kl": float((d_N.expm1() - d_N).mean()),
+        "mismatch/correlation": float("nan") if is_constant else float(covariance[0, 1] / scale),
+    }
+
+
+class MismatchWarning:
+    """Says when a step's mean difference passes the bound: once, then every 50 steps at most.
+
+    Args:
+        dtype: of the model.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._bound, self._dtype = BOUNDS[dtype].warn, str(dtype).removeprefix("torch.")
+        self._last_step: int | None = None
+
+    def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Returns what to tell the user after a step, if anything."""
+        mean = metrics.get(MEAN)
+        if mean is None or mean <= self._bound:
+            return None
+        if self._last_step is not None and step - self._last_step < WARN_EVERY_STEPS:
+            return None
+        self._last_step = step
+        return (
+            f"warning: step {step}: {MEAN} is {mean:.2g}, above {self._bound:g} for {self._dtype}: "
+            "engine and trainer give the same tokens different log-probabilities. "
+            "To see why: hybridrl check --mismatch CONFIG"
+        )

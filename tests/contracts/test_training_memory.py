@@ -1,0 +1,134 @@
+"""What training gives up during rollout comes back unchanged: real Megatron, one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from hybridrl.algorithms import make_algorithm
+from hybridrl.batch import Producer, Prompt, TrainBatch
+from hybridrl.config.schema import SftConfig, TrainConfig
+from hybridrl.errors import DeviceMemoryError
+from hybridrl.models.family import resolve_family
+from hybridrl.models.init import init_weights
+from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.platform import Platform
+from hybridrl.trainer import ledger
+from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.trainer.policy import Policy
+
+DTYPES = [torch.float32, torch.bfloat16]  # whose masters are the parameters, and copies of them
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, 60)
+    world = World(TrainLayout(1), platform, 60)
+    platform.seed(1)
+    yield world
+    stop_process_group()
+
+
+def make_policy(world: World, dtype: torch.dtype, offload: bool) -> Policy:
+    hf_config = tiny_model("qwen2").config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
+    family = resolve_family(None, hf_config)
+    source = ModelSource(family, hf_config, dtype, family.name, Path("."))
+    train = TrainConfig(micro_batch_tokens=64, learning_rate=1e-2, offload_optimizer=offload)
+    model = ParallelModel(world, source, "lm", train)
+    init_weights(model.layout(), hf_shapes(family, source.shape), model.weights(), hf_config, 3)
+    model.make_trainable(train.learning_rate)
+    return Policy(model, make_algorithm(SftConfig(name="sft")), 4)
+
+
+def a_batch(seed: int) -> TrainBatch:
+    drawn = torch.randint(0, 199, (6, 12), generator=torch.Generator().manual_seed(seed)).tolist()
+    prompts = [Prompt(i, "", tuple(row[:4]), {}, tuple(row[4:])) for i, row in enumerate(drawn)]
+    return TrainBatch.supervised(prompts, Producer.here("the test"))
+
+
+def copies(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.model.weights().items()}
+
+
+def rollout_between(policy: Policy) -> None:
+    """What the hybrid engine does around a rollout; in between, weights alone are readable."""
+    memory: Any = policy.model.memory
+    before, (state_bytes, _) = copies(policy), memory.state_bytes()
+    memory.begin_release()
+    memory.finish_release()
+    for chunk in policy.model.forward_chunks:
+        for buffer in chunk.buffers:
+            assert buffer.grad_data.untyped_storage().nbytes() == 0
+    on_device = sum(storage.nbytes() for storage in memory._state_storages())
+    assert on_device == (0 if memory.offloads else state_bytes)
+    assert memory.state_bytes()[0] == state_bytes
+    assert all(torch.equal(before[n], t) for n, t in policy.model.weights().items())
+    memory.restore()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_training_goes_on_bit_for_bit_after_its_memory_was_released(
+    world: World, dtype: torch.dtype
+) -> None:
+    plain, other = make_policy(world, dtype, False), make_policy(world, dtype, True)
+    for policy, releases in ((plain, False), (other, True)):
+        for step in range(3):
+            if releases:
+                rollout_between(policy)
+            policy.update(a_batch(step))
+    rollout_between(plain)  # gradients alone
+    for policy in (plain, other):
+        policy.update(a_batch(9))
+    assert all(torch.equal(copies(other)[n], t) for n, t in copies(plain).items())
+    fresh = copies(make_policy(world, dtype, False))
+    assert not any(torch.equal(fresh[n], t) for n, t in copies(plain).items())
+
+
+def test_state_that_comes_with_the_first_step_is_foreseen(world: World) -> None:
+    policy = make_policy(world, torch.bfloat16, False)
+    memory: Any = policy.model.memory
+    foreseen, to_come = memory.state_bytes()
+    assert to_come == memory.bytes_to_come() > 0
+    policy.update(a_batch(0))
+    assert memory.state_bytes() == (foreseen, 0) and memory.bytes_to_come() == 0
+    offloading: Any = make_policy(world, torch.bfloat16, True).model.memory
+    assert offloading.bytes_to_come() == 0
+
+
+def test_an_out_of_memory_error_carries_the_ledger(world: World) -> None:
+    policy = make_policy(world, torch.float32, True)
+
+    def table() -> str:
+        return ledger.table(ledger.entries({"policy": policy.model}, None), world.platform)
+
+    with pytest.raises(DeviceMemoryError) as caught, ledger.explained(table):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nmore")
+    text = str(caught.value)
+    assert text.startswith("CUDA out of memory. Tried to allocate 3.00 GiB.\n")
+    assert "policy gradients" in text and "policy optimizer" in text
+    assert "train.micro_batch_tokens" in text and "more" not in text.splitlines()[1]
+    with pytest.raises(RuntimeError, match="^something else$"), ledger.explained(table):
+        raise RuntimeError("something else")
+
+
+def test_the_ledger_counts_what_lies_on_the_device_in_each_phase(world: World) -> None:
+    policy = make_policy(world, torch.bfloat16, True)
+    found = {entry.name: entry for entry in ledger.entries({"policy": policy.model}, None)}
+    num_parameters = sum(t.numel() for t in policy.model.weights().values())
+    # The buffers are padded, by less than a tenth here.
+    for name, each, in_rollout in (
+        ("policy weights", 2, True),
+        ("policy gradients", 4, False),
+        ("policy optimizer", 12, False),
+    ):
+        assert 1.0 <= found[name].num_bytes / (each * num_parameters) < 1.1, name
+        assert (found[name].in_training, found[name].in_rollout) == (True, in_rollout)

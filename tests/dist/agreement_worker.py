@@ -1,0 +1,101 @@
+"""One rank of the agreement test: what `World.all_agree` does with failures, and what it carries.
+
+The last case ends the job as a failure would: rank 1 fails while rank 0 waits for it elsewhere.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridrl.errors import UserError
+from hybridrl.parallel import groups
+from hybridrl.parallel.groups import PeerError, World, start_process_group
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.platform import Platform
+
+
+def columns(rank: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(rank)
+    return {
+        "tokens": rng.integers(0, 9, 1000 * rank + 3),
+        "flags": rng.random(5) < 0.5,
+        "empty": np.zeros(0, dtype=np.float32),
+        "logps": rng.random(7).astype(np.float32),
+    }
+
+
+def raised(world: World, on_ranks: tuple[int, ...], error: Exception, delay_s: float) -> str:
+    """Lets these ranks fail, and the others come `delay_s` later; returns what this one got."""
+    try:
+        with world.all_agree("the part"):
+            if world.rank in on_ranks:
+                raise error
+            time.sleep(delay_s)
+    except (UserError, PeerError, ValueError) as caught:
+        return f"{type(caught).__name__}: {caught}"
+    return ""
+
+
+def check_what_is_told(world: World) -> None:
+    with world.all_agree("telling") as agreement:
+        agreement.told = (world.rank, columns(world.rank) if world.rank else None)
+    (zero, nothing), (one, found) = agreement.heard
+    assert (zero, nothing, one) == (0, None, 1)
+    for name, column in columns(1).items():
+        assert found[name].dtype == column.dtype and np.array_equal(found[name], column)
+        assert found[name].flags.aligned and found[name].flags.writeable
+    with world.all_agree("telling nothing") as agreement:
+        pass
+    assert agreement.heard == [None, None]
+
+
+def check_failures(world: World) -> None:
+    own = world.rank == 1
+    for delay_s in (0.0, 1.5):
+        got = raised(world, (1,), ValueError("mine"), delay_s)
+        peers = "PeerError: rank 1 failed in the part: ValueError: mine"
+        assert got == ("ValueError: mine" if own else peers), got
+    mistake = UserError("key", 3, "4", "Set it.")
+    assert raised(world, (1,), mistake, 0.0) == f"UserError: {mistake}"
+    assert raised(world, (0, 1), ValueError(world.rank), 0.0) == f"ValueError: {world.rank}"
+    assert raised(world, (), mistake, 0.0) == ""
+    # A rank that comes when the failed one has left, but is still there.
+    began = time.monotonic()
+    got = raised(world, (1,), ValueError("mine"), groups.PATIENCE_S + 2)
+    assert time.monotonic() - began < groups.PATIENCE_S + 4
+    assert got == ("ValueError: mine" if own else peers), got
+
+
+def check_stuck_peer(world: World, other: dist.ProcessGroup, out: Path) -> None:
+    try:
+        with world.all_agree("the part"):
+            if world.rank == 1:
+                raise ValueError("alone")
+            dist.all_reduce(torch.ones(1), group=other)
+    except (PeerError, ValueError) as caught:
+        (out / f"{world.rank}").write_bytes(pickle.dumps((time.time(), str(caught))))
+        raise SystemExit(3) from caught
+
+
+def main() -> None:
+    groups.PATIENCE_S = 3.0
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, 60)
+    world = World(TrainLayout(2), platform, 60)
+    other = dist.new_group(backend="gloo")
+    check_what_is_told(world)
+    check_failures(world)
+    Path(sys.argv[1], f"passed_{world.rank}").touch()
+    check_stuck_peer(World(TrainLayout(2), platform, 60), other, Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""One rank of the test of requests and caches that vLLM cannot serve: errors on all ranks, no hang.
+
+bad_requests_worker.py MODEL FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hybridrl.batch import Prompt
+from hybridrl.errors import UserError
+from hybridrl.parallel.groups import PeerError
+from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, EngineSettings
+from hybridrl.trainer import setup
+from hybridrl.trainer.loop import Trainer
+
+
+def make_trainer(model: str, folder: Path, rollout_tp: int) -> Trainer:
+    config = {
+        "run": {"name": f"tp{rollout_tp}", "dir": str(folder)},
+        "model": {"path": model, "tokenizer": "examples/quickstart/model"},
+        "train": {"tp": 2, "micro_batch_tokens": 256},
+        "rollout": {"engine": "vllm", "tp": rollout_tp, "max_new_tokens": 60, "max_batch": 8},
+        "algorithm": {"name": "grpo"},
+        "data": {"prompts": "examples/quickstart/train.jsonl", "max_prompt_tokens": 6},
+        "steps": {"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 1},
+        "reward": {"function": "scripted_reward:digits"},
+        "log": {"console": False},
+    }
+    return Trainer.from_config(config)
+
+
+def check_request_too_long(trainer: Trainer) -> None:
+    """One replica gets a prompt that its engine was not started for; the other has work to do."""
+    trainer.check_engine()
+    sampler, rank = trainer.engine, trainer.world.rank
+    short, long = (Prompt(number, "", (3,) * length) for number, length in ((0, 4), (1, 7)))
+    try:
+        sampler.generate([short, long], step=0)
+    except (ValueError, PeerError) as error:
+        is_own = isinstance(error, ValueError)
+        # The longer prompt is the larger group, so the first replica has it.
+        assert is_own == (rank == 0), (rank, error)
+        text = "has 7 prompt tokens and max_new_tokens=60, together more than 66"
+        assert text in str(error) and (is_own or "rank 0 failed in generation" in str(error)), error
+    else:
+        raise AssertionError("a request that is too long was taken")
+    batch = sampler.score(sampler.generate([short, short], step=0))
+    assert batch.sample_ids_B.tolist() == [0, 1, 2, 3]
+
+
+def check_cache_too_small(model: str, folder: Path) -> None:
+    """Room for one block of 32 tokens beside the one that vLLM keeps for itself."""
+    block = 2 * 4 * 1 * 32 * 4 * CPU_BLOCK_SIZE  # keys and values, layers, heads, head, float32
+    settings = partial(EngineSettings, kv_cache_bytes=2 * block)
+    setup.EngineSettings = settings  # type: ignore[misc, assignment]
+    try:
+        make_trainer(model, folder, 2)
+    except UserError as error:
+        name = "data.max_prompt_tokens + rollout.max_new_tokens"
+        assert error.name == name and "got 66 tokens; allowed: at most 32:" in str(error), error
+    else:
+        raise AssertionError("a cache that is too small was taken")
+
+
+def main() -> None:
+    model, folder = sys.argv[1], Path(sys.argv[2])
+    torch.manual_seed(0)
+    trainer = make_trainer(model, folder, 1)
+    check_request_too_long(trainer)
+    trainer.raw_engine.close()
+    check_cache_too_small(model, folder)
+
+
+if __name__ == "__main__":
+    main()

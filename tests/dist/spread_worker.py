@@ -1,0 +1,99 @@
+"""One rank of the test of prompts over replicas: spread_worker.py FOLDER"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from command_line import QUICKSTART
+
+from hybridrl import Trainer
+from hybridrl.batch import Prompt, ScoredBatch
+from hybridrl.data.spread import PROMPT_TOKEN_WORK
+
+OVERRIDES = (
+    "model.path=null",
+    f"model.init={QUICKSTART / 'model'}",
+    "train.tp=1",
+    "train.pp=1",
+    "data.eval_prompts=null",
+    "steps.eval_every=0",
+    "steps.samples_per_prompt=3",
+    "reward.function=scripted_reward:digits",
+    "reward.extract=null",
+    "log.tensorboard=false",
+)
+
+
+def shares(trainer: Trainer, prompts: list[Prompt], first_group: int = 0) -> list[list[int]]:
+    """Submits and returns the groups of each replica; then finishes them."""
+    trainer.engine.submit(prompts, 3, 0, first_group)
+    owners: Any = trainer.engine._owners
+    return trainer.world.gather_objects(sorted({group for _, group in owners.values()}))
+
+
+def finish(trainer: Trainer) -> ScoredBatch:
+    while trainer.engine.engine.has_unfinished:
+        trainer.engine.advance()
+    return trainer.engine.score(trainer.engine.collect())
+
+
+def same(one: ScoredBatch, two: ScoredBatch) -> bool:
+    gap = (one.behaviour_logp_T - two.behaviour_logp_T).abs().max()
+    return torch.equal(one.tokens_T, two.tokens_T) and float(gap) < 1e-5  # other batches
+
+
+def check_division(found: list[list[int]], batch: ScoredBatch, prompts: list[Prompt]) -> None:
+    """Compares loads by the lengths that the responses really had, which are the expected ones."""
+    lengths = batch.response_lengths_B.float().view(len(prompts), 3).sum(1)
+    assert lengths.unique().numel() > 2, "nothing to balance"
+    pairs = zip(lengths, prompts, strict=True)
+    work = [float(n) + PROMPT_TOKEN_WORK * len(p.tokens) for n, p in pairs]
+    assert sorted(found[0] + found[1]) == list(range(len(prompts)))
+    loads = [sum(work[group] for group in groups) for groups in found]
+    more = found[0 if loads[0] > loads[1] else 1]
+    assert abs(loads[0] - loads[1]) <= min(work[group] for group in more) + 1e-4
+
+
+def main() -> None:
+    trainer = Trainer.from_config(
+        QUICKSTART / "grpo.yaml", [*OVERRIDES, f"run.dir={Path(sys.argv[1])}"]
+    )
+    sampler, world = trainer.engine, trainer.world
+    trainer.hybrid_engine.to_rollout(0)
+    prompts = trainer.prompts.take(7)
+    assert shares(trainer, prompts) == [[0, 2, 4, 6], [1, 3, 5]], "nothing is known yet: in turns"
+    first = finish(trainer)
+    found = shares(trainer, prompts)
+    check_division(found, first, prompts)
+    assert same(finish(trainer), first)
+
+    sampler.load_state(json.loads(json.dumps(sampler.state())))
+    assert shares(trainer, prompts) == found, "expectations are in the state"
+    finish(trainer)
+    parts = []
+    for begin, end in ((0, 3), (3, 7)):
+        groups = shares(trainer, prompts[begin:end], begin)
+        assert sorted(groups[0] + groups[1]) == list(range(begin, end))
+        parts.append(finish(trainer))
+    assert same(ScoredBatch.concat(parts), first)
+
+    step = sampler.engine.step
+
+    def slow_step() -> None:
+        time.sleep(0.05 * world.rank)
+        step()
+
+    sampler.engine.step = slow_step  # type: ignore[method-assign]
+    sampler.score(sampler.generate(prompts, step=0))
+    shown = world.gather_objects(sampler.metrics())
+    assert shown[0] == shown[1] and 0.1 < shown[0]["generate/idle_share"] < 0.5, shown
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""`hybridrl check --mismatch` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from refusals import QUICKSTART, files_below, hybridrl, refuse
+
+GRPO = (
+    "examples/quickstart/grpo.yaml",
+    "model.path=null",
+    "model.init=examples/quickstart/model",
+    "data.eval_prompts=null",
+    "steps.eval_every=0",
+    "train.tp=1",
+    "train.pp=1",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mismatch")
+    shutil.copytree(QUICKSTART, folder / "examples" / "quickstart")
+    return folder
+
+
+@pytest.mark.dist
+def test_check_mismatch_prints_one_json_object_and_leaves_nothing(folder: Path) -> None:
+    before = files_below(folder)
+    done = hybridrl(folder, "check", "--mismatch", *GRPO, "--world", "2", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n") == 1
+    report = json.loads(done.stdout)
+    assert files_below(folder) == before
+    assert report["agree"] is True and report["checkpoint"] is None
+    assert (report["engine"], report["dtype"]) == ("hf", "float32")
+    for name in ("weights", "tokens", "sampling", "numerics"):
+        assert report[name].keys() == {"agrees", "found", "remedy", "details"}
+        assert report[name]["agrees"] is True and report[name]["remedy"] == ""
+    stages = [row["stage"] for row in report["numerics"]["details"]["stages"]]
+    assert stages[:3] == ["embedding", "layers.0.attention", "layers.0.mlp"]
+    assert stages[-2:] == ["norm", "logits"] and len(stages) == 2 * 4 + 3
+
+
+@pytest.mark.dist
+def test_check_mismatch_tells_people_what_differs_and_ends_with_code_1(folder: Path) -> None:
+    done = hybridrl(folder, "check", "--mismatch", *GRPO, "rollout.top_p=0.5", "--reference")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and "ended with code" not in done.stderr, done.stderr
+    lines = done.stdout.splitlines()
+    verdict = {
+        name: next(line for line in lines if line.startswith(name))
+        for name in ("weights", "tokens", "sampling", "numerics")
+    }
+    assert "DIFFER" in verdict.pop("sampling")
+    assert all(" agree " in line for line in verdict.values())
+    assert any("set rollout.top_p=1" in line for line in lines)
+    assert any(
+        line.split()[1:] == ["difference", "trainer_error", "engine_error"] for line in lines
+    )
+    assert lines[-1] == "engine and trainer differ"
+
+
+def test_check_mismatch_refuses_what_has_no_engine_to_look_at(folder: Path) -> None:
+    check = ["check", "--mismatch"]
+    refuse(folder, [*check, *GRPO, "rollout.engine=scripted"], "rollout.engine", "scripted")
+    refuse(folder, [*check, "examples/quickstart/sft.yaml"], "algorithm.name", "sft")
+    refuse(folder, [*check, *GRPO, "rollout.top_q=1"], "rollout.top_q", "rollout.top_p")
+    refuse(folder, ["check", "rollout.top_p=1"], "--mismatch")

@@ -1,0 +1,43 @@
+"""A reward whose module makes the engine fail in the middle of generation, as PLANTED says.
+
+PLANTED="STEP:RANK,RANK": on these ranks the model raises in its third forward pass of that step,
+inside the engine, while tensor-parallel peers wait in the layer's collective for this rank.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from scripted_reward import digits
+
+__all__ = ["digits"]
+
+
+def plant(step: int) -> None:
+    from hybridrl.trainer.sampler import Sampler
+
+    submit = Sampler.submit
+
+    def submit_and_arm(self: Sampler, prompts: Any, samples: int, number: int, *more: Any) -> None:
+        submit(self, prompts, samples, number, *more)
+        calls: list[int] = []
+
+        def fail_at_third(*_: Any) -> None:
+            calls.append(number)
+            if len(calls) == 3:
+                Path(os.environ["PLANTED_TIME"]).write_text(str(time.time()))
+                raise RuntimeError("planted in a forward pass")
+
+        if number == step:
+            self.engine.model.register_forward_pre_hook(fail_at_third)
+
+    Sampler.submit = submit_and_arm  # type: ignore[method-assign]
+
+
+if "RANK" in os.environ and "PLANTED" in os.environ:
+    _step, _ranks = os.environ["PLANTED"].split(":")
+    if os.environ["RANK"] in _ranks.split(","):
+        plant(int(_step))

@@ -1,0 +1,234 @@
+"""The numbers of a mismatch, its warning, and what is concluded from it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from batches import rollout_batch
+
+from hybridrl.batch import Producer
+from hybridrl.models.family import resolve_family
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout.engine import Completion, SamplingParams
+from hybridrl.rollout.hf import HfEngine
+from hybridrl.rollout.vllm_arguments import EngineSettings, engine_arguments
+from hybridrl.trainer.mismatch import BOUNDS, MEAN, MismatchWarning, mismatch_metrics
+from hybridrl.trainer.residual import engine_streams, stages
+from hybridrl.trainer.verdicts import (
+    Answer,
+    Finding,
+    Tokenwise,
+    judge_numerics,
+    judge_sampling,
+    judge_tokens,
+    mean_difference,
+    relative_rms,
+    standing_out,
+)
+
+QWEN2 = {
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+FP32 = BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("scale", [1e-7, 1e-2, 1.0])
+def test_mismatch_metrics_are_their_formulas_in_float64(scale: float) -> None:
+    batch = rollout_batch(num_prompts=40)
+    mask = batch.response_mask_T.numpy()
+    noise = np.random.default_rng(0).normal(size=len(mask)) * scale
+    trainer_T = torch.from_numpy((batch.behaviour_logp_T.numpy() + noise).astype(np.float32))
+    trainer_T[~batch.response_mask_T] = 77.0  # prompt tokens are not sampled
+    engine = [float(x) for x in batch.behaviour_logp_T[batch.response_mask_T]]
+    trainer = [float(x) for x in trainer_T[batch.response_mask_T]]
+    gaps = [t - e for t, e in zip(trainer, engine, strict=True)]
+    k3 = [math.fsum((d**2 / 2, d**3 / 6)) if abs(d) < 1e-4 else math.exp(d) - 1 - d for d in gaps]
+    found = mismatch_metrics(batch, trainer_T)
+    assert found == pytest.approx(
+        {
+            "mismatch/logprob_diff_mean": math.fsum(map(abs, gaps)) / len(gaps),
+            "mismatch/logprob_diff_max": max(map(abs, gaps)),
+            "mismatch/kl": math.fsum(k3) / len(gaps),
+            "mismatch/correlation": np.corrcoef(engine, trainer)[0, 1],
+        },
+        rel=1e-7,
+    )
+    assert found["mismatch/kl"] > 0
+
+
+def test_mismatch_kl_has_the_kl_of_engine_and_trainer_as_its_mean() -> None:
+    rng = np.random.default_rng(1)
+    engine, trainer = (torch.from_numpy(rng.dirichlet(np.ones(5))) for _ in range(2))
+    # Each token as often as the engine draws it, in ten thousandths.
+    counts = (engine * 10000).round().long()
+    token_N = torch.repeat_interleave(counts)
+    mask_T = torch.ones(len(token_N), dtype=torch.bool)
+
+    class Sampled:
+        response_mask_T = mask_T
+        behaviour_logp_T = engine.log()[token_N]
+
+    found = mismatch_metrics(Sampled(), trainer.log()[token_N])  # type: ignore[arg-type]
+    exact = float((engine * (engine / trainer).log()).sum())
+    assert found["mismatch/kl"] == pytest.approx(exact, rel=1e-3)
+    # The other direction is another number.
+    assert float((trainer * (trainer / engine).log()).sum()) != pytest.approx(exact, rel=1e-2)
+
+
+def test_correlation_of_a_constant_is_not_a_number() -> None:
+    batch = rollout_batch()
+    uniform_T = torch.full((batch.num_tokens,), -math.log(7)) * batch.response_mask_T
+    constant = batch.join_columns(Producer.here("test"), behaviour_logp_T=uniform_T)
+    assert math.isnan(mismatch_metrics(constant, batch.behaviour_logp_T)["mismatch/correlation"])
+    assert mismatch_metrics(batch, batch.behaviour_logp_T)["mismatch/correlation"] == 1.0
+
+
+def test_warning_comes_once_and_then_every_50_steps() -> None:
+    warning = MismatchWarning(torch.bfloat16)
+    small, large = {MEAN: 0.0199}, {MEAN: 0.0201}
+    assert warning.text(1, small) is None and warning.text(2, {}) is None
+    first = warning.text(3, large)
+    assert first is not None
+    for part in ("step 3", MEAN, "0.02", "bfloat16", "hybridrl check --mismatch CONFIG"):
+        assert part in first
+    told = [step for step in range(4, 160) if warning.text(step, large) is not None]
+    assert told == [53, 103, 153]
+    assert MismatchWarning(torch.float32).text(1, {MEAN: 0.002}) is not None
+    assert MismatchWarning(torch.float32).text(1, {MEAN: float("nan")}) is not None
+
+
+def test_relative_rms_counts_every_token_alike() -> None:
+    expected = torch.tensor([[1000.0, 0.0], [0.0, 1.0]])
+    found = expected + torch.tensor([[0.0, 0.0], [0.1, 0.0]])
+    assert relative_rms(found, expected) == pytest.approx(0.1 / math.sqrt(2))
+    assert relative_rms(expected, expected) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("differences", "first"),
+    [
+        ([0.0, 2e-7, 9e-6, 9e-7], None),  # jumps below the floor are rounding
+        ([0.0, 2e-7, 3e-5, 4e-5], "2"),
+        ([9e-6, 5e-5, 3e-4, 2e-3], None),  # grows evenly
+        ([9e-6, 5e-5, 6e-4, 2e-3], "2"),
+        ([1e-4, 1e-4], "0"),
+        ([0.0, float("nan")], "1"),
+    ],
+)
+def test_the_first_stage_that_jumps_stands_out(differences: list[float], first: str | None) -> None:
+    named = [(str(number), difference) for number, difference in enumerate(differences)]
+    assert standing_out(named, 1e-5) == first
+
+
+LAYOUT = RolloutLayout.consecutive(4, 2)
+PARAMS = SamplingParams(1.0, top_p=0.5)
+
+
+def answer(tokens: tuple[int, ...], logps: tuple[float, ...], is_greedy: bool = True) -> Answer:
+    return Answer(0, is_greedy, Completion(0, tokens, logps, "length", 0))
+
+
+def said(choice: list[int], best: list[float], own: list[float], cut: list[float]) -> Tokenwise:
+    columns = (torch.tensor(x) for x in (best, own, cut, own))
+    return Tokenwise(torch.tensor(choice), *columns)
+
+
+def tokens_of(drawn: list[tuple[int, ...]], trainer: Tokenwise, tie: float = 1e-3) -> Finding:
+    by_rank = [[answer(tokens, (-1.0, -1.0))] for tokens in drawn]
+    spans = [[(by_rank[rank][0], slice(0, 2))] for rank in (0, 2)]
+    return judge_tokens(LAYOUT, by_rank, spans, trainer, tie)
+
+
+def test_tokens_agree_up_to_near_ties() -> None:
+    trainer = said([5, 6], [-1.0, -1.0], [-1.0, -1.0005], [0.0, 0.0])
+    assert tokens_of([(5, 6)] * 4, trainer).agrees
+    near = tokens_of([(5, 7)] * 4, trainer)
+    assert near.agrees and near.details["num_near_ties"] == 2
+    far = tokens_of([(5, 7)] * 4, trainer, tie=1e-4)
+    assert not far.agrees and "token 7 as number 1" in far.found and "trainer 6" in far.found
+    apart = tokens_of([(5, 6), (5, 6), (5, 6), (5, 5)], trainer)
+    assert not apart.agrees and "rank 3 drew other tokens than rank 2" in apart.found
+
+
+def test_sampling_tells_truncation_from_numerics() -> None:
+    half = -math.log(2)
+    pairs = [(answer((1, 2), (0.0, 0.0), is_greedy=False), slice(0, 2))]
+    truncated = judge_sampling(
+        [pairs], said([1, 2], [half] * 2, [half] * 2, [0.0] * 2), PARAMS, 1e-3
+    )
+    assert not truncated.agrees and "rollout.top_p=1" in truncated.remedy
+    assert truncated.details["from_truncation"] == pytest.approx(-half)
+    assert truncated.details["diff_mean_with_same_truncation"] == 0.0
+    # Off by the same amount, but nothing is cut off: not the support, but how they compute.
+    trainer = said([1, 2], [half] * 2, [half] * 2, [half] * 2)
+    assert judge_sampling([pairs], trainer, PARAMS, 1e-3).agrees
+    greedy = [(answer((1, 2), (half, half)), slice(0, 2))]
+    total, replica = mean_difference([[*greedy, *greedy], [*greedy, *pairs]], trainer)
+    assert (total, replica) == (pytest.approx(-half / 2), 1)  # two tokens of four, in the second
+    outside = said([1, 2], [half] * 2, [half] * 2, [half, -math.inf])
+    assert judge_sampling([pairs], outside, PARAMS, 1e-3).details["num_outside"] == 1
+    assert not judge_sampling([pairs], outside, PARAMS, 1e-3).agrees
+
+
+def test_numerics_names_the_stage_or_says_that_rounding_adds_up() -> None:
+    def table(*differences: float) -> list[dict[str, object]]:
+        names = ("embedding", "layers.0.attention", "layers.0.mlp", "norm")
+        return [{"stage": n, "difference": d} for n, d in zip(names, differences, strict=True)]
+
+    assert judge_numerics(table(0, 1e-7, 2e-7, 2e-7), 1e-6, 0, FP32).agrees
+    broken = judge_numerics(table(0, 0.3, 0.4, 0.4), 0.9, 1, FP32)
+    assert not broken.agrees and broken.details["first"] == "layers.0.attention"
+    assert "rope" in broken.remedy and "replica 1" in broken.found
+    rounding = judge_numerics(table(0, 9e-6, 5e-5, 2e-4), 2e-3, 0, FP32)
+    assert not rounding.agrees and rounding.details["first"] is None
+    assert "float32" in rounding.remedy
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_eager_engine_is_asked_for_on_gpus_too(
+    monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    config = {**QWEN2, "model_type": "qwen2"}
+    family = resolve_family(None, config)
+    settings = EngineSettings(config, family.architectures, "bfloat16", 4, 96, eager=eager)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (70 << 30, 80 << 30))
+    found = engine_arguments(settings, family.shape(config), 1, 1 << 20, is_cpu=False)
+    assert found["enforce_eager"] is eager
+
+
+def test_an_engine_whose_modules_are_not_called_is_refused() -> None:
+    config = {**QWEN2, "model_type": "qwen2"}
+    engine = HfEngine(config)
+    engine.finish_update(0)
+    streams = engine_streams(engine, [(1, 2, 3), (4, 5)])
+    assert [*streams] == [*stages(2), "logits"]
+    assert {stage: len(rows) for stage, rows in streams.items()} == {
+        **dict.fromkeys(stages(2), 5),
+        "logits": 2,
+    }
+    layer = engine.model.get_submodule("model.layers.1")
+    # As a compiled layer does: it computes without passing by the module's hooks.
+    engine.model.get_submodule("model").layers[1] = _Uncalled(layer)
+    with pytest.raises(RuntimeError, match="layers.1.attention.*0 of 3.*rollout.eager"):
+        engine_streams(engine, [(1, 2, 3)])
+
+
+class _Uncalled(torch.nn.Module):
+    """A layer that has modules and does not call them."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.post_attention_layernorm = layer.get_submodule("post_attention_layernorm")
+
+    def forward(self, hidden: torch.Tensor, **_: object) -> torch.Tensor:
+        return hidden
