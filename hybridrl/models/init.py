@@ -27,7 +27,8 @@ def init_weights(
     hf_config: Mapping[str, Any],
     seed: int,
 ) -> None:
-    """Fills this rank's tensors with a model drawn from `seed`.
+    """Fills this rank's tensors with a model drawn from `seed`: the same in every layout on one kind
+    of device, since CPUs and GPUs draw different numbers.
 
     Args:
         layout: which rectangles of which HF tensors the rank holds.
@@ -46,7 +47,8 @@ def init_weights(
     for region in layout.regions:
         regions.setdefault(region.hf, []).append(region)
     for name, held in regions.items():
-        full = _draw(name, hf_shapes[name], std, residual_std, seed)
+        device = tensors[held[0].local].device
+        full = _draw(name, hf_shapes[name], std, residual_std, seed, device)
         for region in held:
             source = full[tuple(slice(start, stop) for start, stop in region.hf_box)]
             target = tensors[region.local][tuple(slice(a, b) for a, b in region.local_box)]
@@ -54,11 +56,18 @@ def init_weights(
 
 
 def _draw(
-    name: str, shape: tuple[int, ...], std: float, residual_std: float, seed: int
+    name: str,
+    shape: tuple[int, ...],
+    std: float,
+    residual_std: float,
+    seed: int,
+    device: torch.device,
 ) -> torch.Tensor:
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        fill = torch.zeros if name.endswith("bias") else torch.ones
+        return fill(shape, device=device)
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    # On the device: a host would take a minute for 7 billion numbers.
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
     scale = residual_std if name.endswith(RESIDUAL_OUTPUTS) else std
-    return torch.randn(shape, generator=generator) * scale
+    return torch.randn(shape, generator=generator, device=device) * scale
