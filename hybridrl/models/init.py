@@ -27,8 +27,9 @@ def init_weights(
     hf_config: Mapping[str, Any],
     seed: int,
 ) -> None:
-    """Fills this rank's tensors with a model drawn from `seed`: the same in every layout on one kind
-    of device, since CPUs and GPUs draw different numbers.
+    """Fills this rank's tensors with a model drawn from `seed`.
+
+    The same model in every layout on one kind of device: CPUs and GPUs draw other numbers.
 
     Args:
         layout: which rectangles of which HF tensors the rank holds.

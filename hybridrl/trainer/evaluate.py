@@ -27,3 +27,8 @@ def evaluate(sampler: Sampler, prompts: Sequence[Prompt], temperature: float = 0
     sampling = dataclasses.replace(sampler.sampling, temperature=temperature)
     local = sampler.generate(prompts, samples_per_prompt=1, step=EVALUATION_STEP, sampling=sampling)
     return float(sampler.score(local).reward_B.mean())
+
+
+def is_due(every: int, step: int, last: int) -> bool:
+    """Whether what happens after every `every` steps (0: never) and after the last is due now."""
+    return step == last or (every > 0 and step % every == 0)

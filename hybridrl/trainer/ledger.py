@@ -13,7 +13,6 @@ import torch
 
 from hybridrl.errors import DeviceMemoryError
 from hybridrl.platform import Platform
-from hybridrl.rollout.engine import RolloutEngine
 from hybridrl.trainer.model import ParallelModel
 
 REMEDIES = (
@@ -42,12 +41,12 @@ class Entry:
     in_rollout: bool = True
 
 
-def entries(models: Mapping[str, ParallelModel], engine: RolloutEngine | None) -> list[Entry]:
+def entries(models: Mapping[str, ParallelModel], engine: Mapping[str, int]) -> list[Entry]:
     """Returns what models and engine hold; memory that comes later in the run is counted already.
 
     Args:
         models: by role.
-        engine: of this rank; None where nothing is generated.
+        engine: the bytes that the rank's engine tells of (`RolloutEngine.memory`).
     """
     found = []
     for role, model in models.items():
@@ -56,7 +55,7 @@ def entries(models: Mapping[str, ParallelModel], engine: RolloutEngine | None) -
             state, _ = memory.state_bytes()
             found.append(Entry(f"{role} gradients", memory.gradient_bytes(), in_rollout=False))
             found.append(Entry(f"{role} optimizer", state, in_rollout=not memory.offloads))
-    for name, num_bytes in (engine.memory() if engine is not None else {}).items():
+    for name, num_bytes in engine.items():
         if num_bytes:
             kept = name in ALWAYS_KEPT
             found.append(Entry(f"engine {name}", num_bytes, kept, name not in COUNTED_ABOVE))

@@ -8,7 +8,7 @@ over the same parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction
 from hybridrl.trainer import ledger, probe, setup
 from hybridrl.trainer.critic import Critic
-from hybridrl.trainer.evaluate import evaluate
+from hybridrl.trainer.evaluate import evaluate, is_due
 from hybridrl.trainer.journal import Journal
 from hybridrl.trainer.memory import released
 from hybridrl.trainer.mismatch import MismatchWarning, mismatch_metrics
@@ -69,8 +69,14 @@ class Trainer:
         self.platform = Platform.detect()
         self.platform.activate()
         start_process_group(self.platform, config.run.collective_timeout_s)
+        self.models: dict[str, ParallelModel] = {}
+        self.trained: dict[str, ParallelModel]
+        self.critic: Critic | None
+        self.reference: Policy | None
+        self._engine_bytes: Callable[[], Mapping[str, int]] = dict  # until there is an engine
         try:
-            self._build(prompts, reward, tokenizer)
+            with ledger.explained(self.memory_table):
+                self._build(prompts, reward, tokenizer)
         except BaseException:
             stop_process_group()  # so that a corrected attempt in the same process can start
             raise
@@ -152,20 +158,19 @@ class Trainer:
             self.evaluations["0"] = self.evaluate()
         while self.step < last and not self._has_reached_goal():
             metrics = self.train_step()
-            if self._evaluation_is_due(last):
+            if self.eval_prompts and is_due(self.config.steps.eval_every, self.step, last):
                 metrics["eval/accuracy"] = self.evaluate()
                 self.evaluations[str(self.step)] = metrics["eval/accuracy"]
             self.journal.log(self.step, metrics)
             if (warning := self._mismatch_warning.text(self.step, metrics)) is not None:
                 self.journal.say(warning)
-            if self._checkpoint_is_due(last):
+            ends = last if not self._has_reached_goal() else self.step
+            if is_due(self.config.checkpoint.every, self.step, ends):
                 self.save_checkpoint()
 
     def memory_table(self) -> str:
         """Returns what this rank's device holds, part by part, in training and in rollout."""
-        frozen = {} if self.reference is None else {"reference": self.reference.model}
-        found = ledger.entries({**self.trained, **frozen}, self.raw_engine)
-        return ledger.table(found, self.platform)
+        return ledger.table(ledger.entries(self.models, self._engine_bytes()), self.platform)
 
     def train_step(self) -> dict[str, float]:
         """Takes one step and returns its metrics, the same on all ranks."""
@@ -337,22 +342,22 @@ class Trainer:
         self._mismatch_warning = MismatchWarning(self.source.dtype)
         num_updates = config.steps.num_steps * config.steps.updates_per_step
         temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
-        model = setup.build_model(self.world, self.source, "lm", config)
+        self.models["policy"] = model = setup.build_model(self.world, self.source, "lm", config)
         model.make_trainable(config.train.learning_rate)
         self.policy = Policy(model, self.algorithm, num_updates, temperature)
-        self.trained: dict[str, ParallelModel] = {"policy": model}
-        self.reference: Policy | None = None
+        self.trained, self.critic, self.reference = {"policy": model}, None, None
         if needs.reference:
-            frozen = setup.build_model(self.world, self.source, "lm", config)
+            self.models["reference"] = frozen = setup.build_model(
+                self.world, self.source, "lm", config
+            )
             frozen.freeze()
             self.reference = Policy(frozen, self.algorithm, num_updates, temperature)
-        self.critic: Critic | None = None
         if needs.values and isinstance(self.algorithm, CriticAlgorithm):
             value = setup.build_model(self.world, self.source, "value", config)
+            self.models["critic"] = self.trained["critic"] = value
             rate = config.train.critic_learning_rate
             value.make_trainable(config.train.learning_rate if rate is None else rate)
             self.critic = Critic(value, self.algorithm, num_updates)
-            self.trained["critic"] = value
 
     def _make_engine(self) -> None:
         """Builds the engine and the plan that brings the policy's weights into it."""
@@ -363,6 +368,7 @@ class Trainer:
         with released(memories), self.world.all_agree("starting the rollout engine"):
             to_come = sum(memory.bytes_to_come() for memory in memories)
             self.raw_engine = setup.build_engine(self.config, model, layout, to_come)
+        self._engine_bytes = self.raw_engine.memory
         sampling = setup.sampling_params(rollout, self.source, self.tokenizer)
         self.engine = Sampler(
             self.world,
@@ -387,14 +393,3 @@ class Trainer:
         goal = self.config.steps.stop_at_accuracy
         newest = self.evaluations.get(str(self.step))
         return goal is not None and newest is not None and newest >= goal
-
-    def _evaluation_is_due(self, last: int) -> bool:
-        every = self.config.steps.eval_every
-        return bool(self.eval_prompts) and (
-            self.step == last or (every > 0 and self.step % every == 0)
-        )
-
-    def _checkpoint_is_due(self, last: int) -> bool:
-        every = self.config.checkpoint.every
-        ends = self.step == last or self._has_reached_goal()
-        return ends or (every > 0 and self.step % every == 0)

@@ -108,7 +108,7 @@ def test_an_out_of_memory_error_carries_the_ledger(world: World) -> None:
     policy = make_policy(world, torch.float32, True)
 
     def table() -> str:
-        return ledger.table(ledger.entries({"policy": policy.model}, None), world.platform)
+        return ledger.table(ledger.entries({"policy": policy.model}, {}), world.platform)
 
     with pytest.raises(DeviceMemoryError) as caught, ledger.explained(table):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nmore")
@@ -122,7 +122,7 @@ def test_an_out_of_memory_error_carries_the_ledger(world: World) -> None:
 
 def test_the_ledger_counts_what_lies_on_the_device_in_each_phase(world: World) -> None:
     policy = make_policy(world, torch.bfloat16, True)
-    found = {entry.name: entry for entry in ledger.entries({"policy": policy.model}, None)}
+    found = {entry.name: entry for entry in ledger.entries({"policy": policy.model}, {})}
     num_parameters = sum(t.numel() for t in policy.model.weights().values())
     # The buffers are padded, by less than a tenth here.
     for name, each, in_rollout in (
@@ -132,3 +132,14 @@ def test_the_ledger_counts_what_lies_on_the_device_in_each_phase(world: World) -
     ):
         assert 1.0 <= found[name].num_bytes / (each * num_parameters) < 1.1, name
         assert (found[name].in_training, found[name].in_rollout) == (True, in_rollout)
+
+
+def test_the_ledger_counts_what_engine_and_trainer_share_once(world: World) -> None:
+    policy = make_policy(world, torch.float32, False)
+    engine = {"weights": 5, "weights shared with the trainer": 7, "KV cache": 11, "unused": 0}
+    engine |= {"graphs and workspace": 13}
+    found = ledger.entries({"policy": policy.model}, engine)
+    mine = {entry.name: entry for entry in found if entry.name.startswith("engine")}
+    assert [entry.num_bytes for entry in mine.values()] == [5, 7, 11, 13]
+    assert sum(e.num_bytes for e in mine.values() if e.in_rollout) == 5 + 11 + 13
+    assert sum(e.num_bytes for e in mine.values() if e.in_training) == 13
