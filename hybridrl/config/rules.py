@@ -9,11 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridrl.config.schema import Config, GrpoConfig, ModelConfig, PpoConfig, SftConfig
+from hybridrl.config.schema import (
+    Config,
+    GrpoConfig,
+    ModelConfig,
+    PpoConfig,
+    SftConfig,
+    TrainConfig,
+)
 from hybridrl.errors import UserError
 
+LOWEST_TEMPERATURE = 0.01  # of vLLM, but for 0
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 ONE_RANK_ENGINES = ("hf", "scripted")
+AXES = ("tp", "cp", "ep", "dp", "pp")
 
 
 def default_world_size(config: Config, num_gpus: int) -> int:
@@ -96,6 +105,42 @@ def _layout_rules(config: Config, world_size: int) -> Iterator[UserError]:
             "1 without pipeline parallelism",
             "Set train.vpp=1, or train.pp above 1.",
         )
+    yield from _order_rules(train)
+
+
+def is_megatron_order(order: str, pp: int, cp: int, ep: int) -> bool:
+    """Returns whether Megatron lays the axes over the ranks in this order.
+
+    Its layout of experts has no cp, and its pipeline stages must be those of the dense layout
+    (megatron-core 0.16.1, parallel_state.initialize_model_parallel).
+
+    Args:
+        order: each axis once, joined by '-'.
+        pp, cp, ep: parallel sizes.
+    """
+    if pp == 1 or order.endswith("pp"):
+        return True
+    axes = order.split("-")
+    is_cp_before, is_ep_before = (axes.index(axis) < axes.index("pp") for axis in ("cp", "ep"))
+    return cp == ep and (cp == 1 or is_cp_before == is_ep_before)
+
+
+def _order_rules(train: TrainConfig) -> Iterator[UserError]:
+    if sorted(train.order.split("-")) != sorted(AXES):
+        yield UserError(
+            "train.order",
+            repr(train.order),
+            f"each of {', '.join(AXES)} once, joined by '-'",
+            f"Set train.order={'-'.join(AXES)}, or the order that `hybridrl plan` names.",
+        )
+    elif not is_megatron_order(train.order, train.pp, train.cp, train.ep):
+        yield UserError(
+            "train.order",
+            repr(train.order),
+            f"an order that ends with pp, for Megatron with train.pp={train.pp}, "
+            f"train.cp={train.cp} and train.ep={train.ep}",
+            "Put pp last.",
+        )
 
 
 def _step_rules(config: Config) -> Iterator[UserError]:
@@ -120,6 +165,13 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             config.rollout.temperature,
             "above 0 with algorithm grpo: greedy samples of one prompt are all the same",
             "Set rollout.temperature=1.",
+        )
+    if config.rollout.engine == "vllm" and 0 < config.rollout.temperature < LOWEST_TEMPERATURE:
+        yield UserError(
+            "rollout.temperature",
+            config.rollout.temperature,
+            f"0, or {LOWEST_TEMPERATURE} or more: rollout.engine=vllm raises what is lower",
+            "Set rollout.temperature=0.01, or rollout.engine=hf.",
         )
     samples = steps.prompts_per_step * steps.samples_per_prompt
     if samples % steps.updates_per_step:

@@ -116,6 +116,10 @@ class TrainConfig(Section):
     )
     cp: int = Field(1, ge=1, description="Context parallel size. 1: only long sequences need more.")
     ep: int = Field(1, ge=1, description="Expert parallel size. 1: dense models have no experts.")
+    order: str = Field(
+        "tp-cp-ep-dp-pp",
+        description="Axes over the ranks, the fastest-varying first. Megatron's own default; `hybridrl plan` says which order moves fewer weights.",
+    )
     micro_batch_tokens: int = Field(
         4096,
         ge=1,

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hybridrl.models.boxes import Box
 from hybridrl.models.weights import RankLayout
+
+if TYPE_CHECKING:  # `hybridrl plan` asks for the names, where torch takes seconds
+    from torch import Tensor
 
 Content = frozenset[tuple[str, Box, Box]]
 """What a tensor holds: (HF name, rectangle there, rectangle here) of each of its regions."""
@@ -32,6 +34,20 @@ class TrainingShard:
     tensors: Mapping[str, Tensor]
 
 
+def shared_names(source: RankLayout, target: RankLayout) -> dict[str, str]:
+    """Returns, by engine name, the training tensor that holds the same rectangles at the same
+    places, with rows of the same length and no fewer of them.
+    """
+    held = {content: name for name, content in _contents(source).items()}
+    found = {}
+    for name, content in _contents(target).items():
+        if content in held:
+            one, other = source.shapes[held[content]], target.shapes[name]
+            if one[1:] == other[1:] and one[0] >= other[0]:
+                found[name] = held[content]
+    return found
+
+
 def shared_views(shard: TrainingShard, target: RankLayout, dtype: object) -> dict[str, Tensor]:
     """Returns, by engine name, the view of a training parameter that can serve as the engine's.
 
@@ -44,19 +60,11 @@ def shared_views(shard: TrainingShard, target: RankLayout, dtype: object) -> dic
         target: the engine's layout on the same rank.
         dtype: of the engine's parameters.
     """
-    held = {content: name for name, content in _contents(shard.layout).items()}
     views = {}
-    for name, content in _contents(target).items():
-        source = shard.tensors.get(held.get(content, ""))
-        shape = target.shapes[name]
-        if (
-            source is not None
-            and source.dtype == dtype
-            and source.is_contiguous()
-            and source.shape[1:] == shape[1:]
-            and source.shape[0] >= shape[0]
-        ):
-            views[name] = source[: shape[0]]
+    for name, source_name in shared_names(shard.layout, target).items():
+        source = shard.tensors[source_name]
+        if source.dtype == dtype and source.is_contiguous():
+            views[name] = source[: target.shapes[name][0]]
     return views
 
 

@@ -22,6 +22,7 @@ from itertools import count, permutations
 
 import numpy as np
 
+from hybridrl.config.rules import is_megatron_order
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.models.weights import RankLayout
 from hybridrl.parallel.layout import AXES, RolloutLayout, TrainLayout
@@ -102,7 +103,8 @@ def order_without_loss(
 ) -> str | None:
     """Returns an order of the training axes in which ascending groups cost no more than `goal`.
 
-    Tensor-parallel groups stay on one node where they do in `train`. None: there is no such order.
+    Megatron takes it (`train.order`), and tensor-parallel groups stay on one node where they do in
+    `train`. None: there is no such order.
     """
     node = domain_size or train.world_size
 
@@ -112,6 +114,8 @@ def order_without_loss(
     tried = set()
     for axes in permutations(AXES):
         order = "-".join(axes).replace("cp", "cp-ep")
+        if not is_megatron_order(order, train.pp, train.cp, train.ep):
+            continue
         other = TrainLayout(
             train.world_size, train.tp, train.pp, train.cp, train.ep, train.vpp, order
         )

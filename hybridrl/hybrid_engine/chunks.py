@@ -1,90 +1,172 @@
-"""Cuts a plan's transfers into chunks that fit bounded staging buffers. Pure, no torch.
+"""Cuts a plan's streams into exchanges that fit bounded staging buffers. Pure, no torch.
 
-Invariant: within one chunk no rank sends more than the capacity, and none receives more. Every rank
-computes the same chunks, so all agree on what one message holds and in which order.
+Every stream is spread evenly over the same number of chunks: all links work all the time, and what
+a message holds follows from the sizes of the streams and the operations of its own two ends. What
+lands on a rank to go on goes on in the exchange after, while the next chunk lands. Invariant: in
+one exchange no rank sends more than the capacity, none receives more, and between two ranks there
+is at most one message each way.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from math import prod
 
-from hybridrl.hybrid_engine.plan import CopyOp, Plan, PlanError
-from hybridrl.models.boxes import Box, sizes, volume
+import numpy as np
 
-# Operations are cut to this part of the capacity, so that a chunk takes pieces of several peers.
-PIECES_PER_CHUNK = 4
+from hybridrl.hybrid_engine.plan import CopyOp, Plan, PlanError, Stream
+from hybridrl.models.boxes import Box, Shape, moved, sizes, volume, whole
+
+# Streams are cut at multiples of a power of two of elements, this at most: small ones go whole, and
+# the others' pieces stay aligned. What a rank's streams round up to is one part in SLACK of the
+# capacity at most.
+MAX_GRAIN = 1 << 16
+SLACK = 8
 
 
-def schedule_chunks(plan: Plan, capacity_bytes: int) -> list[list[CopyOp]]:
-    """Returns, chunk by chunk, the pieces of the plan's operations between different ranks.
+@dataclass(frozen=True)
+class Part:
+    """What one message holds of one stream.
 
-    Each piece goes into the first chunk, not before the last piece between the same two ranks, in
-    which its sender and its receiver both have room.
+    Args:
+        stream: which.
+        elements: how many.
+        pieces: the rank's operations, or pieces of them, in order. None where the rank passes on
+            what landed on it in the exchange before.
+    """
+
+    stream: Stream
+    elements: int
+    pieces: tuple[CopyOp, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's messages in one exchange: by peer, the parts of the message in order."""
+
+    sends: dict[int, list[Part]] = field(default_factory=dict)
+    receives: dict[int, list[Part]] = field(default_factory=dict)
+
+
+def schedule_exchanges(plan: Plan, rank: int, capacity_bytes: int) -> list[Exchange]:
+    """Returns a rank's part of every exchange; all ranks have as many.
 
     Args:
         plan: whose local operations are left out.
-        capacity_bytes: most that one rank sends, and most that it receives, in one chunk.
+        rank: whose messages.
+        capacity_bytes: most that one rank sends, and most that it receives, in one exchange.
 
     Raises:
-        PlanError: not even one element fits.
+        PlanError: a rank's streams are more than elements fit.
     """
-    capacity = capacity_bytes // plan.itemsize
-    if capacity < 1:
-        raise PlanError(f"staging of {capacity_bytes} bytes holds no element of {plan.itemsize}")
-    largest = max(capacity // PIECES_PER_CHUNK, 1)
-    chunks: list[list[CopyOp]] = []
-    sent: defaultdict[tuple[int, int], int] = defaultdict(int)
-    received: defaultdict[tuple[int, int], int] = defaultdict(int)
-    earliest: defaultdict[tuple[int, int], int] = defaultdict(int)
-    for ops in plan.ops:
-        for op in ops:
-            if op.source_rank == op.dest_rank:
+    num_chunks, grain = _division(plan, capacity_bytes)
+    is_passed_on = any(len(stream.route) > 1 for stream in plan.streams)
+    exchanges = [Exchange() for _ in range(num_chunks + is_passed_on)]
+    lines = _lines(plan, rank)
+    for stream, line in lines.items():
+        chunks = range(num_chunks + 1)
+        edges = [plan.streams[stream] * i // num_chunks // grain * grain for i in chunks]
+        edges[-1] = plan.streams[stream]
+        spans = [(i, start, stop) for i, (start, stop) in enumerate(pairwise(edges))]
+        for sender, receiver in stream.hops:
+            if rank not in (sender, receiver):
                 continue
-            pair = (op.source_rank, op.dest_rank)
-            for piece in _pieces(op, largest):
-                room = capacity - volume(piece.dest_box)
-                chunk = earliest[pair]
-                while sent[pair[0], chunk] > room or received[pair[1], chunk] > room:
-                    chunk += 1
-                sent[pair[0], chunk] += capacity - room
-                received[pair[1], chunk] += capacity - room
-                earliest[pair] = chunk
-                chunks += [[] for _ in range(chunk + 1 - len(chunks))]
-                chunks[chunk].append(piece)
-    return chunks
+            is_late = sender != stream.source
+            for chunk, start, stop in spans:
+                if start == stop:
+                    continue
+                exchange = exchanges[chunk + is_late]
+                pieces = () if is_late and rank == sender else line.cut(start, stop)
+                peer, messages = (
+                    (receiver, exchange.sends) if rank == sender else (sender, exchange.receives)
+                )
+                messages.setdefault(peer, []).append(Part(stream, stop - start, tuple(pieces)))
+    return exchanges
 
 
-def _pieces(op: CopyOp, largest: int) -> Iterator[CopyOp]:
-    """Yields an operation in pieces of at most `largest` elements, in order."""
-    if volume(op.dest_box) <= largest:
-        yield op
-        return
-    # Runs of slices of the outermost dim whose slices fit, at each single index of the dims before.
-    extents = sizes(op.dest_box)
-    dim, inner = len(extents) - 1, 1
-    while dim and inner * extents[dim] <= largest:
-        inner *= extents[dim]
-        dim -= 1
-    step = largest // inner
-    yield from _split(op, 0, dim, step)
-
-
-def _split(op: CopyOp, dim: int, last: int, step: int) -> Iterator[CopyOp]:
-    extent = sizes(op.dest_box)[dim]
-    size = step if dim == last else 1
-    for start in range(0, extent, size):
-        stop = min(start + size, extent)
-        part = op._replace(
-            source_box=_part(op.source_box, dim, start, stop),
-            dest_box=_part(op.dest_box, dim, start, stop),
+def _division(plan: Plan, capacity_bytes: int) -> tuple[int, int]:
+    """Returns how many chunks there are, and of how many elements the parts are multiples."""
+    if not plan.streams:
+        return 0, 1
+    hops = [(*hop, elements) for stream, elements in plan.streams.items() for hop in stream.hops]
+    senders, receivers, totals = np.array(hops, np.int64).T
+    capacity = capacity_bytes // plan.itemsize
+    most = int(max(np.bincount(senders).max(), np.bincount(receivers).max()))
+    if most > capacity:
+        raise PlanError(
+            f"staging of {capacity_bytes} bytes each way, but a rank's {most} streams take "
+            f"{most * plan.itemsize} at least: raise rollout.staging_mib"
         )
-        if dim == last:
-            yield part
+    grain = min(1 << max(capacity // (SLACK * most), 1).bit_length() - 1, MAX_GRAIN)
+
+    def fits(num_chunks: int) -> bool:
+        parts = np.minimum(totals, -(-totals // num_chunks) + grain - 1)
+        return max(np.bincount(ends, parts).max() for ends in (senders, receivers)) <= capacity
+
+    most_chunks = range(1, int(totals.max()) + 1)
+    return most_chunks[bisect_left(most_chunks, True, key=fits)], grain
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A stream's operations one after the other, each row by row, and where each ends."""
+
+    ops: Sequence[CopyOp]
+    stops: Sequence[int]
+
+    def cut(self, start: int, stop: int) -> Iterator[CopyOp]:
+        """Yields what lies between two elements, in order."""
+        for number in range(bisect_right(self.stops, start), len(self.ops)):
+            op = self.ops[number]
+            first = self.stops[number] - volume(op.dest_box)
+            if first >= stop:
+                return
+            span = max(start - first, 0), min(stop, self.stops[number]) - first
+            shape = sizes(op.dest_box)
+            for box in _boxes(shape, *span):
+                yield op._replace(
+                    source_box=moved(box, whole(shape), op.source_box),
+                    dest_box=moved(box, whole(shape), op.dest_box),
+                )
+
+
+def _lines(plan: Plan, rank: int) -> dict[Stream, _Line]:
+    """Returns the streams that a rank sends, passes on or receives, in the order of `plan`."""
+    own = [stream for stream in plan.streams if rank in (stream.source, *stream.route)]
+    found: dict[Stream, list[CopyOp]] = {stream: [] for stream in own}
+    for op in plan.ops[rank]:
+        if op.source_rank != rank:
+            found[op.stream].append(op)
+    for dest in dict.fromkeys(stream.route[0] for stream in own if stream.source == rank):
+        for op in plan.ops_between(rank, dest):
+            if op.route[0] == dest:
+                found[op.stream].append(op)
+    lines = {}
+    for stream, ops in found.items():
+        # All ranks of a route have the same slices of the source, but not in the same order.
+        ops.sort(key=lambda op: (op.source, op.source_box))
+        lines[stream] = _Line(ops, list(accumulate(volume(op.dest_box) for op in ops)))
+        if lines[stream].stops[-1:] != [plan.streams[stream]]:
+            raise PlanError(f"rank {rank}: {stream} has other operations than elements")
+    return lines
+
+
+def _boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """Yields the boxes that hold the elements of `shape` from `start` to `stop`, row by row."""
+    if not shape:
+        yield ()
+        return
+    inner = prod(shape[1:])
+    while start < stop:
+        row, rest = divmod(start, inner)
+        rows = (stop - start) // inner if rest == 0 else 0
+        end = start + rows * inner if rows else min(stop, (row + 1) * inner)
+        if rows:
+            yield ((row, row + rows), *((0, size) for size in shape[1:]))
         else:
-            yield from _split(part, dim + 1, last, step)
-
-
-def _part(box: Box, dim: int, start: int, stop: int) -> Box:
-    origin = box[dim][0]
-    return (*box[:dim], (origin + start, origin + stop), *box[dim + 1 :])
+            for box in _boxes(shape[1:], rest, rest + end - start):
+                yield ((row, row + 1), *box)
+        start = end

@@ -1,10 +1,11 @@
 """Predicts a reshard over many nodes: a schedule in two levels, its time, and a bound of any.
 
-Pure, no torch; a model on paper, nothing runs by it. The schedule: every piece that a node needs
-and has on none of its GPUs crosses to it once, from the owning node that has the least to send,
-spread over all NICs on both sides; NVLink brings it to the NIC's GPU before and to every GPU that
-needs it after. Both levels work on chunks, at the same time. Links and NICs are taken to keep their
-rates whatever else goes on: switches and congestion are no part of it.
+Pure, no torch; a model on paper. The schedule: every piece that a node needs and has on none of its
+GPUs crosses to it once, from the owning node that has the least to send, spread over all NICs on
+both sides; NVLink brings it to the NIC's GPU before and to every GPU that needs it after. Both
+levels work on chunks, at the same time. Links and NICs are taken to keep their rates whatever else
+goes on: switches and congestion are no part of it. What runs (crossing.py) has each piece cross
+from a GPU that owns it to one that needs it, whose NICs may carry less alike (`planned_ms`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from hybridrl.hybrid_engine.deals import Deal, deal_out
-from hybridrl.hybrid_engine.pieces import Join, Kind
-from hybridrl.models.boxes import Box
+from hybridrl.hybrid_engine.pieces import Group, Join, Kind
 
-Wants = Counter[tuple[int, tuple[int, ...]]]
-"""How many pieces there are of a kind that just these target classes of a node need."""
+Wants = Counter[Group]
+"""How many pieces a node wants of each group."""
 
 CHUNK_BYTES = 64 << 20
 
@@ -117,11 +117,11 @@ def predict(
     )
 
 
-def direct_ms(traffic: np.ndarray, cluster: Cluster) -> float:
-    """Returns milliseconds of a plan where each rank receives for itself, over its share of NICs.
+def planned_ms(traffic: np.ndarray, cluster: Cluster) -> float:
+    """Returns milliseconds of a plan whose ranks each have their own share of the node's NICs.
 
     Args:
-        traffic: bytes from each rank (outer) to each rank (inner).
+        traffic: bytes from each rank (outer) to each rank (inner), as of `Plan`.
         cluster: sizes and rates.
     """
     node = np.arange(len(traffic)) // cluster.gpus_per_node
@@ -194,12 +194,7 @@ def _wants(joined: Join, nodes: Sequence[_Node]) -> dict[tuple[int, ...], Wants]
     """Returns, by the target classes of a node's GPUs, what the node wants."""
     found: dict[tuple[int, ...], Wants] = {}
     for classes in dict.fromkeys(node.targets for node in nodes):
-        who: dict[tuple[str, Box], tuple[int, list[int]]] = {}
-        for target in sorted(set(classes)):
-            for region, pieces in joined.needs[target]:
-                for box, kind in pieces:
-                    who.setdefault((region.hf, box), (kind, []))[1].append(target)
-        found[classes] = Counter((kind, tuple(targets)) for kind, targets in who.values())
+        found[classes] = Counter(joined.wanted_by(classes).values())
     return found
 
 

@@ -41,10 +41,17 @@ class Deal:
         """Items sent in all."""
         return self.count * len(self.receivers)
 
-    def senders_to(self, position: int) -> list[int]:
-        """Returns who sends each of its items to the receiver at `position`."""
-        items = np.arange(self.count) + position * self.count
+    def senders_to(self, position: int, items: np.ndarray | None = None) -> list[int]:
+        """Returns who sends each of its items, or some of them, to the receiver at `position`."""
+        items = (np.arange(self.count) if items is None else items) + position * self.count
         return self.senders[np.searchsorted(np.cumsum(self.sent), items, side="right")].tolist()
+
+    def changes_to(self, position: int) -> np.ndarray:
+        """Returns at which of its items another sends to the receiver at `position`; 0 and the end
+        too.
+        """
+        stops = np.cumsum(self.sent) - position * self.count
+        return np.unique([0, *np.clip(stops, 0, self.count)])
 
     def add_traffic(self, traffic: np.ndarray) -> None:
         """Adds what is sent to `traffic`, by sender (outer) and receiver (inner)."""

@@ -2,11 +2,12 @@
 
 Who waits for whom: making one and `to_rollout` are collective over the group. Whatever one rank
 finds wrong while the plan is made is told to all before any raises. Invariant: a plan runs only if
-it is proven to fill every parameter, and only if every rank holds the same plan.
+it is proven to fill every parameter, by each rank for its own, and only if all hold the same plan.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,10 +32,11 @@ class ReshardStats:
 
     Args:
         version: weight version that the engine now has.
-        received_bytes, sent_bytes: over the link, of this rank.
+        received_bytes, sent_bytes: over links of any kind, of this rank.
         seconds: wall time on this rank, until its parameters are complete.
         total_planned_bytes: what the plan says all ranks send together.
         total_sent_bytes, total_received_bytes: what all ranks did.
+        total_node_received_bytes: of those, what came from other nodes.
         slowest_gb_per_s: bytes received a second by the rank that took longest, 1e9 bytes a second.
         verify_seconds: spent on comparing both ends, 0 when it was not time to.
     """
@@ -46,6 +48,7 @@ class ReshardStats:
     total_planned_bytes: int
     total_sent_bytes: int
     total_received_bytes: int
+    total_node_received_bytes: int
     slowest_gb_per_s: float
     verify_seconds: float
 
@@ -55,6 +58,7 @@ class ReshardStats:
             "reshard/planned_bytes": float(self.total_planned_bytes),
             "reshard/sent_bytes": float(self.total_sent_bytes),
             "reshard/received_bytes": float(self.total_received_bytes),
+            "reshard/node_received_bytes": float(self.total_node_received_bytes),
             "reshard/gb_per_s": self.slowest_gb_per_s,
             **({"reshard/verify_s": self.verify_seconds} if self.verify_seconds else {}),
         }
@@ -71,6 +75,7 @@ class HybridEngine:
         verify_every: compare both ends of every copy each time the version is a multiple of this;
             0: never (`rollout.verify`).
         training: what the trainer holds only while it trains.
+        domain_size: ranks of one node, which are consecutive; None: all are of one.
         group: process group over the layouts' ranks; None: the world.
 
     Raises:
@@ -87,6 +92,7 @@ class HybridEngine:
         staging_bytes: int,
         verify_every: int = 0,
         training: Sequence[TrainingMemory] = (),
+        domain_size: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._source, self._target, self._group = source, target, group
@@ -94,13 +100,13 @@ class HybridEngine:
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.phases = PhaseSwitch()
         self.version = -1
-        targets: list[RankLayout] = gather_objects(target.layout(), group)
+        targets = _gather_layouts(target.layout(), group)
         wire_dtype = agree_wire_dtype(source, target.tensors(), group)
         plan: Plan | None = None
         error = ""
         try:
-            plan = plan_reshard(sources, targets, wire_dtype.itemsize)
-            prove(plan, sources, targets)
+            plan = plan_reshard(sources, targets, wire_dtype.itemsize, domain_size)
+            prove(plan, sources, targets, ranks=[self._rank])
             check_tensors(sources[self._rank], _shapes(source))
             check_tensors(targets[self._rank], _shapes(target.tensors()))
         except (PlanError, ModelError) as caught:
@@ -129,31 +135,29 @@ class HybridEngine:
         self.version = self.version + 1 if version is None else version
         start = time.perf_counter()
         for memory in self._training:
-            memory.begin_release()
+            memory.release()
         _give_blocks_back()
         self._target.begin_update()
         traffic = self._transport.run()
-        for memory in self._training:
-            memory.finish_release()
-        _give_blocks_back()
         self._target.finish_update(self.version)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the time reported is that of complete parameters
         seconds = time.perf_counter() - start
         verify_seconds = self._verify_if_due()
-        own = (traffic.sent_bytes, traffic.received_bytes, seconds)
+        own = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes, seconds)
         # A sync point: the sums are metrics, and no rank generates before all are complete.
         ranks = gather_objects(own, self._group)
-        slowest = max(ranks, key=lambda rank: rank[2])
+        slowest = max(ranks, key=lambda rank: rank[-1])
         return ReshardStats(
             version=self.version,
             received_bytes=traffic.received_bytes,
             sent_bytes=traffic.sent_bytes,
             seconds=seconds,
             total_planned_bytes=sum(self.plan.send_bytes),
-            total_sent_bytes=sum(sent for sent, _, _ in ranks),
-            total_received_bytes=sum(received for _, received, _ in ranks),
-            slowest_gb_per_s=slowest[1] / max(slowest[2], 1e-9) / 1e9,
+            total_sent_bytes=sum(rank[0] for rank in ranks),
+            total_received_bytes=sum(rank[1] for rank in ranks),
+            total_node_received_bytes=sum(rank[2] for rank in ranks),
+            slowest_gb_per_s=slowest[1] / max(slowest[-1], 1e-9) / 1e9,
             verify_seconds=verify_seconds,
         )
 
@@ -198,6 +202,19 @@ def _give_blocks_back() -> None:
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _gather_layouts(own: RankLayout, group: dist.ProcessGroup | None) -> list[RankLayout]:
+    """Returns every rank's layout; each different one is sent once, by the first that has it."""
+    content = own.regions, sorted(own.shapes.items()), own.padding
+    digests = gather_objects(hashlib.sha256(repr(content).encode()).hexdigest(), group)
+    found = {}
+    for digest in dict.fromkeys(digests):
+        sent = [own]
+        if dist.is_initialized():
+            dist.broadcast_object_list(sent, group=group, group_src=digests.index(digest))
+        found[digest] = sent[0]
+    return [found[digest] for digest in digests]
 
 
 def _agree(error: str, plan_hash: str, group: dist.ProcessGroup | None) -> None:

@@ -1,9 +1,10 @@
-"""Runs a plan through bounded staging buffers and one grouped exchange a chunk (gloo or NCCL).
+"""Runs a plan through bounded staging buffers and grouped exchanges (gloo or NCCL).
 
-Who waits for whom: `run` is collective over the group. In every chunk a rank packs what it sends,
-exchanges with the peers of that chunk alone, waits for its own messages and unpacks. All ranks go
-through the same chunks in the same order (chunks.py), so between two ranks there is at most one
-message each way a chunk and both know its content. A rank with nothing to do in a chunk passes on.
+Who waits for whom: `run` is collective over the group. In every exchange a rank packs what it
+sends, exchanges with its peers of that exchange alone, waits for its own messages and unpacks. All
+ranks go through the same exchanges in the same order (chunks.py), so between two ranks there is at
+most one message each way and both know its content. What came from another node for several ranks
+of this one goes on in the exchange after, out of the receive buffer before that is written again.
 
 Elements travel in one type, the narrower of what the sources and the destinations hold, and are
 cast while they are packed or unpacked.
@@ -11,18 +12,29 @@ cast while they are packed or unpacked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.hybrid_engine.chunks import schedule_chunks
-from hybridrl.hybrid_engine.plan import CopyOp, Plan
+from hybridrl.hybrid_engine.chunks import Part, schedule_exchanges
+from hybridrl.hybrid_engine.plan import CopyOp, Plan, Stream
 from hybridrl.models.boxes import sizes, volume
 from hybridrl.models.hf import box_view
+
+Pair = tuple[Tensor, Tensor]
+"""Views of equal shapes: what is copied, and where to."""
+
+Messages = Mapping[int, Sequence[Part]]
+"""By peer, the parts of a message in order."""
+
+Staged = Mapping[int, Sequence[tuple[Part, Tensor]]]
+"""The same, each part with its place in a staging buffer, next to the one before."""
 
 
 @dataclass(frozen=True)
@@ -30,33 +42,20 @@ class Traffic:
     """What one run moved on this rank.
 
     Args:
-        sent_bytes, received_bytes: over the link.
+        sent_bytes, received_bytes: over links of any kind.
+        node_sent_bytes, node_received_bytes: of those, to and from ranks of other nodes.
         messages: messages sent.
-        num_chunks: exchanges gone through.
+        num_exchanges: exchanges gone through.
         staging_bytes: size of both staging buffers together.
     """
 
     sent_bytes: int
     received_bytes: int
+    node_sent_bytes: int
+    node_received_bytes: int
     messages: int
-    num_chunks: int
+    num_exchanges: int
     staging_bytes: int
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """This rank's part of one chunk: for each peer the pieces of one message, in order."""
-
-    sends: dict[int, list[CopyOp]]
-    receives: dict[int, list[CopyOp]]
-
-    @property
-    def send_elements(self) -> int:
-        return _elements(self.sends)
-
-    @property
-    def receive_elements(self) -> int:
-        return _elements(self.receives)
 
 
 class PackedTransport:
@@ -87,71 +86,79 @@ class PackedTransport:
             raise ValueError(f"plan of {plan.itemsize}-byte elements, but {wire_dtype} on the wire")
         self._rank, self._group, self._dtype = rank, group, wire_dtype
         self._sources, self._dests = sources, dests
+        self._domain_size = plan.domain_size
         self._local = [op for op in plan.ops[rank] if op.source_rank == rank]
-        chunks = schedule_chunks(plan, staging_bytes // 2)
-        self._chunks = [_own_part(pieces, rank) for pieces in chunks]
-        self._send_elements = max((c.send_elements for c in self._chunks), default=0)
-        self._receive_elements = max((c.receive_elements for c in self._chunks), default=0)
+        self._exchanges = schedule_exchanges(plan, rank, staging_bytes // 2)
+        self._send_elements = max((_elements(x.sends) for x in self._exchanges), default=0)
+        self._receive_elements = max((_elements(x.receives) for x in self._exchanges), default=0)
 
     @torch.no_grad()
     def run(self) -> Traffic:
         """Fills the destination tensors; collective over the group."""
-        for op in self._local:
-            source = box_view(self._sources[op.source], op.source_box)
-            dest = box_view(self._dests[op.dest], op.dest_box)
-            if not _is_same_memory(source, dest):
-                dest.copy_(source)
-        sent = received = messages = 0
+        _copy(self._local_pairs())
         send = self._buffer(self._send_elements, self._sources)
         receive = self._buffer(self._receive_elements, self._dests)
-        for chunk in self._chunks:
-            offset, transfers = 0, []
-            for peer, pieces in chunk.sends.items():
-                stop = self._pack(pieces, send, offset)
-                transfers.append(self._transfer(dist.isend, send[offset:stop], peer))
-                offset = stop
-            sent += offset
+        sent: Counter[bool] = Counter()  # bytes, by whether to another node
+        received: Counter[bool] = Counter()
+        messages = 0
+        held: Mapping[Stream, Tensor] = {}
+        for exchange in self._exchanges:
+            outgoing, incoming = _staged(exchange.sends, send), _staged(exchange.receives, receive)
+            _copy(self._pack_pairs(outgoing, held))
+            transfers = []
+            for peer, parts in outgoing.items():
+                transfers.append(self._transfer(dist.isend, parts, peer))
+                sent[self._is_far(peer)] += transfers[-1].tensor.nbytes
             messages += len(transfers)
-            offset = 0
-            for peer, pieces in chunk.receives.items():
-                stop = offset + sum(volume(piece.dest_box) for piece in pieces)
-                transfers.append(self._transfer(dist.irecv, receive[offset:stop], peer))
-                offset = stop
-            received += offset
-            # The buffers are used again in the next chunk: both directions must be through first.
+            for peer, parts in incoming.items():
+                transfers.append(self._transfer(dist.irecv, parts, peer))
+                received[self._is_far(peer)] += transfers[-1].tensor.nbytes
+            # The buffers are written again in the next exchange: both ways must be through first.
             for work in dist.batch_isend_irecv(transfers) if transfers else ():
                 work.wait()
-            self._unpack(chunk.receives, receive)
-        item = self._dtype.itemsize
-        staging = (send.numel() + receive.numel()) * item
-        return Traffic(sent * item, received * item, messages, len(self._chunks), staging)
+            _copy(self._unpack_pairs(incoming))
+            held = {part.stream: place for part, place in chain(*incoming.values())}
+        return Traffic(
+            sent_bytes=sent.total(),
+            received_bytes=received.total(),
+            node_sent_bytes=sent[True],
+            node_received_bytes=received[True],
+            messages=messages,
+            num_exchanges=len(self._exchanges),
+            staging_bytes=send.nbytes + receive.nbytes,
+        )
 
     def _buffer(self, elements: int, tensors: Mapping[str, Tensor]) -> Tensor:
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         return torch.empty(elements, dtype=self._dtype, device=device)
 
-    def _transfer(self, kind: Any, part: Tensor, peer: int) -> dist.P2POp:
+    def _is_far(self, peer: int) -> bool:
+        return peer // self._domain_size != self._rank // self._domain_size
+
+    def _transfer(self, kind: Any, parts: Sequence[tuple[Part, Tensor]], peer: int) -> dist.P2POp:
+        message = parts[0][1].as_strided((sum(len(place) for _, place in parts),), (1,))
         # As bytes, so that every backend carries every type.
         world_rank = dist.get_global_rank(self._group, peer) if self._group is not None else peer
-        return dist.P2POp(kind, part.view(torch.uint8), world_rank, self._group)
+        return dist.P2POp(kind, message.view(torch.uint8), world_rank, self._group)
 
-    def _pack(self, pieces: Sequence[CopyOp], buffer: Tensor, offset: int) -> int:
-        """Packs one message into `buffer` from `offset` on; returns where it ends."""
-        for piece in pieces:
-            stop = offset + volume(piece.source_box)
-            part = buffer[offset:stop].view(sizes(piece.source_box))
-            part.copy_(box_view(self._sources[piece.source], piece.source_box))
-            offset = stop
-        return offset
+    def _local_pairs(self) -> Iterator[Pair]:
+        for op in self._local:
+            source = box_view(self._sources[op.source], op.source_box)
+            dest = box_view(self._dests[op.dest], op.dest_box)
+            if not _is_same_memory(source, dest):
+                yield source, dest
 
-    def _unpack(self, messages: Mapping[int, Sequence[CopyOp]], buffer: Tensor) -> None:
-        offset = 0
-        for pieces in messages.values():
-            for piece in pieces:
-                stop = offset + volume(piece.dest_box)
-                part = buffer[offset:stop].view(sizes(piece.dest_box))
-                box_view(self._dests[piece.dest], piece.dest_box).copy_(part)
-                offset = stop
+    def _pack_pairs(self, messages: Staged, held: Mapping[Stream, Tensor]) -> Iterator[Pair]:
+        for part, place in chain(*messages.values()):
+            if part.stream.source != self._rank:
+                yield held[part.stream], place
+            for op, staged in _shaped(part, place):
+                yield box_view(self._sources[op.source], op.source_box), staged
+
+    def _unpack_pairs(self, messages: Staged) -> Iterator[Pair]:
+        for part, place in chain(*messages.values()):
+            for op, staged in _shaped(part, place):
+                yield staged, box_view(self._dests[op.dest], op.dest_box)
 
 
 def agree_wire_dtype(
@@ -188,19 +195,28 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _own_part(pieces: Sequence[CopyOp], rank: int) -> _Chunk:
-    sends: dict[int, list[CopyOp]] = {}
-    receives: dict[int, list[CopyOp]] = {}
-    for piece in pieces:
-        if piece.source_rank == rank:
-            sends.setdefault(piece.dest_rank, []).append(piece)
-        elif piece.dest_rank == rank:
-            receives.setdefault(piece.source_rank, []).append(piece)
-    return _Chunk(sends, receives)
+def _copy(pairs: Iterable[Pair]) -> None:
+    for source, dest in pairs:
+        dest.copy_(source)
 
 
-def _elements(messages: Mapping[int, Sequence[CopyOp]]) -> int:
-    return sum(volume(piece.dest_box) for pieces in messages.values() for piece in pieces)
+def _staged(messages: Messages, buffer: Tensor) -> Staged:
+    """Lays the messages' parts into a buffer, one after the other."""
+    counts = [part.elements for part in chain(*messages.values())]
+    places = iter(buffer[: sum(counts)].split(counts))
+    return {peer: [(part, next(places)) for part in parts] for peer, parts in messages.items()}
+
+
+def _shaped(part: Part, place: Tensor) -> Iterator[tuple[CopyOp, Tensor]]:
+    """Yields a part's pieces, each with where it lies in a buffer as a tensor of its shape."""
+    if part.pieces:
+        counts = [volume(op.dest_box) for op in part.pieces]
+        for op, staged in zip(part.pieces, place.split(counts), strict=True):
+            yield op, staged.view(sizes(op.dest_box))
+
+
+def _elements(messages: Messages) -> int:
+    return sum(part.elements for parts in messages.values() for part in parts)
 
 
 def _widest(tensors: Mapping[str, Tensor]) -> torch.dtype | None:

@@ -23,14 +23,10 @@ class PhaseError(RuntimeError):
 
 
 class TrainingMemory(Protocol):
-    """Device memory that is needed only while training; called in this order, again and again."""
+    """Device memory that is needed only while training; the calls alternate."""
 
-    def begin_release(self) -> None:
-        """Frees what is not worth keeping and starts to move the rest away."""
-        ...
-
-    def finish_release(self) -> None:
-        """Waits until the rest is away and frees it."""
+    def release(self) -> None:
+        """Frees it; what is worth keeping is moved away first."""
         ...
 
     def restore(self) -> None:

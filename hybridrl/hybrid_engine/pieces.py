@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -65,6 +65,13 @@ class Piece(NamedTuple):
     kind: int
 
 
+Wanted = tuple[str, Box, int]
+"""A piece that a rank needs: HF name, box, and how often the same is among the pieces before."""
+
+Group = tuple[int, tuple[int, ...]]
+"""The kind of pieces, and all the target classes of a node that need them."""
+
+
 @dataclass(frozen=True)
 class Join:
     """Sources and targets joined.
@@ -85,6 +92,22 @@ class Join:
     def owners(self, kind: int) -> list[int]:
         """Returns the source ranks that hold pieces of this kind, ascending."""
         return sorted(rank for c in self.kinds[kind].owners for rank in self.sources.ranks[c])
+
+    def wants(self, target: int) -> Iterator[tuple[Region, int, Wanted]]:
+        """Yields the pieces that a target class needs in order: region, kind, and which it is."""
+        seen: Counter[tuple[str, Box]] = Counter()
+        for region, pieces in self.needs[target]:
+            for box, kind in pieces:
+                yield region, kind, (region.hf, box, seen[region.hf, box])
+                seen[region.hf, box] += 1
+
+    def wanted_by(self, classes: Iterable[int]) -> dict[Wanted, Group]:
+        """Returns what ranks of these target classes need, each piece with its group."""
+        found: dict[Wanted, tuple[int, list[int]]] = {}
+        for target in sorted(set(classes)):
+            for _, kind, wanted in self.wants(target):
+                found.setdefault(wanted, (kind, []))[1].append(target)
+        return {wanted: (kind, tuple(targets)) for wanted, (kind, targets) in found.items()}
 
 
 def join(sources: Sequence[RankLayout], targets: Sequence[RankLayout]) -> Join:

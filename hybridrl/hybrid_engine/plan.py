@@ -2,7 +2,8 @@
 
 Pure and deterministic, no torch: every rank computes the same plan from the same layouts. What a
 rank holds already is copied locally; every other slice is received once, from an owner on its own
-node if there is one, and so that the busiest owner sends least (deals.py). Invariant: after the
+node if there is one, and so that the busiest owner sends least (deals.py). What no rank of a node
+owns crosses to it once, and goes on from where it landed (crossing.py). Invariant: after the
 operations every element of every target region is written exactly once (proof.py proves it from the
 operations alone).
 """
@@ -10,27 +11,50 @@ operations alone).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hybridrl.hybrid_engine.crossing import Crossings, Way
 from hybridrl.hybrid_engine.deals import Deal, deal_out
 from hybridrl.hybrid_engine.pieces import Join, PlanError, join
 from hybridrl.models.boxes import Box, intersection, moved, volume
 from hybridrl.models.weights import RankLayout, Region
 
-__all__ = ["CopyOp", "Plan", "PlanError", "PlannedOps", "plan_reshard"]
+__all__ = ["CopyOp", "Plan", "PlanError", "PlannedOps", "Stream", "plan_reshard"]
 
 # Ranks whose operations are kept once made. 64: a small world's all; of a large one a rank wants
 # few, and the operations of a thousand ranks would fill its memory.
 KEPT_RANKS = 64
 
 
+class Stream(NamedTuple):
+    """What goes one way: one after the other, the elements of the operations that take it.
+
+    Args:
+        source: the rank that sends it.
+        route: where it lands, then the ranks to which it goes on from there.
+    """
+
+    source: int
+    route: tuple[int, ...]
+
+    @property
+    def hops(self) -> list[tuple[int, int]]:
+        """Sender and receiver of every message that carries a part of it."""
+        first, *others = self.route
+        return [(self.source, first), *((first, rank) for rank in others)]
+
+
 class CopyOp(NamedTuple):
-    """Copy `source_box` of `source` on `source_rank` into `dest_box` of `dest` on `dest_rank`."""
+    """Copy `source_box` of `source` on `source_rank` into `dest_box` of `dest` on `dest_rank`.
+
+    The elements take the way of `stream`; where both ranks are the same there is nothing to take.
+    """
 
     source_rank: int
     dest_rank: int
@@ -38,6 +62,12 @@ class CopyOp(NamedTuple):
     source_box: Box
     dest: str
     dest_box: Box
+    route: tuple[int, ...]
+
+    @property
+    def stream(self) -> Stream:
+        """Which way the elements go."""
+        return Stream(self.source_rank, self.route)
 
 
 @dataclass(frozen=True)
@@ -47,10 +77,18 @@ class Plan:
     Args:
         ops: for each destination rank its operations, local ones included.
         itemsize: bytes of one element on the wire.
+        domain_size: ranks of one node, which are consecutive.
     """
 
     ops: Sequence[tuple[CopyOp, ...]]
     itemsize: int
+    domain_size: int
+
+    def ops_between(self, source_rank: int, dest_rank: int) -> Sequence[CopyOp]:
+        """Returns the operations of `dest_rank` whose source is `source_rank`."""
+        if isinstance(self.ops, PlannedOps):
+            return self.ops.made(dest_rank, source_rank)
+        return [op for op in self.ops[dest_rank] if op.source_rank == source_rank]
 
     @property
     def world_size(self) -> int:
@@ -58,15 +96,30 @@ class Plan:
         return len(self.ops)
 
     @cached_property
-    def traffic(self) -> np.ndarray:
-        """Bytes from each source rank (outer) to each destination rank (inner)."""
+    def streams(self) -> dict[Stream, int]:
+        """Elements of each stream between ranks, in the order of streams in a message."""
         if isinstance(self.ops, PlannedOps):
-            return self.ops.traffic() * self.itemsize
+            found = self.ops.streams()
+        else:
+            found = Counter()
+            for op in (op for ops in self.ops for op in ops):
+                if op.source_rank != op.dest_rank == op.route[0]:
+                    found[op.stream] += volume(op.dest_box)
+        return {stream: found[stream] for stream in sorted(found)}
+
+    @cached_property
+    def traffic(self) -> np.ndarray:
+        """Bytes that each rank (outer) sends to each rank (inner), or copies to itself."""
         sent = np.zeros((self.world_size, self.world_size), np.int64)
-        for ops in self.ops:
-            for op in ops:
-                sent[op.source_rank, op.dest_rank] += volume(op.dest_box) * self.itemsize
-        return sent
+        for stream, elements in self.streams.items():
+            for hop in stream.hops:
+                sent[hop] += elements
+        if isinstance(self.ops, PlannedOps):
+            np.fill_diagonal(sent, self.ops.needed() - sent.sum(axis=0))
+        else:
+            for rank, ops in enumerate(self.ops):
+                sent[rank, rank] = _elements(op for op in ops if op.source_rank == rank)
+        return sent * self.itemsize
 
     @property
     def send_bytes(self) -> tuple[int, ...]:
@@ -110,39 +163,33 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
 
     def __init__(self, joined: Join, domain_size: int) -> None:
         self._join = joined
+        self._crossings = Crossings(joined, domain_size)
         self._deals: list[Deal] = []
         self._dealt: list[dict[int, tuple[Deal, int]]] = [{} for _ in joined.targets.of_rank]
         for target, counts in enumerate(joined.counts):
             for kind, count in counts.items():
                 self._add_deals(target, kind, count, domain_size)
-        deal_out(self._deals, len(self))
+        deal_out([*self._crossings.deals, *self._deals], len(self))
         self._held: list[dict[str, list[Region]]] = []
         for layout in joined.sources.layouts:
             self._held.append({})
             for region in layout.regions:
                 self._held[-1].setdefault(region.hf, []).append(region)
-        self._ops_of = lru_cache(KEPT_RANKS)(self._make_ops)
+        self._ops_of = lru_cache(KEPT_RANKS)(self.made)
 
     def _add_deals(self, target: int, kind: int, count: int, domain_size: int) -> None:
-        """Adds who may send pieces of one kind to ranks of one class: those of its node, if any."""
+        """Adds who may send pieces of one kind to ranks of one class on its nodes that own them."""
         holders, size = self._join.kinds[kind]
         classes = self._join.sources.of_rank
         dests = [rank for rank in self._join.targets.ranks[target] if classes[rank] not in holders]
-        if not dests:
-            return
         owners = np.array(self._join.owners(kind))
-        nodes = set((owners // domain_size).tolist())
-        near = {rank // domain_size for rank in dests} & nodes
-        groups = [(owners, [rank for rank in dests if rank // domain_size not in near])]
-        for node in sorted(near):
-            inside = [rank for rank in dests if rank // domain_size == node]
-            groups.append((owners[owners // domain_size == node], inside))
-        for senders, receivers in groups:
-            if receivers:
-                deal = Deal(receivers, senders, count, size)
-                self._deals.append(deal)
-                for position, rank in enumerate(receivers):
-                    self._dealt[rank][kind] = (deal, position)
+        owning = set((owners // domain_size).tolist())
+        for node in sorted({rank // domain_size for rank in dests} & owning):
+            receivers = [rank for rank in dests if rank // domain_size == node]
+            deal = Deal(receivers, owners[owners // domain_size == node], count, size)
+            self._deals.append(deal)
+            for position, rank in enumerate(receivers):
+                self._dealt[rank][kind] = (deal, position)
 
     def __len__(self) -> int:
         return len(self._dealt)
@@ -158,34 +205,56 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
     def __hash__(self) -> int:
         return hash(self.digest())
 
-    def _make_ops(self, rank: int) -> tuple[CopyOp, ...]:
+    def made(self, rank: int, only_from: int | None = None) -> tuple[CopyOp, ...]:
+        """Makes the operations of a rank, or those of them with this source, in order."""
         source_class = self._join.sources.of_rank
         senders = {
             kind: iter(deal.senders_to(position))
             for kind, (deal, position) in self._dealt[rank].items()
         }
         found: list[CopyOp] = []
-        for region, pieces in self._join.needs[self._join.targets.of_rank[rank]]:
-            for box, kind in pieces:
-                source_rank = next(senders[kind]) if kind in senders else rank
-                source = _holder(self._held[source_class[source_rank]][region.hf], box)
-                source_box = moved(box, source.hf_box, source.local_box)
-                dest_box = moved(box, region.hf_box, region.local_box)
-                op = CopyOp(source_rank, rank, source.local, source_box, region.local, dest_box)
+        is_next = False  # to what was found last
+        for region, kind, wanted in self._join.wants(self._join.targets.of_rank[rank]):
+            if source_class[rank] in self._join.kinds[kind].owners:
+                way = Way(rank, (rank,), is_plain=True)
+            elif kind in senders:
+                way = Way(next(senders[kind]), (rank,), is_plain=True)
+            else:
+                way = self._crossings.way(rank, wanted)
+            if only_from not in (None, way.source):
+                is_next = False
+                continue
+            hf, box, _ = wanted
+            source = _holder(self._held[source_class[way.source]][hf], box)
+            source_box = moved(box, source.hf_box, source.local_box)
+            dest_box = moved(box, region.hf_box, region.local_box)
+            op = CopyOp(
+                way.source, rank, source.local, source_box, region.local, dest_box, way.route
+            )
+            # Elements must come in the same order to all ranks of the route: those whose regions
+            # may differ extend no operations.
+            if is_next and way.is_plain:
                 _append(found, op)
+            else:
+                found.append(op)
+            is_next = True
         return tuple(found)
 
-    def traffic(self) -> np.ndarray:
-        """Returns the elements from each source rank (outer) to each destination rank (inner)."""
-        found = np.zeros((len(self), len(self)), np.int64)
+    def streams(self) -> Counter[Stream]:
+        """Returns the elements of each stream between ranks."""
+        found = Counter({Stream(*key): n for key, n in self._crossings.streams().items()})
+        near = np.zeros((len(self), len(self)), np.int64)
         for deal in self._deals:
-            deal.add_traffic(found)
+            deal.add_traffic(near)
+        for sender, receiver in np.argwhere(near).tolist():
+            found[Stream(sender, (receiver,))] += int(near[sender, receiver])
+        return found
+
+    def needed(self) -> np.ndarray:
+        """Returns the elements that each rank must have."""
         kinds, classes = self._join.kinds, self._join.targets
         needed = [sum(n * kinds[k].volume for k, n in c.items()) for c in self._join.counts]
-        received = found.sum(axis=0)
-        for rank, number in enumerate(classes.of_rank):
-            found[rank, rank] = needed[number] - received[rank]
-        return found
+        return np.array([needed[number] for number in classes.of_rank], np.int64)
 
     def digest(self) -> bytes:
         """Returns what all operations follow from: the layouts, and who sends."""
@@ -195,9 +264,10 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
             for layout in classes.layouts:
                 for r in layout.regions:
                     digest.update(repr((r.hf, r.hf_box, r.local, r.local_box)).encode())
-        for deal in self._deals:
+        for deal in (*self._crossings.deals, *self._deals):
             digest.update(repr((deal.receivers, deal.count, deal.size)).encode())
             digest.update(deal.senders.tobytes() + deal.sent.tobytes())
+        digest.update(self._crossings.digest())
         return digest.digest()
 
 
@@ -220,7 +290,12 @@ def plan_reshard(
     """
     if len(sources) != len(targets):
         raise PlanError(f"{len(sources)} source layouts, but {len(targets)} target layouts")
-    return Plan(PlannedOps(join(sources, targets), domain_size or max(len(sources), 1)), itemsize)
+    domain_size = domain_size or max(len(sources), 1)
+    return Plan(PlannedOps(join(sources, targets), domain_size), itemsize, domain_size)
+
+
+def _elements(ops: Iterable[CopyOp]) -> int:
+    return sum(volume(op.dest_box) for op in ops)
 
 
 def _holder(regions: Sequence[Region], box: Box) -> Region:
@@ -234,7 +309,7 @@ def _append(ops: list[CopyOp], op: CopyOp) -> None:
     """Appends `op`, or extends the last operation by it where both sides are adjacent."""
     if ops:
         last = ops[-1]
-        same = (last.source_rank, last.source, last.dest) == (op.source_rank, op.source, op.dest)
+        same = (last.stream, last.source, last.dest) == (op.stream, op.source, op.dest)
         dim = _adjacent(last.dest_box, op.dest_box) if same else None
         if dim is not None and dim == _adjacent(last.source_box, op.source_box):
             source_box = _extended(last.source_box, op.source_box, dim)

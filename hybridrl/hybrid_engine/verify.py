@@ -22,6 +22,7 @@ Key = tuple[int, int]
 """A copy: the rank that receives it, and its number among that rank's copies."""
 
 BYTES_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 1 << 22  # elements summed up at once: intermediates are 8 bytes each, and memory is full
 
 
 class VerifyError(RuntimeError):
@@ -46,20 +47,27 @@ def verify(
     dtypes: list[dict[str, torch.dtype]] = gather_objects(
         {name: tensor.dtype for name, tensor in dests.items()}, group
     )
-    sent: dict[Key, int] = {}
+    sent: dict[Key, Tensor] = {}
+    summed: dict[tuple[object, ...], Tensor] = {}  # a slice that many receive is summed up once
     for dest_rank, ops in enumerate(plan.ops):
         for number, op in enumerate(ops):
-            if op.source_rank == rank:
+            if op.source_rank != rank:
+                continue
+            wire = None if dest_rank == rank else wire_dtype
+            dtype = dtypes[dest_rank][op.dest]
+            what = (op.source, op.source_box, wire, dtype)
+            if what not in summed:
                 part = box_view(sources[op.source], op.source_box)
-                if dest_rank != rank:
-                    part = part.to(wire_dtype)
-                sent[dest_rank, number] = checksum(part.to(dtypes[dest_rank][op.dest]))
+                part = part if wire is None else part.to(wire)
+                summed[what] = checksum(part.to(dtype))
+            sent[dest_rank, number] = summed[what]
     arrived = {
         (rank, number): checksum(box_view(dests[op.dest], op.dest_box))
         for number, op in enumerate(plan.ops[rank])
     }
-    expected = {key: value for part in gather_objects(sent, group) for key, value in part.items()}
-    found = {key: value for part in gather_objects(arrived, group) for key, value in part.items()}
+    told = gather_objects((_read(sent), _read(arrived)), group)
+    expected = {key: value for part, _ in told for key, value in part.items()}
+    found = {key: value for _, part in told for key, value in part.items()}
     for dest_rank, number in sorted(found):
         if found[dest_rank, number] != expected[dest_rank, number]:
             op = plan.ops[dest_rank][number]
@@ -69,9 +77,22 @@ def verify(
             )
 
 
-def checksum(part: Tensor) -> int:
-    """Returns a number that changes when a bit does, or when two elements swap places."""
-    words = part.contiguous().view(BYTES_OF[part.element_size()]).flatten().to(torch.int64)
-    place = torch.arange(1, words.numel() + 1, device=words.device)
-    # Odd multipliers of the place, so that each term is a one-to-one function of its word mod 2^64.
-    return int((words * (place * 2 * 2654435761 + 1)).sum())
+def checksum(part: Tensor) -> Tensor:
+    """Returns a number, int64 on the part's device, that changes when a bit does, or when two
+    elements swap places.
+    """
+    words = part.contiguous().view(BYTES_OF[part.element_size()]).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    for start in range(0, words.numel(), CHUNK):
+        piece = words[start : start + CHUNK].to(torch.int64)
+        place = torch.arange(start + 1, start + 1 + piece.numel(), device=part.device)
+        # Odd multipliers of the place: each term is a one-to-one function of its word mod 2^64.
+        total += (piece * (place * 2 * 2654435761 + 1)).sum()
+    return total
+
+
+def _read(sums: Mapping[Key, Tensor]) -> dict[Key, int]:
+    """Returns the numbers on the host; one sync point for all of them."""
+    if not sums:
+        return {}
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))

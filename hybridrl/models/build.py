@@ -165,6 +165,7 @@ def _block_spec(
     make = family.layer_spec or torch_layer_spec
     layer, final_norm = make(config)
     if config.fp32_residual_connection:
+        layer = copy.deepcopy(layer)  # a user's spec may serve other models too
         parts = layer.submodules
         parts.input_layernorm = narrowing(parts.input_layernorm)
         parts.pre_mlp_layernorm = narrowing(parts.pre_mlp_layernorm)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 FinishReason = Literal["stop", "length"]
 
@@ -109,6 +109,20 @@ class Completion:
     version: int
 
 
+class Holding(NamedTuple):
+    """Device memory of an engine.
+
+    Args:
+        num_bytes: on this rank.
+        stays: whether it is held also while the policy trains.
+        is_shared: whether it is the trainer's memory.
+    """
+
+    num_bytes: int
+    stays: bool = False
+    is_shared: bool = False
+
+
 class RolloutEngine(Protocol):
     """Generates responses to requests, a step at a time.
 
@@ -141,10 +155,8 @@ class RolloutEngine(Protocol):
         """Returns the unfinished requests with their tokens; any engine can continue them."""
         ...
 
-    def memory(self) -> Mapping[str, int]:
-        """Returns what the engine holds of this rank's device during rollout, in bytes, by what it
-        is for.
-        """
+    def memory(self) -> Mapping[str, Holding]:
+        """Returns what the engine holds of this rank's device during rollout, by what it is for."""
         ...
 
     def close(self) -> None:

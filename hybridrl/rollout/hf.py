@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from hybridrl.errors import ModelError
 from hybridrl.models.weights import RankLayout, hf_layout
-from hybridrl.rollout.engine import Completion, Request, RunningRequest, new_rows
+from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
 from hybridrl.rollout.sampling import sample, uniforms
 
 # One prefill forward takes at most this many padded tokens, and computes logits of at most this
@@ -112,9 +112,10 @@ class HfEngine:
         """Returns the unfinished requests with the tokens they have."""
         return [held.so_far() for held in (*self._running, *self._waiting)]
 
-    def memory(self) -> dict[str, int]:
+    def memory(self) -> dict[str, Holding]:
         """Returns the bytes of the weights; the KV cache grows and shrinks with the requests."""
-        return {"weights": sum(t.numel() * t.element_size() for t in self.tensors().values())}
+        size = sum(t.numel() * t.element_size() for t in self.tensors().values())
+        return {"weights": Holding(size, stays=True)}
 
     def close(self) -> None:
         """Frees the KV cache."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.models.weights import RankLayout, hf_layout
-from hybridrl.rollout.engine import Completion, Request, RunningRequest, new_rows
+from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
 from hybridrl.rollout.sampling import uniforms
 
 Script = Callable[[Request], tuple[Sequence[int], Sequence[float]]]
@@ -95,7 +95,7 @@ class ScriptedEngine:
         """Returns the unfinished requests with the tokens they have."""
         return [scripted.row.so_far() for scripted in self._unfinished]
 
-    def memory(self) -> dict[str, int]:
+    def memory(self) -> dict[str, Holding]:
         """Returns nothing: the engine computes nothing."""
         return {}
 

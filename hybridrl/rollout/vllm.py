@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.config.rules import LOWEST_TEMPERATURE
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
 from hybridrl.models.boxes import Shape
@@ -26,16 +27,20 @@ from hybridrl.models.family import Family
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokenAgreement
-from hybridrl.rollout.engine import Completion, Request, RunningRequest, SamplingParams, new_rows
+from hybridrl.rollout.engine import (
+    Completion,
+    Holding,
+    Request,
+    RunningRequest,
+    SamplingParams,
+    new_rows,
+)
 from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule
-
-# vLLM raises lower temperatures to this.
-LOWEST_TEMPERATURE = 0.01
 
 
 class VllmEngine:
@@ -163,18 +168,19 @@ class VllmEngine:
 
     # RolloutEngine
 
-    def memory(self) -> dict[str, int]:
+    def memory(self) -> dict[str, Holding]:
         """Returns bytes on this rank by what they are for; what the engine keeps while it sleeps is
         measured, on GPUs.
         """
         sizes = {name: t.numel() * t.element_size() for name, t in self._tensors.items()}
         shared = sum(sizes[name] for name in self.shared)
         caches = self._live.llm.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_tensors
+        never_sleeps = self._device.type == "cpu"
         return {
-            "weights": sum(sizes.values()) - shared,
-            "weights shared with the trainer": shared,
-            "KV cache": sum(cache.size for cache in caches),
-            "graphs and workspace": self._kept_bytes,
+            "weights": Holding(sum(sizes.values()) - shared, never_sleeps),
+            "weights shared with the trainer": Holding(shared, is_shared=True),
+            "KV cache": Holding(sum(cache.size for cache in caches), never_sleeps),
+            "graphs and workspace": Holding(self._kept_bytes, stays=True),
         }
 
     def _free_bytes(self) -> int:

@@ -57,9 +57,20 @@ class EngineSettings:
 
 
 def engine_arguments(
-    settings: EngineSettings, shape: ModelShape, tp: int, weight_bytes: int, is_cpu: bool
+    settings: EngineSettings,
+    shape: ModelShape,
+    tp: int,
+    weight_bytes: int,
+    device_memory: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """Returns the keywords of vLLM's EngineArgs, which mean the same in all known versions."""
+    """Returns the keywords of vLLM's EngineArgs, which mean the same in all known versions.
+
+    Args:
+        settings, shape, tp: of the engine.
+        weight_bytes: of a rank's parameters.
+        device_memory: free, the least of all ranks since all must choose alike, and total bytes;
+            None on CPU.
+    """
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "load_format": "dummy",
@@ -73,12 +84,12 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "seed": 0,
-        "enforce_eager": is_cpu or settings.eager,
+        "enforce_eager": device_memory is None or settings.eager,
     }
     if settings.timeout_s is not None:
         arguments["distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
         arguments["cpu_distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
-    if is_cpu:
+    if device_memory is None:
         arguments |= {
             "block_size": CPU_BLOCK_SIZE,
             # A prompt in several pieces takes back the draws of seeded requests by moving their
@@ -89,17 +100,18 @@ def engine_arguments(
             or _kv_cache_bytes(settings, shape, tp, CPU_BLOCK_SIZE, CPU_MAX_KV_CACHE_BYTES),
         }
     else:
-        arguments |= {"enable_sleep_mode": True} | _gpu_memory(settings, shape, tp, weight_bytes)
+        arguments |= {"enable_sleep_mode": True} | _gpu_memory(
+            settings, shape, tp, weight_bytes, *device_memory
+        )
     return arguments
 
 
 def _gpu_memory(
-    settings: EngineSettings, shape: ModelShape, tp: int, weight_bytes: int
+    settings: EngineSettings, shape: ModelShape, tp: int, weight_bytes: int, free: int, total: int
 ) -> dict[str, Any]:
     """Returns vLLM's keywords about memory: no larger a KV cache than requests can fill, so that it
     is quickly mapped, and no more than the trainer leaves.
     """
-    free, total = torch.cuda.mem_get_info()
     usable = free - settings.reserved_bytes - int(GPU_SLACK * total)
     if usable <= 0:
         raise UserError(
@@ -107,7 +119,7 @@ def _gpu_memory(
             f"{free / 2**30:.1f} GiB, of which {settings.reserved_bytes / 2**30:.1f} GiB are for "
             "optimizer state to come",
             "room for the rollout engine",
-            "Set train.offload_optimizer=true, or cut the model over more GPUs (train.tp or pp).",
+            "Set train.offload_optimizer=true if it is not, or cut the model over more GPUs.",
         )
     needed = settings.kv_cache_bytes or _kv_cache_bytes(settings, shape, tp, GPU_BLOCK_SIZE)
     known = needed + weight_bytes

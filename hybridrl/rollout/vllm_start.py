@@ -89,7 +89,8 @@ def start(
     from vllm.distributed import parallel_state
 
     _check_groups(rank, members)
-    arguments = engine_arguments(settings, shape, layout.tp, weight_bytes, is_cpu)
+    memory = None if is_cpu else _device_memory()
+    arguments = engine_arguments(settings, shape, layout.tp, weight_bytes, memory)
     with (
         keep_generators(device, everywhere=True),
         ranks_in_environment(),
@@ -108,6 +109,14 @@ def start(
     if not llm.vllm_config.use_v2_model_runner:
         _draw_by_seed_and_position(runner)
     return LiveEngine(llm, runner.model, group.cpu_group, version)
+
+
+def _device_memory() -> tuple[int, int]:
+    """Returns the bytes that every rank's device has free at least, and those of this one."""
+    free, total = torch.cuda.mem_get_info()
+    found: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(found, free)
+    return min(found), total
 
 
 def _make_engine(settings: EngineSettings, arguments: Mapping[str, Any], version: str) -> Any:

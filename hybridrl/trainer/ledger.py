@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from hybridrl.errors import DeviceMemoryError
+from hybridrl.parallel.groups import PeerError
 from hybridrl.platform import Platform
+from hybridrl.rollout.engine import Holding
 from hybridrl.trainer.model import ParallelModel
 
 REMEDIES = (
@@ -20,9 +22,6 @@ REMEDIES = (
     "larger train.tp or train.pp, the optimizer by train.offload_optimizer=true, the KV cache by "
     "rollout.max_batch or rollout.max_new_tokens"
 )
-# What the engine keeps while it sleeps.
-ALWAYS_KEPT = {"graphs and workspace"}
-COUNTED_ABOVE = {"weights shared with the trainer"}
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,12 @@ class Entry:
     in_rollout: bool = True
 
 
-def entries(models: Mapping[str, ParallelModel], engine: Mapping[str, int]) -> list[Entry]:
+def entries(models: Mapping[str, ParallelModel], engine: Mapping[str, Holding]) -> list[Entry]:
     """Returns what models and engine hold; memory that comes later in the run is counted already.
 
     Args:
         models: by role.
-        engine: the bytes that the rank's engine tells of (`RolloutEngine.memory`).
+        engine: what the rank's engine tells of (`RolloutEngine.memory`).
     """
     found = []
     for role, model in models.items():
@@ -55,10 +54,11 @@ def entries(models: Mapping[str, ParallelModel], engine: Mapping[str, int]) -> l
             state, _ = memory.state_bytes()
             found.append(Entry(f"{role} gradients", memory.gradient_bytes(), in_rollout=False))
             found.append(Entry(f"{role} optimizer", state, in_rollout=not memory.offloads))
-    for name, num_bytes in engine.items():
-        if num_bytes:
-            kept = name in ALWAYS_KEPT
-            found.append(Entry(f"engine {name}", num_bytes, kept, name not in COUNTED_ABOVE))
+    for name, held in engine.items():
+        if held.num_bytes:
+            # What is shared stands above already, with the model.
+            is_own = not held.is_shared
+            found.append(Entry(f"engine {name}", held.num_bytes, held.stays and is_own, is_own))
     return found
 
 
@@ -92,7 +92,8 @@ def explained(describe: Callable[[], str]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if isinstance(error, DeviceMemoryError) or "out of memory" not in text.lower():
+        is_told = isinstance(error, DeviceMemoryError | PeerError)  # in the right words already
+        if is_told or "out of memory" not in text.lower():
             raise
         first = text.strip().splitlines()[0]
         raise DeviceMemoryError(f"{first}\n{describe()}\nMake smaller: {REMEDIES}.") from error

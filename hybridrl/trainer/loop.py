@@ -24,6 +24,7 @@ from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.data.prompts import PromptSource, load_prompts
+from hybridrl.errors import UserError
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.phases import Phase
 from hybridrl.metrics.values import average
@@ -31,6 +32,7 @@ from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction
+from hybridrl.rollout.engine import Holding
 from hybridrl.trainer import ledger, probe, setup
 from hybridrl.trainer.critic import Critic
 from hybridrl.trainer.evaluate import evaluate, is_due
@@ -73,12 +75,14 @@ class Trainer:
         self.trained: dict[str, ParallelModel]
         self.critic: Critic | None
         self.reference: Policy | None
-        self._engine_bytes: Callable[[], Mapping[str, int]] = dict  # until there is an engine
+        self._engine_bytes: Callable[[], Mapping[str, Holding]] = dict  # until there is an engine
         try:
             with ledger.explained(self.memory_table):
                 self._build(prompts, reward, tokenizer)
-        except BaseException:
-            stop_process_group()  # so that a corrected attempt in the same process can start
+        except BaseException as error:
+            # A corrected attempt can start; after other errors NCCL might wait for lost ranks.
+            if self.platform.is_cpu or isinstance(error, UserError):
+                stop_process_group()
             raise
 
     def _build(
@@ -294,6 +298,7 @@ class Trainer:
         Args:
             path: a `checkpoints/step_N` folder, or a run folder, which stands for its newest.
         """
+        self.enter_training()  # the optimizer's state may be away, and the engine holds memory
         state = self.store.load(find_checkpoint(Path(path)), self.trained)
         self.step, self.evaluations = int(state["step"]), state["evaluations"]
         self.seconds = float(state["seconds"])
@@ -301,7 +306,6 @@ class Trainer:
         for name, count in state["num_updates"].items():
             self.trained[name].num_updates = count
         self.engine.load_state(state["rollouts"])
-        self.enter_training()
         self.reshard()
 
     def close(self) -> None:
@@ -386,6 +390,7 @@ class Trainer:
             staging_bytes=rollout.staging_mib << 20,
             verify_every=rollout.verify,
             training=memories,
+            domain_size=setup.ranks_per_node(self.world),
         )
         self._is_engine_checked = False
 

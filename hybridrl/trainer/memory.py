@@ -2,18 +2,17 @@
 
 Gradients are given up when rollout begins: they are made anew in every update. The optimizer's
 state (fp32 masters and Adam's moments, 12 bytes a parameter over the data-parallel ranks) stays, or
-goes to pinned host memory, copied while the weights are resharded and back while log-probabilities
-are computed.
+goes to pinned host memory, from where it comes back while log-probabilities are computed.
 
-Order of calls: `begin_release`, `finish_release`, then `restore`, and again; `wait` before anything
-reads the optimizer. Only storages are emptied and filled again: tensors and views stay what they
-are. Local to a rank.
+Order of calls: `release`, then `restore`, and again; `wait` before anything reads the optimizer.
+Only storages are emptied and filled again: tensors and views stay what they are. Local to a rank.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,19 +46,14 @@ class TrainedModelMemory:
         self._weight_storages = {_key(weight) for weight in weights}
         self._host = HostMirror(device) if offloads else None
 
-    def begin_release(self) -> None:
-        """Frees the gradients and starts to copy the optimizer's state away."""
+    def release(self) -> None:
+        """Frees the gradients, and the optimizer's state once it is copied away."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron reads sizes through torch's TypedStorage
             for chunk in self._chunks:
                 chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
         if self._host is not None:
-            self._host.begin_release(self._state_storages())
-
-    def finish_release(self) -> None:
-        """Frees what has been copied."""
-        if self._host is not None:
-            self._host.finish_release()
+            self._host.release(self._state_storages())
 
     def restore(self) -> None:
         """Makes the gradient buffers again, zeroed, and starts to copy the state back."""
@@ -71,9 +65,16 @@ class TrainedModelMemory:
             self._host.restore()
 
     def wait(self) -> None:
-        """Makes later work on the device wait for the state."""
-        if self._host is not None:
-            self._host.wait()
+        """Makes later work on the device wait for the state.
+
+        Raises:
+            RuntimeError: it is away, since this is the rollout phase.
+        """
+        if self._host is None:
+            return
+        if self._host.is_released:
+            raise RuntimeError("the optimizer's state is on the host: enter the training phase")
+        self._host.wait()
 
     def gradient_bytes(self) -> int:
         """Returns the size of the gradient buffers while training."""
@@ -128,9 +129,7 @@ class TrainedModelMemory:
 def released(memories: Sequence[TrainedModelMemory]) -> Iterator[None]:
     """Keeps the memory of training free during the block."""
     for memory in memories:
-        memory.begin_release()
-    for memory in memories:
-        memory.finish_release()
+        memory.release()
     try:
         yield
     finally:
@@ -150,6 +149,7 @@ class HostMirror:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._moved: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._ready: Any = None
+        self._unpin: Callable[[], object] = _nothing
         self.is_released = False
 
     @property
@@ -157,8 +157,8 @@ class HostMirror:
         """Size of the storages that are here."""
         return sum(part.numel() for _, part in self._moved)
 
-    def begin_release(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Starts to copy the storages here."""
+    def release(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Copies the storages here and frees them."""
         self.wait()
         sizes = [storage.nbytes() for storage in storages]
         starts, total = [], 0
@@ -173,11 +173,7 @@ class HostMirror:
         with self._aside():
             for storage, part in self._moved:
                 part.copy_(self._bytes_of(storage), non_blocking=True)
-
-    def finish_release(self) -> None:
-        """Waits for the copies and frees the storages."""
-        if self._stream is not None:
-            self._stream.synchronize()  # a sync point: memory may be freed only after it was read
+        self._synchronize()  # a sync point: memory may be freed only after it was read
         for storage, _ in self._moved:
             storage.resize_(0)
         self.is_released = True
@@ -217,16 +213,22 @@ class HostMirror:
     def _reserve(self, num_bytes: int) -> None:
         if num_bytes <= self._buffer.numel():
             return
+        self._synchronize()
         self._unpin()
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
         if self._stream is not None:
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), num_bytes, 0)
-            )
+            runtime, address = torch.cuda.cudart(), self._buffer.data_ptr()
+            torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+            # Also when this object goes: the memory must not be freed while it is registered.
+            self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, address)
 
-    def _unpin(self) -> None:
-        if self._stream is not None and self._buffer.numel():
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr()))
+    def _synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _nothing() -> None:
+    """There is nothing to unpin yet."""
 
 
 def _key(tensor: Tensor) -> int:

@@ -254,12 +254,14 @@ class Sampler:
             "requests": [request for part in parts for request in part["requests"]],
             "completions": [done for part in parts for done in part["completions"]],
             "response_lengths": self._lengths.state(),
+            "next_step": self._next_step,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Makes the next `generate` of the saved step go on from these rollouts."""
         self._restored = dict(state)
-        self._lengths.load_state(state["response_lengths"])
+        self._lengths.load_state(state.get("response_lengths", {}))
+        self._next_step = int(state.get("next_step", 0))
 
 
 def _columns(batch: ScoredBatch) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def check_rules(config: Config, world_size: int) -> None:
 def make_world(config: Config, platform: Platform) -> World:
     """Lays the training axes over the ranks and makes their process groups."""
     train, size = config.train, torch.distributed.get_world_size()
-    layout = TrainLayout(size, train.tp, train.pp, train.cp, train.ep, train.vpp)
+    layout = TrainLayout(size, train.tp, train.pp, train.cp, train.ep, train.vpp, train.order)
     return World(layout, platform, config.run.collective_timeout_s)
 
 
@@ -110,9 +110,14 @@ def rollout_layout(model: ParallelModel, tp: int) -> RolloutLayout:
     source, size = model.source, model.world.size
     sources = [model.layout_of(rank) for rank in range(size)]
     parts = [fused_layout(source.family, source.shape, tp, tp_rank) for tp_rank in range(tp)]
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # unset where no launcher started this
-    same_on_all_ranks(model.world, "LOCAL_WORLD_SIZE", str(node))
-    return assign(sources, parts, node).layout
+    return assign(sources, parts, ranks_per_node(model.world)).layout
+
+
+def ranks_per_node(world: World) -> int:
+    """Returns how many consecutive ranks are of one node; collective."""
+    found = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # unset where nothing launched this
+    same_on_all_ranks(world, "LOCAL_WORLD_SIZE", str(found))
+    return found
 
 
 def build_engine(
@@ -139,6 +144,7 @@ def build_engine(
             dtype,
             rollout.max_batch,
             max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            reserved_bytes=reserved_bytes,
             timeout_s=config.run.collective_timeout_s,
             eager=rollout.eager,
         )

@@ -20,6 +20,7 @@ from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
+from hybridrl.rollout.engine import Holding
 from hybridrl.trainer import ledger
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.policy import Policy
@@ -63,8 +64,10 @@ def rollout_between(policy: Policy) -> None:
     """What the hybrid engine does around a rollout; in between, weights alone are readable."""
     memory: Any = policy.model.memory
     before, (state_bytes, _) = copies(policy), memory.state_bytes()
-    memory.begin_release()
-    memory.finish_release()
+    memory.release()
+    if memory.offloads:
+        with pytest.raises(RuntimeError, match="the optimizer's state is on the host"):
+            policy.model.optimizer  # noqa: B018
     for chunk in policy.model.forward_chunks:
         for buffer in chunk.buffers:
             assert buffer.grad_data.untyped_storage().nbytes() == 0
@@ -136,8 +139,13 @@ def test_the_ledger_counts_what_lies_on_the_device_in_each_phase(world: World) -
 
 def test_the_ledger_counts_what_engine_and_trainer_share_once(world: World) -> None:
     policy = make_policy(world, torch.float32, False)
-    engine = {"weights": 5, "weights shared with the trainer": 7, "KV cache": 11, "unused": 0}
-    engine |= {"graphs and workspace": 13}
+    engine = {
+        "weights": Holding(5),
+        "shared weights": Holding(7, is_shared=True),
+        "KV cache": Holding(11),
+        "graphs": Holding(13, stays=True),
+        "nothing": Holding(0),
+    }
     found = ledger.entries({"policy": policy.model}, engine)
     mine = {entry.name: entry for entry in found if entry.name.startswith("engine")}
     assert [entry.num_bytes for entry in mine.values()] == [5, 7, 11, 13]

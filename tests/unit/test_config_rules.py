@@ -50,6 +50,7 @@ def test_valid_config_has_no_violation() -> None:
         (["steps.samples_per_prompt=1"], "steps.samples_per_prompt"),
         (["algorithm.name=sft"], "steps.samples_per_prompt"),
         (["rollout.temperature=0"], "rollout.temperature"),
+        (["rollout.engine=vllm", "rollout.temperature=0.001"], "rollout.temperature"),
         (["steps.updates_per_step=7"], "steps.updates_per_step"),
         (["steps.stop_at_accuracy=0.5"], "steps.stop_at_accuracy"),
         (["steps.eval_every=5"], "steps.eval_every"),

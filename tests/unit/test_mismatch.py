@@ -10,11 +10,9 @@ import torch
 from batches import rollout_batch
 
 from hybridrl.batch import Producer
-from hybridrl.models.family import resolve_family
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, SamplingParams
 from hybridrl.rollout.hf import HfEngine
-from hybridrl.rollout.vllm_arguments import EngineSettings, engine_arguments
 from hybridrl.trainer.mismatch import BOUNDS, MEAN, MismatchWarning, mismatch_metrics
 from hybridrl.trainer.residual import engine_streams, stages
 from hybridrl.trainer.verdicts import (
@@ -192,18 +190,6 @@ def test_numerics_names_the_stage_or_says_that_rounding_adds_up() -> None:
     rounding = judge_numerics(table(0, 9e-6, 5e-5, 2e-4), 2e-3, 0, FP32)
     assert not rounding.agrees and rounding.details["first"] is None
     assert "float32" in rounding.remedy
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_an_eager_engine_is_asked_for_on_gpus_too(
-    monkeypatch: pytest.MonkeyPatch, eager: bool
-) -> None:
-    config = {**QWEN2, "model_type": "qwen2"}
-    family = resolve_family(None, config)
-    settings = EngineSettings(config, family.architectures, "bfloat16", 4, 96, eager=eager)
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (70 << 30, 80 << 30))
-    found = engine_arguments(settings, family.shape(config), 1, 1 << 20, is_cpu=False)
-    assert found["enforce_eager"] is eager
 
 
 def test_an_engine_whose_modules_are_not_called_is_refused() -> None:

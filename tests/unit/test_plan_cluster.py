@@ -18,7 +18,7 @@ from hybridrl.cli.plan import load_cluster, plan_report
 from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.assign import assign
-from hybridrl.hybrid_engine.cluster import Cluster, direct_ms, predict
+from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.hybrid_engine.plan import plan_reshard
 from hybridrl.hybrid_engine.proof import prove
@@ -93,7 +93,7 @@ def test_pieces_cross_once_to_each_node_that_lacks_them(seed: int, gpus: int) ->
     assert sum(received) * 4 <= found.nic_send_bytes * (8 // gpus)
     assert found.bound_ms <= found.predicted_ms
     plan = plan_reshard(case.sources(), case.targets(), 4, gpus)
-    assert found.bound_ms <= direct_ms(plan.traffic, cluster) * 1.0001
+    assert found.bound_ms <= planned_ms(plan.traffic, cluster) * 1.0001
 
 
 def test_paper_models_have_their_parameters(paper: ModuleType) -> None:
@@ -151,7 +151,7 @@ def test_plan_with_a_cluster_reports_its_nodes(tmp_path: Path) -> None:
         "messages",
         "predicted_ms",
         "bound_ms",
-        "direct_ms",
+        "planned_ms",
     }
     report, violations = plan_report(config, 8, load_cluster(file))
     assert [(v.name, v.value) for v in violations] == [("nodes * gpus_per_node", "2 * 8")]
@@ -166,7 +166,7 @@ def test_plan_says_what_ascending_ranks_cost_and_the_remedy() -> None:
     assert choices["any_order"]["tp_ranks"] == [0, 2, 1, 3]
     assert choices["any_order"]["max_receive_bytes"] == 0
     assert choices["used"]["max_receive_bytes"] == max(report["reshard"]["receive_bytes"]) > 0
-    assert "order" in choices["remedy"]
+    assert "Set train.order=" in choices["remedy"]
     aligned, _ = plan_report(load_config_dict({**CONFIG, "model": {"init": str(model)}}), 8)
     assert aligned["rollout"]["choices"]["remedy"] is None
 

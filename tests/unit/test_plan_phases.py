@@ -41,11 +41,8 @@ class Gradients:
     def __init__(self, said: list[str]) -> None:
         self.said = said
 
-    def begin_release(self) -> None:
-        self.said.append("begin release")
-
-    def finish_release(self) -> None:
-        self.said.append("finish release")
+    def release(self) -> None:
+        self.said.append("release")
 
     def restore(self) -> None:
         self.said.append("restore")
@@ -98,5 +95,5 @@ def test_each_side_gives_memory_back_before_the_other_takes_it() -> None:
     )
     hybrid.to_rollout()
     hybrid.to_train()
-    into_rollout = ["begin release", "map weights", "finish release", "map KV cache"]
+    into_rollout = ["release", "map weights", "map KV cache"]
     assert engine.said == [*into_rollout, "sleep", "restore"]
