@@ -13,6 +13,19 @@ if TYPE_CHECKING:
 
 ALGORITHMS = {
     "grpo": "hybridrl.algorithms.grpo:Grpo",
+    "dr_grpo": "hybridrl.algorithms.grpo:Grpo",
+    "dapo": "hybridrl.algorithms.grpo:Grpo",
+    "gspo": "hybridrl.algorithms.grpo:Grpo",
+    "gmpo": "hybridrl.algorithms.grpo:Grpo",
+    "cispo": "hybridrl.algorithms.grpo:Grpo",
+    "sapo": "hybridrl.algorithms.grpo:Grpo",
+    "clip_cov": "hybridrl.algorithms.grpo:Grpo",
+    "rloo": "hybridrl.algorithms.grpo:Grpo",
+    "reinforce_pp_baseline": "hybridrl.algorithms.grpo:Grpo",
+    "opo": "hybridrl.algorithms.grpo:Grpo",
+    "gpg": "hybridrl.algorithms.grpo:Grpo",
+    "pass_at_k": "hybridrl.algorithms.grpo:Grpo",
+    "reinforce_pp": "hybridrl.algorithms.reinforce:ReinforcePlusPlus",
     "ppo": "hybridrl.algorithms.ppo:Ppo",
     "sft": "hybridrl.algorithms.sft:Sft",
 }

@@ -1,23 +1,35 @@
-"""Group relative policy optimization (Shao et al. 2024, arXiv 2402.03300).
+"""Group relative policy optimization (Shao et al. 2024, arXiv 2402.03300) and its relatives.
 
-The loss is eq. 3 with the mean taken over all response tokens of the mini-batch instead of over
-each sample's tokens first, so that a token counts the same in a short and in a long response (Yu
-et al. 2025, arXiv 2503.14476, sec. 3.3).
+All compare the samples of one prompt and train no critic; `config.algorithm.PRESETS` holds what
+each name changes. The loss of `grpo` is eq. 3 with the mean taken over all response tokens of the
+mini-batch instead of over each sample's tokens first, so that a token counts the same in a short
+and in a long response (Yu et al. 2025, arXiv 2503.14476, sec. 3.3).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantage import group_normalised, token_kl
-from hybridrl.algorithms.base import LossOutput, Needs, num_response_tokens
-from hybridrl.algorithms.surrogate import PolicyLoss
-from hybridrl.batch import BatchError, MicroBatch, Producer, TrainBatch
+from hybridrl.algorithms.advantage import (
+    divided_by_group_std,
+    informative_scale,
+    leave_one_out,
+    minus_group_mean,
+    pass_at_k,
+    response_column,
+    token_keys,
+    whiten,
+    without_high_covariance,
+)
+from hybridrl.algorithms.policy_gradient import PolicyGradient
+from hybridrl.batch import BatchError, Producer, TrainBatch
 from hybridrl.config.schema import GrpoConfig
 
 
-class Grpo:
+class Grpo(PolicyGradient):
     """Compares the samples of one prompt with each other; needs no critic.
 
     The KL to the reference is a term of the loss (`kl_in: loss`, as in the paper), or the sum
@@ -25,47 +37,62 @@ class Grpo:
     reward`).
     """
 
-    name = "grpo"
-
     def __init__(self, config: GrpoConfig) -> None:
+        super().__init__(config)
         self.config = config
-        self._kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
-        self.needs = Needs(reference=config.kl_coef > 0, old_logps=self._kl_in_reward)
-        self._policy_loss = PolicyLoss(
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            kl_coef=config.kl_coef if config.kl_in == "loss" else 0.0,
-            kl_estimator=config.kl_estimator,
-            entropy_coef=config.entropy_coef,
-            needed_by=self.name,
-        )
+        if config.cov_clip_fraction > 0:
+            self.needs = replace(self.needs, old_logps=True)
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Gives every response token of a sample the sample's normalised reward.
+        """Gives every response token of a sample the advantage of the sample.
 
         Raises:
-            BatchError: a group has one sample, which cannot be compared with anything.
+            BatchError: a group has too few samples to be compared.
         """
-        groups, counts = batch.group_B.unique(return_counts=True)
-        if int(counts.min()) < 2:
-            got = f"returned 1 sample for group {int(groups[counts.argmin()])}"
-            remedy = "Raise steps.samples_per_prompt."
-            raise BatchError(batch.producer, "group_B", got, "2 or more, for grpo", remedy)
-        reward_B = batch.reward_B.double()
-        if self._kl_in_reward:
-            kl_T = token_kl(batch, self.config.kl_estimator, self.name)
-            kl_B = torch.zeros_like(reward_B).index_add(0, batch.sample_index_T, kl_T)
-            reward_B = reward_B - self.config.kl_coef * kl_B
-        advantages_B = group_normalised(reward_B, batch.group_B, self.config.normalize_std)
+        config = self.config
+        self._check_groups(batch)
+        reward_B = self.rewards(batch)
+        if (penalty_T := self.kl_penalty(batch)) is not None:
+            reward_B = reward_B - torch.zeros_like(reward_B).index_add(
+                0, batch.sample_index_T, penalty_T
+            )
+        advantages_B = self._compared(reward_B, batch)
+        if config.rescale_informative:
+            advantages_B = advantages_B * informative_scale(reward_B, batch.group_B)
+        if config.whiten_advantages:
+            advantages_B = whiten(advantages_B, batch.response_lengths_B)
         advantages_T = advantages_B.float()[batch.sample_index_T] * batch.response_mask_T
+        if config.cov_clip_fraction > 0:
+            advantages_R = without_high_covariance(
+                advantages_B.repeat_interleave(batch.response_lengths_B),
+                batch.require("old_logp_T", self.name)[batch.response_mask_T].double(),
+                token_keys(batch),
+                config.cov_clip_fraction,
+                config.cov_clip_low,
+                config.cov_clip_high,
+            )
+            advantages_T = response_column(advantages_R, batch)
         return batch.join_columns(Producer.here(self.name), advantages_T=advantages_T)
 
-    def denominator(self, batch: TrainBatch) -> float:
-        """Returns the number of response tokens."""
-        return num_response_tokens(batch)
+    def _compared(self, reward_B: Tensor, batch: TrainBatch) -> Tensor:
+        config, group_B = self.config, batch.group_B
+        if config.baseline == "pass_at_k":
+            is_passed_B = reward_B >= config.pass_reward
+            return pass_at_k(is_passed_B, group_B, config.pass_k, config.normalize_std)
+        if config.baseline == "leave_one_out":
+            centred_B = leave_one_out(reward_B, group_B)
+        elif config.baseline == "length_weighted":
+            centred_B = minus_group_mean(reward_B, group_B, batch.response_lengths_B)
+        else:
+            centred_B = minus_group_mean(reward_B, group_B)
+        return divided_by_group_std(centred_B, group_B) if config.normalize_std else centred_B
 
-    def loss(
-        self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
-    ) -> LossOutput:
-        """Returns the clipped surrogate loss; arguments as in `Algorithm.loss`."""
-        return self._policy_loss(logp_S, entropy_S, micro, denominator)
+    def _check_groups(self, batch: TrainBatch) -> None:
+        fewest = max(2, self.config.pass_k) if self.config.baseline == "pass_at_k" else 2
+        groups, counts = batch.group_B.unique(return_counts=True)
+        if (least := int(counts.min())) < fewest:
+            group = int(groups[counts.argmin()])
+            got = f"returned {least} sample{'s' * (least > 1)} for group {group}"
+            expected = f"{fewest} or more, for {self.name}"
+            remedy = "Raise steps.samples_per_prompt."
+            raise BatchError(batch.producer, "group_B", got, expected, remedy)

@@ -1,40 +1,87 @@
-"""Per-token objectives of policy and critic, and the policy loss that PPO and GRPO share. Pure
-functions.
+"""Per-token objectives of policy and critic. Pure functions.
 
 Everything is predictor-aligned and per position, on the device of its arguments, and waits for
-none.
+none. An objective is to be maximised; with it comes where clipping changed it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.base import LossOutput
-from hybridrl.batch import MicroBatch
-
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
 def clipped_surrogate(
-    logp_S: Tensor, old_logp_S: Tensor, advantages_S: Tensor, clip_low: float, clip_high: float
+    log_ratio_S: Tensor,
+    advantages_S: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The clipped objective of PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7), to be
-    maximised.
+    """The clipped objective of PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
 
     min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logp - old_logp); equal bounds
-    are the paper's, a higher upper one is DAPO's (Yu et al. 2025, arXiv 2503.14476, eq. 10).
+    are the paper's, a higher upper one is DAPO's (Yu et al. 2025, arXiv 2503.14476, eq. 10). With
+    the ratio of a whole response it is GSPO's (Zheng et al. 2025, arXiv 2507.18071, eq. 5).
+
+    Args:
+        dual_clip: c > 1 keeps the objective from falling below c A where A < 0, however large the
+            ratio (Ye et al. 2020, arXiv 1912.09729).
 
     Returns:
-        The objective, and where the clipped term is the smaller one, which has no gradient.
+        The objective, and where it is a clipped term, which has no gradient.
     """
-    ratio_S = (logp_S - old_logp_S).exp()
+    ratio_S = log_ratio_S.exp()
     plain_S = ratio_S * advantages_S
     clipped_S = ratio_S.clamp(1 - clip_low, 1 + clip_high) * advantages_S
-    return torch.minimum(plain_S, clipped_S), clipped_S < plain_S
+    objective_S, is_clipped_S = torch.minimum(plain_S, clipped_S), clipped_S < plain_S
+    if dual_clip is None:
+        return objective_S, is_clipped_S
+    floor_S = dual_clip * advantages_S
+    is_below_S = (advantages_S < 0) & (objective_S < floor_S)
+    return torch.where(is_below_S, floor_S, objective_S), is_clipped_S | is_below_S
+
+
+def clipped_log_ratio(
+    log_ratio_S: Tensor, advantages_S: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Bounds the logarithm of the ratio on the side to which the advantage pushes it.
+
+    GMPO's clipping of a token, before the geometric mean (Zhao et al. 2025, arXiv 2507.20673):
+    at most clip_high where A > 0, at least -clip_low where A < 0.
+    """
+    bounded_S = torch.where(
+        advantages_S > 0, log_ratio_S.clamp(max=clip_high), log_ratio_S.clamp(min=-clip_low)
+    )
+    return bounded_S, bounded_S != log_ratio_S
+
+
+def weighted_logp(
+    logp_S: Tensor, log_ratio_S: Tensor, advantages_S: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """The objective of CISPO (MiniMax 2025, arXiv 2506.13585, eq. 4-5).
+
+    sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp, sg without a gradient: a bounded weight, and
+    a gradient at every token.
+    """
+    ratio_S = log_ratio_S.detach().exp()
+    weight_S = ratio_S.clamp(1 - clip_low, 1 + clip_high)
+    return weight_S * advantages_S * logp_S, weight_S != ratio_S
+
+
+def soft_gated(
+    log_ratio_S: Tensor, advantages_S: Tensor, tau_positive: float, tau_negative: float
+) -> Tensor:
+    """The objective of SAPO (Gao et al. 2025, arXiv 2511.20347).
+
+    4 / tau sigmoid(tau (r - 1)) A, with a temperature for each sign of A: the gradient at r = 1 is
+    that of r A, and fades on both sides.
+    """
+    tau_S = torch.full_like(log_ratio_S, tau_negative).masked_fill(advantages_S > 0, tau_positive)
+    return 4 / tau_S * torch.sigmoid(tau_S * (log_ratio_S.exp() - 1)) * advantages_S
 
 
 def clipped_value_loss(
@@ -61,7 +108,10 @@ def kl_estimate(logp_S: Tensor, other_logp_S: Tensor, estimator: KlEstimator) ->
 
     With d = log q - log p: k1 = -d (unbiased), k2 = d^2 / 2 (biased, positive), k3 = exp(d) - 1 -
     d (unbiased, positive; eq. 4 of GRPO, arXiv 2402.03300). As a loss differentiated through p,
-    k1 has a gradient of mean zero: it belongs into a reward.
+    k1 has a gradient of mean zero: it belongs into a reward. k2 has the gradient of the KL, k3
+    that of the KL(q, p) (Liu et al. 2025, arXiv 2510.01555); multiplied by the ratio p /
+    (p without a gradient), k1 and k3 have that of the KL too (DeepSeek-V3.2, arXiv 2512.02556,
+    sec. 3.1).
 
     Args:
         logp_S: log p of the sampled tokens.
@@ -73,51 +123,3 @@ def kl_estimate(logp_S: Tensor, other_logp_S: Tensor, estimator: KlEstimator) ->
     if estimator == "k2":
         return d_S.square() / 2
     return d_S.exp() - 1 - d_S
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """The loss that PPO and GRPO share, with its settings.
-
-    -(clipped surrogate) + kl_coef KL(policy, reference) - entropy_coef entropy, summed over the
-    response tokens and divided by the denominator; `kl_coef` 0 takes the KL out of the loss.
-    """
-
-    clip_low: float
-    clip_high: float
-    kl_coef: float
-    kl_estimator: KlEstimator
-    entropy_coef: float
-    needed_by: str
-
-    def __call__(
-        self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
-    ) -> LossOutput:
-        """Returns the loss and its metrics; arguments as in `Algorithm.loss`."""
-        mask_S = micro.loss_mask_S
-        # Masked first, not last: what stands on other positions may overflow, and 0 x inf is NaN.
-        # The columns are zero there already, so that every term below is.
-        logp_S = logp_S.masked_fill(~mask_S, 0.0)
-        entropy_S = entropy_S.masked_fill(~mask_S, 0.0)
-        old_S = logp_S.detach() if micro.old_logp_S is None else micro.old_logp_S
-        advantages_S = micro.require("advantages_S", self.needed_by)
-        objective_S, clipped_S = clipped_surrogate(
-            logp_S, old_S, advantages_S, self.clip_low, self.clip_high
-        )
-        loss_S = -objective_S - self.entropy_coef * entropy_S
-        if self.kl_coef:
-            reference_S = micro.require("reference_logp_S", self.needed_by)
-            loss_S = loss_S + self.kl_coef * kl_estimate(logp_S, reference_S, self.kl_estimator)
-        metrics = {
-            "policy/clip_fraction": clipped_S.sum(),
-            "policy/entropy": entropy_S.detach().sum(),
-            "policy/kl": _reported_kl(logp_S.detach(), old_S, micro.reference_logp_S).sum(),
-        }
-        return LossOutput(loss_S.sum() / denominator, metrics)
-
-
-def _reported_kl(logp_S: Tensor, old_S: Tensor, reference_S: Tensor | None) -> Tensor:
-    """KL(policy, reference), or KL(old, policy) without a reference; k3 in both cases."""
-    if reference_S is not None:
-        return kl_estimate(logp_S, reference_S, "k3")
-    return kl_estimate(old_S, logp_S, "k3")

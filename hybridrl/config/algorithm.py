@@ -6,12 +6,58 @@ Owns also `Section`, what all sections of the schema are: frozen, strict, closed
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-ALGORITHM_NAMES = ("grpo", "ppo", "sft")
 DOTTED_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+GroupRelativeName = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "clip_cov",
+    "rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k",
+]  # fmt: skip
+
+# What each name sets where the config says nothing; docs/algorithms.md has the source of each.
+PRESETS: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"normalize_std": False, "aggregate": "fixed"},
+    "dapo": {"clip_high": 0.28, "overlong_max_tokens": 20480},
+    "gspo": {
+        "objective": "sequence_clip",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregate": "sequence_mean",
+    },
+    "gmpo": {
+        "objective": "geometric_mean",
+        "clip_low": 0.4,
+        "clip_high": 0.4,
+        "aggregate": "sequence_mean",
+    },
+    "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.28},
+    "sapo": {"objective": "sapo", "aggregate": "sequence_mean"},
+    "clip_cov": {"cov_clip_fraction": 2e-4},
+    "rloo": {
+        "baseline": "leave_one_out",
+        "normalize_std": False,
+        "objective": "plain",
+        "aggregate": "fixed",
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    "reinforce_pp_baseline": {
+        "normalize_std": False,
+        "whiten_advantages": True,
+        "kl_estimator": "k2",
+    },
+    "opo": {
+        "baseline": "length_weighted",
+        "normalize_std": False,
+        "objective": "plain",
+        "aggregate": "fixed",
+    },
+    "gpg": {"normalize_std": False, "objective": "plain", "rescale_informative": True},
+    "pass_at_k": {"baseline": "pass_at_k"},
+}
+ALGORITHM_NAMES = ("grpo", "ppo", "sft", "reinforce_pp", *PRESETS)
 
 
 class Section(BaseModel):
@@ -29,35 +75,55 @@ class SftConfig(Section):
 
 
 class PolicyGradientConfig(Section):
-    """The knobs that GRPO and PPO share: clipping, KL to a reference, entropy."""
+    """What the algorithms with rollouts share: the objective of a token, the mean over tokens, KL
+    to a reference, entropy, the penalty on length.
+    """
 
+    name: str = Field(description="Selects the algorithm.")
+    objective: Literal["clip", "sequence_clip", "geometric_mean", "cispo", "sapo", "plain"] = Field(
+        "clip",
+        description="What is maximised at a token. 'clip': the clipped surrogate of the PPO paper.",
+    )
     clip_low: float = Field(
         0.2,
         gt=0,
-        lt=1,
-        description="Ratio may fall to 1 - clip_low. 0.2: the value of the PPO paper.",
+        le=1,
+        description="Ratio may fall to 1 - clip_low (its logarithm to -clip_low for geometric_mean). 0.2: the value of the PPO paper.",
     )
     clip_high: float = Field(
         0.2,
         gt=0,
-        description="Ratio may rise to 1 + clip_high. 0.2: symmetric, as in the PPO paper.",
+        description="Ratio may rise to 1 + clip_high (its logarithm to clip_high for geometric_mean). 0.2: symmetric, as in the PPO paper.",
+    )
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="Bound on the ratio at negative advantages, objective clip only. None: off; 3 is the paper's.",
+    )
+    sapo_tau_positive: float = Field(
+        1.0,
+        gt=0,
+        description="Temperature of sapo's gate at positive advantages. 1: the paper's.",
+    )
+    sapo_tau_negative: float = Field(
+        1.05,
+        gt=0,
+        description="Temperature of sapo's gate at negative advantages. 1.05: the paper's; they need the stronger decay.",
+    )
+    aggregate: Literal["token_mean", "sequence_mean", "fixed"] = Field(
+        "token_mean",
+        description="Mean over all tokens, over each response's and then over responses, or a sum over tokens by a fixed length. 'token_mean': a token counts the same everywhere.",
+    )
+    fixed_length: float = Field(
+        1.0,
+        gt=0,
+        description="Tokens that a response counts as with aggregate fixed. 1: the sum over tokens that the formulas have; rollout.max_new_tokens makes it a mean.",
     )
     kl_coef: float = Field(
         0.0,
         ge=0,
         description="Weight of the KL to the reference. 0: off, which also saves the reference model.",
     )
-    entropy_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of the entropy bonus. 0: sampling at temperature 1 explores enough.",
-    )
-
-
-class GrpoConfig(PolicyGradientConfig):
-    """Group relative policy optimization: no critic, advantages from the samples of one prompt."""
-
-    name: Literal["grpo"] = Field("grpo", description="Selects GRPO.")
     kl_in: Literal["loss", "reward"] = Field(
         "loss", description="Where the KL enters. 'loss': as in the GRPO paper."
     )
@@ -65,9 +131,112 @@ class GrpoConfig(PolicyGradientConfig):
         "k3",
         description="Estimator of the KL. 'k3': unbiased and never negative, as in the GRPO paper.",
     )
+    kl_importance_weighted: bool = Field(
+        False,
+        description="Multiply the KL in the loss by the ratio, which makes the gradient of k1 and k3 unbiased. False: as in the GRPO paper.",
+    )
+    entropy_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the entropy bonus. 0: sampling at temperature 1 explores enough.",
+    )
+    overlong_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Length from which a response's reward is lowered by 1. None: no penalty on length; DAPO's is 20480.",
+    )
+    overlong_buffer_tokens: int = Field(
+        4096,
+        ge=1,
+        description="Tokens before overlong_max_tokens over which the penalty grows. 4096: as in the DAPO paper.",
+    )
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """Whether the loss has to see all tokens of a response at once, so that train.cp is 1."""
+        return self.aggregate == "sequence_mean" or self.objective in (
+            "sequence_clip",
+            "geometric_mean",
+        )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        longest, buffer = self.overlong_max_tokens, self.overlong_buffer_tokens
+        if longest is not None and buffer > longest:
+            raise ValueError(
+                f"overlong_buffer_tokens: at most overlong_max_tokens = {longest}, not {buffer}"
+            )
+        if self.dual_clip is not None and self.objective != "clip":
+            raise ValueError(f"dual_clip: only with objective clip, not {self.objective}")
+        if self.kl_importance_weighted and self.kl_in != "loss":
+            raise ValueError(f"kl_importance_weighted: only with kl_in loss, not {self.kl_in}")
+        return self
+
+
+class GrpoConfig(PolicyGradientConfig):
+    """The samples of one prompt are compared with each other, without a critic: GRPO, and what
+    PRESETS makes of it.
+    """
+
+    name: GroupRelativeName = Field(
+        "grpo", description="Selects the algorithm, and with it the defaults of this section."
+    )
+    baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"] = Field(
+        "group_mean",
+        description="What a reward is compared with. 'group_mean': as in the GRPO paper.",
+    )
     normalize_std: bool = Field(
         True,
         description="Divide a group's advantages by their deviation. True: as in the GRPO paper.",
+    )
+    whiten_advantages: bool = Field(
+        False,
+        description="Scale advantages to mean 0, deviation 1 over the batch. False: as in the GRPO paper.",
+    )
+    rescale_informative: bool = Field(
+        False,
+        description="Multiply advantages by samples / samples of groups with unequal rewards. False: as in the GRPO paper.",
+    )
+    pass_k: int = Field(
+        4, ge=1, description="The k of baseline pass_at_k. 4: as in the paper's experiments."
+    )
+    pass_reward: float = Field(
+        0.5,
+        description="Reward from which a sample passes, baseline pass_at_k only. 0.5: between wrong, 0, and right, 1.",
+    )
+    cov_clip_fraction: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of the tokens that lose their gradient for a high covariance. 0: off; 2e-4 is the paper's.",
+    )
+    cov_clip_low: float = Field(
+        1.0, description="Smallest covariance that counts as high. 1: the value of the authors."
+    )
+    cov_clip_high: float = Field(
+        5.0, description="Largest covariance that counts as high. 5: the value of the authors."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, values: object) -> object:
+        if isinstance(values, Mapping):
+            return PRESETS.get(str(values.get("name")), {}) | dict(values)
+        return values
+
+
+class ReinforceConfig(PolicyGradientConfig):
+    """REINFORCE++: one sample a prompt is enough; advantages are whitened over the whole batch."""
+
+    name: Literal["reinforce_pp"] = Field("reinforce_pp", description="Selects REINFORCE++.")
+    kl_in: Literal["loss", "reward"] = Field(
+        "reward", description="Where the KL enters. 'reward': a penalty a token, as in the paper."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1", description="Estimator of the KL. 'k1': as in the paper."
+    )
+    gamma: float = Field(
+        1.0, ge=0, le=1, description="Discount a token. 1: the reward comes once, at the end."
     )
 
 
@@ -88,6 +257,17 @@ class PpoConfig(PolicyGradientConfig):
     )
     gae_lambda: float = Field(
         0.95, ge=0, le=1, description="GAE's bias-variance trade. 0.95: the value of the PPO paper."
+    )
+    gae_length_alpha: float | None = Field(
+        None,
+        gt=0,
+        description="The policy's lambda as 1 - 1 / (alpha length), in place of gae_lambda. None: off; VAPO's is 0.05.",
+    )
+    critic_gae_lambda: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Lambda of the critic's targets. None: the policy's, as in PPO; VAPO's is 1.",
     )
     value_clip: float = Field(
         0.2,
@@ -118,6 +298,8 @@ class CustomAlgorithmConfig(Section):
 
 def _algorithm_tag(value: object) -> str | None:
     name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+    if name in get_args(GroupRelativeName):
+        return "grpo"
     if name in ALGORITHM_NAMES:
         return str(name)
     return "custom" if isinstance(name, str) and ":" in name else None
@@ -126,6 +308,7 @@ def _algorithm_tag(value: object) -> str | None:
 AlgorithmConfig = Annotated[
     Annotated[SftConfig, Tag("sft")]
     | Annotated[GrpoConfig, Tag("grpo")]
+    | Annotated[ReinforceConfig, Tag("reinforce_pp")]
     | Annotated[PpoConfig, Tag("ppo")]
     | Annotated[CustomAlgorithmConfig, Tag("custom")],
     Discriminator(_algorithm_tag),

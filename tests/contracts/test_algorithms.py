@@ -26,12 +26,29 @@ from hybridrl.batch import (
     RolloutBatch,
     TrainBatch,
 )
+from hybridrl.config.algorithm import PRESETS, PolicyGradientConfig, ReinforceConfig
 from hybridrl.config.schema import GrpoConfig, PpoConfig, SftConfig
 from hybridrl.data.collate import micro_batch
+from hybridrl.errors import UserError
 
 CASES = {
     "sft": SftConfig(),
     "grpo": GrpoConfig(),
+    **{name: GrpoConfig(name=name) for name in PRESETS},
+    # The presets' own numbers are for thousands of tokens; here some must be in reach.
+    "dapo": GrpoConfig(name="dapo", overlong_max_tokens=5, overlong_buffer_tokens=3),
+    "clip_cov": GrpoConfig(
+        name="clip_cov", cov_clip_fraction=0.2, cov_clip_low=0.05, whiten_advantages=True
+    ),
+    "pass_at_k": GrpoConfig(name="pass_at_k", pass_k=2),
+    "rloo-kl-entropy": GrpoConfig(name="rloo", kl_coef=0.1, entropy_coef=0.05),
+    "gspo-kl-weighted": GrpoConfig(name="gspo", kl_coef=0.1, kl_importance_weighted=True),
+    "grpo-dual-clip": GrpoConfig(dual_clip=1.1, aggregate="sequence_mean", kl_coef=0.1),
+    "reinforce_pp": ReinforceConfig(),
+    "reinforce_pp-kl": ReinforceConfig(kl_coef=0.1, gamma=0.9),
+    "ppo-vapo": PpoConfig(
+        gae_length_alpha=0.6, critic_gae_lambda=1.0, clip_high=0.28, aggregate="sequence_mean"
+    ),
     "grpo-kl-loss-entropy": GrpoConfig(kl_coef=0.1, entropy_coef=0.05, normalize_std=False),
     "grpo-kl-reward": GrpoConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1"),
     "ppo": PpoConfig(),
@@ -150,13 +167,31 @@ def assert_same(found: dict, expected: dict, tolerance: float) -> None:
 ALL = [list(range(12))]
 
 
+def needs_whole(case: str) -> bool:
+    config = CASES[case]
+    return isinstance(config, PolicyGradientConfig) and config.needs_whole_sequences
+
+
+def weights(case: str, batch: TrainBatch) -> Tensor:
+    """What a response token counts in the mean that `aggregate` names: (T,) float64."""
+    lengths_B, config = batch.response_lengths_B.double(), CASES[case]
+    aggregate = getattr(config, "aggregate", "token_mean")
+    if aggregate == "token_mean":
+        weight_B = torch.full_like(lengths_B, 1 / lengths_B.sum().item())
+    elif aggregate == "sequence_mean":
+        weight_B = 1 / lengths_B / len(lengths_B)
+    else:
+        weight_B = torch.full_like(lengths_B, 1 / (len(lengths_B) * config.fixed_length))
+    return weight_B[batch.sample_index_T] * batch.response_mask_T
+
+
 def test_there_is_something_to_learn(case):
     algorithm, tables, batch = prepare(case)
     grads, metrics = run(algorithm, tables, algorithm.advantages(batch), ALL)
     assert set(grads) == ({"policy", "critic"} if algorithm.needs.values else {"policy"})
     assert all(grad.abs().max() > 1e-4 for grad in grads.values())
-    if algorithm.needs.rollouts:
-        assert 0 < metrics["policy/clip_fraction"] < algorithm.denominator(batch)
+    if getattr(CASES[case], "objective", "plain") not in ("plain", "sapo"):
+        assert 0 < metrics["policy/clip_fraction"] < int(batch.response_lengths_B.sum())
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -1e30, 5.0])
@@ -189,10 +224,24 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(case, seed):
     order = rng.sample(range(12), 12)
     cuts = sorted(rng.choices(range(13), k=4))  # some parts are empty: padding only
     parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, 12], strict=True)]
-    for pads, num_slices in (((1, 1), 1), ((1, 4), 1), ((4, 8), 2)):
+    slices = 1 if needs_whole(case) else 2
+    for pads, num_slices in (((1, 1), 1), ((1, 4), 1), ((4, 8), slices)):
         found = run(algorithm, tables, filled, parts, pads, num_slices)
         assert_same(found[0], expected[0], EXACT)
         assert_same(found[1], expected[1], COLUMN)  # some metrics are sums of float32 columns
+
+
+def test_a_loss_over_whole_responses_refuses_parts_of_them(case):
+    algorithm, tables, batch = prepare(case)
+    filled = algorithm.advantages(batch)
+    if not needs_whole(case):
+        return
+    with pytest.raises(UserError, match=r"train\.cp: got above 1; allowed: 1 .* Set train\.cp=1"):
+        run(algorithm, tables, filled, ALL, (4, 8), 2)
+    micro = micro_batch(filled, range(12), 4, 8).take_positions(torch.arange(0, 8, 2))
+    if isinstance(algorithm, CriticAlgorithm):
+        with pytest.raises(UserError, match=r"train\.cp"):
+            algorithm.value_loss(torch.zeros(micro.num_positions), micro, 1.0)
 
 
 def test_the_order_of_samples_does_not_matter(case):
@@ -219,13 +268,34 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient(case, old):
     previous_T, mask_T = batch.tokens_T.roll(1), batch.response_mask_T
     logp_TV = tables.logits_VV[previous_T].log_softmax(-1)
     chosen_T = logp_TV.gather(1, batch.tokens_T[:, None])[:, 0]
-    weight_T = mask_T.double() if filled.advantages_T is None else filled.advantages_T.double()
-    objective = (chosen_T * weight_T)[mask_T].sum() / int(mask_T.sum())
+    credit_T = mask_T.double() if filled.advantages_T is None else filled.advantages_T.double()
+    objective = (chosen_T * credit_T * weights(case, batch))[mask_T].sum()
     (expected,) = torch.autograd.grad(-objective, tables.logits_VV)
     torch.testing.assert_close(grads["policy"], expected, rtol=COLUMN, atol=COLUMN)
     assert metrics.get("policy/clip_fraction", 0.0) == 0
 
 
+def test_gradients_agree_with_finite_differences(case):
+    algorithm, tables, batch = prepare(case)
+    if getattr(CASES[case], "objective", "plain") == "cispo":
+        pytest.skip("its weight has no gradient by design; test_algorithms_presets.py has its form")
+    micro = micro_batch(algorithm.advantages(batch), range(12), 2, 4)
+    double = {n: c.double() for n, c in vars(micro).items() if n in FLOATS and c is not None}
+    micro = replace(micro, **double)
+    logp_S, entropy_S = (x.detach().requires_grad_() for x in tables.policy(micro))
+
+    def loss(logp_S: Tensor, entropy_S: Tensor) -> Tensor:
+        return algorithm.loss(logp_S, entropy_S, micro, 3.0).loss
+
+    assert torch.autograd.gradcheck(loss, (logp_S, entropy_S), eps=1e-6, atol=1e-8, rtol=1e-6)
+    if isinstance(algorithm, CriticAlgorithm):
+        values_S = tables.values_V.detach()[micro.tokens_S].requires_grad_()
+        assert torch.autograd.gradcheck(
+            lambda v: algorithm.value_loss(v, micro, 3.0).loss, (values_S,), atol=1e-8, rtol=1e-6
+        )
+
+
+FLOATS = ("old_logp_S", "reference_logp_S", "advantages_S", "returns_S", "values_S")
 NEEDED = {
     "reference": "reference_logp_T",
     "values": "values_T",
@@ -260,10 +330,12 @@ def test_what_is_declared_is_used_and_what_is_not_is_not_needed(case, need):
         assert_same(gradient(without, batch.old_logp_T), expected, EXACT)
 
 
-def test_the_denominator_divides_the_loss_and_counts_response_tokens(case):
+def test_the_denominator_divides_the_loss_and_adds_up_over_mini_batches(case):
     algorithm, tables, batch = prepare(case)
     filled = algorithm.advantages(batch)
-    assert algorithm.denominator(filled) == int(batch.response_lengths_B.sum())
+    expected = {"token_mean": int(batch.response_lengths_B.sum())}
+    aggregate = getattr(CASES[case], "aggregate", "token_mean")
+    assert algorithm.denominator(filled) == expected.get(aggregate, batch.num_samples)
     halves = filled.split(2)
     assert sum(algorithm.denominator(half) for half in halves) == algorithm.denominator(filled)
     micro = micro_batch(filled, range(12), 1, 1)

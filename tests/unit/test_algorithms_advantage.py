@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.algorithms.advantage import gae, group_normalised, last_token_rewards, whiten
+from hybridrl.algorithms.advantage import (
+    divided_by_group_std,
+    gae,
+    last_token_rewards,
+    minus_group_mean,
+    overlong_penalty,
+    whiten,
+)
 from hybridrl.batch import BatchError, TrainBatch
 from hybridrl.config.schema import GrpoConfig, PpoConfig
 
@@ -84,11 +91,13 @@ def test_gae_with_both_factors_one_is_the_reward_to_come_less_the_value():
     normalize_std=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_group_normalised_is_the_reward_against_its_group(sizes, normalize_std, seed):
+def test_the_group_mean_and_deviation_are_those_of_the_group(sizes, normalize_std, seed):
     rng = np.random.default_rng(seed)
     group = rng.permutation(np.repeat(np.arange(len(sizes)) * 7 + 3, sizes))
     reward = rng.normal(size=len(group)).astype(np.float32)
-    found = group_normalised(torch.from_numpy(reward), torch.from_numpy(group), normalize_std)
+    found = minus_group_mean(torch.from_numpy(reward), torch.from_numpy(group))
+    if normalize_std:
+        found = divided_by_group_std(found, torch.from_numpy(group))
     for i in range(len(group)):
         own = reward[group == group[i]].astype(np.float64)
         expected = reward[i] - own.mean()
@@ -97,10 +106,15 @@ def test_group_normalised_is_the_reward_against_its_group(sizes, normalize_std, 
         assert found[i].item() == pytest.approx(expected, abs=1e-9)
 
 
-def test_group_normalised_gives_nothing_where_all_rewards_are_equal():
-    reward_B = torch.full((6,), 0.1)
-    found = group_normalised(reward_B, torch.tensor([0, 0, 0, 1, 1, 1]), True)
+def test_a_group_of_equal_rewards_gives_nothing():
+    reward_B, group_B = torch.full((6,), 0.1), torch.tensor([0, 0, 0, 1, 1, 1])
+    found = divided_by_group_std(minus_group_mean(reward_B, group_B), group_B)
     assert found.abs().max() < 1e-9
+
+
+def test_the_penalty_on_length_falls_linearly_over_the_buffer():
+    found = overlong_penalty(torch.tensor([1, 6, 7, 8, 10, 11, 99]), longest=10, buffer=4)
+    assert found.tolist() == [0, 0, -0.25, -0.5, -1, -1, -1]
 
 
 def test_whiten_has_mean_zero_and_deviation_one():

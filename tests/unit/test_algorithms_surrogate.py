@@ -10,13 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.surrogate import (
-    PolicyLoss,
-    clipped_surrogate,
-    clipped_value_loss,
-    kl_estimate,
-)
+from hybridrl.algorithms import make_algorithm
+from hybridrl.algorithms.surrogate import clipped_surrogate, clipped_value_loss, kl_estimate
 from hybridrl.batch import MicroBatch
+from hybridrl.config.schema import GrpoConfig
 
 LOGP = st.floats(-6, 0)
 NUMBER = st.floats(-3, 3)
@@ -27,7 +24,7 @@ def test_clipped_surrogate_is_equation_7(logp, old, advantage, low, high):
     ratio = math.exp(logp - old)
     bounded = min(max(ratio, 1 - low), 1 + high)
     found, clipped = clipped_surrogate(
-        *(torch.tensor([x], dtype=torch.float64) for x in (logp, old, advantage)), low, high
+        *(torch.tensor([x], dtype=torch.float64) for x in (logp - old, advantage)), low, high
     )
     assert found.item() == pytest.approx(min(ratio * advantage, bounded * advantage), abs=1e-12)
     assert clipped.item() == (bounded * advantage < ratio * advantage)
@@ -48,13 +45,26 @@ def test_clipped_surrogate_has_a_gradient_only_where_it_is_not_clipped(
     ratio, advantage, has_gradient
 ):
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    found, clipped = clipped_surrogate(
-        logp, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage]), 0.2, 0.2
-    )
+    found, clipped = clipped_surrogate(logp, torch.tensor([advantage]), 0.2, 0.2)
     found.sum().backward()
     # d ratio / d logp = ratio
     assert logp.grad.item() == pytest.approx(ratio * advantage if has_gradient else 0)
     assert bool(clipped) != has_gradient
+
+
+@given(LOGP, LOGP, NUMBER)
+def test_dual_clip_bounds_the_loss_of_a_bad_token(logp, old, advantage):
+    """Ye et al. 2020: max(min(r A, clip(r) A), c A) where A < 0, else as without."""
+    ratio = math.exp(logp - old)
+    expected = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+    if advantage < 0:
+        expected = max(expected, 3 * advantage)
+    log_ratio = torch.tensor([logp - old], dtype=torch.float64, requires_grad=True)
+    given_advantage = torch.tensor([advantage], dtype=torch.float64)
+    found, clipped = clipped_surrogate(log_ratio, given_advantage, 0.2, 0.2, 3.0)
+    assert found.item() == pytest.approx(expected, abs=1e-12)
+    found.sum().backward()
+    assert log_ratio.grad.item() == pytest.approx(0 if clipped else ratio * advantage, abs=1e-9)
 
 
 @given(NUMBER, NUMBER, NUMBER, st.floats(0.05, 1))
@@ -121,8 +131,14 @@ def test_policy_loss_and_its_metrics_agree_with_a_loop(has_old, has_reference):
     reference = np.where(mask, logp + rng.normal(size=size) * 0.4, 0)
     advantages = np.where(mask, rng.normal(size=size), 0)
     entropy = rng.random(size)
-    loss = PolicyLoss(0.1, 0.3, 0.7 if has_reference else 0.0, "k2", 0.05, "test")
-    found = loss(
+    config = GrpoConfig(
+        clip_low=0.1,
+        clip_high=0.3,
+        kl_coef=0.7 if has_reference else 0.0,
+        kl_estimator="k2",
+        entropy_coef=0.05,
+    )
+    found = make_algorithm(config).loss(
         torch.from_numpy(logp),
         torch.from_numpy(entropy),
         micro_of(
@@ -162,13 +178,34 @@ def test_policy_loss_and_its_metrics_agree_with_a_loop(has_old, has_reference):
     )
 
 
-def test_only_k1_has_no_gradient_on_average_as_a_loss():
+@pytest.mark.parametrize(
+    ("estimator", "is_weighted", "is_exact"),
+    [
+        ("k1", False, False),  # zero on average
+        ("k2", False, True),
+        ("k3", False, False),  # that of the KL the other way round
+        ("k1", True, True),
+        ("k3", True, True),
+    ],
+)
+def test_the_gradient_of_a_kl_loss_is_that_of_the_kl_or_known_not_to_be(
+    estimator, is_weighted, is_exact
+):
+    """On average over all tokens of a vocabulary of six, each as often as the policy draws it."""
     logits = torch.randn(6, dtype=torch.float64, generator=torch.manual_seed(1)).requires_grad_()
     q = torch.randn(6, dtype=torch.float64).log_softmax(0)
-    gradients = {}
-    for estimator in ("k1", "k2", "k3"):
-        logp = logits.log_softmax(0)
-        mean = (logp.detach().exp() * kl_estimate(logp, q, estimator)).sum()
-        (gradients[estimator],) = torch.autograd.grad(mean, logits)
-    assert gradients["k1"].abs().max() < 1e-12
-    assert gradients["k2"].abs().max() > 1e-2 and gradients["k3"].abs().max() > 1e-2
+    exact = (logits.softmax(0) * (logits.log_softmax(0) - q)).sum()
+    (expected,) = torch.autograd.grad(exact, logits)
+    logp = logits.log_softmax(0)
+    algorithm = make_algorithm(
+        GrpoConfig(kl_coef=1.0, kl_estimator=estimator, kl_importance_weighted=is_weighted)
+    )
+    micro = micro_of(
+        [True] * 6, reference_logp_S=q.tolist(), old_logp_S=logp.tolist(), advantages_S=[0.0] * 6
+    )
+    # Token by token, for the loss is a sum and each counts with its probability.
+    slopes = torch.autograd.grad(algorithm.loss(logp, logp * 0, micro, 1.0).loss, logp)[0]
+    (found,) = torch.autograd.grad((logp * (slopes * logp.exp()).detach()).sum(), logits)
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12) == is_exact
+    if (estimator, is_weighted) == ("k1", False):
+        assert found.abs().max() < 1e-12

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hybridrl.algorithms import ALGORITHMS, make_algorithm
 from hybridrl.algorithms.base import CriticAlgorithm, Needs
-from hybridrl.config.algorithm import ALGORITHM_NAMES
+from hybridrl.config.algorithm import ALGORITHM_NAMES, ReinforceConfig
 from hybridrl.config.schema import CustomAlgorithmConfig, GrpoConfig, PpoConfig, SftConfig
 from hybridrl.errors import UserError
 
@@ -43,6 +44,12 @@ def test_the_table_holds_the_names_of_the_schema():
     assert sorted(ALGORITHMS) == sorted(ALGORITHM_NAMES)
 
 
+def test_every_name_has_its_formula_and_its_defaults_in_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    for name in ALGORITHMS:
+        assert text.count(f"\n| `{name}` |") == 2, name
+
+
 @pytest.mark.parametrize(
     ("config", "needs"),
     [
@@ -50,6 +57,11 @@ def test_the_table_holds_the_names_of_the_schema():
         (GrpoConfig(), Needs()),
         (GrpoConfig(kl_coef=0.1), Needs(reference=True)),
         (GrpoConfig(kl_coef=0.1, kl_in="reward"), Needs(reference=True, old_logps=True)),
+        (GrpoConfig(name="gspo"), Needs()),
+        (GrpoConfig(name="clip_cov"), Needs(old_logps=True)),
+        (GrpoConfig(name="rloo", kl_coef=0.1), Needs(reference=True, old_logps=True)),
+        (ReinforceConfig(), Needs()),
+        (ReinforceConfig(kl_coef=0.1), Needs(reference=True, old_logps=True)),
         (PpoConfig(), Needs(values=True)),
         (PpoConfig(kl_coef=0.1, kl_in="loss"), Needs(values=True, reference=True)),
         (PpoConfig(kl_coef=0.1), Needs(values=True, reference=True, old_logps=True)),

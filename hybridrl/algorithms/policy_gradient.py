@@ -1,0 +1,164 @@
+"""What every algorithm with rollouts shares: needs, denominator and loss, from one config section.
+
+An algorithm adds its advantages. The loss is put together from an objective a token (surrogate.py),
+KL and entropy, each position weighted as `aggregate` says; no part knows of the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms import surrogate
+from hybridrl.algorithms.advantage import overlong_penalty, token_kl
+from hybridrl.algorithms.base import LossOutput, Needs, num_response_tokens
+from hybridrl.batch import MicroBatch, TrainBatch
+from hybridrl.config.algorithm import PolicyGradientConfig
+from hybridrl.errors import UserError
+
+
+class PolicyGradient:
+    """The part of an algorithm that does not depend on where the advantages come from.
+
+    loss = sum_t w_t (-objective_t + kl_coef kl_t - entropy_coef entropy_t) / denominator, over
+    response tokens: with `aggregate` token_mean w = 1 and the denominator counts tokens (DAPO, Yu
+    et al. 2025, arXiv 2503.14476, eq. 12), with sequence_mean w = 1 / response length and it
+    counts responses (GRPO, Shao et al. 2024, arXiv 2402.03300, eq. 3), with fixed w = 1 and it is
+    responses x `fixed_length` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783, sec. 3.2).
+    """
+
+    def __init__(self, config: PolicyGradientConfig) -> None:
+        self._section = config
+        self._kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
+        self._kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
+        self.needs = Needs(reference=config.kl_coef > 0, old_logps=self._kl_in_reward)
+
+    @property
+    def name(self) -> str:
+        """The algorithm's name in the table."""
+        return self._section.name
+
+    def denominator(self, batch: TrainBatch) -> float:
+        """Returns the number of tokens or responses that the loss is a mean over."""
+        if self._section.aggregate == "token_mean":
+            return num_response_tokens(batch)
+        fixed = self._section.aggregate == "fixed"
+        return batch.num_samples * (self._section.fixed_length if fixed else 1.0)
+
+    def loss(
+        self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
+    ) -> LossOutput:
+        """Returns the policy's loss; arguments as in `Algorithm.loss`.
+
+        Raises:
+            UserError: a loss over whole responses got a part of each (context parallelism).
+        """
+        config, mask_S = self._section, micro.loss_mask_S
+        # Masked first, not last: what stands on other positions may overflow, and 0 x inf is NaN.
+        # The columns are zero there already, so that every term below is.
+        logp_S = logp_S.masked_fill(~mask_S, 0.0)
+        entropy_S = entropy_S.masked_fill(~mask_S, 0.0)
+        old_S = logp_S.detach() if micro.old_logp_S is None else micro.old_logp_S
+        advantages_S = micro.require("advantages_S", self.name)
+        if config.needs_whole_sequences:
+            self._check_whole(micro)
+        objective_S, clipped_S = self._objective(logp_S, logp_S - old_S, advantages_S, micro)
+        loss_S = -objective_S - config.entropy_coef * entropy_S
+        if self._kl_in_loss:
+            reference_S = micro.require("reference_logp_S", self.name)
+            kl_S = surrogate.kl_estimate(logp_S, reference_S, config.kl_estimator)
+            if config.kl_importance_weighted:
+                kl_S = kl_S * (logp_S - old_S).exp()
+            loss_S = loss_S + config.kl_coef * kl_S
+        loss_S = self.weighted(loss_S, micro)
+        metrics = {
+            "policy/clip_fraction": clipped_S.sum(),
+            "policy/entropy": entropy_S.detach().sum(),
+            "policy/kl": _reported_kl(logp_S.detach(), old_S, micro.reference_logp_S).sum(),
+        }
+        return LossOutput(loss_S.sum() / denominator, metrics)
+
+    def weighted(self, loss_S: Tensor, micro: MicroBatch) -> Tensor:
+        """Multiplies what a position adds to the loss by its weight."""
+        if self._section.aggregate != "sequence_mean":
+            return loss_S
+        return loss_S / sequence_sum(micro.loss_mask_S.to(loss_S.dtype), micro).clamp(min=1)
+
+    def rewards(self, batch: TrainBatch) -> Tensor:
+        """Returns each sample's reward, less the penalty on its length: (B,) float64."""
+        reward_B, longest = batch.reward_B.double(), self._section.overlong_max_tokens
+        if longest is None:
+            return reward_B
+        buffer = self._section.overlong_buffer_tokens
+        return reward_B + overlong_penalty(batch.response_lengths_B, longest, buffer)
+
+    def kl_penalty(self, batch: TrainBatch) -> Tensor | None:
+        """Returns what each token pays for its KL in the reward: (T,) float64, or None."""
+        if not self._kl_in_reward:
+            return None
+        return self._section.kl_coef * token_kl(batch, self._section.kl_estimator, self.name)
+
+    def _objective(
+        self, logp_S: Tensor, log_ratio_S: Tensor, advantages_S: Tensor, micro: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
+        config = self._section
+        low, high = config.clip_low, config.clip_high
+        if config.objective == "clip":
+            return surrogate.clipped_surrogate(
+                log_ratio_S, advantages_S, low, high, config.dual_clip
+            )
+        if config.objective == "sequence_clip":
+            log_ratio_S = with_sequence_mean(log_ratio_S, micro)
+            return surrogate.clipped_surrogate(log_ratio_S, advantages_S, low, high)
+        if config.objective == "geometric_mean":
+            bounded_S, clipped_S = surrogate.clipped_log_ratio(log_ratio_S, advantages_S, low, high)
+            return with_sequence_mean(bounded_S, micro).exp() * advantages_S, clipped_S
+        if config.objective == "cispo":
+            return surrogate.weighted_logp(logp_S, log_ratio_S, advantages_S, low, high)
+        if config.objective == "sapo":
+            taus = config.sapo_tau_positive, config.sapo_tau_negative
+            gated_S = surrogate.soft_gated(log_ratio_S, advantages_S, *taus)
+            return gated_S, torch.zeros_like(micro.loss_mask_S)
+        return logp_S * advantages_S, torch.zeros_like(micro.loss_mask_S)
+
+    def _check_whole(self, micro: MicroBatch) -> None:
+        # Sync point: one number a micro-batch, only for losses over whole responses.
+        if int(micro.cu_seqlens[-1]) == micro.num_positions:
+            return
+        section = self._section
+        raise UserError(
+            "train.cp",
+            "above 1",
+            f"1 with algorithm.objective={section.objective}, aggregate={section.aggregate}: the "
+            "loss has to see all tokens of a response at once",
+            "Set train.cp=1, or an objective a token with aggregate token_mean or fixed.",
+        )
+
+
+def sequence_sum(value_S: Tensor, micro: MicroBatch) -> Tensor:
+    """Returns at each position the sum over its sequence, of a micro-batch that is whole.
+
+    The sequences lie one after the other; no atomics, so that a run repeats itself bit by bit.
+    """
+    lengths = micro.cu_seqlens.diff().long()
+    sums = torch.segment_reduce(value_S, "sum", lengths=lengths, unsafe=True)
+    return torch.repeat_interleave(sums, lengths, output_size=len(value_S))
+
+
+def with_sequence_mean(value_S: Tensor, micro: MicroBatch) -> Tensor:
+    """Gives each response token the mean over its response, and its own gradient.
+
+    GSPO-token's form (Zheng et al. 2025, arXiv 2507.18071, eq. 14): where all tokens of a response
+    weigh the same, the gradient is that of the mean itself.
+    """
+    mask_S = micro.loss_mask_S
+    count_S = sequence_sum(mask_S.to(value_S.dtype), micro).clamp(min=1)
+    mean_S = sequence_sum(value_S.detach(), micro) / count_S
+    return (mean_S + value_S - value_S.detach()).masked_fill(~mask_S, 0.0)
+
+
+def _reported_kl(logp_S: Tensor, old_S: Tensor, reference_S: Tensor | None) -> Tensor:
+    """KL(policy, reference), or KL(old, policy) without a reference; k3 in both cases."""
+    if reference_S is not None:
+        return surrogate.kl_estimate(logp_S, reference_S, "k3")
+    return surrogate.kl_estimate(old_S, logp_S, "k3")

@@ -1,0 +1,338 @@
+"""Every algorithm with rollouts against float64 loops written from its paper's formulas.
+
+Nothing of the package's tensors is used on the expected side: samples are NumPy arrays, cut out
+with a loop, and each formula stands here once more, as the paper has it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from batches import train_batch
+from test_algorithms_advantage import gae_by_definition, responses
+
+from hybridrl.algorithms import make_algorithm
+from hybridrl.batch import BatchError, Producer, TrainBatch
+from hybridrl.config.algorithm import PRESETS, ReinforceConfig
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.schema import GrpoConfig, PpoConfig
+from hybridrl.data.collate import micro_batch
+from hybridrl.errors import ConfigError
+
+NUM_BATCHES = 200
+F32 = 1e-6  # columns are stored as float32; everything before that is float64
+EXACT = 1e-9  # float64 on both sides, sums in another order
+GROUP = 4  # samples a prompt
+
+# Where a preset's own number is for thousands of tokens, one that these batches reach.
+CONFIGS = {
+    "grpo": GrpoConfig(),
+    **{name: GrpoConfig(name=name) for name in PRESETS},
+    "dapo": GrpoConfig(name="dapo", overlong_max_tokens=6, overlong_buffer_tokens=4),
+    "rloo": GrpoConfig(name="rloo", kl_coef=0.2),
+    "pass_at_k": GrpoConfig(name="pass_at_k", pass_k=2),
+    "reinforce_pp": ReinforceConfig(kl_coef=0.3),
+    "vapo": PpoConfig(gae_length_alpha=0.5, critic_gae_lambda=1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[TrainBatch]:
+    """Random batches; every other one has rewards 0 and 1, so that some groups are all equal."""
+    found = []
+    for seed in range(NUM_BATCHES):
+        batch = train_batch(3, GROUP, seed)
+        if seed % 2:
+            right = np.random.default_rng(seed).integers(0, 2, batch.num_samples)
+            batch = replace(batch, reward_B=torch.from_numpy(right).float())
+        found.append(batch)
+    return found
+
+
+def groups_of(reward: np.ndarray) -> np.ndarray:
+    return reward.reshape(-1, GROUP)
+
+
+def grpo(reward, lengths, old, reference):
+    own = groups_of(reward)
+    return (own - own.mean(1, keepdims=True)) / (own.std(1, ddof=1, keepdims=True) + 1e-6)
+
+
+def dr_grpo(reward, lengths, old, reference):
+    return groups_of(reward) - groups_of(reward).mean(1, keepdims=True)
+
+
+def dapo(reward, lengths, old, reference):
+    longest, cache = 6, 4
+    shaped = reward.copy()
+    for i, n in enumerate(lengths):
+        if n > longest:
+            shaped[i] -= 1
+        elif n > longest - cache:
+            shaped[i] += ((longest - cache) - n) / cache
+    return grpo(shaped, lengths, old, reference)
+
+
+def rloo(reward, lengths, old, reference):
+    total = [r - 0.2 * (o - q).sum() for r, o, q in zip(reward, old, reference, strict=True)]
+    found = np.zeros(len(reward))
+    for i, r in enumerate(total):
+        first = i // GROUP * GROUP
+        others = [total[j] for j in range(first, first + GROUP) if j != i]
+        found[i] = r - sum(others) / (GROUP - 1)
+    return found
+
+
+def opo(reward, lengths, old, reference):
+    length = groups_of(np.array(lengths, dtype=float))
+    base = (length * groups_of(reward)).sum(1) / length.sum(1)
+    return groups_of(reward) - base[:, None]
+
+
+def gpg(reward, lengths, old, reference):
+    own = groups_of(reward)
+    useless = sum(GROUP for row in own if len(set(row)) == 1)
+    alpha = len(reward) / (len(reward) - useless) if useless < len(reward) else 1
+    return alpha * dr_grpo(reward, lengths, old, reference)
+
+
+def pass_at_k(reward, lengths, old, reference):
+    """By enumeration of all sets of k samples, not the closed form."""
+    found = []
+    for row in groups_of(reward) >= 0.5:
+        sets = list(itertools.combinations(range(GROUP), 2))
+        worth = np.array([float(any(row[i] for i in chosen)) for chosen in sets])
+        for i in range(GROUP):
+            own = np.mean([w for w, chosen in zip(worth, sets, strict=True) if i in chosen])
+            found.append((own - worth.mean()) / worth.std() if worth.std() else 0.0)
+    return np.array(found)
+
+
+def whitened(rows: list[np.ndarray]) -> list[np.ndarray]:
+    every = np.concatenate(rows)
+    return [(row - every.mean()) / (every.std(ddof=1) + 1e-8) for row in rows]
+
+
+def expected_advantages(name: str, batch: TrainBatch) -> list[np.ndarray]:
+    old, reference, values = (
+        responses(batch, c) for c in (batch.old_logp_T, batch.reference_logp_T, batch.values_T)
+    )
+    lengths = [len(row) for row in old]
+    reward = batch.reward_B.double().numpy()
+    if name == "reinforce_pp":
+        rows = []
+        for r, o, q in zip(reward, old, reference, strict=True):
+            penalty = 0.3 * (o - q)
+            rows.append(np.array([r - penalty[t:].sum() for t in range(len(o))]))
+        return whitened(rows)
+    if name == "vapo":
+        rows = []
+        for r, v in zip(reward, values, strict=True):
+            lam = max(1 - 1 / (0.5 * len(v)), 0)
+            rows.append(gae_by_definition([0.0] * (len(v) - 1) + [r], v, 1.0, lam))
+        return whitened(rows)
+    rule = {
+        "dr_grpo": dr_grpo, "dapo": dapo, "rloo": rloo, "opo": opo, "gpg": gpg,
+        "pass_at_k": pass_at_k, "reinforce_pp_baseline": dr_grpo,
+    }.get(name, grpo)  # fmt: skip
+    sample = rule(reward, lengths, old, reference).reshape(-1)
+    rows = [np.full(n, a) for n, a in zip(lengths, sample, strict=True)]
+    return whitened(rows) if name == "reinforce_pp_baseline" else rows
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "clip_cov"])
+def test_advantages_are_those_of_the_paper(name, batches):
+    algorithm = make_algorithm(CONFIGS[name])
+    for batch in batches:
+        filled = algorithm.advantages(batch)
+        found = np.concatenate(responses(batch, filled.advantages_T))
+        expected = np.concatenate(expected_advantages(name, batch))
+        np.testing.assert_allclose(found, expected, rtol=F32, atol=F32)
+        assert (filled.advantages_T[~batch.response_mask_T] == 0).all()
+        if name == "vapo":
+            reward = batch.reward_B.double().numpy()
+            for row, r in zip(responses(batch, filled.returns_T), reward, strict=True):
+                np.testing.assert_allclose(row, r, rtol=F32, atol=F32)  # lambda 1: r itself
+
+
+def objective(name, ratio, logp, a):
+    """Objective of each token of a response and its derivative by each token's logp, where the
+    loss is the mean over the response.
+    """
+    n = len(ratio)
+    low, high = (0.0, 1.28) if name == "cispo" else (0.8, 1.28 if name == "dapo" else 1.2)
+    if name == "gspo":
+        s = math.exp(np.log(ratio).sum() / n)
+        bounded = min(max(s, 1 - 3e-4), 1 + 4e-4)
+        values = [min(s * a[t], bounded * a[t]) for t in range(n)]
+        return values, [0 if bounded * a[t] < s * a[t] else s * a[t] for t in range(n)]
+    if name == "gmpo":
+        inside = [
+            min(r, math.exp(0.4)) if a[t] > 0 else max(r, math.exp(-0.4))
+            for t, r in enumerate(ratio)
+        ]
+        mean = math.prod(inside) ** (1 / n)
+        return [mean * x for x in a], [
+            mean * a[t] if inside[t] == ratio[t] else 0 for t in range(n)
+        ]
+    values, slopes = [], []
+    for r, lp, x in zip(ratio, logp, a, strict=True):
+        bounded = min(max(r, low), high)
+        if name == "cispo":
+            values.append(bounded * x * lp)
+            slopes.append(bounded * x)
+        elif name == "sapo":
+            tau = 1.0 if x > 0 else 1.05
+            gate = 1 / (1 + math.exp(-tau * (r - 1)))
+            values.append(4 / tau * gate * x)
+            slopes.append(4 * gate * (1 - gate) * r * x)
+        elif name in ("rloo", "opo", "gpg"):
+            values.append(lp * x)
+            slopes.append(x)
+        else:
+            values.append(min(r * x, bounded * x))
+            slopes.append(0 if bounded * x < r * x else r * x)
+    return values, slopes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_and_their_gradients_are_those_of_the_paper(name, batches):
+    algorithm = make_algorithm(CONFIGS[name])
+    for seed, batch in enumerate(batches):
+        filled = algorithm.advantages(batch)
+        noise_T = torch.randn(batch.num_tokens, generator=torch.manual_seed(seed)) * 0.4
+        now_T = (batch.old_logp_T + noise_T) * batch.response_mask_T
+        carrier = replace(filled, behaviour_logp_T=now_T)  # brings a column into place
+        micro = micro_batch(carrier, range(batch.num_samples), 1, 4)
+        logp_S = micro.behaviour_logp_S.double().requires_grad_()
+        double = {n: getattr(micro, n).double() for n in ("old_logp_S", "advantages_S")}
+        micro = replace(micro, **double)
+        entropy_S = torch.zeros_like(logp_S)
+        kl = CONFIGS[name].model_copy(update={"kl_coef": 0.0})  # its place is tested elsewhere
+        loss = make_algorithm(kl).loss(logp_S, entropy_S, micro, algorithm.denominator(filled)).loss
+        loss.backward()
+        total, slopes = 0.0, []
+        rows = [responses(batch, c) for c in (now_T, batch.old_logp_T, filled.advantages_T)]
+        num_tokens = sum(len(row) for row in rows[0])
+        for now, old, a in zip(*rows, strict=True):
+            values, slope = objective(name, np.exp(now - old), now, a)
+            weight = 1 / num_tokens
+            if name in ("gspo", "gmpo", "sapo"):
+                weight = 1 / (batch.num_samples * len(now))
+            elif name in ("dr_grpo", "rloo", "opo"):
+                weight = 1 / batch.num_samples
+            total -= weight * sum(values)
+            slopes += [-weight * x for x in slope]
+        assert loss.item() == pytest.approx(total, rel=EXACT, abs=EXACT)
+        found = logp_S.grad[micro.loss_mask_S].numpy()
+        np.testing.assert_allclose(found, slopes, rtol=EXACT, atol=EXACT)
+
+
+def test_clip_cov_draws_its_tokens_among_those_of_high_covariance(batches):
+    config = GrpoConfig(name="clip_cov", cov_clip_fraction=0.1, cov_clip_low=0.2, cov_clip_high=2.0)
+    num_drawn = num_left = 0
+    for batch in batches:
+        kept = np.concatenate(expected_advantages("grpo", batch))
+        logp = np.concatenate(responses(batch, batch.old_logp_T))
+        cov = (logp - logp.mean()) * (kept - kept.mean())
+        high = (cov >= 0.2) & (cov <= 2.0)
+        filled = make_algorithm(config).advantages(batch)
+        found = np.concatenate(responses(batch, filled.advantages_T))
+        drawn = (found == 0) & (kept != 0)
+        assert not (drawn & ~high).any()
+        count = min(max(int(0.1 * len(kept)), 1), high.sum())
+        hidden = (high & (kept == 0)).sum()  # drawn or not, their advantage is zero
+        assert count - hidden <= drawn.sum() <= count
+        np.testing.assert_allclose(found[~drawn], kept[~drawn], rtol=F32, atol=F32)
+        later = replace(batch, versions_B=batch.versions_B + 1)
+        again = make_algorithm(config).advantages(later).advantages_T
+        num_left += int((again != filled.advantages_T).any() and drawn.sum() < high.sum())
+        num_drawn += int(drawn.sum())
+    assert num_drawn > NUM_BATCHES
+    assert num_left > NUM_BATCHES / 4  # another step draws other tokens
+
+
+GROUP_NAMES = ["grpo", *PRESETS]
+
+
+@pytest.mark.parametrize("name", GROUP_NAMES)
+def test_a_group_of_one_is_refused_by_name(name):
+    lonely = train_batch(3, 4).select([0, 1, 2, 3, 4, 8, 9, 10, 11])
+    with pytest.raises(BatchError, match=f"1 sample for group 1.*or more, for {name}") as caught:
+        make_algorithm(GrpoConfig(name=name)).advantages(lonely)
+    assert "Raise steps.samples_per_prompt" in str(caught.value)
+
+
+def test_pass_at_k_refuses_fewer_samples_than_k():
+    with pytest.raises(BatchError, match="2 samples for group 0, expected 4 or more"):
+        make_algorithm(GrpoConfig(name="pass_at_k")).advantages(train_batch(3, 2))
+
+
+@pytest.mark.parametrize("name", [*GROUP_NAMES, "reinforce_pp"])
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, -3e38])
+def test_rewards_that_are_all_equal_teach_nothing(name, reward):
+    batch = train_batch(3, GROUP)
+    batch = replace(batch, reward_B=torch.full((batch.num_samples,), reward))
+    config = ReinforceConfig() if name == "reinforce_pp" else GrpoConfig(name=name)
+    advantages_T = make_algorithm(config).advantages(batch).advantages_T
+    # Rounding of a mean of equal numbers, 1e-16 of them, over the epsilon of a deviation.
+    assert advantages_T.abs().max() <= 1e-6 * max(1.0, abs(reward) * 1e-9)
+
+
+@pytest.mark.parametrize("reward", [math.inf, -math.inf, math.nan])
+def test_rewards_that_are_not_finite_never_reach_an_algorithm(reward):
+    batch = train_batch()
+    wrong_B = batch.reward_B.clone()
+    wrong_B[1] = reward
+    with pytest.raises(BatchError, match=r"at index 1.*reward_B"):
+        batch.scored(wrong_B, {}, Producer.here("test"))
+
+
+def config_of(**algorithm: object) -> object:
+    base = {"run": {"name": "a"}, "model": {"init": "m"}}
+    return load_config_dict({**base, "algorithm": algorithm}).algorithm
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("dr_gpro", "dr_grpo"),
+        ("gspoo", "gspo"),
+        ("reinforce++", "reinforce_pp"),
+        ("cipso", "cispo"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(given, nearest):
+    with pytest.raises(ConfigError, match=rf"algorithm\.name.*Did you mean '{nearest}'"):
+        config_of(name=given)
+
+
+def test_a_preset_gives_defaults_and_yields_to_what_is_set():
+    found = config_of(name="gspo", clip_high=0.1)
+    assert (found.objective, found.clip_low, found.clip_high) == ("sequence_clip", 3e-4, 0.1)
+    assert GrpoConfig(**found.model_dump()) == found
+    for name, preset in PRESETS.items():
+        made = config_of(name=name)
+        assert {key: getattr(made, key) for key in preset} == preset
+        changed = {k for k, v in made.model_dump().items() if v != getattr(GrpoConfig(), k)}
+        assert changed - {"name"} == {k for k in preset if preset[k] != getattr(GrpoConfig(), k)}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"overlong_max_tokens": 100}, "overlong_buffer_tokens: at most .* = 100, not 4096"),
+        ({"name": "sapo", "dual_clip": 3.0}, "dual_clip: only with objective clip, not sapo"),
+        ({"kl_in": "reward", "kl_importance_weighted": True}, "only with kl_in loss, not reward"),
+        ({"name": "dapo", "clip_lo": 0.1}, "Did you mean 'algorithm.clip_low'"),
+        ({"dual_clip": 1.0}, "algorithm.dual_clip"),
+    ],
+)
+def test_knobs_that_do_not_fit_together_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        config_of(**{"name": "grpo", **given})
