@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hybridrl.config.algorithm import PolicyGradientConfig, ReinforceConfig
 from hybridrl.config.schema import (
     Config,
     GrpoConfig,
@@ -149,7 +150,7 @@ def _step_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "steps.samples_per_prompt",
             steps.samples_per_prompt,
-            "2 or more with algorithm grpo, which compares the samples of one prompt",
+            f"2 or more with algorithm {algorithm.name}, which compares the samples of one prompt",
             "Set steps.samples_per_prompt=8, or use ppo.",
         )
     if isinstance(algorithm, SftConfig) and steps.samples_per_prompt != 1:
@@ -163,7 +164,7 @@ def _step_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "rollout.temperature",
             config.rollout.temperature,
-            "above 0 with algorithm grpo: greedy samples of one prompt are all the same",
+            f"above 0 with algorithm {algorithm.name}: greedy samples of a prompt are all the same",
             "Set rollout.temperature=1.",
         )
     if config.rollout.engine == "vllm" and 0 < config.rollout.temperature < LOWEST_TEMPERATURE:
@@ -173,6 +174,8 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             f"0, or {LOWEST_TEMPERATURE} or more: rollout.engine=vllm raises what is lower",
             "Set rollout.temperature=0.01, or rollout.engine=hf.",
         )
+    if isinstance(algorithm, PolicyGradientConfig):
+        yield from _policy_gradient_rules(config, algorithm)
     samples = steps.prompts_per_step * steps.samples_per_prompt
     if samples % steps.updates_per_step:
         yield UserError(
@@ -180,6 +183,24 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             steps.updates_per_step,
             f"a divisor of prompts_per_step * samples_per_prompt = {samples}",
             "Change one of the three.",
+        )
+
+
+def _policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> Iterator[UserError]:
+    if algorithm.needs_whole_sequences and config.train.cp > 1:
+        yield UserError(
+            "train.cp",
+            config.train.cp,
+            f"1 with algorithm.objective={algorithm.objective} and "
+            f"algorithm.aggregate={algorithm.aggregate}, which look at whole responses",
+            "Set train.cp=1, or choose a token objective and aggregate.",
+        )
+    if algorithm.objective == "plain" and config.steps.updates_per_step > 1:
+        yield UserError(
+            "steps.updates_per_step",
+            config.steps.updates_per_step,
+            "1 with algorithm.objective=plain, which takes all samples as the policy's own",
+            "Set steps.updates_per_step=1, or algorithm.objective=clip.",
         )
 
 
@@ -201,7 +222,7 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             "Lower it.",
         )
     if config.train.critic_learning_rate is not None and isinstance(
-        algorithm, SftConfig | GrpoConfig
+        algorithm, SftConfig | GrpoConfig | ReinforceConfig
     ):
         yield UserError(
             "train.critic_learning_rate",

@@ -52,6 +52,12 @@ def test_valid_config_has_no_violation() -> None:
         (["rollout.temperature=0"], "rollout.temperature"),
         (["rollout.engine=vllm", "rollout.temperature=0.001"], "rollout.temperature"),
         (["steps.updates_per_step=7"], "steps.updates_per_step"),
+        (["algorithm.name=gspo", "train.cp=2"], "train.cp"),
+        (["algorithm.name=opo", "steps.updates_per_step=2"], "steps.updates_per_step"),
+        (
+            ["algorithm.name=reinforce_pp", "train.critic_learning_rate=1e-5"],
+            "train.critic_learning_rate",
+        ),
         (["steps.stop_at_accuracy=0.5"], "steps.stop_at_accuracy"),
         (["steps.eval_every=5"], "steps.eval_every"),
         (["train.min_learning_rate=1"], "train.min_learning_rate"),
