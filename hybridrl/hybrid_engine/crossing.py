@@ -69,6 +69,7 @@ class Crossings:
         self._sent: list[dict[Group, tuple[Deal, int]]] = [{} for _ in starts]
         self._patterns: list[_Pattern] = []
         self._landings: dict[tuple[int, tuple[Group, ...]], dict[Group, Deal]] = {}
+        self._landing_of: dict[int, dict[Group, Deal]] = {}  # by node: the keys above are long
         self._ways_of = lru_cache(KEPT_GROUPS)(self._find_ways)
         if len(starts) < 2:
             return
@@ -136,6 +137,8 @@ class Crossings:
 
     def _landing(self, node: int) -> dict[Group, Deal]:
         """Returns at which of its ranks a node receives how many pieces; alike nodes do alike."""
+        if node in self._landing_of:
+            return self._landing_of[node]
         pattern, groups = self._patterns[node], self._sent[node]
         key = (id(pattern), tuple(groups))
         if key not in self._landings:
@@ -144,4 +147,5 @@ class Crossings:
                 for group, (deal, _) in groups.items()
             }
             deal_out(list(self._landings[key].values()), self._domain_size)
+        self._landing_of[node] = self._landings[key]
         return self._landings[key]

@@ -148,9 +148,8 @@ def plan(folder: Path, *arguments: str) -> dict[str, Any]:
 
 def filled(report: dict[str, Any]) -> list[int]:
     """Returns how many bytes each rank's engine is filled with."""
-    reshard = report["reshard"]
-    pairs = zip(reshard["receive_bytes"], reshard["local_bytes"], strict=True)
-    return [received + local for received, local in pairs]
+    kinds = (report["reshard"][f"{kind}_bytes"] for kind in ("receive", "local", "alias"))
+    return [sum(found) for found in zip(*kinds, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["sft", "grpo", "ppo"])
