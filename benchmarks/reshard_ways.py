@@ -2,8 +2,8 @@
 
 A `Job` is one case on one rank. A way is made once a case, collectively, and run any number of
 times; `engine` is what it fills. The ways beside the hybrid engine's own are written after what
-verl, slime and OpenRLHF do, not taken from them, and know neither weight table nor plan, but for
-hf_stream's gather.
+verl and slime (reshard_rivals.py) and OpenRLHF do, not taken from them, and know neither weight
+table nor plan, but for hf_stream's gather.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from reshard_rivals import AllGatherWay, FullTensors, Place
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,13 +133,23 @@ class Job:
         needed = self.case.generating(numbered, self.rank)
         return DTYPE.itemsize * minimum_receive_elements(numbered, held, needed)
 
-    @cached_property
-    def tp_group(self) -> dist.ProcessGroup:
-        return self.groups(next(g for g in self.train.groups("tp") if self.rank in g))
+    def place(self) -> Place:
+        """Returns what ways know that gather full tensors, with an engine of their own."""
+        return Place(
+            rank=self.rank,
+            shape=self.shape,
+            train=self.train,
+            sources=self.sources,
+            trained=self.trained,
+            engine=self.empty_engine(),
+            tp=self.tp,
+            tp_rank=self.tp_rank,
+            tp_group=self._group("tp"),
+            pp_group=self._group("pp"),
+        )
 
-    @cached_property
-    def pp_group(self) -> dist.ProcessGroup:
-        return self.groups(next(g for g in self.train.groups("pp") if self.rank in g))
+    def _group(self, axis: str) -> dist.ProcessGroup:
+        return self.groups(next(g for g in self.train.groups(axis) if self.rank in g))
 
 
 # Ways of filling the engine. Each is made once a case, collectively, and run any number of times.
@@ -168,168 +178,15 @@ class HybridEngineWay:
         assert (traffic.received_bytes, traffic.sent_bytes) == planned
 
 
-class _FullTensors:
-    """A way that makes full tensors on each rank, for an engine's loader to cut its part out."""
-
-    def __init__(self, job: Job) -> None:
-        self.job, self.engine = job, job.empty_engine()
-        self.aliased_bytes, self.staging_bytes = 0, 0
-
-    def hold(self, *tensors: Tensor) -> None:
-        """Notes what lies in memory at once beside the model and the engine."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-        for tensor in self.job.trained.values():
-            storages.pop(tensor.untyped_storage().data_ptr(), None)
-        held = sum(storage.nbytes() for storage in storages.values())
-        self.staging_bytes = max(self.staging_bytes, held)
-
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Writes this rank's part of an HF tensor, as loaders of engines do."""
-        shape, tp, rank = self.job.shape, self.job.tp, self.job.tp_rank
-        kind = name.split(".")[-2]
-        if kind in ("q_proj", "k_proj", "v_proj"):
-            heads = shape.num_heads if kind == "q_proj" else shape.num_kv_heads
-            queries = shape.num_heads // tp * shape.head_dim
-            size = max(heads // tp, 1) * shape.head_dim
-            first = rank * heads // tp * shape.head_dim
-            offset = {"q_proj": 0, "k_proj": queries, "v_proj": queries + size}[kind]
-            dest = self.engine[name.replace(kind, "qkv_proj")]
-            dest[offset : offset + size] = tensor[first : first + size]
-        elif kind in ("gate_proj", "up_proj"):
-            size = shape.ffn_size // tp
-            dest = self.engine[name.replace(kind, "gate_up_proj")]
-            offset = size * (kind == "up_proj")
-            dest[offset : offset + size] = tensor[rank * size : (rank + 1) * size]
-        elif kind in ("o_proj", "down_proj"):
-            self.engine[name].copy_(tensor.chunk(tp, 1)[rank])
-        elif kind in ("embed_tokens", "lm_head"):
-            dest = self.engine[name]
-            part = tensor[rank * len(dest) : (rank + 1) * len(dest)]
-            dest[: len(part)] = part
-        else:
-            self.engine[name].copy_(tensor)
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of one pipeline stage, of the same shape on all tensor-parallel ranks."""
-
-    name: str
-    stage: int
-    layer: int  # in the whole model
-    shape: tuple[int, ...]
-
-    @property
-    def is_cut(self) -> bool:
-        return "norm" not in self.name
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * DTYPE.itemsize
-
-
-class AllGatherWay(_FullTensors):
-    """One parameter after the other: to all stages, gathered, converted, loaded."""
-
-    bucket_bytes = 0
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self._own_stage = job.train.coordinates(job.rank).pp
-        self._buckets: list[list[Parameter]] = []
-        stage, size = -1, 0
-        for parameter in self._parameters():
-            full = parameter.nbytes * job.train.tp
-            if parameter.stage != stage or size + full > self.bucket_bytes:
-                self._buckets.append([])
-                stage, size = parameter.stage, 0
-            self._buckets[-1].append(parameter)
-            size += full
-
-    def _parameters(self) -> Iterator[Parameter]:
-        train, layers = self.job.train, self.job.shape.num_layers // self.job.train.pp
-        for stage in range(train.pp):
-            for name, shape in self.job.sources[
-                train.rank_at(tp=0, cp=0, dp=0, pp=stage)
-            ].shapes.items():
-                index = re.search(r"layers\.(\d+)", name)
-                yield Parameter(name, stage, int(index[1]) + stage * layers if index else 0, shape)
-
-    def run(self) -> None:
-        for bucket in self._buckets:
-            self._run_bucket(bucket)
-
-    def _run_bucket(self, bucket: Sequence[Parameter]) -> None:
-        job, train, stage = self.job, self.job.train, bucket[0].stage
-        counts = [int(np.prod(p.shape)) for p in bucket]
-        if stage == self._own_stage:
-            own = [job.trained[p.name].flatten() for p in bucket]
-            flat = own[0] if len(own) == 1 else torch.cat(own)
-        else:
-            flat = torch.empty(sum(counts), dtype=DTYPE, device=job.device)
-        if train.pp > 1:
-            source = job.train.coordinates(job.rank)
-            first = train.rank_at(tp=source.tp, cp=source.cp, dp=source.dp, pp=stage)
-            dist.broadcast(flat.view(torch.uint8), first, job.pp_group)
-        whole = flat[None]
-        if train.tp > 1 and any(p.is_cut for p in bucket):
-            whole = torch.empty((train.tp, len(flat)), dtype=DTYPE, device=job.device)
-            dist.all_gather_into_tensor(
-                whole.view(-1).view(torch.uint8), flat.view(torch.uint8), job.tp_group
-            )
-        pieces = whole.split(counts, dim=1)
-        made = []
-        for parameter, piece in zip(bucket, pieces, strict=True):
-            parts = [part.view(parameter.shape) for part in piece]
-            made += self._converted(parameter, parts if parameter.is_cut else parts[:1])
-        self.hold(flat, whole, *(tensor for _, tensor in made))
-        for name, tensor in made:
-            self.load(name, tensor)
-
-    def _converted(
-        self, parameter: Parameter, parts: Sequence[Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Turns the parts of a Megatron parameter, one a rank, into HF tensors."""
-        shape, name = self.job.shape, parameter.name.partition("/")[2]
-        layer, kind = f"model.layers.{parameter.layer}.", name.rpartition(".")[2]
-        if "linear_qkv" in name:
-            whole = torch.cat(list(parts))
-            groups = whole.view(shape.num_kv_heads, -1, shape.head_dim, *whole.shape[1:])
-            queries = shape.num_heads // shape.num_kv_heads
-            for letter, part in zip("qkv", groups.split([queries, 1, 1], dim=1), strict=True):
-                key = f"{layer}self_attn.{letter}_proj.{kind}"
-                yield key, part.reshape(-1, *whole.shape[1:])
-        elif "linear_fc1" in name:
-            halves = zip(*(part.chunk(2) for part in parts), strict=True)
-            for key, half in zip(("gate", "up"), halves, strict=True):
-                yield f"{layer}mlp.{key}_proj.{kind}", torch.cat(half)
-        elif "linear_proj" in name or "linear_fc2" in name:
-            key = "self_attn.o_proj" if "linear_proj" in name else "mlp.down_proj"
-            yield f"{layer}{key}.{kind}", torch.cat(list(parts), dim=1)
-        elif name.startswith(("embedding", "output_layer")):
-            key = "model.embed_tokens" if name.startswith("embedding") else "lm_head"
-            yield f"{key}.{kind}", torch.cat(list(parts))[: shape.vocab_size]
-        else:
-            key = {
-                "decoder.final_layernorm": "model.norm",
-                "input_layernorm": f"{layer}input_layernorm",
-                "pre_mlp_layernorm": f"{layer}post_attention_layernorm",
-            }
-            short = name.rpartition(".")[0]
-            yield f"{key.get(short) or key[short.split('.')[-1]]}.{kind}", parts[0]
-
-
-class BucketsWay(AllGatherWay):
-    """The same, a bucket of parameters at once."""
-
-    bucket_bytes = shrunken(BUCKET_BYTES)
-
-
-class HfStreamWay(_FullTensors):
+class HfStreamWay(FullTensors):
     """One HF tensor after the other: gathered on rank 0, sent to all, loaded by name."""
 
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.place(), counts_staging=True)
+        self._job = job
+
     def run(self) -> None:
-        job = self.job
+        job = self._job
         for name, array in job.hf.items():
             shapes = {name: array.shape}
             made = [t for _, t in gather_tensors(job.sources, job.trained, shapes, DTYPE, job.rank)]
@@ -341,7 +198,7 @@ class HfStreamWay(_FullTensors):
 
 WAYS: dict[str, Callable[[Job], Any]] = {
     "hybrid_engine": HybridEngineWay,
-    "all_gather": AllGatherWay,
-    "buckets": BucketsWay,
+    "all_gather": lambda job: AllGatherWay(job.place(), counts_staging=True),
+    "buckets": lambda job: AllGatherWay(job.place(), shrunken(BUCKET_BYTES), counts_staging=True),
     "hf_stream": HfStreamWay,
 }

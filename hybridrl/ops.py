@@ -11,35 +11,81 @@ from typing import Protocol
 
 import torch
 
-from hybridrl.kernels import reference
+from hybridrl.kernels import copy_engine, reference
 from hybridrl.kernels.reference import VocabStats, vocab_backward, vocab_stats
 
-__all__ = ["Copies", "VocabStats", "rectangle_copies", "vocab_backward", "vocab_stats"]
+__all__ = [
+    "Blocks",
+    "Copies",
+    "VocabStats",
+    "block_copies",
+    "has_copy_engine",
+    "rectangle_copies",
+    "vocab_backward",
+    "vocab_stats",
+]
 
 
 class Copies(Protocol):
     """A fixed list of copies; tensors keep their addresses for as long as it is used."""
+
+    @property
+    def num_launches(self) -> int:
+        """Kernels that a run starts."""
+        ...
+
+    @property
+    def table_bytes(self) -> int:
+        """Device memory of its tables."""
+        ...
 
     def run(self) -> None:
         """Copies everything, on the device's current stream."""
         ...
 
 
+class Blocks(Protocol):
+    """A fixed list of copies of contiguous blocks."""
+
+    def run(self, stream: torch.cuda.Stream) -> None:
+        """Queues all on a stream that is not the default one."""
+        ...
+
+
 def rectangle_copies(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    device: torch.device,
+    lanes: Sequence[int] | None = None,
+    programs: int | None = None,
 ) -> Copies:
     """Returns the copies of (source, destination) views, ready to be run again and again.
 
     Args:
-        pairs: of equal shapes, of one or two dims whose last is contiguous; destinations do not
-            overlap.
+        pairs: of equal shapes, whose last dim is contiguous; destinations do not overlap.
         device: where destinations lie.
+        lanes: of each pair, through what its source is read; lanes are kept busy evenly.
+        programs: how much of the device the copies may take at once, so that something else runs
+            beside them; None: all of it.
     """
     copies: Copies
     if device.type == "cuda":
         from hybridrl.kernels.rectangles import RectangleCopies  # torch's CUDA builds bring triton
 
-        copies = RectangleCopies(pairs, device)
+        copies = RectangleCopies(pairs, device, lanes, programs)
     else:
-        copies = reference.RectangleCopies(pairs, device)
+        copies = reference.RectangleCopies(pairs, device, lanes, programs)
     return copies
+
+
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether `block_copies` works here."""
+    return device.type == "cuda" and copy_engine.has_copy_engine()
+
+
+def block_copies(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Blocks:
+    """Returns copies of contiguous (source, destination) views by the GPU's copy engines.
+
+    Args:
+        pairs: of equal sizes and types, contiguous; destinations do not overlap.
+    """
+    return copy_engine.BlockCopies(pairs)

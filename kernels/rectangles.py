@@ -12,19 +12,27 @@ Addresses are fixed when it is made, so the tensors must keep theirs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-# Elements that one program copies: enough that its table reads vanish beside them. A power of two.
-TILE = 4096
+# Units that a program has in flight at once, and how often. A power of two. 2048 x 16 bytes keep
+# the link busy; four of them make the table small: 48 bytes of it for 128 KiB.
+TILE = 2048
+STEPS = 4
 WARPS = 8
 FIELDS = 6
-# Copies without a cast move words of this size, if all addresses, widths and strides allow it.
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+# Copies without a cast move units of this size, if all addresses, widths and strides allow it: the
+# element that the kernel loads, and how many of them side by side.
+UNITS = {
+    16: (torch.int64, 2),
+    8: (torch.int64, 1),
+    4: (torch.int32, 1),
+    2: (torch.int16, 1),
+    1: (torch.uint8, 1),
+}
 TRITON_TYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -39,99 +47,156 @@ TRITON_TYPES = {
 Tile = tuple[int, int, int, int, int, int]
 
 
+class Kind(NamedTuple):
+    """Element types of a copy, and how many elements make a unit."""
+
+    source: torch.dtype
+    dest: torch.dtype
+    unit: int
+
+
 class RectangleCopies:
     """A fixed list of copies, run as one launch for each pair of element types.
 
     Args:
-        pairs: (source, destination) views of equal shapes, of one or two dims whose last is
-            contiguous; destinations do not overlap. Sources may be of another device whose memory
-            this one can read.
+        pairs: (source, destination) views of equal shapes, whose last dim is contiguous;
+            destinations do not overlap. Sources may be of another device whose memory this one can
+            read.
         device: that runs the copies.
+        lanes: of each pair, what it is read through; None: all the same. Copies of all lanes are
+            spread evenly over the launch, so that all links are busy throughout.
+        programs: most programs at once; None: as many as there is work for, which fill the device.
     """
 
     def __init__(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        device: torch.device,
+        lanes: Sequence[int] | None = None,
+        programs: int | None = None,
     ) -> None:
-        self._launches: list[tuple[torch.Tensor, Any, Any]] = []
-        rectangles = sorted(
-            (entry for pair in pairs if (entry := _rectangle(*pair)) is not None),
-            key=lambda entry: str(entry[:2]),
-        )
-        for (source_type, dest_type), group in groupby(rectangles, lambda entry: entry[:2]):
-            sizes = source_type.itemsize, dest_type.itemsize
-            tiles = [tile for entry in group for tile in _tiles(entry[2], *sizes)]
-            table = torch.tensor(tiles, dtype=torch.int64).to(device)
-            launch = (table, TRITON_TYPES[source_type], TRITON_TYPES[dest_type])
-            self._launches.append(launch)
+        self._programs = programs
+        found: dict[Kind, dict[int, list[Tile]]] = {}
+        for lane, (source, dest) in zip(lanes or [0] * len(pairs), pairs, strict=True):
+            for kind, rectangle in _rectangles(source, dest):
+                tiles = found.setdefault(kind, {}).setdefault(lane, [])
+                sizes = source.element_size(), dest.element_size()
+                if source.dtype == dest.dtype:
+                    sizes = (kind.source.itemsize * kind.unit,) * 2
+                tiles.extend(_tiles(rectangle, *sizes))
+        self._launches = [
+            (torch.tensor(_spread(by_lane), dtype=torch.int64).to(device), kind)
+            for kind, by_lane in sorted(found.items(), key=str)
+        ]
 
     @property
     def num_launches(self) -> int:
         """How many kernels a run starts."""
         return len(self._launches)
 
+    @property
+    def table_bytes(self) -> int:
+        """Device memory of the tables."""
+        return sum(table.nbytes for table, _ in self._launches)
+
     def run(self) -> None:
         """Copies everything, on the current stream."""
-        for table, source_type, dest_type in self._launches:
-            _copy_rectangles[(len(table),)](
-                table, source_type, dest_type, FIELDS=FIELDS, TILE=TILE, num_warps=WARPS
+        for table, (source_type, dest_type, unit) in self._launches:
+            grid = min(len(table), self._programs or len(table))
+            turns = -(-len(table) // grid)
+            _copy_rectangles[(grid,)](
+                table,
+                len(table),
+                TRITON_TYPES[source_type],
+                TRITON_TYPES[dest_type],
+                UNIT=unit,
+                FIELDS=FIELDS,
+                TILE=TILE,
+                STEPS=STEPS,
+                TURNS=1 << (turns - 1).bit_length(),  # each value is compiled once
+                num_warps=WARPS,
             )
 
 
 @triton.jit
 def _copy_rectangles(  # type: ignore[no-untyped-def]  # Triton's types are not Python's
-    table, SOURCE: tl.constexpr, DEST: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr
+    table,
+    num_tiles,
+    SOURCE: tl.constexpr,
+    DEST: tl.constexpr,
+    UNIT: tl.constexpr,
+    FIELDS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEPS: tl.constexpr,
+    TURNS: tl.constexpr,
 ):
-    entry = table + tl.program_id(0) * FIELDS
-    source = tl.load(entry).to(tl.pointer_type(SOURCE))
-    dest = tl.load(entry + 1).to(tl.pointer_type(DEST))
-    rows = tl.load(entry + 2)
-    columns = tl.load(entry + 3)
-    source_stride = tl.load(entry + 4)
-    dest_stride = tl.load(entry + 5)
-    place = tl.arange(0, TILE)
-    row = place // columns
-    column = place - row * columns
-    is_inside = place < rows * columns
-    value = tl.load(source + row * source_stride + column, mask=is_inside)
-    tl.store(dest + row * dest_stride + column, value.to(DEST), mask=is_inside)
+    # A unit lies at a multiple of its size (_as_units): Triton then moves it as one.
+    source_size: tl.constexpr = SOURCE.primitive_bitwidth // 8 * UNIT
+    dest_size: tl.constexpr = DEST.primitive_bitwidth // 8 * UNIT
+    element = tl.arange(0, UNIT)[None, :]
+    for turn in range(TURNS):
+        number = tl.program_id(0) + turn * tl.num_programs(0)
+        is_tile = number < num_tiles
+        entry = table + number * FIELDS
+        address = tl.load(entry, mask=is_tile, other=0)
+        source = tl.multiple_of(address, source_size).to(tl.pointer_type(SOURCE))
+        address = tl.load(entry + 1, mask=is_tile, other=0)
+        dest = tl.multiple_of(address, dest_size).to(tl.pointer_type(DEST))
+        rows = tl.load(entry + 2, mask=is_tile, other=0).to(tl.int32)
+        columns = tl.load(entry + 3, mask=is_tile, other=1).to(tl.int32)
+        source_stride = tl.load(entry + 4, mask=is_tile, other=0)
+        dest_stride = tl.load(entry + 5, mask=is_tile, other=0)
+        for step in tl.static_range(STEPS):
+            place = step * TILE + tl.arange(0, TILE)
+            row = place // columns
+            column = place - row * columns
+            is_inside = (place < rows * columns)[:, None]
+            read = (row * source_stride + column)[:, None] * UNIT + element
+            written = (row * dest_stride + column)[:, None] * UNIT + element
+            value = tl.load(source + read, mask=is_inside)
+            tl.store(dest + written, value.to(DEST), mask=is_inside)
 
 
-def _rectangle(
-    source: torch.Tensor, dest: torch.Tensor
-) -> tuple[torch.dtype, torch.dtype, Tile] | None:
-    """Returns the element types and the rectangle of a copy, None if nothing is to be done."""
+def _rectangles(source: torch.Tensor, dest: torch.Tensor) -> Iterator[tuple[Kind, Tile]]:
+    """Yields the rectangles of a copy, counted in units."""
     if source.shape != dest.shape:
         raise ValueError(f"a copy from shape {tuple(source.shape)} to {tuple(dest.shape)}")
     if dest.numel() == 0:
-        return None
-    one, other = _two_dims(source), _two_dims(dest)
+        return
     if source.is_contiguous() and dest.is_contiguous():
-        one, other = one.reshape(1, -1), other.reshape(1, -1)
+        source, dest = source.reshape(1, -1), dest.reshape(1, -1)
+    if dest.dim() > 2:
+        for one, other in zip(source, dest, strict=True):
+            yield from _rectangles(one, other)
+        return
+    one, other = _two_dims(source), _two_dims(dest)
     rows, columns = other.shape
     strides = (one.stride(0), other.stride(0)) if rows > 1 else (columns, columns)
     entry = (source.data_ptr(), dest.data_ptr(), rows, columns, *strides)
     if source.dtype != dest.dtype:
-        return source.dtype, dest.dtype, entry
-    word, scaled = _as_words(entry, dest.element_size())
-    return word, word, scaled
+        yield Kind(source.dtype, dest.dtype, 1), entry
+    else:
+        yield _as_units(entry, dest.element_size())
 
 
-def _as_words(entry: Tile, itemsize: int) -> tuple[torch.dtype, Tile]:
-    """Returns the widest word that the copy can move, and the rectangle in words."""
+def _as_units(entry: Tile, itemsize: int) -> tuple[Kind, Tile]:
+    """Returns the widest unit that the copy can move, and the rectangle in units."""
     sizes = [entry[0], entry[1], *(count * itemsize for count in entry[3:])]
-    width = next(width for width in WORDS if all(size % width == 0 for size in sizes))
+    width = next(width for width in UNITS if all(size % width == 0 for size in sizes))
     columns, source_stride, dest_stride = (count * itemsize // width for count in entry[3:])
-    return WORDS[width], (*entry[:3], columns, source_stride, dest_stride)
+    word, unit = UNITS[width]
+    return Kind(word, word, unit), (*entry[:3], columns, source_stride, dest_stride)
 
 
 def _tiles(entry: Tile, source_size: int, dest_size: int) -> Iterator[Tile]:
     """Cuts a rectangle into tiles of whole rows, or of pieces of rows that are longer."""
     source, dest, rows, columns, source_stride, dest_stride = entry
-    step = max(1, TILE // columns)
+    most = TILE * STEPS
+    step = max(1, most // columns)
     for row in range(0, rows, step):
         height = min(step, rows - row)
-        for column in range(0, columns, TILE):
-            width = min(TILE, columns - column)
+        for column in range(0, columns, most):
+            width = min(most, columns - column)
             yield (
                 source + (row * source_stride + column) * source_size,
                 dest + (row * dest_stride + column) * dest_size,
@@ -142,10 +207,20 @@ def _tiles(entry: Tile, source_size: int, dest_size: int) -> Iterator[Tile]:
             )
 
 
+def _spread(by_lane: dict[int, list[Tile]]) -> list[Tile]:
+    """Returns all lanes' tiles, each lane's in order and spread evenly over the whole."""
+    placed = [
+        ((number + 0.5) / len(tiles), tile)
+        for tiles in by_lane.values()
+        for number, tile in enumerate(tiles)
+    ]
+    return [tile for _, tile in sorted(placed, key=lambda entry: entry[0])]
+
+
 def _two_dims(view: torch.Tensor) -> torch.Tensor:
-    if view.dim() > 2 or (view.dim() and view.size(-1) > 1 and view.stride(-1) != 1):
+    if view.dim() and view.size(-1) > 1 and view.stride(-1) != 1:
         raise ValueError(
-            f"a copy of shape {tuple(view.shape)} and strides {view.stride()}: at most two dims, "
-            "the last contiguous"
+            f"a copy of shape {tuple(view.shape)} and strides {view.stride()}: the last dim must "
+            "be contiguous"
         )
     return view.reshape(1, -1) if view.dim() < 2 else view

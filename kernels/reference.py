@@ -104,10 +104,19 @@ class RectangleCopies:
     Args:
         pairs: (source, destination) views of equal shapes; destinations do not overlap.
         device: that runs the copies; not used here.
+        lanes: what each is read through; not used here.
+        programs: most at once; not used here.
     """
 
+    num_launches = 0
+    table_bytes = 0
+
     def __init__(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        device: torch.device,
+        lanes: Sequence[int] | None = None,
+        programs: int | None = None,
     ) -> None:
         self._pairs = list(pairs)
 

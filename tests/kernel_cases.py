@@ -16,9 +16,13 @@ def numbered(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape).to(dtype).to(DEVICE)
 
 
-def check(pairs: list[tuple[torch.Tensor, torch.Tensor]], all_dests: list[torch.Tensor]) -> None:
+def check(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+    all_dests: list[torch.Tensor],
+    lanes: list[int] | None = None,
+) -> None:
     """Runs the copies twice, with sources changed in between; compares whole destinations."""
-    copies = RectangleCopies(pairs, DEVICE)
+    copies = RectangleCopies(pairs, DEVICE, lanes, programs=len(pairs))
     for _ in range(2):
         untouched = [dest.clone() for dest in all_dests]
         copies.run()
@@ -34,6 +38,14 @@ def check(pairs: list[tuple[torch.Tensor, torch.Tensor]], all_dests: list[torch.
             assert torch.allclose(dest, seen, rtol=bound, atol=0.0), (source.dtype, dest.dtype)
         for source, _ in pairs:
             source.mul_(-2)
+
+
+def stacked_case() -> None:
+    """Three dims, as experts have, cut in the last or in the middle; through two lanes."""
+    source, dest = numbered((3, 5, 16), torch.bfloat16), numbered((4, 8, 16), torch.bfloat16)
+    one, other = numbered((3, 4, 8), torch.bfloat16), numbered((3, 4, 24), torch.bfloat16)
+    pairs = [(source[:, 1:4], dest[1:, 2:5]), (one, other[..., 8:16])]
+    check(pairs, [dest, other], lanes=[1, 0])
 
 
 def random_case(rng: random.Random) -> None:
@@ -57,7 +69,7 @@ def random_case(rng: random.Random) -> None:
             part = source[a : a + rows, c : c + columns]
             pairs.append((part, dest[b : b + rows, d : d + columns]))
         dests.append(dest)
-    check(pairs, dests)
+    check(pairs, dests, [rng.randint(0, 2) for _ in pairs])
 
 
 def main() -> None:
@@ -65,12 +77,14 @@ def main() -> None:
     rng = random.Random(0)
     num_cases = 60
     rectangles.TILE = 64  # so that small cases have many tiles
+    rectangles.STEPS = 2
     for _ in range(num_cases):
         random_case(rng)
+    stacked_case()
     empty = numbered((0, 4), torch.float32)
     assert RectangleCopies([(empty, empty.clone())], DEVICE).num_launches == 0
     one = numbered((4, 6), torch.float32)
-    for wrong in ((one, one[:2]), (one.t(), one.t().clone()), (one[None], one[None].clone())):
+    for wrong in ((one, one[:2]), (one.t(), one.t().clone())):
         try:
             RectangleCopies([wrong], DEVICE)
         except ValueError:

@@ -44,7 +44,10 @@ from hybridrl.parallel.groups import World
 class Saved(Protocol):
     """A model over all ranks that has weights and, when it is trained, an optimizer."""
 
-    chunks: list[torch.nn.Module]
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        """Megatron's modules, their parameters whole."""
+        ...
 
     @property
     def optimizer(self) -> Any:

@@ -216,7 +216,7 @@ def _shared_bytes(
     config: Config, sources: list[RankLayout], targets: list[RankLayout]
 ) -> list[int]:
     """Returns, for each rank, the bytes of engine parameters that are the trainer's own memory."""
-    if config.rollout.engine != "vllm":
+    if config.rollout.engine != "vllm" or config.train.release_weights_in_rollout:
         return [0] * len(sources)
     itemsize = _itemsize(config)
     return [
@@ -276,7 +276,7 @@ def _memory(
         + states
         + _activation_bytes(config, shape, layout)
         + (0 if sleeps else engine),
-        "rollout_peak_bytes": weights
+        "rollout_peak_bytes": (reference if config.train.release_weights_in_rollout else weights)
         + (0 if config.train.offload_optimizer else states)
         + engine
         + kv_cache,

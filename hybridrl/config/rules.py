@@ -33,7 +33,10 @@ def default_world_size(config: Config, num_gpus: int) -> int:
 
 
 def check(
-    config: Config, world_size: int, model_config: Mapping[str, Any] | None = None
+    config: Config,
+    world_size: int,
+    model_config: Mapping[str, Any] | None = None,
+    default_dtype: str = "bfloat16",
 ) -> list[UserError]:
     """Returns every violated rule.
 
@@ -41,12 +44,14 @@ def check(
         config: a configuration whose single values are valid.
         world_size: number of ranks.
         model_config: the model's HF config.json, or None where only the layout is judged.
+        default_dtype: what model.dtype=auto stands for on this host; a GPU's where it is not known.
     """
     return [
         *_model_rules(config.model),
         *_layout_rules(config, world_size),
         *_step_rules(config),
         *_training_rules(config),
+        *_release_rules(config, default_dtype),
         *_token_rules(config, model_config or {}),
         *_shape_rules(config, model_config or {}),
     ]
@@ -236,6 +241,29 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             algorithm.critic_warmup_steps,
             f"at most steps.num_steps = {steps.num_steps}",
             "Lower it, or the policy never trains.",
+        )
+
+
+def _release_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
+    """Rules of freeing the training weights: they need masters, and nobody else may read them."""
+    if not config.train.release_weights_in_rollout:
+        return
+    dtype = default_dtype if config.model.dtype == "auto" else config.model.dtype
+    if dtype == "float32":
+        yield UserError(
+            "model.dtype",
+            config.model.dtype + (" (float32 here)" if config.model.dtype == "auto" else ""),
+            "bfloat16 with train.release_weights_in_rollout=true: in float32 the optimizer has no "
+            "masters of its own to make the weights from",
+            "Set model.dtype=bfloat16, or train.release_weights_in_rollout=false.",
+        )
+    if config.rollout.transport == "peer":
+        yield UserError(
+            "rollout.transport",
+            config.rollout.transport,
+            "auto or packed with train.release_weights_in_rollout=true: the peers' mappings of the "
+            "weights would keep their memory",
+            "Set rollout.transport=packed, or train.release_weights_in_rollout=false.",
         )
 
 

@@ -176,6 +176,14 @@ class TrainConfig(Section):
         False,
         description="Optimizer state in pinned host memory during rollout. False: it usually fits beside the KV cache.",
     )
+    fuse_param_gather: bool = Field(
+        False,
+        description="Engines are written from the optimizer's shards, the parameters gathered during rollout. False: sends more bytes unless rollout.tp exceeds train.tp.",
+    )
+    release_weights_in_rollout: bool = Field(
+        False,
+        description="Free bf16 training weights during rollout, rebuild them from the fp32 masters. False: costs a gather a step, and engines cannot share memory with the trainer.",
+    )
     critic_learning_rate: float | None = Field(
         None,
         ge=0,
@@ -221,9 +229,9 @@ class RolloutConfig(Section):
         ge=1,
         description="Memory of the reshard's staging buffers a rank. 256: saturates NVLink, small beside a KV cache.",
     )
-    transport: Literal["auto", "packed"] = Field(
+    transport: Literal["auto", "peer", "packed"] = Field(
         "auto",
-        description="How weights travel. 'auto': the best that the ranks have, so far always 'packed' messages.",
+        description="How weights travel. 'peer': ranks read each other's memory; 'packed': messages. 'auto': peer where the GPUs can, it is faster and needs no staging.",
     )
     verify: int = Field(
         0,

@@ -10,15 +10,14 @@ is at most one message each way.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from math import prod
 
 import numpy as np
 
 from hybridrl.hybrid_engine.plan import CopyOp, Plan, PlanError, Stream
-from hybridrl.models.boxes import Box, Shape, moved, sizes, volume, whole
+from hybridrl.models.boxes import moved, sizes, span_boxes, volume, whole
 
 # Streams are cut at multiples of a power of two of elements, this at most: small ones go whole, and
 # the others' pieces stay aligned. What a rank's streams round up to is one part in SLACK of the
@@ -51,25 +50,35 @@ class Exchange:
     receives: dict[int, list[Part]] = field(default_factory=dict)
 
 
-def schedule_exchanges(plan: Plan, rank: int, capacity_bytes: int) -> list[Exchange]:
+def schedule_exchanges(
+    plan: Plan,
+    rank: int,
+    capacity_bytes: int,
+    direct: Collection[CopyOp] = (),
+    direct_elements: Mapping[Stream, int] | None = None,
+) -> list[Exchange]:
     """Returns a rank's part of every exchange; all ranks have as many.
 
     Args:
         plan: whose local operations are left out.
         rank: whose messages.
         capacity_bytes: most that one rank sends, and most that it receives, in one exchange.
+        direct: the rank's operations that need no exchange, since they go without staging.
+        direct_elements: of all ranks' streams, how many elements go so.
 
     Raises:
         PlanError: a rank's streams are more than elements fit.
     """
-    num_chunks, grain = _division(plan, capacity_bytes)
-    is_passed_on = any(len(stream.route) > 1 for stream in plan.streams)
+    gone = direct_elements or {}
+    streams = {s: n - gone.get(s, 0) for s, n in plan.streams.items() if n > gone.get(s, 0)}
+    num_chunks, grain = _division(streams, plan.itemsize, capacity_bytes)
+    is_passed_on = any(len(stream.route) > 1 for stream in streams)
     exchanges = [Exchange() for _ in range(num_chunks + is_passed_on)]
-    lines = _lines(plan, rank)
+    lines = _lines(plan, streams, rank, direct)
     for stream, line in lines.items():
         chunks = range(num_chunks + 1)
-        edges = [plan.streams[stream] * i // num_chunks // grain * grain for i in chunks]
-        edges[-1] = plan.streams[stream]
+        edges = [streams[stream] * i // num_chunks // grain * grain for i in chunks]
+        edges[-1] = streams[stream]
         spans = [(i, start, stop) for i, (start, stop) in enumerate(pairwise(edges))]
         for sender, receiver in stream.hops:
             if rank not in (sender, receiver):
@@ -87,18 +96,18 @@ def schedule_exchanges(plan: Plan, rank: int, capacity_bytes: int) -> list[Excha
     return exchanges
 
 
-def _division(plan: Plan, capacity_bytes: int) -> tuple[int, int]:
+def _division(streams: Mapping[Stream, int], itemsize: int, capacity_bytes: int) -> tuple[int, int]:
     """Returns how many chunks there are, and of how many elements the parts are multiples."""
-    if not plan.streams:
+    if not streams:
         return 0, 1
-    hops = [(*hop, elements) for stream, elements in plan.streams.items() for hop in stream.hops]
+    hops = [(*hop, elements) for stream, elements in streams.items() for hop in stream.hops]
     senders, receivers, totals = np.array(hops, np.int64).T
-    capacity = capacity_bytes // plan.itemsize
+    capacity = capacity_bytes // itemsize
     most = int(max(np.bincount(senders).max(), np.bincount(receivers).max()))
     if most > capacity:
         raise PlanError(
             f"staging of {capacity_bytes} bytes each way, but a rank's {most} streams take "
-            f"{most * plan.itemsize} at least: raise rollout.staging_mib"
+            f"{most * itemsize} at least: raise rollout.staging_mib"
         )
     grain = min(1 << max(capacity // (SLACK * most), 1).bit_length() - 1, MAX_GRAIN)
 
@@ -126,47 +135,31 @@ class _Line:
                 return
             span = max(start - first, 0), min(stop, self.stops[number]) - first
             shape = sizes(op.dest_box)
-            for box in _boxes(shape, *span):
+            for box in span_boxes(shape, *span):
                 yield op._replace(
                     source_box=moved(box, whole(shape), op.source_box),
                     dest_box=moved(box, whole(shape), op.dest_box),
                 )
 
 
-def _lines(plan: Plan, rank: int) -> dict[Stream, _Line]:
-    """Returns the streams that a rank sends, passes on or receives, in the order of `plan`."""
-    own = [stream for stream in plan.streams if rank in (stream.source, *stream.route)]
+def _lines(
+    plan: Plan, streams: Mapping[Stream, int], rank: int, direct: Collection[CopyOp]
+) -> dict[Stream, _Line]:
+    """Returns the streams that a rank sends, passes on or receives, in the order of `streams`."""
+    own = [stream for stream in streams if rank in (stream.source, *stream.route)]
     found: dict[Stream, list[CopyOp]] = {stream: [] for stream in own}
     for op in plan.ops[rank]:
-        if op.source_rank != rank:
+        if op.source_rank != rank and op not in direct:
             found[op.stream].append(op)
     for dest in dict.fromkeys(stream.route[0] for stream in own if stream.source == rank):
         for op in plan.ops_between(rank, dest):
-            if op.route[0] == dest:
+            if op.route[0] == dest and op not in direct:
                 found[op.stream].append(op)
     lines = {}
     for stream, ops in found.items():
         # All ranks of a route have the same slices of the source, but not in the same order.
         ops.sort(key=lambda op: (op.source, op.source_box))
         lines[stream] = _Line(ops, list(accumulate(volume(op.dest_box) for op in ops)))
-        if lines[stream].stops[-1:] != [plan.streams[stream]]:
+        if lines[stream].stops[-1:] != [streams[stream]]:
             raise PlanError(f"rank {rank}: {stream} has other operations than elements")
     return lines
-
-
-def _boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """Yields the boxes that hold the elements of `shape` from `start` to `stop`, row by row."""
-    if not shape:
-        yield ()
-        return
-    inner = prod(shape[1:])
-    while start < stop:
-        row, rest = divmod(start, inner)
-        rows = (stop - start) // inner if rest == 0 else 0
-        end = start + rows * inner if rows else min(stop, (row + 1) * inner)
-        if rows:
-            yield ((row, row + rows), *((0, size) for size in shape[1:]))
-        else:
-            for box in _boxes(shape[1:], rest, rest + end - start):
-                yield ((row, row + 1), *box)
-        start = end

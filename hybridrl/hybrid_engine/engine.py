@@ -11,19 +11,30 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype, gather_objects
-from hybridrl.hybrid_engine.phases import Phase, PhaseSwitch, TrainingMemory
+from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype
+from hybridrl.hybrid_engine.peer import PeerTransport
+from hybridrl.hybrid_engine.phases import Phase, PhaseError, PhaseSwitch, TrainingMemory
 from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.hybrid_engine.target import WeightTarget
+from hybridrl.hybrid_engine.transport import (
+    Traffic,
+    Transport,
+    TransportError,
+    gather_objects,
+)
 from hybridrl.hybrid_engine.verify import verify
 from hybridrl.models.weights import RankLayout, check_tensors
+from hybridrl.parallel.peer_memory import PeerMemory
+
+POLL_S = 2e-5  # how often the host looks whether the weights have arrived
 
 
 @dataclass(frozen=True)
@@ -75,8 +86,16 @@ class HybridEngine:
         verify_every: compare both ends of every copy each time the version is a multiple of this;
             0: never (`rollout.verify`).
         training: what the trainer holds only while it trains.
+        copies: the trainer's weights, released once the engine has them: freed, or made whole
+            beside generation where the sources are only what each rank owns.
         domain_size: ranks of one node, which are consecutive; None: all are of one.
+        peers: memory in which all ranks' training tensors lie, which are then read where they are;
+            None: weights travel as packed messages.
+        timeout_s: longest that a transition may take, seconds (`run.collective_timeout_s`).
         group: process group over the layouts' ranks; None: the world.
+
+    Attributes:
+        transport: what moves the weights.
 
     Raises:
         PlanError: the layouts cannot be joined, the tensors are not those of the layouts, or the
@@ -92,15 +111,19 @@ class HybridEngine:
         staging_bytes: int,
         verify_every: int = 0,
         training: Sequence[TrainingMemory] = (),
+        copies: Sequence[TrainingMemory] = (),
         domain_size: int | None = None,
+        peers: PeerMemory | None = None,
+        timeout_s: float = 1800.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._source, self._target, self._group = source, target, group
-        self._verify_every, self._training = verify_every, training
+        self._verify_every, self._training, self._copies = verify_every, training, copies
+        self._staging_bytes, self._peers, self._timeout_s = staging_bytes, peers, timeout_s
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.phases = PhaseSwitch()
         self.version = -1
-        targets = _gather_layouts(target.layout(), group)
+        targets = gather_layouts(target.layout(), group)
         wire_dtype = agree_wire_dtype(source, target.tensors(), group)
         plan: Plan | None = None
         error = ""
@@ -114,20 +137,33 @@ class HybridEngine:
         _agree(error, plan.hash() if plan is not None else "", group)
         assert plan is not None  # otherwise _agree has raised
         self.plan, self._wire_dtype = plan, wire_dtype
-        self._transport = PackedTransport(
-            plan, self._rank, source, target.tensors(), staging_bytes, wire_dtype, group
-        )
+        self.transport: Transport = self.make_transport("packed" if peers is None else "peer")
 
-    def to_rollout(self, version: int | None = None) -> ReshardStats:
+    def make_transport(self, kind: Literal["packed", "peer"]) -> Transport:
+        """Returns another transport for the same plan and tensors; collective.
+
+        Raises:
+            ValueError: 'peer', but the engine was made without `peers`.
+        """
+        args = self.plan, self._rank, self._source, self._target.tensors()
+        if kind == "packed":
+            return PackedTransport(*args, self._staging_bytes, self._wire_dtype, self._group)
+        if self._peers is None:
+            raise ValueError("transport 'peer' needs training tensors in peer memory (peers=)")
+        return PeerTransport(*args, self._peers, self._group)
+
+    def to_rollout(self, version: int | None = None, verifies: bool = False) -> ReshardStats:
         """Enters the rollout phase with the policy's weights; collective over the group.
 
         Args:
             version: what the engine calls these weights; None: one more than the last time.
+            verifies: whether to verify even if it is not time to.
 
         A loop that never says `to_train` is taken to have trained since the last transition.
 
         Raises:
             VerifyError: it was time to verify, and a parameter differs from its source.
+            TransportError: the weights did not all arrive; the engine generates with none.
         """
         if self.phases.phase is Phase.ROLLOUT:
             self.to_train()
@@ -138,12 +174,18 @@ class HybridEngine:
             memory.release()
         _give_blocks_back()
         self._target.begin_update()
-        traffic = self._transport.run()
+        traffic = self._move()
+        is_due = self._verify_every > 0 and self.version % self._verify_every == 0
+        is_due, verify_seconds = is_due or verifies, 0.0
+        if self._copies:  # freed before the engine takes the rest of its memory
+            verify_seconds = self._timed_verify() if is_due else 0.0
+            for copy in self._copies:
+                copy.release()
+            _give_blocks_back()
         self._target.finish_update(self.version)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the time reported is that of complete parameters
-        seconds = time.perf_counter() - start
-        verify_seconds = self._verify_if_due()
+        if not self._copies and is_due:  # what the engine did to its parameters is seen too
+            verify_seconds = self._timed_verify()
+        seconds = time.perf_counter() - start - verify_seconds
         own = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes, seconds)
         # A sync point: the sums are metrics, and no rank generates before all are complete.
         ranks = gather_objects(own, self._group)
@@ -161,20 +203,48 @@ class HybridEngine:
             verify_seconds=verify_seconds,
         )
 
+    def _move(self) -> Traffic:
+        """Runs the transport and waits until this rank's parameters are complete.
+
+        A rank that never comes must not leave this one waiting: no watchdog looks after work in
+        CUDA graphs, or after copies out of peer memory.
+        """
+        try:
+            traffic = self.transport.run()
+            if torch.cuda.is_available():
+                done, start = torch.cuda.Event(), time.monotonic()
+                done.record()
+                while not done.query():
+                    if time.monotonic() - start > self._timeout_s:
+                        raise RuntimeError("no answer from the device")
+                    time.sleep(POLL_S)
+        except RuntimeError as error:
+            raise TransportError(
+                f"weight version {self.version} did not arrive on rank {self._rank}: another rank "
+                f"died, or took longer than run.collective_timeout_s={self._timeout_s:g}; see the "
+                f"other ranks' logs ({error})"
+            ) from error
+        return traffic
+
     def verify(self) -> None:
         """Compares both ends of every copy; collective, in the rollout phase only.
 
         Raises:
+            PhaseError: the trainer's weights are freed already.
             VerifyError: on every rank, naming the first parameter that differs from its source.
         """
         self.phases.require(Phase.ROLLOUT, "comparing weights")
+        if any(t.numel() and not t.untyped_storage().nbytes() for t in self._source.values()):
+            raise PhaseError(
+                "comparing weights needs the trainer's, which are freed by "
+                "train.release_weights_in_rollout=true: compare on the way, with "
+                "rollout.verify=N or to_rollout(verifies=True)"
+            )
         dests = self._target.tensors()
         verify(self.plan, self._rank, self._source, dests, self._wire_dtype, self._group)
 
-    def _verify_if_due(self) -> float:
-        """Verifies if it is time to; returns the seconds that it took."""
-        if self._verify_every == 0 or self.version % self._verify_every:
-            return 0.0
+    def _timed_verify(self) -> float:
+        """Verifies; returns the seconds that it took."""
         start = time.perf_counter()
         self.verify()
         return time.perf_counter() - start
@@ -187,7 +257,7 @@ class HybridEngine:
         """
         self.phases.enter(Phase.TRAIN)
         self._target.sleep()
-        for memory in self._training:
+        for memory in (*self._training, *self._copies):  # the copies may be made from the others
             memory.restore()
 
 
@@ -204,7 +274,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _gather_layouts(own: RankLayout, group: dist.ProcessGroup | None) -> list[RankLayout]:
+def gather_layouts(own: RankLayout, group: dist.ProcessGroup | None = None) -> list[RankLayout]:
     """Returns every rank's layout; each different one is sent once, by the first that has it."""
     content = own.regions, sorted(own.shapes.items()), own.padding
     digests = gather_objects(hashlib.sha256(repr(content).encode()).hexdigest(), group)

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import CheckpointError, UserError
-from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype, gather_objects
+from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype
 from hybridrl.hybrid_engine.plan import plan_reshard
+from hybridrl.hybrid_engine.transport import gather_objects
 from hybridrl.models.boxes import Shape
 from hybridrl.models.hf import HfWriter
 from hybridrl.models.weights import RankLayout, Region, hf_layout

@@ -1,10 +1,18 @@
 """Runs a plan through bounded staging buffers and grouped exchanges (gloo or NCCL).
 
 Who waits for whom: `run` is collective over the group. In every exchange a rank packs what it
-sends, exchanges with its peers of that exchange alone, waits for its own messages and unpacks. All
-ranks go through the same exchanges in the same order (chunks.py), so between two ranks there is at
-most one message each way and both know its content. What came from another node for several ranks
-of this one goes on in the exchange after, out of the receive buffer before that is written again.
+sends, exchanges with its peers of that exchange alone, and unpacks. All ranks go through the same
+exchanges in the same order (chunks.py), so between two ranks there is at most one message each way
+and both know its content. What came from another node for several ranks of this one goes on in the
+exchange after, out of the receive buffer before that is written again.
+
+Blocks of some megabytes that lie in one piece at both ends are sent as they are, all in one group
+of messages, which is on its way all the time beside the exchanges (direct.py).
+
+There are two send and two receive buffers. On GPUs packing, exchanging and unpacking are on three
+streams: while one exchange travels, the next is packed and the last unpacked. What a run queues is
+always the same, so from the second run on it is one CUDA graph: nothing is allocated and the host
+does nothing for single tensors or messages.
 
 Elements travel in one type, the narrower of what the sources and the destinations hold, and are
 cast while they are packed or unpacked.
@@ -13,7 +21,8 @@ cast while they are packed or unpacked.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -22,13 +31,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl import ops
 from hybridrl.hybrid_engine.chunks import Part, schedule_exchanges
+from hybridrl.hybrid_engine.direct import agree_direct
 from hybridrl.hybrid_engine.plan import CopyOp, Plan, Stream
+from hybridrl.hybrid_engine.transport import (
+    Pair,
+    Traffic,
+    addresses,
+    gather_objects,
+    is_same_memory,
+)
 from hybridrl.models.boxes import sizes, volume
 from hybridrl.models.hf import box_view
 
-Pair = tuple[Tensor, Tensor]
-"""Views of equal shapes: what is copied, and where to."""
+# Programs that pack or unpack: NCCL's kernels wait for room if others fill the device. These move
+# 1 TB/s, three times what comes over NVLink.
+PROGRAMS = 32
+SLOTS = 2  # buffers each way: one is on its way while the other is filled or emptied
 
 Messages = Mapping[int, Sequence[Part]]
 """By peer, the parts of a message in order."""
@@ -38,24 +58,19 @@ Staged = Mapping[int, Sequence[tuple[Part, Tensor]]]
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What one run moved on this rank.
+class _Step:
+    """One exchange of this rank, ready to be queued.
 
     Args:
-        sent_bytes, received_bytes: over links of any kind.
-        node_sent_bytes, node_received_bytes: of those, to and from ranks of other nodes.
-        messages: messages sent.
-        num_exchanges: exchanges gone through.
-        staging_bytes: size of both staging buffers together.
+        pack: fills the send buffer; `reads_last`: out of the receive buffer of the step before too.
+        transfers: messages of both directions.
+        unpack: empties the receive buffer.
     """
 
-    sent_bytes: int
-    received_bytes: int
-    node_sent_bytes: int
-    node_received_bytes: int
-    messages: int
-    num_exchanges: int
-    staging_bytes: int
+    pack: ops.Copies
+    reads_last: bool
+    transfers: Sequence[dist.P2POp]
+    unpack: ops.Copies
 
 
 class PackedTransport:
@@ -64,10 +79,10 @@ class PackedTransport:
     Args:
         plan: the same on every rank; its itemsize is `wire_dtype`'s.
         rank: this rank, in the plan and in the group.
-        sources: this rank's source tensors by name; looked up anew in every run.
+        sources: this rank's source tensors by name.
         dests: this rank's destination tensors by name; written in place. Source and destination may
             be the same memory where they hold the same (alias.py); then nothing is copied.
-        staging_bytes: bound of the send and the receive buffer together.
+        staging_bytes: bound of all staging buffers together.
         wire_dtype: the type that elements travel in, the same on every rank (`agree_wire_dtype`).
         group: process group whose ranks the plan counts; None: the world.
     """
@@ -87,50 +102,160 @@ class PackedTransport:
         self._rank, self._group, self._dtype = rank, group, wire_dtype
         self._sources, self._dests = sources, dests
         self._domain_size = plan.domain_size
-        self._local = [op for op in plan.ops[rank] if op.source_rank == rank]
-        self._exchanges = schedule_exchanges(plan, rank, staging_bytes // 2)
-        self._send_elements = max((_elements(x.sends) for x in self._exchanges), default=0)
-        self._receive_elements = max((_elements(x.receives) for x in self._exchanges), default=0)
+        self._local_ops = [op for op in plan.ops[rank] if op.source_rank == rank]
+        self._direct = direct = agree_direct(plan, rank, sources, dests, wire_dtype, group)
+        capacity = staging_bytes // (2 * SLOTS)
+        self._exchanges = schedule_exchanges(plan, rank, capacity, direct.ops, direct.elements)
+        held = chain(sources.values(), dests.values())
+        self._device = next((tensor.device for tensor in held), torch.device("cpu"))
+        self._buffers: tuple[list[Tensor], list[Tensor]] | None = None
+        self._addresses: tuple[int, ...] | None = None
+        self._graph: Any = None
+        self._has_run = False
+        self._block_group = group
+        self._unpacking: torch.cuda.Stream | None = None
+        self._directing: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._unpacking = torch.cuda.Stream(self._device)
+            self._directing = torch.cuda.Stream(self._device)
+            if direct.elements:  # messages of one communicator would wait for each other
+                ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+                self._block_group = dist.new_group(ranks, use_local_synchronization=True)
+            self._unpacked = [torch.cuda.Event() for _ in range(SLOTS)]
+
+    @property
+    def launches(self) -> int:
+        """Kernels and collectives that a run starts, be it one by one or as a graph."""
+        copies = [self._local, *chain(*((step.pack, step.unpack) for step in self._steps))]
+        exchanges = sum(bool(step.transfers) for step in self._steps) + bool(self._blocks)
+        return sum(copy.num_launches for copy in copies) + exchanges
+
+    @property
+    def extra_bytes(self) -> int:
+        """Device memory of buffers and tables."""
+        copies = [self._local, *chain(*((step.pack, step.unpack) for step in self._steps))]
+        return sum(copy.table_bytes for copy in copies) + self._traffic.staging_bytes
 
     @torch.no_grad()
     def run(self) -> Traffic:
         """Fills the destination tensors; collective over the group."""
-        _copy(self._local_pairs())
-        send = self._buffer(self._send_elements, self._sources)
-        receive = self._buffer(self._receive_elements, self._dests)
+        self.prepare()
+        if self._device.type == "cpu" or not (self._steps or self._blocks) or not self._has_run:
+            self._queue()
+        else:
+            if self._graph is None:
+                self._graph = torch.cuda.CUDAGraph()
+                # Other threads, NCCL's watchdog among them, may ask about events meanwhile.
+                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                    self._queue()
+            self._graph.replay()
+        self._has_run = True
+        return self._traffic
+
+    def prepare(self) -> None:
+        """Makes buffers, tables and messages, again only if a tensor has moved since."""
+        found = addresses(self._sources) + addresses(self._dests)
+        if found == self._addresses:
+            return
+        self._addresses, self._graph = found, None
+        self._local = ops.rectangle_copies(list(self._local_pairs()), self._device)
+        self._steps = []
+        self._blocks = list(self._block_transfers())
         sent: Counter[bool] = Counter()  # bytes, by whether to another node
         received: Counter[bool] = Counter()
-        messages = 0
+        send, receive = self._staging()
         held: Mapping[Stream, Tensor] = {}
-        for exchange in self._exchanges:
-            outgoing, incoming = _staged(exchange.sends, send), _staged(exchange.receives, receive)
-            _copy(self._pack_pairs(outgoing, held))
-            transfers = []
-            for peer, parts in outgoing.items():
-                transfers.append(self._transfer(dist.isend, parts, peer))
-                sent[self._is_far(peer)] += transfers[-1].tensor.nbytes
-            messages += len(transfers)
-            for peer, parts in incoming.items():
-                transfers.append(self._transfer(dist.irecv, parts, peer))
-                received[self._is_far(peer)] += transfers[-1].tensor.nbytes
-            # The buffers are written again in the next exchange: both ways must be through first.
-            for work in dist.batch_isend_irecv(transfers) if transfers else ():
-                work.wait()
-            _copy(self._unpack_pairs(incoming))
+        for number, exchange in enumerate(self._exchanges):
+            slot = number % SLOTS
+            outgoing = _staged(exchange.sends, send[slot])
+            incoming = _staged(exchange.receives, receive[slot])
+            self._steps.append(self._step(outgoing, incoming, held))
             held = {part.stream: place for part, place in chain(*incoming.values())}
-        return Traffic(
+        for transfer in chain(self._blocks, *(step.transfers for step in self._steps)):
+            counter = sent if transfer.op is dist.isend else received
+            counter[self._is_far(transfer.group_peer)] += transfer.tensor.nbytes
+        self._traffic = Traffic(
             sent_bytes=sent.total(),
             received_bytes=received.total(),
             node_sent_bytes=sent[True],
             node_received_bytes=received[True],
-            messages=messages,
+            messages=sum(len(exchange.sends) for exchange in self._exchanges)
+            + sum(map(len, self._direct.sends.values())),
             num_exchanges=len(self._exchanges),
-            staging_bytes=send.nbytes + receive.nbytes,
+            staging_bytes=sum(buffer.nbytes for buffer in (*send, *receive)),
         )
 
-    def _buffer(self, elements: int, tensors: Mapping[str, Tensor]) -> Tensor:
-        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-        return torch.empty(elements, dtype=self._dtype, device=device)
+    def _queue(self) -> None:
+        """Queues everything; on CPU each part is through before the next begins."""
+        if self._blocks:
+            with self._aside(self._directing):
+                self._wait(dist.batch_isend_irecv(self._blocks))
+        self._local.run()
+        works: list[Sequence[dist.Work]] = []
+        for number, step in enumerate(self._steps):
+            slot = number % SLOTS
+            if number >= SLOTS:  # both buffers of this slot must be free again
+                self._wait(works[number - SLOTS])
+                self._wait_unpacked(slot)
+            if step.reads_last:
+                self._wait(works[number - 1])
+            step.pack.run()
+            works.append(dist.batch_isend_irecv(list(step.transfers)) if step.transfers else ())
+            with self._aside(self._unpacking):
+                self._wait(works[number])
+                step.unpack.run()
+                if self._device.type == "cuda":
+                    self._unpacked[slot].record()
+            if self._device.type == "cpu":
+                works[number] = ()  # gloo's work is waited for once
+        for used, stream in ((self._steps, self._unpacking), (self._blocks, self._directing)):
+            if used and stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
+
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        """Makes what is queued next wait for messages; on CPU waits for them itself."""
+        for work in works:
+            work.wait()
+
+    def _wait_unpacked(self, slot: int) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().wait_event(self._unpacked[slot])
+
+    def _aside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+        """Queues what follows on another stream, after what this one has queued so far."""
+        if stream is None:
+            return nullcontext()
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
+
+    def _staging(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns send and receive buffers; made once."""
+        if self._buffers is None:
+            send = max((_elements(x.sends) for x in self._exchanges), default=0)
+            receive = max((_elements(x.receives) for x in self._exchanges), default=0)
+            slots = min(SLOTS, len(self._exchanges))
+            self._buffers = (
+                [self._buffer(send) for _ in range(slots)],
+                [self._buffer(receive) for _ in range(slots)],
+            )
+        return self._buffers
+
+    def _buffer(self, elements: int) -> Tensor:
+        return torch.empty(elements, dtype=self._dtype, device=self._device)
+
+    def _step(self, outgoing: Staged, incoming: Staged, held: Mapping[Stream, Tensor]) -> _Step:
+        sends = [self._transfer(dist.isend, parts, peer) for peer, parts in outgoing.items()]
+        receives = [self._transfer(dist.irecv, parts, peer) for peer, parts in incoming.items()]
+        sources = {part.stream.source for part, _ in chain(*outgoing.values())}
+        return _Step(
+            self._copies(self._pack_pairs(outgoing, held)),
+            bool(sources - {self._rank}),
+            sends + receives,
+            self._copies(self._unpack_pairs(incoming)),
+        )
+
+    def _copies(self, pairs: Iterator[Pair]) -> ops.Copies:
+        return ops.rectangle_copies(list(pairs), self._device, programs=PROGRAMS)
 
     def _is_far(self, peer: int) -> bool:
         return peer // self._domain_size != self._rank // self._domain_size
@@ -138,14 +263,24 @@ class PackedTransport:
     def _transfer(self, kind: Any, parts: Sequence[tuple[Part, Tensor]], peer: int) -> dist.P2POp:
         message = parts[0][1].as_strided((sum(len(place) for _, place in parts),), (1,))
         # As bytes, so that every backend carries every type.
-        world_rank = dist.get_global_rank(self._group, peer) if self._group is not None else peer
-        return dist.P2POp(kind, message.view(torch.uint8), world_rank, self._group)
+        return dist.P2POp(kind, message.view(torch.uint8), group=self._group, group_peer=peer)
+
+    def _block_transfers(self) -> Iterator[dist.P2POp]:
+        """Yields the messages of the blocks that need no staging."""
+        group = self._block_group
+        for is_send, by_peer in ((True, self._direct.sends), (False, self._direct.receives)):
+            for peer, op in ((peer, op) for peer, blocks in by_peer.items() for op in blocks):
+                tensor = self._sources[op.source] if is_send else self._dests[op.dest]
+                block = box_view(tensor, op.source_box if is_send else op.dest_box)
+                message = block.reshape(-1).view(torch.uint8)
+                kind = dist.isend if is_send else dist.irecv
+                yield dist.P2POp(kind, message, group=group, group_peer=peer)
 
     def _local_pairs(self) -> Iterator[Pair]:
-        for op in self._local:
+        for op in self._local_ops:
             source = box_view(self._sources[op.source], op.source_box)
             dest = box_view(self._dests[op.dest], op.dest_box)
-            if not _is_same_memory(source, dest):
+            if not is_same_memory(source, dest):
                 yield source, dest
 
     def _pack_pairs(self, messages: Staged, held: Mapping[Stream, Tensor]) -> Iterator[Pair]:
@@ -176,28 +311,6 @@ def agree_wire_dtype(
     wanted = [dest for _, dest in gathered if dest is not None]
     source, dest = _promoted(held), _promoted(wanted)
     return dest if dest.itemsize < source.itemsize else source
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns every rank's small picklable `value`, in rank order; collective over the group."""
-    if not dist.is_initialized():
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group)
-    return gathered
-
-
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return (
-        one.data_ptr() == other.data_ptr()
-        and one.dtype == other.dtype
-        and one.stride() == other.stride()
-    )
-
-
-def _copy(pairs: Iterable[Pair]) -> None:
-    for source, dest in pairs:
-        dest.copy_(source)
 
 
 def _staged(messages: Messages, buffer: Tensor) -> Staged:

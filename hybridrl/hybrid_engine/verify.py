@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.hybrid_engine.packed import gather_objects
 from hybridrl.hybrid_engine.plan import Plan
+from hybridrl.hybrid_engine.transport import gather_objects
 from hybridrl.models.hf import box_view
 
 Key = tuple[int, int]

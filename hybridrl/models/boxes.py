@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
@@ -36,6 +36,24 @@ def moved(box: Box, origin: Box, target: Box) -> Box:
     return tuple(
         (a + t - o, b + t - o) for (a, b), (o, _), (t, _) in zip(box, origin, target, strict=True)
     )
+
+
+def span_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """Yields the boxes that hold the elements of `shape` from `start` to `stop`, row by row."""
+    if not shape:
+        yield ()
+        return
+    inner = prod(shape[1:])
+    while start < stop:
+        row, rest = divmod(start, inner)
+        rows = (stop - start) // inner if rest == 0 else 0
+        end = start + rows * inner if rows else min(stop, (row + 1) * inner)
+        if rows:
+            yield ((row, row + rows), *((0, size) for size in shape[1:]))
+        else:
+            for box in span_boxes(shape[1:], rest, rest + end - start):
+                yield ((row, row + 1), *box)
+        start = end
 
 
 def tiling_fault(

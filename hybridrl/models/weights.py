@@ -53,7 +53,8 @@ class RankLayout:
     Args:
         regions: the rectangles that have an HF counterpart.
         shapes: shape of each local tensor.
-        padding: (local name, box) of the elements that have none, as rows that pad a vocabulary.
+        padding: (local name, box) of the elements that have none, as rows that pad a vocabulary, or
+            whose counterpart another rank gives.
     """
 
     regions: tuple[Region, ...]

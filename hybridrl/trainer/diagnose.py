@@ -61,7 +61,9 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
         each for `weights`, `tokens`, `sampling`, `numerics`.
     """
     rollout = config.rollout.model_copy(update={"eager": True})  # or vLLM calls no module
-    trainer = Trainer(config.model_copy(update={"rollout": rollout}))
+    # Or there is nothing to compare the engine's weights with.
+    train = config.train.model_copy(update={"release_weights_in_rollout": False})
+    trainer = Trainer(config.model_copy(update={"rollout": rollout, "train": train}))
     folder = trainer.store.newest()
     if folder is not None:
         trainer.load_checkpoint(folder)

@@ -19,8 +19,9 @@ from hybridrl.trainer.model import ParallelModel
 
 REMEDIES = (
     "train.micro_batch_tokens (activations) or set train.recompute=full, the part of each GPU by "
-    "larger train.tp or train.pp, the optimizer by train.offload_optimizer=true, the KV cache by "
-    "rollout.max_batch or rollout.max_new_tokens"
+    "larger train.tp or train.pp, the optimizer by train.offload_optimizer=true, weights during "
+    "rollout by train.release_weights_in_rollout=true, the KV cache by rollout.max_batch or "
+    "rollout.max_new_tokens"
 )
 
 
@@ -49,8 +50,11 @@ def entries(models: Mapping[str, ParallelModel], engine: Mapping[str, Holding]) 
     """
     found = []
     for role, model in models.items():
-        found.append(Entry(f"{role} weights", _num_bytes(model.weights())))
-        if (memory := model.memory) is not None:
+        if (memory := model.memory) is None:
+            found.append(Entry(f"{role} weights", _num_bytes(model.weights_in_place())))
+        else:
+            stays = not model.train.release_weights_in_rollout
+            found.append(Entry(f"{role} weights", memory.weight_bytes(), in_rollout=stays))
             state, _ = memory.state_bytes()
             found.append(Entry(f"{role} gradients", memory.gradient_bytes(), in_rollout=False))
             found.append(Entry(f"{role} optimizer", state, in_rollout=not memory.offloads))
@@ -104,7 +108,7 @@ def _phases(entry: Entry) -> tuple[bool, bool]:
 
 
 def _num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Returns the bytes of the storages: gradient and parameter buffers hold padding too."""
+    """Returns the bytes of the storages, each once."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors.values()}
     return sum(storages.values())
 

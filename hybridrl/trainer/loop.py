@@ -37,7 +37,6 @@ from hybridrl.trainer import ledger, probe, setup
 from hybridrl.trainer.critic import Critic
 from hybridrl.trainer.evaluate import evaluate, is_due
 from hybridrl.trainer.journal import Journal
-from hybridrl.trainer.memory import released
 from hybridrl.trainer.mismatch import MismatchWarning, mismatch_metrics
 from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.policy import Policy
@@ -235,10 +234,10 @@ class Trainer:
             metrics |= mismatch_metrics(batch, batch.old_logp_T)
         return metrics
 
-    def reshard(self) -> dict[str, float]:
+    def reshard(self, verifies: bool = False) -> dict[str, float]:
         """Brings the policy's weights into the engine; returns the bytes and the rate."""
         with self.journal.timer.phase("reshard"):
-            return self.hybrid_engine.to_rollout(self.step).metrics()
+            return self.hybrid_engine.to_rollout(self.step, verifies).metrics()
 
     def check_engine(self) -> None:
         """Brings the weights into the engine and proves that it computes what the trainer does.
@@ -247,8 +246,7 @@ class Trainer:
             VerifyError, EngineDiffersError: naming the parameter, or the replica that differs.
         """
         self.enter_training()
-        self.reshard()
-        self.hybrid_engine.verify()
+        self.reshard(verifies=True)
         self._is_engine_checked = True
         if self.config.rollout.engine == "scripted":  # it computes nothing
             return
@@ -347,7 +345,8 @@ class Trainer:
         num_updates = config.steps.num_steps * config.steps.updates_per_step
         temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
         self.models["policy"] = model = setup.build_model(self.world, self.source, "lm", config)
-        model.make_trainable(config.train.learning_rate)
+        home = setup.weights_home(config, self.world, self.journal.say)
+        model.make_trainable(config.train.learning_rate, home)
         self.policy = Policy(model, self.algorithm, num_updates, temperature)
         self.trained, self.critic, self.reference = {"policy": model}, None, None
         if needs.reference:
@@ -366,12 +365,10 @@ class Trainer:
     def _make_engine(self) -> None:
         """Builds the engine and the plan that brings the policy's weights into it."""
         rollout, model = self.config.rollout, self.policy.model
-        layout = setup.rollout_layout(model, rollout.tp)
-        memories = [model.memory for model in self.trained.values() if model.memory is not None]
-        # The engine finds what will be free while it generates.
-        with released(memories), self.world.all_agree("starting the rollout engine"):
-            to_come = sum(memory.bytes_to_come() for memory in memories)
-            self.raw_engine = setup.build_engine(self.config, model, layout, to_come)
+        sources = model.source_layouts()
+        layout = setup.rollout_layout(model, rollout.tp, sources)
+        memories, copies = setup.training_memories(self.trained.values())
+        self.raw_engine = setup.start_engine(self.config, model, layout, memories, copies)
         self._engine_bytes = self.raw_engine.memory
         sampling = setup.sampling_params(rollout, self.source, self.tokenizer)
         self.engine = Sampler(
@@ -384,13 +381,16 @@ class Trainer:
             self.config.run.seed,
         )
         self.hybrid_engine = HybridEngine(
-            [model.layout_of(rank) for rank in range(self.world.size)],
-            model.weights(),
+            sources,
+            model.weights_in_place(),
             self.raw_engine,
             staging_bytes=rollout.staging_mib << 20,
             verify_every=rollout.verify,
             training=memories,
+            copies=copies,
             domain_size=setup.ranks_per_node(self.world),
+            peers=model.peers,
+            timeout_s=self.config.run.collective_timeout_s,
         )
         self._is_engine_checked = False
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.hybrid_engine.phases import TrainingMemory
+
 MOMENT_BYTES = 8  # Adam's two, fp32, for each parameter that this rank's optimizer owns
 ALIGNMENT = 512  # bytes, of a storage's place in the host buffer
 
@@ -84,6 +86,14 @@ class TrainedModelMemory:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers
         )
 
+    def weight_bytes(self) -> int:
+        """Returns the size of the parameter buffers, be they freed or not."""
+        return sum(
+            buffer.param_data.numel() * buffer.param_data.element_size()
+            for chunk in self._chunks
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        )
+
     def state_bytes(self) -> tuple[int, int]:
         """Returns the bytes of the optimizer's state and, of these, those that are not allocated
         before the first step.
@@ -126,15 +136,16 @@ class TrainedModelMemory:
 
 
 @contextmanager
-def released(memories: Sequence[TrainedModelMemory]) -> Iterator[None]:
-    """Keeps the memory of training free during the block."""
+def released(memories: Sequence[TrainingMemory]) -> Iterator[None]:
+    """Keeps the memory of training free during the block.
+
+    If the block fails it stays free: to restore it may take all ranks.
+    """
     for memory in memories:
         memory.release()
-    try:
-        yield
-    finally:
-        for memory in memories:
-            memory.restore()
+    yield
+    for memory in memories:
+        memory.restore()
 
 
 class HostMirror:

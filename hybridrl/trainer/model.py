@@ -19,15 +19,20 @@ from hybridrl.checkpoint.store import ModelFiles
 from hybridrl.config.schema import TrainConfig
 from hybridrl.data.balance import schedule, schedule_hash
 from hybridrl.data.collate import micro_batch, unpack
+from hybridrl.hybrid_engine.engine import gather_layouts
+from hybridrl.hybrid_engine.owned import owned_layout
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.models.attention import PackedSequences
 from hybridrl.models.build import Head, build_chunks, named_weights, transformer_config
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, megatron_layout
 from hybridrl.parallel.groups import World, same_on_all_ranks
+from hybridrl.parallel.peer_memory import PeerMemory
 from hybridrl.parallel.schedule import forward_backward, forward_only
 from hybridrl.trainer.memory import TrainedModelMemory
-from hybridrl.trainer.optimizer import set_learning_rate, wrap_for_training
+from hybridrl.trainer.optimizer import owned_ranges, set_learning_rate, wrap_for_training
+from hybridrl.trainer.peer_weights import PeerWeights
+from hybridrl.trainer.trained_weights import TrainedWeights
 
 
 @dataclass(frozen=True)
@@ -98,11 +103,34 @@ class ParallelModel:
                 train.recompute,
                 train.fp32_residual,
             )
-            self.chunks = build_chunks(source.family, source.hf_config, self.config, head)
-        self.forward_chunks: Sequence[torch.nn.Module] = self.chunks
+            self._chunks = build_chunks(source.family, source.hf_config, self.config, head)
+        self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
         self._optimizer: Any = None
         self.memory: TrainedModelMemory | None = None
+        self.trained_weights: TrainedWeights | None = None
         self.num_updates = 0
+        self._home: PeerWeights | None = None
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        """The model's modules on this rank, their parameters whole."""
+        self.complete_weights()
+        return self._chunks
+
+    @property
+    def forward_chunks(self) -> Sequence[torch.nn.Module]:
+        """What passes must call: the same in Megatron's wrappers, if the model is trained."""
+        self.complete_weights()
+        return self._forward_chunks
+
+    def complete_weights(self) -> None:
+        """Makes the parameters whole if a step has left that to do (`train.fuse_param_gather`).
+
+        Raises:
+            RuntimeError: they are freed until training goes on.
+        """
+        if self.trained_weights is not None:
+            self.trained_weights.complete()
 
     @property
     def optimizer(self) -> Any:
@@ -120,30 +148,65 @@ class ParallelModel:
         family, shape = self.source.family, self.source.shape
         return megatron_layout(family, shape, self.world.layout, rank, head=self.head)
 
+    def source_layouts(self) -> list[RankLayout]:
+        """Returns what an engine may be written from right after a step, by rank."""
+        if not self.train.fuse_param_gather:
+            return [self.layout_of(rank) for rank in range(self.world.size)]
+        ranges = owned_ranges(self._chunks, self._optimizer)
+        return gather_layouts(owned_layout(self.layout(), ranges))
+
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's parameters under their local names; writing to them changes the
-        model.
+        """Returns this rank's parameters under their local names, whole until the next step;
+        writing to them changes the model.
         """
         return named_weights(self.chunks)
 
-    def make_trainable(self, peak_learning_rate: float) -> None:
-        """Adds gradient buffers and the optimizer; weights must be in place."""
+    def weights_in_place(self) -> dict[str, torch.Tensor]:
+        """Returns the same as they are; not collective. Where other ranks own them they may be of
+        before the step, and with `train.release_weights_in_rollout` they may be freed.
+        """
+        return named_weights(self._chunks)
+
+    def make_trainable(self, peak_learning_rate: float, home: PeerWeights | None = None) -> None:
+        """Adds gradient buffers and the optimizer; weights must be in place.
+
+        Args:
+            peak_learning_rate: of the course that `learning_rate` describes.
+            home: where the parameters go; None: where Megatron allocates them.
+        """
         self.peak_learning_rate = peak_learning_rate
+        self._home = home
         with self.world.platform.megatron_phase():
-            self.forward_chunks, self._optimizer = wrap_for_training(
-                self.chunks, self.config, self.train, peak_learning_rate, self.world.platform
+            self._forward_chunks, self._optimizer = wrap_for_training(
+                self._chunks,
+                self.config,
+                self.train,
+                peak_learning_rate,
+                self.world.platform,
+                home,
             )
         self.memory = TrainedModelMemory(
-            self.forward_chunks,
+            self._forward_chunks,
             self._optimizer,
-            self.weights().values(),
+            self.weights_in_place().values(),
             self.train.offload_optimizer,
             self.world.platform.device,
         )
+        self.trained_weights = TrainedWeights(
+            self._forward_chunks,
+            lambda: self.optimizer,
+            self.train.fuse_param_gather,
+            self.train.release_weights_in_rollout,
+        )
+
+    @property
+    def peers(self) -> PeerMemory | None:
+        """The memory in which all ranks can read the parameters, if they are in such."""
+        return None if self._home is None else self._home.memory
 
     def freeze(self) -> None:
         """Makes the model forward-only."""
-        for chunk in self.chunks:
+        for chunk in self._chunks:
             chunk.requires_grad_(False).eval()
 
     def plan_work(self, batch: TrainBatch) -> list[Work]:
@@ -193,11 +256,12 @@ class ParallelModel:
         """Runs forward and backward over every micro-batch into cleared gradients; returns the
         losses' extras.
         """
-        for chunk in self.forward_chunks:
+        chunks = self.forward_chunks
+        for chunk in chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
         self._optimizer.zero_grad()  # forgets views of gradients; the state may still be on its way
         return forward_backward(
-            self.forward_chunks, works, _forward, lambda output, work: loss(output, work.local)
+            chunks, works, _forward, lambda output, work: loss(output, work.local)
         )
 
     def step(self, learning_rate: float) -> float:
@@ -205,6 +269,8 @@ class ParallelModel:
         set_learning_rate(self.optimizer, learning_rate)
         with self.world.platform.megatron_phase():
             _, grad_norm, _ = self.optimizer.step()
+        if self.trained_weights is not None:
+            self.trained_weights.stepped()
         self.num_updates += 1
         return float(grad_norm) if grad_norm is not None else 0.0
 

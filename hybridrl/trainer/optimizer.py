@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -12,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl.config.schema import TrainConfig
 from hybridrl.platform import Platform
+from hybridrl.trainer.peer_weights import PeerWeights
 
 
 def wrap_for_training(
@@ -20,23 +22,33 @@ def wrap_for_training(
     train: TrainConfig,
     peak_learning_rate: float,
     platform: Platform,
+    home: PeerWeights | None = None,
 ) -> tuple[list[torch.nn.Module], MegatronOptimizer]:
     """Gives the chunks gradient buffers and a distributed Adam whose state is shared out over the
     replicas.
 
     Weights must be in place: the optimizer copies them into its fp32 masters where the model is in
-        bf16.
+    bf16. They are moved to `home` first, if there is one.
 
     Returns:
         The wrapped chunks, which training must call, and the optimizer.
     """
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        # A step then leaves the gather of the parameters to us (trained_weights.py).
+        overlap_param_gather=train.fuse_param_gather,
     )
     wrapped: list[torch.nn.Module] = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    if train.fuse_param_gather:
+        for chunk in wrapped:
+            chunk.disable_forward_pre_hook(param_sync=False)  # type: ignore[operator]
+    if home is not None:
+        home.move(wrapped)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -55,6 +67,20 @@ def wrap_for_training(
     )
     config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer
+
+
+def owned_ranges(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, tuple[int, int]]:
+    """Returns the elements, counted row by row, that this rank's optimizer updates of each of its
+    parameters, under their local names; parameters that are other ranks' altogether are missing.
+    """
+    found = {}
+    for index, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            for part in optimizer.chained_optimizers:
+                if parameter in part.model_param_gbuf_map:
+                    span = part._get_model_param_range_map(parameter)["param"]
+                    found[f"{index}/{name}"] = (span.start, span.end)
+    return found
 
 
 def learning_rate(train: TrainConfig, peak: float, update: int, num_updates: int) -> float:

@@ -8,7 +8,8 @@ ranks build the same parts in the same order.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config, ModelConfig, RolloutConfig
 from hybridrl.config.source import check_tokenizer_files, model_directory, read_model_config
-from hybridrl.errors import ConfigError, ModelError
+from hybridrl.errors import ConfigError, ModelError, UserError
 from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.assign import assign
 from hybridrl.models.build import Head
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.init import init_weights
-from hybridrl.models.weights import fused_layout, hf_shapes
+from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
+from hybridrl.parallel import peer_memory
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
@@ -34,7 +36,10 @@ from hybridrl.rollout.hf import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
 from hybridrl.rollout.vllm import VllmEngine
 from hybridrl.rollout.vllm_arguments import EngineSettings
+from hybridrl.trainer.memory import TrainedModelMemory, released
 from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.trainer.peer_weights import PeerWeights
+from hybridrl.trainer.trained_weights import TrainedWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALUE_HEAD = "score.weight"
@@ -47,7 +52,9 @@ def check_rules(config: Config, world_size: int) -> None:
         ConfigError: with every violated rule.
     """
     has_model = (config.model.path is None) != (config.model.init is None)
-    found = check(config, world_size, read_model_config(config.model) if has_model else None)
+    model_config = read_model_config(config.model) if has_model else None
+    dtype = str(Platform.detect().default_dtype()).removeprefix("torch.")
+    found = check(config, world_size, model_config, dtype)
     if found:
         raise ConfigError(found)
 
@@ -105,19 +112,75 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def rollout_layout(model: ParallelModel, tp: int) -> RolloutLayout:
+def rollout_layout(model: ParallelModel, tp: int, sources: Sequence[RankLayout]) -> RolloutLayout:
     """Returns which part of which engine replica each rank is, so that the fewest bytes move."""
-    source, size = model.source, model.world.size
-    sources = [model.layout_of(rank) for rank in range(size)]
+    source = model.source
     parts = [fused_layout(source.family, source.shape, tp, tp_rank) for tp_rank in range(tp)]
     return assign(sources, parts, ranks_per_node(model.world)).layout
 
 
+def training_memories(
+    models: Collection[ParallelModel],
+) -> tuple[list[TrainedModelMemory], list[TrainedWeights]]:
+    """Returns what trained models give up before an engine gets their weights, and afterwards."""
+    return (
+        [model.memory for model in models if model.memory is not None],
+        [m.trained_weights for m in models if m.trained_weights is not None],
+    )
+
+
+@cache
 def ranks_per_node(world: World) -> int:
-    """Returns how many consecutive ranks are of one node; collective."""
+    """Returns how many consecutive ranks are of one node; collective.
+
+    Asked for before the engine starts, and kept: vLLM on CPU overwrites the variable (0.32).
+    """
     found = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # unset where nothing launched this
     same_on_all_ranks(world, "LOCAL_WORLD_SIZE", str(found))
     return found
+
+
+def start_engine(
+    config: Config,
+    model: ParallelModel,
+    layout: RolloutLayout,
+    memories: Sequence[TrainedModelMemory],
+    copies: Sequence[TrainedWeights],
+) -> HfEngine | ScriptedEngine | VllmEngine:
+    """Builds the engine, which finds the memory that will be free while it generates."""
+    to_come = sum(memory.bytes_to_come() for memory in memories)
+    with released([*memories, *copies]), model.world.all_agree("starting the rollout engine"):
+        return build_engine(config, model, layout, to_come)
+
+
+def weights_home(config: Config, world: World, say: Callable[[str], None]) -> PeerWeights | None:
+    """Returns where the policy's parameters go, None where weights travel as packed messages.
+
+    Args:
+        say: tells the user, once, why 'auto' did not choose 'peer'.
+
+    Raises:
+        UserError: on every rank, if `rollout.transport` is 'peer' but ranks cannot reach others.
+    """
+    wanted = config.rollout.transport
+    released = config.train.release_weights_in_rollout
+    if wanted == "packed" or world.size == 1 or (wanted == "auto" and released):
+        return None
+    if wanted == "auto" and world.platform.is_cpu:
+        return None  # gloo is as fast there, and needs no room in /dev/shm
+    reason = peer_memory.why_unreachable(world.platform.device, ranks_per_node(world))
+    found = [f"rank {rank}: {r}" for rank, r in enumerate(world.gather_objects(reason)) if r]
+    if not found:
+        return PeerWeights(world)
+    if wanted == "peer":
+        raise UserError(
+            "rollout.transport",
+            "peer",
+            "packed or auto here",
+            f"Set rollout.transport=auto. {found[0]}.",
+        )
+    say(f"weights travel as packed messages: {found[0]}")
+    return None
 
 
 def build_engine(
@@ -148,7 +211,9 @@ def build_engine(
             timeout_s=config.run.collective_timeout_s,
             eager=rollout.eager,
         )
-        shard = TrainingShard(model.layout(), model.weights())
+        shard = None
+        if not config.train.release_weights_in_rollout:  # or they would be freed with the trainer's
+            shard = TrainingShard(model.layout(), model.weights_in_place())
         return VllmEngine(settings, source.family, layout, world.rank, device, shard)
     raise ModelError(
         "rollout.engine", rollout.engine, "hf or vllm in this version", "Set rollout.engine=hf."

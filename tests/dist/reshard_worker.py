@@ -18,21 +18,25 @@ from safetensors.torch import load_file
 from weight_cases import Arrays, Case, minimum_receive_elements, random_case
 
 from hybridrl.errors import CheckpointError
-from hybridrl.hybrid_engine import packed
+from hybridrl.hybrid_engine import direct, packed
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.export import export_hf
-from hybridrl.hybrid_engine.packed import gather_objects
 from hybridrl.hybrid_engine.phases import Phase, PhaseError
 from hybridrl.hybrid_engine.plan import PlanError
+from hybridrl.hybrid_engine.transport import gather_objects
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.family import ModelShape
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.parallel.peer_memory import allocate
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if HAS_GPU else torch.device("cpu")
 STAGING_BYTES = 6000  # small, so that there are many exchanges and split rows
 NODE = int(sys.argv[4])
+
+
+NUM_DIRECT: list[int] = []  # operations that went unstaged, by case
 
 
 class Engine:
@@ -151,10 +155,75 @@ def check_case(seed: int, rank: int, world: int) -> tuple[int, int]:
     assert sum(gather_objects(count.node_sent_bytes)) == 2 * minimum, seed
     assert count.most <= 1, (seed, count.most)
     assert engine.calls == ["begin", "finish 0", "sleep", "begin", "finish 7"]
-    traffic = hybrid._transport.run()
+    traffic = hybrid.transport.run()
     assert traffic.staging_bytes <= STAGING_BYTES, (seed, traffic)
     assert traffic.node_sent_bytes * 2 == count.node_sent_bytes
+    check_direct(seed, hybrid, engine, rank)
+    if world <= NODE:
+        check_peers(seed, case, trained, dest_dtype, rank)
     return traffic.num_exchanges, minimum
+
+
+def check_direct(seed: int, hybrid: HybridEngine, engine: Engine, rank: int) -> None:
+    """The same bytes and values where all that lies in one piece at both ends goes unstaged."""
+    wanted = {name: tensor.clone() for name, tensor in engine.tensors().items()}
+    for tensor in engine.tensors().values():
+        tensor.zero_()
+    limit, direct.BLOCK_BYTES = direct.BLOCK_BYTES, 1
+    try:
+        transport = hybrid.make_transport("packed")
+    finally:
+        direct.BLOCK_BYTES = limit
+    traffic = transport.run()
+    assert traffic.received_bytes == hybrid.plan.receive_bytes[rank], seed
+    assert traffic.sent_bytes == hybrid.plan.send_bytes[rank], seed
+    NUM_DIRECT.append(sum(map(len, transport._direct.receives.values())))
+    for name, values in wanted.items():
+        is_written = values != -1
+        assert torch.equal(engine.tensors()[name][is_written], values[is_written]), (seed, name)
+
+
+def check_peers(
+    seed: int, case: Case, trained: dict[str, torch.Tensor], dtype: torch.dtype, rank: int
+) -> None:
+    """The same weights, read by every rank where the others have them, and no message sent."""
+    starts, size = {}, 0
+    for name, tensor in trained.items():
+        starts[name] = size
+        size += -(-tensor.nbytes // 16) * 16
+    memory = allocate(max(gather_objects(size)), DEVICE, 60)
+    own, placed = memory.of(rank), {}
+    for name, tensor in trained.items():
+        place = own[starts[name] : starts[name] + tensor.nbytes]
+        placed[name] = place.view(tensor.dtype).view(tensor.shape)
+        placed[name].copy_(tensor)
+    engine = Engine(case.targets()[rank], dtype)
+    hybrid = HybridEngine(
+        case.sources(), placed, engine, staging_bytes=STAGING_BYTES, verify_every=1, peers=memory
+    )
+    packed_engine = Engine(case.targets()[rank], dtype)
+    reference = HybridEngine(case.sources(), trained, packed_engine, staging_bytes=STAGING_BYTES)
+    exchange = packed.dist.batch_isend_irecv
+    for factor in (1, 3):
+        for tensor in (*trained.values(), *placed.values()):
+            tensor.mul_(factor)
+        reference.to_rollout()
+        packed.dist.batch_isend_irecv = None  # whoever sends a message fails
+        try:
+            stats = hybrid.to_rollout()
+        finally:
+            packed.dist.batch_isend_irecv = exchange
+        assert stats.received_bytes == hybrid.plan.receive_bytes[rank]
+        for name, found in engine.tensors().items():
+            assert torch.equal(found, packed_engine.tensors()[name]), (seed, rank, name)
+    if rank == 0:
+        placed[next(iter(placed))] = trained[next(iter(trained))]
+    try:
+        HybridEngine(case.sources(), placed, engine, staging_bytes=STAGING_BYTES, peers=memory)
+    except PlanError as error:
+        assert "rank 0" in str(error) and "peer memory" in str(error)
+    else:
+        raise AssertionError("a parameter outside peer memory was not refused")
 
 
 def check_any_order(rank: int, world: int) -> None:
@@ -281,6 +350,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     exchanges = [check_case(seed, rank, world) for seed in range(first, first + count)]
     assert max(number for number, _ in exchanges) > 3, exchanges
+    assert sum(NUM_DIRECT) > 0
     assert (sum(far for _, far in exchanges) > 0) == (world > NODE)
     if world == 4:
         check_any_order(rank, world)

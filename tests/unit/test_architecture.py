@@ -82,6 +82,7 @@ TORCH_FREE = [
     "hybrid_engine/cluster.py",
     "hybrid_engine/crossing.py",
     "hybrid_engine/deals.py",
+    "hybrid_engine/owned.py",
     "hybrid_engine/pieces.py",
     "hybrid_engine/plan.py",
     "hybrid_engine/assign.py",

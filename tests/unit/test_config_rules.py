@@ -74,6 +74,20 @@ def test_rule_is_broken_by(overrides: list[str], key: str) -> None:
     assert set(keys(*overrides)) == {key}
 
 
+FREED = "train.release_weights_in_rollout=true"
+
+
+def test_weights_are_freed_only_where_masters_can_make_them_again() -> None:
+    assert keys(FREED) == keys(FREED, "train.fuse_param_gather=true") == []
+    assert keys(FREED, "model.dtype=float32") == ["model.dtype"]
+    assert keys(FREED, "rollout.transport=packed", "model.dtype=bfloat16") == []
+    assert keys(FREED, "rollout.transport=peer") == ["rollout.transport"]
+    on_cpu = check(load_config_dict(VALID, [FREED]), 8, SHAPE, "float32")
+    assert [violation.name for violation in on_cpu] == ["model.dtype"]
+    message = str(on_cpu[0])
+    assert "auto (float32 here)" in message and "Set model.dtype=bfloat16" in message
+
+
 def test_key_value_heads_must_divide_or_be_divided() -> None:
     shape = {"num_attention_heads": 12, "num_key_value_heads": 4}
     assert keys("train.tp=6", world=6, shape=shape) == ["train.tp"]

@@ -1,0 +1,239 @@
+"""Times the reshard on GPUs: the Trainer's Megatron parameters into live vLLM parameters.
+
+Each case is one torchrun of its own, with a real Trainer of random weights; nothing is trained. In
+each, in one process group: what the links can do; both transports, each checked by checksum before
+it is timed; both changes of phases; and the ways of others into the same vLLM parameters. A
+transport that leaves a wrong bit is not timed, and a way that fails is recorded with its error.
+
+* peer, packed: `rollout.transport`, alone: no memory is mapped, no phase changed.
+* all_gather, buckets: after what verl and slime do (reshard_rivals.py).
+* mbridge_vllm: mbridge's export into vLLM's `load_weights`.
+* megatron_resharding: `megatron.core.resharding`, NCCL, into a Megatron model of the engine's size.
+
+Where training is data parallel the gather of parameters that ends the distributed optimizer's step
+is timed too, alone and together with the reshard. Cases after --fused run with
+`train.fuse_param_gather`, to be compared with that, and once without it if they are not among the
+cases before; both without others' ways.
+
+    python benchmarks/bench_reshard_gpu.py OUT.json 7b/tp4/tp1 7b/tp2pp2/tp4 --fused 7b/dp4/tp4
+
+A case is MODEL/TRAIN/GEN: a file benchmarks/models/qwen2.5-MODEL.json, training sizes, whose
+product is the number of GPUs, and the engine's tensor parallel size. Times are of the slowest rank.
+OUT.json is written anew after each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_rollout import commit
+
+ROOT = Path(__file__).resolve().parents[1]
+CASE = re.compile(r"^(?P<model>[\w.]+)/(?P<train>(?:(?:tp|pp|cp|dp)\d+)+)/tp(?P<rollout>\d+)$")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "4",
+    # NVLink multicast stays off.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+PROGRESS = "[bench]"
+TAIL_LINES = 150
+
+
+def main() -> int:
+    """Runs the cases one after another; returns 1 if one failed."""
+    arguments = parse()
+    if arguments.case_file:
+        from reshard_gpu_case import run_case
+
+        run_case(json.loads(arguments.case_file.read_text()))
+    jobs = [describe(case, "plain", arguments) for case in arguments.cases]
+    for case in arguments.fused:
+        if case not in arguments.cases:
+            jobs.append(describe(case, "plain", arguments) | {"baselines": False})
+        jobs.append(describe(case, "fused", arguments))
+    check_gpus(max(job["world"] for job in jobs))
+    report: dict[str, Any] = {
+        "benchmark": "reshard on GPUs",
+        "command": "python " + " ".join([Path(sys.argv[0]).name, *sys.argv[2:]]),
+        "commit": commit(),
+        "cases": [],
+    }
+    for job in jobs:
+        report["cases"].append(launch(job))
+        report["fused_to_two_steps"] = dict(fused_ratios(report["cases"]))
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print("\n".join(table(report)))
+    failed = [f"{case['case']} ({case['kind']})" for case in report["cases"] if "error" in case]
+    print("failed: " + ", ".join(failed) if failed else f"wrote {arguments.out}")
+    return 1 if failed else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("cases", nargs="*", metavar="MODEL/TRAIN/GEN")
+    parser.add_argument("--fused", nargs="+", default=[], metavar="MODEL/TRAIN/GEN")
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--no-baselines", dest="baselines", action="store_false")
+    parser.add_argument("--limit-s", type=float, default=240, help="of one case")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")
+    parser.add_argument("--case-file", type=Path, help=argparse.SUPPRESS)  # one of the ranks
+    found = parser.parse_args()
+    if not found.case_file and not (found.out and found.cases + found.fused):
+        parser.error("name OUT.json and at least one case, e.g. OUT.json 7b/tp4/tp1")
+    return found
+
+
+def describe(case: str, kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns everything that the processes of a case need to know."""
+    found = CASE.match(case)
+    if found is None:
+        sys.exit(f"case {case!r}: expected MODEL/TRAIN/GEN, e.g. 7b/tp2pp2/tp4")
+    sizes = {a: int(size) for a, size in re.findall(r"(tp|pp|cp|dp)(\d+)", found["train"])}
+    model = arguments.models / f"qwen2.5-{found['model']}.json"
+    if not model.is_file():
+        known = ", ".join(sorted(p.stem for p in model.parent.glob("qwen2.5-*.json")))
+        sys.exit(f"case {case!r}: no {model}; there are {known}")
+    return {
+        "case": case,
+        "kind": kind,
+        "model": str(model),
+        "world": math.prod(sizes.values()),
+        "train": {axis: size for axis, size in sizes.items() if axis != "dp"},
+        "has_replicas": sizes.get("dp", 1) * sizes.get("cp", 1) > 1,
+        "rollout_tp": int(found["rollout"]),
+        "iterations": arguments.iterations,
+        "baselines": arguments.baselines and kind == "plain",
+        "limit_s": arguments.limit_s,
+        "set": arguments.set,
+    }
+
+
+def check_gpus(needed: int) -> None:
+    """Refuses cases that need more GPUs than there are; without any, ranks run on the CPU."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if 0 < found < needed:
+        sys.exit(f"a case needs {needed} GPUs, and {found} are visible: leave it out")
+
+
+def launch(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs one case under torchrun; returns what it measured, with an error if it did not end."""
+    with tempfile.TemporaryDirectory() as folder:
+        case_file, result_file = Path(folder) / "case.json", Path(folder) / "result.json"
+        case_file.write_text(json.dumps({**job, "folder": folder, "launched_at": time.time()}))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        command += [f"--nproc-per-node={job['world']}", __file__, "--case-file", str(case_file)]
+        began = time.monotonic()
+        code, tail = run_showing_progress(command, job["limit_s"])
+        seconds = time.monotonic() - began
+        result = json.loads(result_file.read_text()) if result_file.is_file() else {}
+    ending = f"exit {code} after {seconds:.0f} s"
+    print(f"{PROGRESS} {job['case']} ({job['kind']}): {ending}", flush=True)
+    found = {"case": job["case"], "kind": job["kind"], "world": job["world"], **result}
+    found["whole_case_s"] = round(seconds, 1)
+    if not found.pop("is_complete", False):
+        print("\n".join(tail), flush=True)
+        found |= {"error": ending, "output": "\n".join(tail)[-4000:]}
+    return found
+
+
+def run_showing_progress(command: Sequence[str], limit_s: float) -> tuple[int, list[str]]:
+    """Runs a command, showing its lines of progress; returns its status and its last lines."""
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    process = subprocess.Popen(
+        command,
+        env={**ENVIRONMENT, **os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    # The session is the command's own: all of its ranks end with it.
+    timer = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            tail.append(line.rstrip())
+            if PROGRESS in line:
+                print(line[line.index(PROGRESS) :], end="", flush=True)
+        return process.wait(), list(tail)
+    finally:
+        timer.cancel()
+
+
+# Report
+
+
+def fused_ratios(cases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yields, by fused case, what the two steps take in units of the fused one, by transport."""
+    by_kind = {(case["case"], case["kind"]): case.get("ways", {}) for case in cases}
+    for (name, kind), fused in by_kind.items():
+        two = by_kind.get((name, "plain"), {})
+        if kind == "fused":
+            yield (
+                name,
+                {
+                    way: two[f"gather+{way}"]["ms"] / found["ms"]
+                    for way, found in fused.items()
+                    if "ms" in found and "ms" in two.get(f"gather+{way}", {})
+                },
+            )
+
+
+def table(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines of a table; the ratio is to the transport that was chosen (*)."""
+    yield f"{'case':22} {'way':20} {'ms':>8} {'p90':>7} {'GB/s':>6} {'link':>6} {'ratio':>7}" + (
+        f" {'host ms':>8} {'MiB':>7}"
+    )
+    for case in report["cases"]:
+        name = case["case"] + (" fused" if case["kind"] == "fused" else "")
+        for way, found in case.get("ways", {}).items():
+            if "error" in found:
+                yield f"{name:22} {way:20} {found['error'][:80]}"
+                continue
+            rate, share = found.get("gb_per_s", 0.0), found.get("share_of_link")
+            link = "" if share is None else f"{100 * share:.1f}%"
+            ratio = f"{found['ratio']:.1f} x" if "ratio" in found else ""
+            mark = "*" if found.get("is_auto") else ""
+            extra = (found.get("extra_bytes", 0) + found["peak_extra_bytes"]) / 2**20
+            yield (
+                f"{name:22} {way + mark:20} {found['ms']:8.2f} {found['p90_ms']:7.2f} {rate:6.1f} "
+                f"{link:>6} {ratio:>7} {found['host_ms']:8.2f} {extra:7.1f}"
+            )
+        predictions = case.get("prediction", {})
+        for key in ("prediction_ms", "planned_ms", "plan_ms"):
+            if key in predictions:
+                yield f"{name:22} {key:20} {predictions[key]:8.2f}"
+        if "transition_ms" in case.get("transition", {}):
+            yield f"{name:22} {'both transitions':20} {case['transition']['transition_ms']:8.2f}"
+        if "error" in case:
+            yield f"{name:22} {case['error']}"
+    for case, ratios in report["fused_to_two_steps"].items():
+        shown = ", ".join(f"{way} {ratio:.2f} x" for way, ratio in ratios.items())
+        yield f"{case}: gather and reshard take, in units of the fused one, {shown}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

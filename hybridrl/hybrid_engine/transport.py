@@ -1,0 +1,79 @@
+"""What every way of running a plan offers, and what it says of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+"""Views of equal shapes: what is copied, and where to."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one run moved on this rank.
+
+    Args:
+        sent_bytes, received_bytes: over links of any kind.
+        node_sent_bytes, node_received_bytes: of those, to and from ranks of other nodes.
+        messages: messages sent.
+        num_exchanges: exchanges gone through.
+        staging_bytes: size of all staging buffers together.
+    """
+
+    sent_bytes: int
+    received_bytes: int
+    node_sent_bytes: int
+    node_received_bytes: int
+    messages: int
+    num_exchanges: int
+    staging_bytes: int
+
+
+class Transport(Protocol):
+    """Moves a plan's slices between the ranks' tensors; collective."""
+
+    @property
+    def launches(self) -> int:
+        """Kernels, batches of copies and collectives that a run starts."""
+        ...
+
+    @property
+    def extra_bytes(self) -> int:
+        """Device memory that it holds between runs."""
+        ...
+
+    def run(self) -> Traffic:
+        """Fills the destination tensors, on the device's current stream."""
+        ...
+
+
+class TransportError(RuntimeError):
+    """The weights did not arrive: the engine has none that may be used."""
+
+
+def addresses(tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Returns where tensors lie, to be compared: tables of copies hold addresses."""
+    return tuple(map(Tensor.data_ptr, tensors.values()))
+
+
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two views are the same elements at the same places."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.stride() == other.stride()
+    )
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Returns every rank's small picklable `value`, in rank order; collective over the group."""
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group)
+    return gathered

@@ -1,0 +1,63 @@
+"""Puts a model's parameters where the other ranks of its node can read them.
+
+Megatron keeps the parameters of a model in flat buffers. After the data-parallel wrapper has made
+them and before the optimizer takes views, each is moved into one piece of peer memory a rank, of
+the same size on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hybridrl.parallel import peer_memory
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.peer_memory import PeerMemory
+
+ALIGNMENT = 512  # bytes; of the start of a buffer, more than any copy asks for
+
+
+class PeerWeights:
+    """A place for one model's parameters that all ranks can read.
+
+    Args:
+        world: whose ranks.
+
+    Attributes:
+        memory: where the parameters are, once `move` was called.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.memory: PeerMemory | None = None
+
+    def move(self, wrapped: Sequence[Any]) -> None:
+        """Moves the parameters of Megatron's data-parallel wrappers; collective.
+
+        Raises:
+            OSError, RuntimeError: there is no room for a second copy, or it cannot be shared.
+        """
+        buffers = [b for chunk in wrapped for b in chunk.buffers + chunk.expert_parallel_buffers]
+        starts, size = [], 0
+        for buffer in buffers:
+            starts.append(size)
+            size += -(-buffer.param_data.nbytes // ALIGNMENT) * ALIGNMENT
+        most = int(self._world.max_over_world(torch.tensor(size, dtype=torch.float64)))
+        device, timeout_s = self._world.platform.device, self._world.timeout_s
+        self.memory = peer_memory.allocate(most, device, timeout_s)
+        own = self.memory.of(self._world.rank)
+        for buffer, start in zip(buffers, starts, strict=True):
+            _move(buffer, own[start : start + buffer.param_data.nbytes])
+
+
+def _move(buffer: Any, place: torch.Tensor) -> None:
+    """Makes a buffer's parameters, and all of Megatron's views of them, views of `place`."""
+    moved = place.view(buffer.param_data.dtype)
+    moved.copy_(buffer.param_data)
+    buffer.param_data = moved
+    for bucket in buffer.buckets:
+        bucket.param_data = moved[bucket.offset : bucket.offset + bucket.param_data.numel()]
+    for parameter, (start, stop, _) in buffer.param_index_map.items():
+        parameter.data = moved[start:stop].view(parameter.shape)

@@ -1,0 +1,302 @@
+"""One rank of the tests of late gathers and freed weights: real Megatron, real steps, gloo.
+
+    trained_weights_worker.py FOLDER
+
+Every case trains the same model with and without the knobs, from the same weights on the same
+batches, and compares bit for bit what engines, training and checkpoints hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import param_and_grad_buffer as megatron_buffers
+from tiny_models import tiny_model
+
+from hybridrl.algorithms import make_algorithm
+from hybridrl.batch import Producer, Prompt, TrainBatch
+from hybridrl.checkpoint.store import load_model, write_checkpoint
+from hybridrl.config.schema import SftConfig, TrainConfig
+from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
+from hybridrl.hybrid_engine.engine import HybridEngine
+from hybridrl.hybrid_engine.packed import PackedTransport, gather_objects
+from hybridrl.hybrid_engine.phases import PhaseError
+from hybridrl.models.family import resolve_family
+from hybridrl.models.init import init_weights
+from hybridrl.models.weights import RankLayout, check_coverage, fused_layout, hf_shapes
+from hybridrl.parallel.groups import World, start_process_group
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.platform import Platform
+from hybridrl.trainer import ledger, setup
+from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.trainer.policy import Policy
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the training layout of four ranks, and the tensor parallel size of the engine."""
+
+    name: str
+    family: str
+    train: TrainLayout
+    rollout_tp: int
+    dtype: torch.dtype
+    is_aliased: bool = False
+
+
+FUSED = [
+    Case("DP4 -> TP4", "qwen2", TrainLayout(4), 4, torch.bfloat16),
+    Case("TP2DP2 -> TP1", "qwen2", TrainLayout(4, tp=2), 1, torch.float32),
+    Case("TP2DP2 -> TP2, aliased", "qwen3", TrainLayout(4, tp=2), 2, torch.bfloat16, True),
+    Case("DP4 -> TP1, aliased", "llama", TrainLayout(4), 1, torch.float32, True),
+    Case("DP2CP2 -> TP4", "qwen2", TrainLayout(4, cp=2), 4, torch.bfloat16),
+    Case("PP2DP2 -> TP2, tied", "llama", TrainLayout(4, pp=2), 2, torch.bfloat16),
+]
+FREED = [
+    Case("DP4 -> TP4", "qwen2", TrainLayout(4), 4, torch.bfloat16),
+    Case("TP2DP2 -> TP2", "llama", TrainLayout(4, tp=2), 2, torch.bfloat16),
+    Case("PP2DP2 -> TP1, tied", "llama", TrainLayout(4, pp=2), 1, torch.bfloat16),
+]
+FREEING: list[dict[str, Any]] = [{}, {"fuse_param_gather": True}, {"offload_optimizer": True}]
+
+
+class Engine:
+    """A WeightTarget of bare tensors, some of them the trainer's own if it gives its shard."""
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: TrainingShard | None,
+    ) -> None:
+        self._layout = layout
+        views = shared_views(shard, layout, dtype) if shard is not None else {}
+        like = {"dtype": dtype, "device": device}
+        own = {n: torch.full(s, -1.0, **like) for n, s in layout.shapes.items()}
+        self.num_shared, self.live = len(views), own | views
+        self.at_finish: Callable[[], None] = lambda: None
+
+    def layout(self) -> RankLayout:
+        return self._layout
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self.live
+
+    def sleep(self) -> None: ...
+
+    def begin_update(self) -> None: ...
+
+    def finish_update(self, version: int) -> None:
+        self.at_finish()
+
+
+class Gathers:
+    """Notes Megatron's parameter gathers and the reshards, in order, and the bytes received."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.received_bytes = 0
+
+    def take(self) -> list[str]:
+        """Returns what happened since the last call."""
+        seen, self.seen = self.seen, []
+        return seen
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        gather, run = megatron_buffers.dist_all_gather_func, PackedTransport.run
+
+        def watched_gather(whole: torch.Tensor, own: torch.Tensor, **rest: Any) -> Any:
+            self.seen.append("gather")
+            self.received_bytes += whole.nbytes - own.nbytes
+            return gather(whole, own, **rest)
+
+        def watched_run(transport: PackedTransport) -> Any:
+            self.seen.append("reshard")
+            return run(transport)
+
+        megatron_buffers.dist_all_gather_func, PackedTransport.run = watched_gather, watched_run
+        try:
+            yield
+        finally:
+            megatron_buffers.dist_all_gather_func, PackedTransport.run = gather, run
+
+
+class Run:
+    """A trained model and an engine that follows it."""
+
+    def __init__(self, world: World, case: Case, **knobs: Any) -> None:
+        hf_config = tiny_model(case.family).config.to_dict()
+        architecture = f"{case.family.capitalize()}ForCausalLM"
+        family = resolve_family(None, hf_config | {"architectures": [architecture]})
+        source = ModelSource(family, hf_config, case.dtype, family.name, Path("."))
+        train = TrainConfig(micro_batch_tokens=64, learning_rate=1e-2, **knobs)
+        self.world = world
+        self.model = model = ParallelModel(world, source, "lm", train)
+        shapes = hf_shapes(family, source.shape)
+        init_weights(model.layout(), shapes, model.weights(), hf_config, 3)
+        model.make_trainable(train.learning_rate)
+        self.policy = Policy(model, make_algorithm(SftConfig(name="sft")), 99)
+        sources = model.source_layouts()
+        check_coverage(sources, shapes)
+        layout = setup.rollout_layout(model, case.rollout_tp, sources)
+        _, tp_rank = layout.assignment[world.rank]
+        target = fused_layout(family, source.shape, case.rollout_tp, tp_rank)
+        shard = TrainingShard(model.layout(), model.weights()) if case.is_aliased else None
+        self.engine = Engine(target, case.dtype, world.platform.device, shard)
+        self.memories, self.copies = setup.training_memories([model])
+        self.hybrid = HybridEngine(
+            sources,
+            model.weights_in_place(),
+            self.engine,
+            staging_bytes=1 << 16,
+            verify_every=1,
+            training=self.memories,
+            copies=self.copies,
+        )
+
+    def update(self, step: int) -> dict[str, float]:
+        generator = torch.Generator().manual_seed(step)
+        drawn = torch.randint(0, 199, (8, 12), generator=generator).tolist()
+        prompts = [Prompt(i, "", tuple(r[:4]), {}, tuple(r[4:])) for i, r in enumerate(drawn)]
+        return self.policy.update(TrainBatch.supervised(prompts, Producer.here("the test")))
+
+    def weights(self) -> Tensors:
+        return {name: tensor.clone() for name, tensor in self.model.weights().items()}
+
+    def freed(self) -> bool:
+        sizes = [t.untyped_storage().nbytes() for t in self.model.weights_in_place().values()]
+        assert not any(sizes) or all(sizes)
+        return not any(sizes)
+
+
+def assert_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_engines_equal(found: Run, wanted: Run) -> None:
+    """Compares what generation reads: rows that pad the vocabulary are nobody's."""
+    assert found.engine.layout() == wanted.engine.layout()
+    for region in wanted.engine.layout().regions:
+        inside = tuple(slice(*span) for span in region.local_box)
+        one, other = found.engine.live[region.local], wanted.engine.live[region.local]
+        assert torch.equal(one[inside], other[inside]), region
+
+
+def check_fused(world: World, case: Case, folder: Path) -> None:
+    """Steps that leave the gather to the rollout phase, against steps that do not."""
+    plain, fused = Run(world, case), Run(world, case, fuse_param_gather=True)
+    assert (fused.engine.num_shared > 0) == case.is_aliased
+    gathers, received, initial = Gathers(), [0, 0], plain.weights()
+    with gathers.watching():
+        for step in range(3):
+            assert plain.update(step) == fused.update(step)
+            one_step = gathers.take()
+            assert set(one_step) == {"gather"}, "the plain step gathers, and no other"
+            received[0] += gathers.received_bytes + plain.hybrid.to_rollout().received_bytes
+            assert gathers.take() == ["reshard"]
+            received[1] += fused.hybrid.to_rollout().received_bytes
+            assert gathers.take() == ["reshard", *one_step], "the engine first, then the gather"
+            gathers.received_bytes = 0
+            assert_engines_equal(fused, plain)
+            fused.hybrid.verify()
+            plain.hybrid.to_train()
+            fused.hybrid.to_train()
+            assert_equal(fused.weights(), plain.weights())
+            assert gathers.take() == [], "everything was complete"
+        # Two steps between reshards, and a checkpoint while the gather is due.
+        for step in (3, 4):
+            assert plain.update(step) == fused.update(step)
+        gathers.take()
+        files = fused.model.source.files
+        write_checkpoint(folder / "fused", world, {"policy": fused.model}, {}, files)
+        assert set(gathers.take()) == {"gather"}
+    fresh = Run(world, case)
+    load_model(folder / "fused" / "policy", fresh.model, world)
+    assert_equal(fresh.weights(), plain.weights())
+    assert fresh.update(5) == plain.update(5) == fused.update(5)
+    assert_equal(fused.weights(), plain.weights())
+    assert not all(torch.equal(initial[name], t) for name, t in plain.weights().items())
+    sums = [sum(part) for part in zip(*gather_objects(received), strict=True)]
+    if case.rollout_tp > case.train.tp:
+        assert sums[1] < sums[0], sums
+    if world.rank == 0:
+        print(f"{case.name}: received until the engine has it {sums[1]}, plain {sums[0]}")
+
+
+def check_freed(world: World, case: Case, knobs: dict[str, Any]) -> None:
+    """Weights that are freed while the engine generates, against weights that stay."""
+    plain = Run(world, case)
+    freed = Run(world, case, release_weights_in_rollout=True, **knobs)
+    at_finish: list[bool] = []
+    freed.engine.at_finish = lambda: at_finish.append(freed.freed())
+    for step in range(3):
+        if step:  # the first rollout is one of weights that no step has written
+            assert plain.update(step) == freed.update(step)
+        plain.hybrid.to_rollout()
+        before = freed.weights() if step != 2 else plain.weights()  # 2: no gather asked for before
+        stats = freed.hybrid.to_rollout()
+        assert stats.verify_seconds > 0
+        assert freed.freed() and at_finish == [True] * (step + 1)
+        assert_engines_equal(freed, plain)
+        for read in (freed.model.weights, lambda: freed.model.chunks):
+            try:
+                read()
+            except RuntimeError as error:
+                assert "train.release_weights_in_rollout=true" in str(error)
+            else:
+                raise AssertionError("freed weights were read")
+        try:
+            freed.hybrid.verify()
+        except PhaseError as error:
+            assert "rollout.verify=N" in str(error)
+        else:
+            raise AssertionError("freed weights were compared")
+        entries = ledger.entries({"policy": freed.model}, {})
+        entry = next(entry for entry in entries if entry.name == "policy weights")
+        assert entry.num_bytes > 0 and entry.in_training and not entry.in_rollout
+        freed.hybrid.to_train()
+        plain.hybrid.to_train()
+        assert not freed.freed()
+        assert_equal(freed.weights(), before)
+        assert_equal(freed.weights(), plain.weights())
+    freed.hybrid.to_rollout()
+    freed.hybrid.to_rollout()  # without a word of training in between
+    freed.hybrid.to_train()
+    assert_equal(freed.weights(), plain.weights())
+    with setup.released([*freed.memories, *freed.copies]):  # as around the engine's start
+        assert freed.freed()
+    assert_equal(freed.weights(), plain.weights())
+    if world.rank == 0:
+        print(f"{case.name}: freed and made again, {knobs}")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, 120)
+    for number, case in enumerate(FUSED):
+        world = World(case.train, platform, 120)
+        platform.seed(1)
+        check_fused(world, case, folder / str(number))
+    for case in FREED:
+        world = World(case.train, platform, 120)
+        platform.seed(1)
+        for knobs in FREEING:
+            check_freed(world, case, knobs)
+
+
+if __name__ == "__main__":
+    main()

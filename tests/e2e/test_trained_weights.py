@@ -1,0 +1,71 @@
+"""Runs whose weights are gathered late, or freed during rollout, learn the same, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import QUICKSTART, exported_weights, run
+
+PPO = (
+    QUICKSTART / "grpo.yaml",
+    "algorithm.name=ppo",  # a critic trains beside the policy, and a reference does not train
+    "algorithm.kl_coef=0.01",
+    "model.path=null",
+    f"model.init={QUICKSTART / 'model'}",
+    "model.dtype=bfloat16",
+    "train.pp=1",  # two replicas
+    "train.learning_rate=1e-3",
+    "train.warmup_steps=0",
+    "steps.prompts_per_step=8",
+    "steps.samples_per_prompt=2",
+    "steps.updates_per_step=2",
+    "steps.eval_every=2",
+    "data.eval_limit=8",
+    "reward.function=scripted_reward:digits",
+    "reward.extract=null",
+    "rollout.verify=2",
+    "checkpoint.every=2",
+    "checkpoint.keep=9",
+    "log.tensorboard=false",
+)
+LATE, FREED = "train.fuse_param_gather=true", "train.release_weights_in_rollout=true"
+KNOBS = {"late": (LATE,), "freed": (FREED,), "both": (LATE, FREED, "train.offload_optimizer=true")}
+SAME = ("policy/", "critic/", "reward/", "mismatch/", "eval/")
+
+
+def train(folder: Path, *knobs: str, num_steps: int = 4) -> tuple[list[dict[str, float]], Path]:
+    """Returns what the run learned, step by step, and its folder."""
+    steps = f"steps.num_steps={num_steps}"
+    run("train", *PPO, steps, f"run.dir={folder}", *knobs, "--world", "4")
+    found = folder / "quickstart-grpo"
+    lines = (found / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [{k: v for k, v in r.items() if k.startswith(SAME)} for r in records], found
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares runs on CPU, which repeat exactly")
+def test_late_gathers_and_freed_weights_learn_the_same(tmp_path: Path) -> None:
+    expected, plain = train(tmp_path / "plain")
+    weights = exported_weights(plain, tmp_path / "plain" / "hf")
+    assert len(expected) == 4 and expected[0].keys() >= {"policy/loss", "critic/loss"}
+    for name, knobs in KNOBS.items():
+        if name == "both":  # goes on from a checkpoint half-way
+            train(tmp_path / name, *knobs, num_steps=2)
+        records, folder = train(tmp_path / name, *knobs)
+        assert records == expected, name
+    found = exported_weights(folder, tmp_path / "both" / "hf")
+    assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+def test_weights_without_masters_are_not_freed(tmp_path: Path) -> None:
+    told = run(
+        *("train", *PPO, f"run.dir={tmp_path}", FREED),
+        *("model.dtype=float32", "rollout.transport=peer", "--world", "4"),
+        expect=2,
+    )
+    for text in ("model.dtype", "rollout.transport", FREED, "Set model.dtype=bfloat16", "packed"):
+        assert text in told, told

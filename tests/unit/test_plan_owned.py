@@ -1,0 +1,70 @@
+"""Owned parts: what the ranks of a model's replicas own is everything, once, and suffices."""
+
+from __future__ import annotations
+
+import random
+from math import prod
+
+import pytest
+from weight_cases import random_case
+
+from hybridrl.hybrid_engine.owned import owned_layout
+from hybridrl.hybrid_engine.plan import PlanError, plan_reshard
+from hybridrl.hybrid_engine.proof import prove
+from hybridrl.models.boxes import sizes, span_boxes, tiling_fault, volume
+from hybridrl.models.weights import RankLayout, check_coverage, check_layout, hf_shapes
+
+NUM_CASES = 120
+
+
+def shared_out(layouts: list[RankLayout], rng: random.Random) -> list[RankLayout]:
+    """Cuts each tensor of equal ranks anywhere, as a flat buffer is cut, one range for each."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for rank, layout in enumerate(layouts):
+        alike.setdefault(layout.regions, []).append(rank)
+    ranges: list[dict[str, tuple[int, int]]] = [{} for _ in layouts]
+    for ranks in alike.values():
+        for name, shape in layouts[ranks[0]].shapes.items():
+            size = prod(shape)
+            cuts = sorted(rng.choice((0, size, rng.randint(0, size))) for _ in ranks[1:])
+            for rank, start, stop in zip(ranks, [0, *cuts], [*cuts, size], strict=True):
+                if start < stop:  # other ranks hear nothing of this tensor
+                    ranges[rank][name] = (start, stop)
+    return [owned_layout(layout, part) for layout, part in zip(layouts, ranges, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(NUM_CASES))
+def test_owned_parts_fill_every_engine(seed: int) -> None:
+    case = random_case(seed)
+    whole = case.sources()
+    owned = shared_out(whole, random.Random(seed))
+    check_coverage(owned, hf_shapes(case.family, case.shape))
+    for one, other in zip(owned, whole, strict=True):
+        check_layout(one)
+        assert one.shapes == other.shapes
+    total = sum(volume(r.local_box) for layout in owned for r in layout.regions)
+    if case.train.dp * case.train.cp == case.world:  # else tensor-parallel ranks repeat norms
+        shapes = hf_shapes(case.family, case.shape).values()
+        assert total == sum(prod(shape) for shape in shapes), "each element has one owner"
+    plan = plan_reshard(owned, case.targets(), itemsize=2)
+    prove(plan, owned, case.targets())
+
+
+def test_part_that_nobody_owns_is_missed() -> None:
+    case = random_case(3)
+    layouts = [owned_layout(layout, {}) for layout in case.sources()]
+    assert not any(layout.regions for layout in layouts)
+    with pytest.raises(PlanError, match="is needed, but no rank holds it"):
+        plan_reshard(layouts, case.targets(), itemsize=2)
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 6), (3, 4, 5), (1, 9)])
+def test_span_of_elements_is_few_boxes_that_tile_it(shape: tuple[int, ...]) -> None:
+    size = prod(shape)
+    for start in range(size + 1):
+        for stop in range(start, size + 1):
+            boxes = [*span_boxes(shape, start, stop)]
+            assert sum(prod(sizes(box)) for box in boxes) == stop - start
+            assert len(boxes) <= 2 * len(shape) - 1
+            others = [*span_boxes(shape, 0, start), *span_boxes(shape, stop, size)]
+            assert tiling_fault([*boxes, *others], shape) is None
