@@ -1,6 +1,6 @@
 """The section `algorithm`: one set of knobs for each algorithm, chosen by its name. No torch.
 
-Owns also `Section`, what all sections of the schema are: frozen, strict, closed.
+Those without rollouts are in supervised.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from hybridrl.config.section import Section
+from hybridrl.config.supervised import PAIR_PRESETS, DpoConfig, KtoConfig, SftConfig
 
 DOTTED_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 GroupRelativeName = Literal[
@@ -57,21 +60,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpg": {"normalize_std": False, "objective": "plain", "rescale_informative": True},
     "pass_at_k": {"baseline": "pass_at_k"},
 }
-ALGORITHM_NAMES = ("grpo", "ppo", "sft", "reinforce_pp", *PRESETS)
-
-
-class Section(BaseModel):
-    """A frozen group of knobs; an unknown key or a value of another type is an error."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-
-class SftConfig(Section):
-    """Supervised fine-tuning on the data's response column."""
-
-    name: Literal["sft"] = Field("sft", description="Selects supervised fine-tuning.")
+ALGORITHM_NAMES = ("grpo", "ppo", "reinforce_pp", *PRESETS, "sft", *PAIR_PRESETS, "kto")
 
 
 class PolicyGradientConfig(Section):
@@ -300,6 +289,8 @@ def _algorithm_tag(value: object) -> str | None:
     name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
     if name in get_args(GroupRelativeName):
         return "grpo"
+    if name in PAIR_PRESETS:
+        return "dpo"
     if name in ALGORITHM_NAMES:
         return str(name)
     return "custom" if isinstance(name, str) and ":" in name else None
@@ -307,6 +298,8 @@ def _algorithm_tag(value: object) -> str | None:
 
 AlgorithmConfig = Annotated[
     Annotated[SftConfig, Tag("sft")]
+    | Annotated[DpoConfig, Tag("dpo")]
+    | Annotated[KtoConfig, Tag("kto")]
     | Annotated[GrpoConfig, Tag("grpo")]
     | Annotated[ReinforceConfig, Tag("reinforce_pp")]
     | Annotated[PpoConfig, Tag("ppo")]

@@ -16,9 +16,9 @@ from hybridrl.config.algorithm import (
     CustomAlgorithmConfig,
     GrpoConfig,
     PpoConfig,
-    Section,
-    SftConfig,
 )
+from hybridrl.config.section import Section
+from hybridrl.config.supervised import DpoConfig, KtoConfig, SftConfig, SupervisedConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -26,7 +26,9 @@ __all__ = [
     "Config",
     "CustomAlgorithmConfig",
     "DataConfig",
+    "DpoConfig",
     "GrpoConfig",
+    "KtoConfig",
     "LogConfig",
     "ModelConfig",
     "PpoConfig",
@@ -36,6 +38,7 @@ __all__ = [
     "Section",
     "SftConfig",
     "StepsConfig",
+    "SupervisedConfig",
     "TrainConfig",
 ]
 
@@ -261,7 +264,17 @@ class DataConfig(Section):
     )
     response_key: str = Field(
         "response",
-        description="Column of the demonstration (sft only). 'response': the common name.",
+        description="Column of the demonstration or labelled response (sft, kto). 'response': the common name.",
+    )
+    chosen_key: str = Field(
+        "chosen", description="Column of a pair's better response. 'chosen': the common name."
+    )
+    rejected_key: str = Field(
+        "rejected", description="Column of a pair's worse response. 'rejected': the common name."
+    )
+    label_key: str = Field(
+        "label",
+        description="Column that says if a response is good, true or false (kto). 'label': the common name.",
     )
     answer_key: str = Field(
         "answer",

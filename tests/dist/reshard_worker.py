@@ -34,8 +34,6 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if HAS_GPU else torch.device("cpu")
 STAGING_BYTES = 6000  # small, so that there are many exchanges and split rows
 NODE = int(sys.argv[4])
-
-
 NUM_DIRECT: list[int] = []  # operations that went unstaged, by case
 
 

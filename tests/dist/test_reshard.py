@@ -8,6 +8,7 @@ import pytest
 import torch
 from launch import run_ranks
 
+LOST_RANK_WORKER = str(Path(__file__).with_name("lost_rank_worker.py"))
 WORKER = str(Path(__file__).with_name("reshard_worker.py"))
 
 
@@ -37,3 +38,10 @@ def test_reshard_over_nccl_equals_hf_slices_and_sends_what_is_planned(tmp_path: 
 def test_reshard_over_nccl_between_nodes_crosses_once(tmp_path: Path) -> None:
     world = 8 if torch.cuda.device_count() >= 8 else 4
     run_ranks(world, WORKER, [str(tmp_path), "0", "16", str(world // 2)], timeout_s=300)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the worker takes gloo and host memory")
+@pytest.mark.parametrize("kind", ["packed", "peer"])
+def test_a_rank_lost_in_the_middle_leaves_no_engine_with_half_the_weights(kind: str) -> None:
+    run_ranks(4, LOST_RANK_WORKER, [kind, "-", "-", "4"], timeout_s=90)

@@ -1,4 +1,4 @@
-"""Runs whose weights are gathered late, or freed during rollout, learn the same, bit for bit."""
+"""Runs whose weights are gathered late, read by peers or freed learn the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ PPO = (
     "log.tensorboard=false",
 )
 LATE, FREED = "train.fuse_param_gather=true", "train.release_weights_in_rollout=true"
-KNOBS = {"late": (LATE,), "freed": (FREED,), "both": (LATE, FREED, "train.offload_optimizer=true")}
+PEER = "rollout.transport=peer"
+KNOBS = {
+    "late": (LATE,),
+    "peer": (LATE, PEER),
+    "freed": (FREED,),
+    "both": (LATE, FREED, "train.offload_optimizer=true"),
+}
 SAME = ("policy/", "critic/", "reward/", "mismatch/", "eval/")
 
 
@@ -48,7 +54,7 @@ def train(folder: Path, *knobs: str, num_steps: int = 4) -> tuple[list[dict[str,
 
 @pytest.mark.dist
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compares runs on CPU, which repeat exactly")
-def test_late_gathers_and_freed_weights_learn_the_same(tmp_path: Path) -> None:
+def test_late_gathers_peer_memory_and_freed_weights_learn_the_same(tmp_path: Path) -> None:
     expected, plain = train(tmp_path / "plain")
     weights = exported_weights(plain, tmp_path / "plain" / "hf")
     assert len(expected) == 4 and expected[0].keys() >= {"policy/loss", "critic/loss"}

@@ -87,7 +87,7 @@ def test_the_trainer_tells_the_engine_what_it_will_take(monkeypatch: pytest.Monk
         source=SimpleNamespace(hf_config=QWEN_7B, family=FAMILY, dtype=torch.bfloat16),
         world=SimpleNamespace(rank=0, platform=SimpleNamespace(device=torch.device("cpu"))),
         layout=lambda: None,
-        weights=dict,
+        weights_in_place=dict,
     )
     setup.build_engine(config, model, RolloutLayout.consecutive(1, 1), reserved_bytes=7)
     assert (made[0].reserved_bytes, made[0].eager) == (7, True)

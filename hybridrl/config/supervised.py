@@ -1,0 +1,122 @@
+"""The section `algorithm` of what learns from the data's own responses: demonstrations, preference
+pairs, labelled responses. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hybridrl.config.section import Section
+
+Feedback = Literal["pairs", "labels"]
+"""What rows say of responses: which of two is better, or whether one is good."""
+
+# What each name sets where the config says nothing; docs/algorithms.md has the source of each.
+PAIR_PRESETS: dict[str, dict[str, Any]] = {
+    "dpo": {},
+    "dpo_norm": {"length_normalized": True, "beta": 5.0},
+    "cdpo": {"label_smoothing": 0.1},
+    "ipo": {"loss": "squared", "length_normalized": True},
+    "simpo": {"reference": False, "length_normalized": True, "beta": 2.0, "target_margin": 1.0},
+    "orpo": {
+        "loss": "odds_ratio",
+        "reference": False,
+        "length_normalized": True,
+        "sft_coef": 1.0,
+    },
+}
+
+
+class SupervisedConfig(Section):
+    """What the algorithms without rollouts share."""
+
+    feedback: ClassVar[Feedback | None] = None
+    name: str = Field(description="Selects the algorithm.")
+
+
+class SftConfig(SupervisedConfig):
+    """Supervised fine-tuning on the data's response column."""
+
+    name: Literal["sft"] = Field("sft", description="Selects supervised fine-tuning.")
+
+
+class DpoConfig(SupervisedConfig):
+    """Direct preference optimization on pairs, and what PAIR_PRESETS makes of it."""
+
+    feedback: ClassVar[Feedback | None] = "pairs"
+    name: Literal["dpo", "dpo_norm", "cdpo", "ipo", "simpo", "orpo"] = Field(
+        "dpo", description="Selects the algorithm, and with it the defaults of this section."
+    )
+    loss: Literal["sigmoid", "squared", "odds_ratio"] = Field(
+        "sigmoid",
+        description="Loss of a pair. 'sigmoid': the log-likelihood of the preference, as in the DPO paper.",
+    )
+    reference: bool = Field(
+        True,
+        description="Compare log-probabilities with those of the frozen first weights. True: as in the DPO paper.",
+    )
+    length_normalized: bool = Field(
+        False,
+        description="Divide a response's log-probability by its tokens. False: as in the DPO paper.",
+    )
+    beta: float = Field(
+        0.1,
+        gt=0,
+        description="Strength of the KL constraint; the weight of the term with odds_ratio. 0.1: the value of the DPO paper.",
+    )
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="Share of pairs whose sides are assumed to be swapped, loss sigmoid only. 0: labels are right.",
+    )
+    target_margin: float = Field(
+        0.0,
+        ge=0,
+        description="By how much the better side should lead, loss sigmoid only. 0: as in the DPO paper.",
+    )
+    sft_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the chosen side's mean negative log-likelihood. 0: as in the DPO paper.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, values: object) -> object:
+        if isinstance(values, Mapping):
+            return PAIR_PRESETS.get(str(values.get("name")), {}) | dict(values)
+        return values
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        for knob, value in (
+            ("label_smoothing", self.label_smoothing),
+            ("target_margin", self.target_margin),
+        ):
+            if value and self.loss != "sigmoid":
+                raise ValueError(f"{knob}: 0 unless loss is sigmoid, not {value} with {self.loss}")
+        if self.reference and self.loss == "odds_ratio":
+            raise ValueError("reference: only false with loss odds_ratio, which compares odds")
+        return self
+
+
+class KtoConfig(SupervisedConfig):
+    """Kahneman-Tversky optimization on labelled responses."""
+
+    feedback: ClassVar[Feedback | None] = "labels"
+    name: Literal["kto"] = Field("kto", description="Selects KTO.")
+    beta: float = Field(
+        0.1, gt=0, description="Risk aversion: how soon gains saturate. 0.1: the paper's."
+    )
+    desirable_weight: float = Field(
+        1.0, gt=0, description="Weight of responses labelled true. 1: the paper's, balanced classes."
+    )
+    undesirable_weight: float = Field(
+        1.0,
+        gt=0,
+        description="Weight of responses labelled false. 1: the paper's; keep weight x number within 1 to 4/3 of the other's.",
+    )

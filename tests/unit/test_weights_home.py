@@ -1,0 +1,102 @@
+"""What `rollout.transport` stands for, and what is said where peers cannot be reached."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.schema import Config
+from hybridrl.errors import UserError
+from hybridrl.parallel import peer_memory
+from hybridrl.trainer import setup
+from hybridrl.trainer.peer_weights import PeerWeights
+
+
+def config(transport: str, *, releases: bool = False) -> Config:
+    return load_config_dict(
+        {
+            "run": {"name": "x"},
+            "model": {"init": "x"},
+            "algorithm": {"name": "grpo"},
+            "rollout": {"transport": transport},
+            "train": {"release_weights_in_rollout": releases},
+        }
+    )
+
+
+def world(kind: str, size: int = 2) -> Any:
+    """A world of two ranks, of which the other finds nothing wrong."""
+    return SimpleNamespace(
+        size=size,
+        platform=SimpleNamespace(device=torch.device(kind, 0), is_cpu=kind == "cpu"),
+        gather_objects=lambda own: [own, ""],
+    )
+
+
+@pytest.fixture
+def reachable(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What keeps this rank from its peers."""
+    found = {"reason": ""}
+    monkeypatch.setattr(peer_memory, "why_unreachable", lambda *_: found["reason"])
+    monkeypatch.setattr(setup, "ranks_per_node", lambda _: 2)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind", "size", "releases", "is_peer"),
+    [
+        ("auto", "cuda", 2, False, True),
+        ("auto", "cuda", 1, False, False),
+        ("auto", "cuda", 2, True, False),
+        ("auto", "cpu", 2, False, False),
+        ("packed", "cuda", 2, False, False),
+        ("peer", "cuda", 2, False, True),
+        ("peer", "cpu", 2, False, True),
+        ("peer", "cpu", 1, False, False),
+    ],
+)
+def test_auto_takes_peer_memory_where_gpus_reach_each_other(
+    reachable: dict[str, str],
+    transport: str,
+    kind: str,
+    size: int,
+    releases: bool,
+    is_peer: bool,
+) -> None:
+    said: list[str] = []
+    home = setup.weights_home(config(transport, releases=releases), world(kind, size), said.append)
+    assert isinstance(home, PeerWeights) == is_peer
+    assert said == []
+
+
+def test_where_a_peer_is_out_of_reach_auto_says_so_once_and_peer_is_refused(
+    reachable: dict[str, str],
+) -> None:
+    reachable["reason"] = "GPU 0 cannot read the memory of GPUs [1]"
+    said: list[str] = []
+    assert setup.weights_home(config("auto"), world("cuda"), said.append) is None
+    assert said == [
+        "weights travel as packed messages: rank 0: GPU 0 cannot read the memory of GPUs [1]"
+    ]
+    with pytest.raises(UserError) as caught:
+        setup.weights_home(config("peer"), world("cuda"), said.append)
+    for part in ("rollout.transport", "peer", "packed or auto", "rank 0: GPU 0 cannot read"):
+        assert part in str(caught.value)
+    assert len(said) == 1
+
+
+def test_reasons_why_peers_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memory.dist, "get_world_size", lambda: 4)
+    gpu = torch.device("cuda", 1)
+    assert "nodes of 2" in peer_memory.why_unreachable(gpu, 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "CUDA_VISIBLE_DEVICES" in peer_memory.why_unreachable(gpu, 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other != 3)
+    assert peer_memory.why_unreachable(gpu, 4) == "GPU 1 cannot read the memory of GPUs [3]"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    assert peer_memory.why_unreachable(gpu, 4) == ""
