@@ -10,9 +10,9 @@ Blocks of some megabytes that lie in one piece at both ends are sent as they are
 of messages, which is on its way all the time beside the exchanges (direct.py).
 
 There are two send and two receive buffers. On GPUs packing, exchanging and unpacking are on streams
-of their own: while one exchange travels, the next is packed and the last unpacked. So is the copying
-of what stays on the rank. What a run queues is always the same, so from the second run on it is one
-CUDA graph: nothing is allocated and the host does nothing for single tensors or messages.
+of their own: while one exchange travels, the next is packed and the last unpacked. What stays on
+the rank is copied beside them. What a run queues is always the same, so from the second run on it
+is one CUDA graph: nothing is allocated and the host does nothing for single tensors or messages.
 
 Elements travel in one type, the narrower of what the sources and the destinations hold, and are
 cast while they are packed or unpacked.
