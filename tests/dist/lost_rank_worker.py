@@ -55,7 +55,12 @@ def in_peer_memory(
 
 def main() -> None:
     kind = sys.argv[1]
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+        dist.init_process_group("nccl", timeout=timeout, device_id=DEVICE)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
     rank, world = dist.get_rank(), dist.get_world_size()
     shape = ModelShape(4, 16, 8, 4, 4, 32, 300)
     case = Case(shape, TrainLayout(world, tp=world), RolloutLayout.consecutive(world, 1), "hf")

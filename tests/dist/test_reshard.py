@@ -41,7 +41,7 @@ def test_reshard_over_nccl_between_nodes_crosses_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the worker takes gloo and host memory")
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="needs four GPUs, or none")
 @pytest.mark.parametrize("kind", ["packed", "peer"])
 def test_a_rank_lost_in_the_middle_leaves_no_engine_with_half_the_weights(kind: str) -> None:
     run_ranks(4, LOST_RANK_WORKER, [kind, "-", "-", "4"], timeout_s=90)
