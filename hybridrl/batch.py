@@ -29,6 +29,7 @@ from hybridrl.micro_batch import MicroBatch
 from hybridrl.samples import Prompt, Rollout
 
 __all__ = [
+    "MISMATCHED",
     "BatchError",
     "MicroBatch",
     "Producer",
@@ -38,6 +39,10 @@ __all__ = [
     "ScoredBatch",
     "TrainBatch",
 ]
+
+
+MISMATCHED = "mismatched"
+"""The reward part that is 1 for responses to another prompt, which nothing learns from."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -284,6 +289,10 @@ class ScoredBatch(RolloutBatch):
                 n: torch.cat([b.reward_parts[n] for b in batches]) for n in self.reward_parts
             }
         }
+
+    def with_parts(self, parts: Mapping[str, Tensor]) -> Self:
+        """Returns the batch with these reward parts, each (B,) float32, added or replaced."""
+        return replace(self, reward_parts={**self.reward_parts, **parts})
 
     def to_train(
         self,

@@ -12,14 +12,25 @@ from typing import Protocol
 import torch
 
 from hybridrl.kernels import copy_engine, reference
-from hybridrl.kernels.reference import VocabStats, vocab_backward, vocab_stats
+from hybridrl.kernels.reference import (
+    BLOCK,
+    VocabStats,
+    block_scales,
+    quantize_blocks,
+    vocab_backward,
+    vocab_stats,
+)
 
 __all__ = [
+    "BLOCK",
     "Blocks",
     "Copies",
     "VocabStats",
     "block_copies",
+    "block_scales",
     "has_copy_engine",
+    "quantize_blocks",
+    "quantized_copies",
     "rectangle_copies",
     "vocab_backward",
     "vocab_stats",
@@ -74,6 +85,30 @@ def rectangle_copies(
         copies = RectangleCopies(pairs, device, lanes, programs)
     else:
         copies = reference.RectangleCopies(pairs, device, lanes, programs)
+    return copies
+
+
+def quantized_copies(
+    triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    device: torch.device,
+    lanes: Sequence[int] | None = None,
+    programs: int | None = None,
+) -> Copies:
+    """Returns the copies of (source, destination, scales) views that quantize to block FP8.
+
+    Args:
+        triples: source and float8_e4m3fn destination are of equal shapes, whose last dim is
+            contiguous, and of whole 128 x 128 blocks, the last ones cut off by the tensor's edge;
+            float32 scales have an element for each block.
+        device, lanes, programs: as of `rectangle_copies`.
+    """
+    copies: Copies
+    if device.type == "cuda":
+        from hybridrl.kernels.quantize import QuantizedCopies
+
+        copies = QuantizedCopies(triples, device, lanes, programs)
+    else:
+        copies = reference.QuantizedCopies(triples, device, lanes, programs)
     return copies
 
 

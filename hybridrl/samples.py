@@ -15,6 +15,7 @@ class Prompt:
     """One prompt: its number in the source, its text and tokens, and the other columns of its row.
 
     `response_tokens` is the demonstration, with its end token, in supervised data; None elsewhere.
+    In preference pairs it is the better response, and `rejected_tokens` the worse.
     """
 
     prompt_id: int
@@ -22,6 +23,7 @@ class Prompt:
     tokens: tuple[int, ...]
     columns: Mapping[str, object] = field(default_factory=dict)
     response_tokens: tuple[int, ...] | None = None
+    rejected_tokens: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ Addresses are fixed when it is made, so the tensors must keep theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -45,6 +45,7 @@ TRITON_TYPES = {
 }
 
 Tile = tuple[int, int, int, int, int, int]
+Entry = TypeVar("Entry")
 
 
 class Kind(NamedTuple):
@@ -85,7 +86,7 @@ class RectangleCopies:
                     sizes = (kind.source.itemsize * kind.unit,) * 2
                 tiles.extend(_tiles(rectangle, *sizes))
         self._launches = [
-            (torch.tensor(_spread(by_lane), dtype=torch.int64).to(device), kind)
+            (torch.tensor(spread(by_lane), dtype=torch.int64).to(device), kind)
             for kind, by_lane in sorted(found.items(), key=str)
         ]
 
@@ -207,7 +208,7 @@ def _tiles(entry: Tile, source_size: int, dest_size: int) -> Iterator[Tile]:
             )
 
 
-def _spread(by_lane: dict[int, list[Tile]]) -> list[Tile]:
+def spread(by_lane: Mapping[int, Sequence[Entry]]) -> list[Entry]:
     """Returns all lanes' tiles, each lane's in order and spread evenly over the whole."""
     placed = [
         ((number + 0.5) / len(tiles), tile)

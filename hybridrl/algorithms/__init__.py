@@ -28,6 +28,13 @@ ALGORITHMS = {
     "reinforce_pp": "hybridrl.algorithms.reinforce:ReinforcePlusPlus",
     "ppo": "hybridrl.algorithms.ppo:Ppo",
     "sft": "hybridrl.algorithms.sft:Sft",
+    "dpo": "hybridrl.algorithms.preference:Dpo",
+    "dpo_norm": "hybridrl.algorithms.preference:Dpo",
+    "cdpo": "hybridrl.algorithms.preference:Dpo",
+    "ipo": "hybridrl.algorithms.preference:Dpo",
+    "simpo": "hybridrl.algorithms.preference:Dpo",
+    "orpo": "hybridrl.algorithms.preference:Dpo",
+    "kto": "hybridrl.algorithms.preference:Kto",
 }
 _METHODS = ("name", "needs", "advantages", "denominator", "loss")
 

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from hybridrl.batch import MicroBatch, TrainBatch
+from hybridrl.config.supervised import Feedback
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,9 @@ class Needs:
     """What the trainer has to provide before `advantages` is called.
 
     Args:
-        rollouts: sampled responses and rewards; False takes demonstrations from the data.
+        rollouts: sampled responses and rewards; False takes the data's own responses.
+        feedback: what the data says of these: which of two is better ('pairs'), or whether one is
+            good ('labels'); data/supervised.py has the batch. None: they are demonstrations.
         reference: `reference_logp_T`, from the frozen first weights.
         values: `values_T`, from a critic; the algorithm is then a CriticAlgorithm.
         old_logps: `old_logp_T` even when a step makes one update, for the advantages. The loss
@@ -29,6 +32,7 @@ class Needs:
     """
 
     rollouts: bool = True
+    feedback: Feedback | None = None
     reference: bool = False
     values: bool = False
     old_logps: bool = False

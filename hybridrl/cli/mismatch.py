@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.cli.launch import error_file, launch
-from hybridrl.config.schema import Config, SftConfig
+from hybridrl.config.schema import Config, SupervisedConfig
 from hybridrl.errors import UserError
 
 CHECKS = ("weights", "tokens", "sampling", "numerics")
@@ -32,10 +32,10 @@ def refuse_without_rollouts(config: Config) -> None:
         raise UserError(
             "rollout.engine", "scripted", "hf or vllm, for --mismatch", "It computes nothing."
         )
-    if isinstance(config.algorithm, SftConfig):
+    if isinstance(config.algorithm, SupervisedConfig):
         raise UserError(
             "algorithm.name",
-            "sft",
+            config.algorithm.name,
             "an algorithm with rollouts, for --mismatch",
             "Give the configuration of an RL run.",
         )

@@ -22,6 +22,7 @@ from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.alias import shared_names
 from hybridrl.hybrid_engine.assign import Assignment, assign, judge, order_without_loss
 from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict
+from hybridrl.hybrid_engine.owned import owned_layout
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.hybrid_engine.plan import Plan, plan_reshard
 from hybridrl.models.family import Family, ModelShape, resolve_family
@@ -69,13 +70,14 @@ def plan_report(
     shape = family.shape(hf_config)
     train = config.train
     layout = TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep, train.vpp, train.order)
-    sources = [megatron_layout(family, shape, layout, rank) for rank in range(world_size)]
+    whole = [megatron_layout(family, shape, layout, rank) for rank in range(world_size)]
+    sources = _sources(config, layout, whole)
     parts = _engine_parts(config, family, shape)
     node = cluster.gpus_per_node if cluster else min(GPUS_PER_NODE, world_size)
     best = assign(sources, parts, node)
     rollout = best.layout
     targets = [parts[tp_rank] for _, tp_rank in rollout.assignment]
-    itemsize, shared = _itemsize(config), _shared_bytes(config, sources, targets)
+    itemsize, shared = _itemsize(config), _shared_bytes(config, whole, targets)
     reshard = plan_reshard(sources, targets, itemsize, node if cluster else None)
     report = {
         "train": {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")},
@@ -86,8 +88,8 @@ def plan_report(
             "assignment": [list(pair) for pair in rollout.assignment],
             "choices": _choices(best, layout, sources, parts, node, itemsize),
         },
-        "reshard": _reshard(config, reshard, shared),
-        "memory": _memory(config, shape, layout, sources, targets, shared),
+        "reshard": _reshard(config, layout, reshard, shared),
+        "memory": _memory(config, shape, layout, whole, targets, shared),
         "violations": [],
     }
     if cluster is not None:
@@ -225,13 +227,38 @@ def _shared_bytes(
     ]
 
 
-def _reshard(config: Config, plan: Plan, shared: list[int]) -> dict[str, Any]:
+def _sources(config: Config, layout: TrainLayout, whole: list[RankLayout]) -> list[RankLayout]:
+    """Returns what engines are written from: the whole layouts, or what each optimizer owns.
+
+    Megatron shares buckets of several tensors out over data- and context-parallel ranks. Here every
+    tensor is cut into as many equal parts: the same bytes altogether, and nearly so on each rank.
+    """
+    owners = _owners(config, layout)
+    if owners == 1:
+        return whole
+    found = []
+    for rank, own in enumerate(whole):
+        where = layout.coordinates(rank)
+        part = where.dp * layout.cp + where.cp
+        sizes = {name: prod(shape) for name, shape in own.shapes.items()}
+        ranges = {n: (s * part // owners, s * (part + 1) // owners) for n, s in sizes.items()}
+        found.append(owned_layout(own, ranges))
+    return found
+
+
+def _owners(config: Config, layout: TrainLayout) -> int:
+    """Returns over how many ranks a parameter's new values lie when the engine is written."""
+    return layout.dp * layout.cp if config.train.fuse_param_gather else 1
+
+
+def _reshard(config: Config, layout: TrainLayout, plan: Plan, shared: list[int]) -> dict[str, Any]:
+    owners = _owners(config, layout)  # a shared parameter's owned part is in place
     rate = GLOO_BYTES_PER_S if config.rollout.engine in CPU_ENGINES else NVLINK_BYTES_PER_S
     busiest = max(*plan.receive_bytes, *plan.send_bytes)
     return {
         "receive_bytes": list(plan.receive_bytes),
         "send_bytes": list(plan.send_bytes),
-        "local_bytes": [a - b for a, b in zip(plan.local_bytes, shared, strict=True)],
+        "local_bytes": [a - b // owners for a, b in zip(plan.local_bytes, shared, strict=True)],
         "alias_bytes": shared,
         "messages": list(plan.messages),
         "predicted_ms": 1e3 * busiest / rate,

@@ -20,9 +20,11 @@ from hybridrl.checkpoint.folders import (
 from hybridrl.cli.launch import num_local_gpus
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.rules import ONE_RANK_ENGINES, check, layer_rules, split_rules
-from hybridrl.config.schema import Config, ModelConfig, SftConfig
+from hybridrl.config.schema import Config, DataConfig, ModelConfig, SupervisedConfig
 from hybridrl.config.source import check_tokenizer_files, read_model_config
-from hybridrl.data.rows import validate_file
+from hybridrl.config.supervised import Feedback
+from hybridrl.data.feedback import checked, label_columns, response_columns
+from hybridrl.data.rows import read_rows, validate_file
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.directory import read_config
 from hybridrl.models.family import resolve_family
@@ -62,12 +64,11 @@ def validate_training(config: Config, world_size: int) -> None:
         ConfigError: with every violation.
     """
     found = _common(config, world_size)
-    is_supervised = isinstance(config.algorithm, SftConfig)
-    data, answer = config.data, _answer_column(config)
+    data, answer, algorithm = config.data, _answer_column(config), config.algorithm
     if data.prompts is None:
         found.append(_no_file("data.prompts", "train"))
-    elif is_supervised:
-        found += _files(data.prompts, [data.prompt_key, data.response_key])
+    elif isinstance(algorithm, SupervisedConfig):
+        found += _responses(data, data.prompts, algorithm.feedback)
     else:
         found += _files(data.prompts, [data.prompt_key], answer)
     if data.eval_prompts is not None:
@@ -179,6 +180,21 @@ def _files(
     for path in paths:
         try:
             validate_file(path, text, other)
+        except UserError as error:
+            yield error
+
+
+def _responses(
+    data: DataConfig, paths: Sequence[str], feedback: Feedback | None
+) -> Iterator[UserError]:
+    text = [data.prompt_key, *response_columns(data, feedback)]
+    other = label_columns(data, feedback)
+    files = list(_files(paths, text, other))
+    yield from files
+    if not files and feedback is not None:
+        try:
+            for _ in checked(read_rows(paths, text, other), data, feedback):
+                pass
         except UserError as error:
             yield error
 

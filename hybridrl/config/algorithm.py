@@ -60,7 +60,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpg": {"normalize_std": False, "objective": "plain", "rescale_informative": True},
     "pass_at_k": {"baseline": "pass_at_k"},
 }
-ALGORITHM_NAMES = ("grpo", "ppo", "reinforce_pp", *PRESETS, "sft", *PAIR_PRESETS, "kto")
+ALGORITHM_NAMES = ("grpo", "ppo", "sft", "reinforce_pp", *PRESETS, *PAIR_PRESETS, "kto")
 
 
 class PolicyGradientConfig(Section):

@@ -13,9 +13,10 @@ from hybridrl.config.algorithm import PolicyGradientConfig, ReinforceConfig
 from hybridrl.config.schema import (
     Config,
     GrpoConfig,
+    KtoConfig,
     ModelConfig,
     PpoConfig,
-    SftConfig,
+    SupervisedConfig,
     TrainConfig,
 )
 from hybridrl.errors import UserError
@@ -158,13 +159,8 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             f"2 or more with algorithm {algorithm.name}, which compares the samples of one prompt",
             "Set steps.samples_per_prompt=8, or use ppo.",
         )
-    if isinstance(algorithm, SftConfig) and steps.samples_per_prompt != 1:
-        yield UserError(
-            "steps.samples_per_prompt",
-            steps.samples_per_prompt,
-            "1 with algorithm sft, which has one demonstration a prompt",
-            "Set steps.samples_per_prompt=1.",
-        )
+    if isinstance(algorithm, SupervisedConfig):
+        yield from _supervised_rules(config, algorithm)
     if isinstance(algorithm, GrpoConfig) and config.rollout.temperature == 0:
         yield UserError(
             "rollout.temperature",
@@ -188,6 +184,31 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             steps.updates_per_step,
             f"a divisor of prompts_per_step * samples_per_prompt = {samples}",
             "Change one of the three.",
+        )
+
+
+def _supervised_rules(config: Config, algorithm: SupervisedConfig) -> Iterator[UserError]:
+    steps = config.steps
+    if steps.samples_per_prompt != 1:
+        yield UserError(
+            "steps.samples_per_prompt",
+            steps.samples_per_prompt,
+            f"1 with algorithm {algorithm.name}, which has the responses of the data",
+            "Set steps.samples_per_prompt=1.",
+        )
+    if algorithm.feedback is not None and steps.updates_per_step > 1:
+        yield UserError(
+            "steps.updates_per_step",
+            steps.updates_per_step,
+            f"1 with algorithm {algorithm.name}, whose gradient is that at the step's start",
+            "Set steps.updates_per_step=1, and steps.prompts_per_step lower.",
+        )
+    if isinstance(algorithm, KtoConfig) and steps.prompts_per_step < 2:
+        yield UserError(
+            "steps.prompts_per_step",
+            steps.prompts_per_step,
+            "2 or more with algorithm kto, which estimates the KL from responses to other prompts",
+            "Set steps.prompts_per_step=32.",
         )
 
 
@@ -227,7 +248,7 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             "Lower it.",
         )
     if config.train.critic_learning_rate is not None and isinstance(
-        algorithm, SftConfig | GrpoConfig | ReinforceConfig
+        algorithm, SupervisedConfig | GrpoConfig | ReinforceConfig
     ):
         yield UserError(
             "train.critic_learning_rate",

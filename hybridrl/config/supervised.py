@@ -113,10 +113,12 @@ class KtoConfig(SupervisedConfig):
         0.1, gt=0, description="Risk aversion: how soon gains saturate. 0.1: the paper's."
     )
     desirable_weight: float = Field(
-        1.0, gt=0, description="Weight of responses labelled true. 1: the paper's, balanced classes."
+        1.0,
+        gt=0,
+        description="Weight of responses labelled true. 1: the paper's, balanced classes.",
     )
     undesirable_weight: float = Field(
         1.0,
         gt=0,
-        description="Weight of responses labelled false. 1: the paper's; keep weight x number within 1 to 4/3 of the other's.",
+        description="Weight of responses labelled false. 1: the paper's; else keep desirable_weight x (number of true) / (undesirable_weight x (number of false)) within 1 to 4/3.",
     )

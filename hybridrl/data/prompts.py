@@ -16,6 +16,14 @@ from itertools import islice
 from typing import Protocol
 
 from hybridrl.config.schema import DataConfig
+from hybridrl.config.supervised import Feedback
+from hybridrl.data.feedback import (
+    check_classes,
+    checked,
+    equal_sides,
+    label_columns,
+    response_columns,
+)
 from hybridrl.data.rows import Row, read_rows, validate_file
 from hybridrl.errors import DataError
 from hybridrl.samples import Prompt
@@ -72,6 +80,7 @@ def load_prompts(
     *,
     required: Sequence[str] = (),
     max_response_tokens: int | None = None,
+    feedback: Feedback | None = None,
     limit: int | None = None,
 ) -> LoadedPrompts:
     """Reads and tokenizes prompts.
@@ -81,54 +90,64 @@ def load_prompts(
         tokenizer: called with lists of texts, no special tokens added.
         source: paths of JSONL files, or rows in memory; None reads `config.prompts`.
         required: further columns that every row must have.
-        max_response_tokens: given for supervised data: the response column is needed, its tokens
+        max_response_tokens: given for data with responses: their columns are needed, their tokens
             and the end token become `response_tokens`, and longer ones are left out too.
+        feedback: what such rows say of their responses; None: demonstrations.
         limit: stop after so many prompts; None reads all.
 
     Returns:
         The prompts; `prompt_id` is the row's number over all files, so leaving out rows moves no
-        other. `columns` has the row's other columns, and under "answer" the one that
-        `config.answer_key` names.
+        other. `columns` has the row's other columns, and under "answer" and "label" those that
+        `config.answer_key` and `config.label_key` name.
 
     Raises:
         DataError: names the file and line of the first thing that is wrong, or says that every
             prompt is too long.
     """
     supervised = max_response_tokens is not None
-    text_columns = [config.prompt_key, *([config.response_key] if supervised else [])]
+    texts = [config.prompt_key, *(response_columns(config, feedback) if supervised else [])]
     given = source if source is not None else config.prompts or ()
     prompts: list[Prompt] = []
     too_long: list[tuple[str, int]] = []
-    for number, row, tokens, response in _tokenized(
-        read_rows(given, text_columns, required), text_columns, tokenizer
-    ):
+    rows = read_rows(given, texts, [*required, *label_columns(config, feedback)])
+    rows = checked(rows, config, feedback)
+    for number, row, tokens, responses in _tokenized(rows, texts, tokenizer):
         if not tokens:
             got = f"{row.columns[config.prompt_key]!r}, which has no tokens"
             raise DataError(row.place, got, "1 token or more", "Mend that row.")
+        longest = max(map(len, responses), default=0)
         over = len(tokens) > config.max_prompt_tokens
-        if over or (max_response_tokens is not None and len(response) > max_response_tokens):
-            too_long.append((row.place, len(tokens if over else response)))
+        if over or (max_response_tokens is not None and longest > max_response_tokens):
+            too_long.append((row.place, len(tokens) if over else longest))
         else:
-            prompts.append(_prompt(config, number, row, tokens, response if supervised else None))
+            prompts.append(_prompt(config, number, row, tokens, responses))
         if len(prompts) == limit:
             break
     limits = f"data.max_prompt_tokens={config.max_prompt_tokens}"
     if supervised:
         limits += f" or a response of {max_response_tokens}"
     if not prompts:
-        raise DataError(
-            too_long[0][0],
-            f"{len(too_long)} rows, all too long (the first has {too_long[0][1]} tokens)",
-            f"rows of at most {limits}",
-            "Raise data.max_prompt_tokens or use shorter prompts.",
-        )
+        raise _all_too_long(too_long, limits)
+    if feedback == "labels":
+        check_classes({bool(prompt.columns["label"]) for prompt in prompts}, config)
     return LoadedPrompts(tuple(prompts), tuple(too_long), limits)
+
+
+def _all_too_long(too_long: Sequence[tuple[str, int]], limits: str) -> DataError:
+    return DataError(
+        too_long[0][0],
+        f"{len(too_long)} rows, all too long (the first has {too_long[0][1]} tokens)",
+        f"rows of at most {limits}",
+        "Raise data.max_prompt_tokens or use shorter prompts.",
+    )
 
 
 def _tokenized(
     rows: Iterable[Row], text_columns: Sequence[str], tokenizer: TextEncoder
-) -> Iterator[tuple[int, Row, tuple[int, ...], tuple[int, ...]]]:
-    """Yields each row's number, the row, its prompt tokens and its response tokens with the end."""
+) -> Iterator[tuple[int, Row, tuple[int, ...], list[tuple[int, ...]]]]:
+    """Yields each row's number, the row, the tokens of its prompt and of its responses, with the
+    end.
+    """
     numbered = enumerate(rows)
     while chunk := list(islice(numbered, _TOKENIZED_TOGETHER)):
         encoded = []
@@ -136,10 +155,8 @@ def _tokenized(
             texts = [str(row.columns[name]) for _, row in chunk]
             encoded.append(tokenizer(texts, add_special_tokens=False)["input_ids"])
         for i, (number, row) in enumerate(chunk):
-            response: tuple[int, ...] = ()
-            if len(text_columns) > 1:
-                response = (*encoded[1][i], _end_token(tokenizer))
-            yield number, row, tuple(encoded[0][i]), response
+            responses = [(*tokens[i], _end_token(tokenizer)) for tokens in encoded[1:]]
+            yield number, row, tuple(encoded[0][i]), responses
 
 
 def _end_token(tokenizer: TextEncoder) -> int:
@@ -158,13 +175,19 @@ def _prompt(
     number: int,
     row: Row,
     tokens: tuple[int, ...],
-    response: tuple[int, ...] | None,
+    responses: Sequence[tuple[int, ...]],
 ) -> Prompt:
-    used = {config.prompt_key} | ({config.response_key} if response is not None else set())
+    better, worse = (*responses, None, None)[:2]
+    if better is not None and better == worse:
+        raise equal_sides(row, config)
+    used = {config.prompt_key}
+    if responses:
+        used |= set(response_columns(config, "pairs" if worse else None))
     columns = {name: value for name, value in row.columns.items() if name not in used}
-    if config.answer_key in columns:
-        columns["answer"] = columns[config.answer_key]
-    return Prompt(number, str(row.columns[config.prompt_key]), tokens, columns, response)
+    for name, key in (("answer", config.answer_key), ("label", config.label_key)):
+        if key in columns:
+            columns[name] = columns[key]
+    return Prompt(number, str(row.columns[config.prompt_key]), tokens, columns, better, worse)
 
 
 class PromptSource:
@@ -183,6 +206,8 @@ class PromptSource:
         digest = hashlib.sha256(f"{seed if shuffle else None}".encode())
         for prompt in prompts:
             digest.update(f"{prompt.prompt_id}{prompt.tokens}{prompt.response_tokens}".encode())
+            if prompt.rejected_tokens is not None:
+                digest.update(f"{prompt.rejected_tokens}".encode())
         self._fingerprint = digest.hexdigest()[:16]
         self._epoch, self._index = 0, 0
         self._order = self._epoch_order()

@@ -7,6 +7,7 @@ it is proven to fill every parameter, by each rank for its own, and only if all 
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,17 @@ from torch import Tensor
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype
 from hybridrl.hybrid_engine.peer import PeerTransport
-from hybridrl.hybrid_engine.phases import Phase, PhaseError, PhaseSwitch, TrainingMemory
+from hybridrl.hybrid_engine.phases import (
+    Phase,
+    PhaseError,
+    PhaseSwitch,
+    TrainingMemory,
+    WeightCopy,
+)
 from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
-from hybridrl.hybrid_engine.target import WeightTarget
+from hybridrl.hybrid_engine.quantized import check_scales
+from hybridrl.hybrid_engine.target import WeightTarget, scales_of
 from hybridrl.hybrid_engine.transport import (
     Traffic,
     Transport,
@@ -48,6 +56,7 @@ class ReshardStats:
         total_planned_bytes: what the plan says all ranks send together.
         total_sent_bytes, total_received_bytes: what all ranks did.
         total_node_received_bytes: of those, what came from other nodes.
+        total_messages: what all ranks sent; none where they read each other's memory.
         slowest_gb_per_s: bytes received a second by the rank that took longest, 1e9 bytes a second.
         verify_seconds: spent on comparing both ends, 0 when it was not time to.
     """
@@ -60,6 +69,7 @@ class ReshardStats:
     total_sent_bytes: int
     total_received_bytes: int
     total_node_received_bytes: int
+    total_messages: int
     slowest_gb_per_s: float
     verify_seconds: float
 
@@ -70,6 +80,7 @@ class ReshardStats:
             "reshard/sent_bytes": float(self.total_sent_bytes),
             "reshard/received_bytes": float(self.total_received_bytes),
             "reshard/node_received_bytes": float(self.total_node_received_bytes),
+            "reshard/messages": float(self.total_messages),
             "reshard/gb_per_s": self.slowest_gb_per_s,
             **({"reshard/verify_s": self.verify_seconds} if self.verify_seconds else {}),
         }
@@ -111,7 +122,7 @@ class HybridEngine:
         staging_bytes: int,
         verify_every: int = 0,
         training: Sequence[TrainingMemory] = (),
-        copies: Sequence[TrainingMemory] = (),
+        copies: Sequence[WeightCopy] = (),
         domain_size: int | None = None,
         peers: PeerMemory | None = None,
         timeout_s: float = 1800.0,
@@ -121,6 +132,7 @@ class HybridEngine:
         self._verify_every, self._training, self._copies = verify_every, training, copies
         self._staging_bytes, self._peers, self._timeout_s = staging_bytes, peers, timeout_s
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self._size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.phases = PhaseSwitch()
         self.version = -1
         targets = gather_layouts(target.layout(), group)
@@ -132,11 +144,13 @@ class HybridEngine:
             prove(plan, sources, targets, ranks=[self._rank])
             check_tensors(sources[self._rank], _shapes(source))
             check_tensors(targets[self._rank], _shapes(target.tensors()))
+            check_scales(plan.ops[self._rank], target.tensors(), scales_of(target))
         except (PlanError, ModelError) as caught:
             error = str(caught)
         _agree(error, plan.hash() if plan is not None else "", group)
         assert plan is not None  # otherwise _agree has raised
         self.plan, self._wire_dtype = plan, wire_dtype
+        self._block_group: dist.ProcessGroup | None = None
         self.transport: Transport = self.make_transport("packed" if peers is None else "peer")
 
     def make_transport(self, kind: Literal["packed", "peer"]) -> Transport:
@@ -146,11 +160,16 @@ class HybridEngine:
             ValueError: 'peer', but the engine was made without `peers`.
         """
         args = self.plan, self._rank, self._source, self._target.tensors()
+        scales, dtype = scales_of(self._target), self._wire_dtype
         if kind == "packed":
-            return PackedTransport(*args, self._staging_bytes, self._wire_dtype, self._group)
+            if self._block_group is None and self._group is None and torch.cuda.is_available():
+                timeout = datetime.timedelta(seconds=self._timeout_s)
+                self._block_group = dist.new_group(timeout=timeout) if self._size > 1 else None
+            groups = self._group, scales, self._block_group
+            return PackedTransport(*args, self._staging_bytes, dtype, *groups)
         if self._peers is None:
             raise ValueError("transport 'peer' needs training tensors in peer memory (peers=)")
-        return PeerTransport(*args, self._peers, self._group)
+        return PeerTransport(*args, self._peers, self._group, scales, dtype)
 
     def to_rollout(self, version: int | None = None, verifies: bool = False) -> ReshardStats:
         """Enters the rollout phase with the policy's weights; collective over the group.
@@ -177,16 +196,19 @@ class HybridEngine:
         traffic = self._move()
         is_due = self._verify_every > 0 and self.version % self._verify_every == 0
         is_due, verify_seconds = is_due or verifies, 0.0
-        if self._copies:  # freed before the engine takes the rest of its memory
-            verify_seconds = self._timed_verify() if is_due else 0.0
-            for copy in self._copies:
-                copy.release()
+        frees = any(copy.is_freed for copy in self._copies)
+        if frees and is_due:
+            verify_seconds = self._timed_verify()
+        for copy in self._copies:
+            copy.release()
+        if frees:  # before the engine takes the rest of its memory
             _give_blocks_back()
         self._target.finish_update(self.version)
-        if not self._copies and is_due:  # what the engine did to its parameters is seen too
+        if is_due and not frees:  # what the engine did to its parameters is seen too
             verify_seconds = self._timed_verify()
         seconds = time.perf_counter() - start - verify_seconds
-        own = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes, seconds)
+        moved = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes)
+        own = (*moved, traffic.messages, seconds)
         # A sync point: the sums are metrics, and no rank generates before all are complete.
         ranks = gather_objects(own, self._group)
         slowest = max(ranks, key=lambda rank: rank[-1])
@@ -199,6 +221,7 @@ class HybridEngine:
             total_sent_bytes=sum(rank[0] for rank in ranks),
             total_received_bytes=sum(rank[1] for rank in ranks),
             total_node_received_bytes=sum(rank[2] for rank in ranks),
+            total_messages=sum(rank[3] for rank in ranks),
             slowest_gb_per_s=slowest[1] / max(slowest[-1], 1e-9) / 1e9,
             verify_seconds=verify_seconds,
         )
@@ -218,13 +241,19 @@ class HybridEngine:
                     if time.monotonic() - start > self._timeout_s:
                         raise RuntimeError("no answer from the device")
                     time.sleep(POLL_S)
+        except torch.OutOfMemoryError:
+            raise  # has its own explanation, and is of this rank
         except RuntimeError as error:
             raise TransportError(
-                f"weight version {self.version} did not arrive on rank {self._rank}: another rank "
-                f"died, or took longer than run.collective_timeout_s={self._timeout_s:g}; see the "
-                f"other ranks' logs ({error})"
+                f"weight version {self.version} did not arrive on rank {self._rank} ({error}). If "
+                "another rank died, or took longer than run.collective_timeout_s="
+                f"{self._timeout_s:g}, its log says why"
             ) from error
         return traffic
+
+    def close(self) -> None:
+        """Ends the use of the process group; before it is destroyed."""
+        self.transport.close()
 
     def verify(self) -> None:
         """Compares both ends of every copy; collective, in the rollout phase only.
@@ -240,8 +269,9 @@ class HybridEngine:
                 "train.release_weights_in_rollout=true: compare on the way, with "
                 "rollout.verify=N or to_rollout(verifies=True)"
             )
-        dests = self._target.tensors()
-        verify(self.plan, self._rank, self._source, dests, self._wire_dtype, self._group)
+        ends = self._source, self._target.tensors()
+        scales = scales_of(self._target)
+        verify(self.plan, self._rank, *ends, self._wire_dtype, self._group, scales)
 
     def _timed_verify(self) -> float:
         """Verifies; returns the seconds that it took."""

@@ -12,10 +12,12 @@ of messages, which is on its way all the time beside the exchanges (direct.py).
 There are two send and two receive buffers. On GPUs packing, exchanging and unpacking are on streams
 of their own: while one exchange travels, the next is packed and the last unpacked. What stays on
 the rank is copied beside them. What a run queues is always the same, so from the second run on it
-is one CUDA graph: nothing is allocated and the host does nothing for single tensors or messages.
+is one CUDA graph, made anew if tensors move: nothing is allocated and the host does nothing for
+single tensors or messages.
 
 Elements travel in one type, the narrower of what the sources and the destinations hold, and are
-cast while they are packed or unpacked.
+cast while they are packed or unpacked. What an engine holds as block FP8 is unpacked into a scratch
+and quantized there in the exchange that brings the last of it (quantized.py).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from hybridrl import ops
 from hybridrl.hybrid_engine.chunks import Part, schedule_exchanges
 from hybridrl.hybrid_engine.direct import agree_direct
 from hybridrl.hybrid_engine.plan import CopyOp, Plan, Stream
+from hybridrl.hybrid_engine.quantized import FP8, SENT_AS, Arrivals, Fill, Quantization
 from hybridrl.hybrid_engine.transport import (
     Pair,
     Traffic,
@@ -64,13 +67,13 @@ class _Step:
     Args:
         pack: fills the send buffer; `reads_last`: out of the receive buffer of the step before too.
         transfers: messages of both directions.
-        unpack: empties the receive buffer.
+        unpack: empties the receive buffer, then quantizes what is complete.
     """
 
     pack: ops.Copies
     reads_last: bool
     transfers: Sequence[dist.P2POp]
-    unpack: ops.Copies
+    unpack: Sequence[ops.Copies]
 
 
 class PackedTransport:
@@ -85,6 +88,9 @@ class PackedTransport:
         staging_bytes: bound of all staging buffers together.
         wire_dtype: the type that elements travel in, the same on every rank (`agree_wire_dtype`).
         group: process group whose ranks the plan counts; None: the world.
+        scales: of this rank's block-quantized destinations; written in place.
+        block_group: the same ranks, for large blocks; without it they wait for the exchanges, since
+            messages of one communicator do.
     """
 
     def __init__(
@@ -96,13 +102,15 @@ class PackedTransport:
         staging_bytes: int,
         wire_dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
+        scales: Mapping[str, Tensor] | None = None,
+        block_group: dist.ProcessGroup | None = None,
     ) -> None:
         if plan.itemsize != wire_dtype.itemsize:
             raise ValueError(f"plan of {plan.itemsize}-byte elements, but {wire_dtype} on the wire")
         self._rank, self._group, self._dtype = rank, group, wire_dtype
-        self._sources, self._dests = sources, dests
+        self._sources, self._dests, self._scales = sources, dests, scales or {}
         self._domain_size = plan.domain_size
-        self._plan_moves = bool(plan.streams)
+        self._programs = PROGRAMS if plan.streams else None
         self._local_ops = [op for op in plan.ops[rank] if op.source_rank == rank]
         self._direct = direct = agree_direct(plan, rank, sources, dests, wire_dtype, group)
         capacity = staging_bytes // (2 * SLOTS)
@@ -113,7 +121,7 @@ class PackedTransport:
         self._addresses: tuple[int, ...] | None = None
         self._graph: Any = None
         self._has_run = False
-        self._block_group = group
+        self._block_group = block_group or group
         self._copying: torch.cuda.Stream | None = None
         self._directing: torch.cuda.Stream | None = None
         self._unpacking: torch.cuda.Stream | None = None
@@ -121,23 +129,24 @@ class PackedTransport:
             self._copying, self._directing, self._unpacking = (
                 torch.cuda.Stream(self._device) for _ in range(3)
             )
-            if direct.elements:  # messages of one communicator would wait for each other
-                ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-                self._block_group = dist.new_group(ranks, use_local_synchronization=True)
             self._unpacked = [torch.cuda.Event() for _ in range(SLOTS)]
 
     @property
     def launches(self) -> int:
         """Kernels and collectives that a run starts, be it one by one or as a graph."""
-        copies = [self._local, *chain(*((step.pack, step.unpack) for step in self._steps))]
         exchanges = sum(bool(step.transfers) for step in self._steps) + bool(self._blocks)
-        return sum(copy.num_launches for copy in copies) + exchanges
+        return sum(copy.num_launches for copy in self._all_copies()) + exchanges
 
     @property
     def extra_bytes(self) -> int:
-        """Device memory of buffers and tables."""
-        copies = [self._local, *chain(*((step.pack, step.unpack) for step in self._steps))]
-        return sum(copy.table_bytes for copy in copies) + self._traffic.staging_bytes
+        """Device memory of buffers, tables, and scratches where parameters are quantized."""
+        tables = sum(copy.table_bytes for copy in self._all_copies())
+        return tables + self._traffic.staging_bytes + self._arrivals.extra_bytes
+
+    def _all_copies(self) -> Iterator[ops.Copies]:
+        yield from (self._local, self._local_quantized)
+        for step in self._steps:
+            yield from (step.pack, *step.unpack)
 
     @torch.no_grad()
     def run(self) -> Traffic:
@@ -147,21 +156,28 @@ class PackedTransport:
             self._queue()
         else:
             if self._graph is None:
-                self._graph = torch.cuda.CUDAGraph()
+                graph = torch.cuda.CUDAGraph()
                 # Other threads, NCCL's watchdog among them, may ask about events meanwhile.
-                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     self._queue()
+                self._graph = graph
             self._graph.replay()
         self._has_run = True
         return self._traffic
 
+    def close(self) -> None:
+        """Gives the graph up: NCCL cannot end while a graph holds its work."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self._device)
+            self._graph = None
+
     def prepare(self) -> None:
         """Makes buffers, tables and messages, again only if a tensor has moved since."""
-        found = addresses(self._sources) + addresses(self._dests)
+        found = addresses(self._sources) + addresses(self._dests) + addresses(self._scales)
         if found == self._addresses:
             return
-        self._addresses, self._graph = found, None
-        self._local = self._copies(self._local_pairs())
+        self._addresses, self._graph, self._has_run = found, None, False
+        self._prepare_local()
         self._steps = []
         self._blocks = list(self._block_transfers())
         sent: Counter[bool] = Counter()  # bytes, by whether to another node
@@ -172,7 +188,8 @@ class PackedTransport:
             slot = number % SLOTS
             outgoing = _staged(exchange.sends, send[slot])
             incoming = _staged(exchange.receives, receive[slot])
-            self._steps.append(self._step(outgoing, incoming, held))
+            completed = self._arrivals.complete(number)
+            self._steps.append(self._step(outgoing, incoming, held, completed))
             held = {part.stream: place for part, place in chain(*incoming.values())}
         for transfer in chain(self._blocks, *(step.transfers for step in self._steps)):
             counter = sent if transfer.op is dist.isend else received
@@ -188,6 +205,19 @@ class PackedTransport:
             staging_bytes=sum(buffer.nbytes for buffer in (*send, *receive)),
         )
 
+    def _prepare_local(self) -> None:
+        """Makes the copies of what stays on the rank, but for parameters that arrivals complete."""
+        args = self._dests, self._scales, self._dtype, self._device
+        self._arrivals = arrivals = Arrivals(self._exchanges, *args)
+        plain = {name: t for name, t in self._dests.items() if name not in self._scales}
+        self._local = self._copies(self._local_pairs(plain))
+        fills: dict[str, list[Fill]] = {}
+        for op in self._local_ops:
+            if op.dest in self._scales and op.dest not in arrivals.landings:
+                source = box_view(self._sources[op.source], op.source_box)
+                fills.setdefault(op.dest, []).append(Fill(source, op.dest_box, self._rank))
+        self._local_quantized = Quantization(fills, *args, programs=self._programs)
+
     def _queue(self) -> None:
         """Queues everything; on CPU each part is through before the next begins."""
         if self._blocks:
@@ -195,6 +225,7 @@ class PackedTransport:
                 self._wait(dist.batch_isend_irecv(self._blocks))
         with self._aside(self._copying):
             self._local.run()
+            self._local_quantized.run()
         works: list[Sequence[dist.Work]] = []
         for number, step in enumerate(self._steps):
             slot = number % SLOTS
@@ -207,7 +238,8 @@ class PackedTransport:
             works.append(dist.batch_isend_irecv(list(step.transfers)) if step.transfers else ())
             with self._aside(self._unpacking):
                 self._wait(works[number])
-                step.unpack.run()
+                for copies in step.unpack:
+                    copies.run()
                 if self._device.type == "cuda":
                     self._unpacked[slot].record()
             if self._device.type == "cpu":
@@ -250,7 +282,13 @@ class PackedTransport:
     def _buffer(self, elements: int) -> Tensor:
         return torch.empty(elements, dtype=self._dtype, device=self._device)
 
-    def _step(self, outgoing: Staged, incoming: Staged, held: Mapping[Stream, Tensor]) -> _Step:
+    def _step(
+        self,
+        outgoing: Staged,
+        incoming: Staged,
+        held: Mapping[Stream, Tensor],
+        completed: Mapping[str, Tensor],
+    ) -> _Step:
         sends = [self._transfer(dist.isend, parts, peer) for peer, parts in outgoing.items()]
         receives = [self._transfer(dist.irecv, parts, peer) for peer, parts in incoming.items()]
         sources = {part.stream.source for part, _ in chain(*outgoing.values())}
@@ -258,12 +296,14 @@ class PackedTransport:
             self._copies(self._pack_pairs(outgoing, held)),
             bool(sources - {self._rank}),
             sends + receives,
-            self._copies(self._unpack_pairs(incoming)),
+            (
+                self._copies(chain(self._unpack_pairs(incoming), self._local_pairs(completed))),
+                self._arrivals.quantizing(completed, self._programs),
+            ),
         )
 
     def _copies(self, pairs: Iterator[Pair]) -> ops.Copies:
-        programs = PROGRAMS if self._plan_moves else None
-        return ops.rectangle_copies(list(pairs), self._device, programs=programs)
+        return ops.rectangle_copies(list(pairs), self._device, programs=self._programs)
 
     def _is_far(self, peer: int) -> bool:
         return peer // self._domain_size != self._rank // self._domain_size
@@ -284,12 +324,13 @@ class PackedTransport:
                 kind = dist.isend if is_send else dist.irecv
                 yield dist.P2POp(kind, message, group=group, group_peer=peer)
 
-    def _local_pairs(self) -> Iterator[Pair]:
+    def _local_pairs(self, dests: Mapping[str, Tensor]) -> Iterator[Pair]:
         for op in self._local_ops:
-            source = box_view(self._sources[op.source], op.source_box)
-            dest = box_view(self._dests[op.dest], op.dest_box)
-            if not is_same_memory(source, dest):
-                yield source, dest
+            if op.dest in dests:
+                source = box_view(self._sources[op.source], op.source_box)
+                dest = box_view(dests[op.dest], op.dest_box)
+                if not is_same_memory(source, dest):
+                    yield source, dest
 
     def _pack_pairs(self, messages: Staged, held: Mapping[Stream, Tensor]) -> Iterator[Pair]:
         for part, place in chain(*messages.values()):
@@ -299,9 +340,10 @@ class PackedTransport:
                 yield box_view(self._sources[op.source], op.source_box), staged
 
     def _unpack_pairs(self, messages: Staged) -> Iterator[Pair]:
+        written = {**self._dests, **self._arrivals.landings}
         for part, place in chain(*messages.values()):
             for op, staged in _shaped(part, place):
-                yield staged, box_view(self._dests[op.dest], op.dest_box)
+                yield staged, box_view(written[op.dest], op.dest_box)
 
 
 def agree_wire_dtype(
@@ -312,7 +354,8 @@ def agree_wire_dtype(
     """Returns the type in which all ranks send elements: the narrower of the widest types.
 
     The widest type among all sources, or among all destinations if that is narrower, so that no
-    value loses more than its destination's type makes it lose. Collective over the group.
+    value loses more than its destination's type makes it lose. What is quantized counts as
+    bfloat16. Collective over the group.
     """
     gathered = gather_objects((_widest(sources), _widest(dests)), group)
     held = [source for source, _ in gathered if source is not None]
@@ -341,7 +384,8 @@ def _elements(messages: Messages) -> int:
 
 
 def _widest(tensors: Mapping[str, Tensor]) -> torch.dtype | None:
-    return _promoted([t.dtype for t in tensors.values()]) if tensors else None
+    dtypes = [SENT_AS if t.dtype == FP8 else t.dtype for t in tensors.values()]
+    return _promoted(dtypes) if dtypes else None
 
 
 def _promoted(dtypes: Sequence[torch.dtype]) -> torch.dtype:

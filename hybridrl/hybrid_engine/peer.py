@@ -7,7 +7,8 @@ one call to the driver; what stays on the rank is copied by a kernel at the same
 kernel reads all other rectangles from all peers in turn. Copy engines and a kernel that both read
 over NVLink would slow each other down (docs/adr/0003).
 
-Elements are cast on their way from the source's type to the destination's.
+Elements are cast on their way from the source's type to the destination's, and quantized where that
+is block FP8 (quantized.py): straight out of the peers' memory where rectangles are of whole blocks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from hybridrl import ops
 from hybridrl.hybrid_engine.plan import Plan, PlanError
+from hybridrl.hybrid_engine.quantized import SENT_AS, Fill, Quantization
 from hybridrl.hybrid_engine.transport import (
     Pair,
     Traffic,
@@ -53,6 +55,8 @@ class PeerTransport:
             memory as a source where they hold the same (alias.py); then nothing is copied.
         memory: over the same ranks.
         group: process group whose ranks the plan counts; None: the world.
+        scales: of this rank's block-quantized destinations; written in place.
+        wire_dtype: what these are quantized from; other elements do not pass through it.
 
     Raises:
         PlanError: a source of some rank is not in `memory`; on every rank.
@@ -66,8 +70,11 @@ class PeerTransport:
         dests: Mapping[str, Tensor],
         memory: PeerMemory,
         group: dist.ProcessGroup | None = None,
+        scales: Mapping[str, Tensor] | None = None,
+        wire_dtype: torch.dtype = SENT_AS,
     ) -> None:
         self._plan, self._rank, self._dests, self._memory = plan, rank, dests, memory
+        self._scales, self._wire_dtype = scales or {}, wire_dtype
         own = memory.of(rank)
         self._device = own.device
         self._places: list[dict[str, Place | None]] = gather_objects(
@@ -92,13 +99,15 @@ class PeerTransport:
     @property
     def launches(self) -> int:
         """Kernels and batches of copies that a run starts, barriers included."""
-        kernels = self._local.num_launches + self._remote.num_launches
-        return kernels + (self._blocks is not None) + 2 * bool(self._plan.streams)
+        kernels = (self._local, self._remote, self._quantized)
+        others = (self._blocks is not None) + 2 * bool(self._plan.streams)
+        return sum(kernel.num_launches for kernel in kernels) + others
 
     @property
     def extra_bytes(self) -> int:
         """Device memory held beside parameters and peer memory."""
-        return self._local.table_bytes + self._remote.table_bytes
+        kernels = (self._local, self._remote, self._quantized)
+        return sum(kernel.table_bytes for kernel in kernels)
 
     @torch.no_grad()
     def run(self) -> Traffic:
@@ -115,26 +124,35 @@ class PeerTransport:
             self._local.run()
             torch.cuda.current_stream().wait_stream(self._aside)
         self._remote.run()
+        self._quantized.run()
         if self._plan.streams:
             self._memory.barrier()
         return self._traffic
 
+    def close(self) -> None:
+        """Nothing of it outlives the process group."""
+
     def prepare(self) -> None:
         """Makes the tables of the copies, again only if a destination has moved since."""
-        found = addresses(self._dests)
+        found = addresses(self._dests) + addresses(self._scales)
         if found == self._addresses:
             return
         self._addresses = found
         local: list[Pair] = []
         remote: list[tuple[int, Pair]] = []
         blocks: dict[int, list[Pair]] = {}
-        pieces = {peer: self._memory.of(peer) for peer in range(self._plan.world_size)}
+        fills: dict[str, list[Fill]] = {}
+        size = self._plan.world_size
+        pieces = {peer: self._memory.of(peer) for peer in range(size)}
         for op in self._plan.ops[self._rank]:
             peer, place = op.source_rank, self._places[op.source_rank][op.source]
             assert place is not None  # else the constructor has raised
             source = box_view(_view(pieces[peer], place), op.source_box)
             dest = box_view(self._dests[op.dest], op.dest_box)
-            if peer == self._rank:
+            if op.dest in self._scales:
+                fill = Fill(source, op.dest_box, (peer - self._rank) % size)
+                fills.setdefault(op.dest, []).append(fill)
+            elif peer == self._rank:
                 if not is_same_memory(source, dest):
                     local.append((source, dest))
             elif ops.has_copy_engine(self._device) and _is_block(source, dest):
@@ -143,7 +161,6 @@ class PeerTransport:
                 remote.append((peer, (source, dest)))
         # One peer after the other, and each rank starts with another: if two read from the same
         # rank, each gets half of its link. On more than one stream it is no faster.
-        size = self._plan.world_size
         order = sorted(blocks, key=lambda peer: (peer - self._rank) % size)
         in_turn = [pair for peer in order for pair in blocks[peer]]
         self._blocks = ops.block_copies(in_turn) if in_turn else None
@@ -151,6 +168,8 @@ class PeerTransport:
         self._remote = ops.rectangle_copies([pair for _, pair in remote], self._device, lanes)
         programs = LOCAL_PROGRAMS if blocks else None
         self._local = ops.rectangle_copies(local, self._device, programs=programs)
+        written = self._dests, self._scales
+        self._quantized = Quantization(fills, *written, self._wire_dtype, self._device)
 
 
 def _place(tensor: Tensor, piece: Tensor) -> Place | None:

@@ -34,6 +34,15 @@ class TrainingMemory(Protocol):
         ...
 
 
+class WeightCopy(TrainingMemory, Protocol):
+    """The trainer's weights, which the engine is written from."""
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether `release` frees them; else what it does may go on beside rollout."""
+        ...
+
+
 class PhaseSwitch:
     """The current phase, and the only way to change it."""
 

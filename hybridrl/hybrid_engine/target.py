@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -32,3 +32,25 @@ class WeightTarget(Protocol):
     def finish_update(self, version: int) -> None:
         """Declares all parameters to be of weight version `version` and drops what was cached."""
         ...
+
+
+@runtime_checkable
+class QuantizedTarget(WeightTarget, Protocol):
+    """A target that holds some of its parameters as block FP8, quantized as they are written.
+
+    No engine of this package does so yet: theirs are plain `WeightTarget`s.
+    """
+
+    def scales(self) -> Mapping[str, Tensor]:
+        """Returns, by the layout's names, the scales of the parameters that are quantized.
+
+        Such a parameter of shape (N, K) is float8_e4m3fn and not padded; its scales are float32 and
+        of shape (ceil(N / 128), ceil(K / 128)), vLLM's `weight_scale_inv`: a weight is its element
+        times its block's scale. `tensors` leaves the scales out.
+        """
+        ...
+
+
+def scales_of(target: WeightTarget) -> Mapping[str, Tensor]:
+    """Returns the scales of a target's quantized parameters; none where it has none."""
+    return target.scales() if isinstance(target, QuantizedTarget) else {}

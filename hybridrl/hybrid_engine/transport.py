@@ -47,8 +47,16 @@ class Transport(Protocol):
         """Device memory that it holds between runs."""
         ...
 
+    def prepare(self) -> None:
+        """Makes what a run needs; `run` does so too. Not before it are the figures known."""
+        ...
+
     def run(self) -> Traffic:
         """Fills the destination tensors, on the device's current stream."""
+        ...
+
+    def close(self) -> None:
+        """Ends the use of the process group; before it is destroyed."""
         ...
 
 

@@ -1,14 +1,16 @@
 """Memory of one rank that the others of its node read directly, without a message.
 
-On GPUs torch's symmetric memory, over NVLink or PCIe; on CPU files in memory that all processes
-map. Every rank has a piece of the same size. Collective: `allocate` is called by all ranks of the
-group with the same size, `barrier` by all in the same order.
+On GPUs torch's symmetric memory, over NVLink or whatever else joins them; on CPU files in memory
+that all processes map. Every rank has a piece of the same size. Collective: `allocate` is called by
+all ranks with the same size, `barrier` by all in the same order.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-import tempfile
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SHARED_FILES = Path("/dev/shm")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PROBE_BYTES = 1 << 16
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class PeerMemory(Protocol):
@@ -33,19 +37,44 @@ class PeerMemory(Protocol):
         ...
 
 
-def why_unreachable(device: torch.device, ranks_per_node: int) -> str:
-    """Returns why this rank cannot read all others' memory, "" if it can."""
-    size = dist.get_world_size()
-    if ranks_per_node < size:
-        return f"the {size} ranks are spread over nodes of {ranks_per_node}"
+def host_id() -> str:
+    """Returns what is the same for all processes of a host, and of no other host."""
+    return BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()
+
+
+def why_unreachable(device: torch.device, hosts: Sequence[str]) -> str:
+    """Returns why this rank cannot read all others' memory, "" if it can.
+
+    Args:
+        device: this rank's.
+        hosts: every rank's `host_id`.
+    """
+    size, num_hosts = len(hosts), len(set(hosts))
+    if num_hosts > 1:
+        return f"the {size} ranks are spread over {num_hosts} hosts"
     if device.type == "cpu":
-        return "" if SHARED_FILES.is_dir() else f"this host has no {SHARED_FILES}"
+        return "" if hasattr(os, "memfd_create") else "this system has no memfd_create"
     count = torch.cuda.device_count()
     if count < size:
         return f"this process sees {count} of its node's {size} GPUs (CUDA_VISIBLE_DEVICES)"
     others = [other for other in range(size) if other != device.index]
     refused = [o for o in others if not torch.cuda.can_device_access_peer(device.index, o)]
-    return f"GPU {device.index} cannot read the memory of GPUs {refused}" if refused else ""
+    if refused:
+        return f"GPU {device.index} cannot read the memory of GPUs {refused}"
+    refused = [o for o in others if not _has_atomics(device.index, o)]
+    return f"GPU {device.index} has no atomics on the memory of GPUs {refused}" if refused else ""
+
+
+def why_unusable(device: torch.device, timeout_s: float) -> str:
+    """Returns why memory cannot be shared although peers are in reach, "" if it can; collective.
+
+    Containers may forbid what sharing memory needs (pidfd_getfd of another process).
+    """
+    try:
+        allocate(PROBE_BYTES, device, timeout_s).barrier()
+    except (OSError, RuntimeError) as error:
+        return f"sharing memory failed: {error}".splitlines()[0]
+    return ""
 
 
 def allocate(num_bytes: int, device: torch.device, timeout_s: float) -> PeerMemory:
@@ -85,25 +114,31 @@ class _SymmetricMemory:
 
 
 class _HostMemory:
-    """Files that have no name once all processes map them."""
+    """Files in memory without a name: nothing stays when processes are killed."""
 
     def __init__(self, num_bytes: int) -> None:
-        descriptor, path = tempfile.mkstemp(prefix="hybridrl-", dir=SHARED_FILES)
+        descriptor = os.memfd_create("hybridrl-peer-memory")
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)  # says so now if there is no room
+            os.ftruncate(descriptor, num_bytes)
             paths: list[str] = [""] * dist.get_world_size()
-            dist.all_gather_object(paths, path)
+            dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{descriptor}")
             self._pieces = [
-                torch.from_file(one, shared=True, size=num_bytes, dtype=torch.uint8)
-                for one in paths
+                torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+                for path in paths
             ]
-            dist.barrier()
+            dist.barrier()  # all have mapped it: the descriptor may go
         finally:
             os.close(descriptor)
-            os.unlink(path)
 
     def of(self, rank: int) -> Tensor:
         return self._pieces[rank]
 
     def barrier(self) -> None:
         dist.barrier()
+
+
+def _has_atomics(one: int, other: int) -> bool:
+    """Whether a GPU may change another's memory atomically, as barriers between them do."""
+    driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(1)
+    code = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), NATIVE_ATOMICS, one, other)
+    return code != 0 or found.value != 0  # a driver that does not say is given the benefit

@@ -17,13 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm
-from hybridrl.batch import Producer, Prompt, ScoredBatch, TrainBatch
+from hybridrl.algorithms.preference import feedback_metrics
+from hybridrl.batch import Producer, ScoredBatch, TrainBatch
 from hybridrl.checkpoint.folders import find_checkpoint
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.schema import Config, PpoConfig
-from hybridrl.data.prompts import PromptSource, load_prompts
+from hybridrl.data.prompts import PromptSource
+from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.phases import Phase
@@ -187,11 +189,11 @@ class Trainer:
             self.enter_training()
             with timer.phase("reward"):
                 scored = self.engine.score(rollouts)
-            with timer.phase("logprobs"):
-                batch = self.add_columns(scored)
         else:
             self.enter_training()
-            batch = TrainBatch.supervised(prompts, Producer.here("the demonstrations"))
+            scored = supervised_batch(prompts, self.algorithm.needs.feedback)
+        with timer.phase("logprobs"):
+            batch = self.add_columns(scored)
         with timer.phase("advantages"):
             batch = self.algorithm.advantages(batch)
         with timer.phase("update"):
@@ -203,13 +205,15 @@ class Trainer:
             if self.journal.dump.is_due(self.step):
                 self.journal.dump_samples(self.step, batch, self.scorer.responses(batch))
             metrics |= self.journal.describe(batch) | self.engine.metrics()
+        metrics |= feedback_metrics(batch)
         return self.journal.summarize(batch, metrics)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
         """Adds what the algorithm reads: old and reference log-probabilities, values."""
         batch = scored.to_train(Producer.here("the trainer"))
         columns: dict[str, torch.Tensor] = {}
-        if self.config.steps.updates_per_step > 1 or self.algorithm.needs.old_logps:
+        needs = self.algorithm.needs
+        if needs.old_logps or (needs.rollouts and self.config.steps.updates_per_step > 1):
             columns["old_logp_T"] = self.policy.logprobs(batch)
         if self.reference is not None:
             columns["reference_logp_T"] = self.reference.logprobs(batch)
@@ -230,8 +234,8 @@ class Trainer:
                 metrics |= self.policy.update(part)
             found.append(metrics)
         metrics = average(found)
-        if batch.old_logp_T is not None:  # of the whole step: a correlation has no mean over parts
-            metrics |= mismatch_metrics(batch, batch.old_logp_T)
+        if self.algorithm.needs.rollouts and batch.old_logp_T is not None:
+            metrics |= mismatch_metrics(batch, batch.old_logp_T)  # correlations have no mean
         return metrics
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
@@ -309,6 +313,7 @@ class Trainer:
     def close(self) -> None:
         """Ends the journal and leaves the process group."""
         self.journal.close()
+        self.hybrid_engine.close()
         self.raw_engine.close()
         stop_process_group()
 
@@ -326,14 +331,9 @@ class Trainer:
         )
         self.tokenizer = tokenizer or setup.load_tokenizer(config.model)
         self.scorer = Scorer(config.reward, self.tokenizer, reward)
-        limit = None if self.algorithm.needs.rollouts else config.rollout.max_new_tokens
+        needs = self.algorithm.needs
         with self.world.all_agree("reading the prompts"):
-            loaded = load_prompts(data, self.tokenizer, rows, max_response_tokens=limit)
-            self.eval_prompts: Sequence[Prompt] = ()
-            if data.eval_prompts:
-                self.eval_prompts = load_prompts(
-                    data, self.tokenizer, data.eval_prompts, limit=data.eval_limit
-                ).prompts
+            loaded, self.eval_prompts = setup.load_data(config, self.tokenizer, needs, rows)
         self.journal.say(loaded.report())
         self.prompts = PromptSource(loaded.prompts, seed=config.run.seed, shuffle=data.shuffle)
 

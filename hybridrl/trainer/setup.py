@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hybridrl.algorithms.base import Needs
+from hybridrl.batch import Prompt
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config, ModelConfig, RolloutConfig
 from hybridrl.config.source import check_tokenizer_files, model_directory, read_model_config
+from hybridrl.data.prompts import LoadedPrompts, load_prompts
 from hybridrl.errors import ConfigError, ModelError, UserError
 from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.assign import assign
@@ -112,6 +115,24 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def load_data(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    needs: Needs,
+    rows: Iterable[Mapping[str, object]] | None,
+) -> tuple[LoadedPrompts, tuple[Prompt, ...]]:
+    """Reads the prompts to train on, with the responses that the algorithm needs of the data, and
+    those of the evaluation.
+    """
+    data = config.data
+    limit = None if needs.rollouts else config.rollout.max_new_tokens
+    loaded = load_prompts(data, tokenizer, rows, max_response_tokens=limit, feedback=needs.feedback)
+    if not data.eval_prompts:
+        return loaded, ()
+    evaluated = load_prompts(data, tokenizer, data.eval_prompts, limit=data.eval_limit)
+    return loaded, evaluated.prompts
+
+
 def rollout_layout(model: ParallelModel, tp: int, sources: Sequence[RankLayout]) -> RolloutLayout:
     """Returns which part of which engine replica each rank is, so that the fewest bytes move."""
     source = model.source
@@ -168,8 +189,11 @@ def weights_home(config: Config, world: World, say: Callable[[str], None]) -> Pe
         return None
     if wanted == "auto" and world.platform.is_cpu:
         return None  # gloo is as fast there, and needs no room in /dev/shm
-    reason = peer_memory.why_unreachable(world.platform.device, ranks_per_node(world))
-    found = [f"rank {rank}: {r}" for rank, r in enumerate(world.gather_objects(reason)) if r]
+    device, hosts = world.platform.device, world.gather_objects(peer_memory.host_id())
+    reasons = world.gather_objects(peer_memory.why_unreachable(device, hosts))
+    if not any(reasons):
+        reasons = world.gather_objects(peer_memory.why_unusable(device, world.timeout_s))
+    found = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
     if not found:
         return PeerWeights(world)
     if wanted == "peer":

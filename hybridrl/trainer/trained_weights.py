@@ -41,7 +41,7 @@ class TrainedWeights:
         is_freed: bool,
     ) -> None:
         self._chunks, self._optimizer = chunks, optimizer
-        self._is_gathered_late, self._is_freed = is_gathered_late, is_freed
+        self._is_gathered_late, self.is_freed = is_gathered_late, is_freed
         self._is_due = self._is_under_way = self._is_away = False  # the gather twice, the weights
 
     def stepped(self) -> None:
@@ -69,7 +69,7 @@ class TrainedWeights:
 
     def release(self) -> None:
         """The engine has the weights: frees them, or starts to make them whole."""
-        if self._is_freed:
+        if self.is_freed:
             for buffer in self._buffers():
                 buffer.param_data.untyped_storage().resize_(0)
             # What a step has left to gather is gathered when they are made again.

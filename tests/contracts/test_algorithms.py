@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, LossOutput
 from hybridrl.batch import (
+    MISMATCHED,
     BatchError,
     MicroBatch,
     Producer,
@@ -27,12 +28,24 @@ from hybridrl.batch import (
     TrainBatch,
 )
 from hybridrl.config.algorithm import PRESETS, PolicyGradientConfig, ReinforceConfig
-from hybridrl.config.schema import GrpoConfig, PpoConfig, SftConfig
+from hybridrl.config.schema import (
+    DpoConfig,
+    GrpoConfig,
+    KtoConfig,
+    PpoConfig,
+    SftConfig,
+    SupervisedConfig,
+)
+from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.data.collate import micro_batch
 from hybridrl.errors import UserError
 
 CASES = {
     "sft": SftConfig(),
+    **{name: DpoConfig(name=name) for name in PAIR_PRESETS},
+    "dpo-sft": DpoConfig(sft_coef=0.3, beta=0.7, target_margin=0.2, label_smoothing=0.1),
+    "kto": KtoConfig(),
+    "kto-weights": KtoConfig(beta=0.5, desirable_weight=1.3, undesirable_weight=0.7),
     "grpo": GrpoConfig(),
     **{name: GrpoConfig(name=name) for name in PRESETS},
     # The presets' own numbers are for thousands of tokens; here some must be in reach.
@@ -89,21 +102,24 @@ class Tables:
         return logp_SV.gather(1, micro.targets_S[:, None])[:, 0], entropy_S
 
 
-def make_batch(tables: Tables, seed: int = 0) -> TrainBatch:
-    """Four prompts of three samples; the old policy is near the current one, some ratios clip."""
+def make_batch(
+    tables: Tables, seed: int = 0, num_prompts: int = 4, num_samples: int = 3
+) -> TrainBatch:
+    """Prompts with samples; the old policy is near the current one, some ratios clip."""
     rng = random.Random(seed)
     rollouts = []
-    for p in range(4):
+    for p in range(num_prompts):
         length = rng.randint(1, 4)
         prompt = Prompt(p, "", tuple(rng.randrange(1, VOCABULARY) for _ in range(length)))
-        for s in range(3):
+        for s in range(num_samples):
             tokens = tuple(rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 6)))
             logps = tuple(-rng.random() for _ in tokens)
-            rollouts.append(Rollout(3 * p + s, prompt, tokens, logps, "stop", 0))
-    batch = RolloutBatch.from_rollouts(rollouts, [i // 3 for i in range(12)], HERE)
+            rollouts.append(Rollout(num_samples * p + s, prompt, tokens, logps, "stop", 0))
+    groups = [i // num_samples for i in range(len(rollouts))]
+    batch = RolloutBatch.from_rollouts(rollouts, groups, HERE)
     generator = torch.manual_seed(seed)
     noise_T = torch.randn(batch.num_tokens, generator=generator) * batch.response_mask_T
-    reward_B = torch.rand(12, generator=generator)
+    reward_B = torch.rand(len(rollouts), generator=generator)
     train = batch.scored(reward_B, {}, HERE).to_train(HERE)
     logp_T = current_logps(tables, train)
     mask_T = train.response_mask_T
@@ -113,6 +129,25 @@ def make_batch(tables: Tables, seed: int = 0) -> TrainBatch:
         reference_logp_T=logp_T - 0.5 * noise_T.abs(),
         values_T=noise_T.roll(1) * mask_T,
     )
+
+
+def make_feedback_batch(case: str, tables: Tables, seed: int = 0) -> TrainBatch:
+    """Six pairs, or twelve labelled responses and then as many mismatched ones."""
+    if CASES[case].feedback == "pairs":
+        batch = make_batch(tables, seed, 6, 2)
+        return replace(batch, reward_B=torch.tensor([1.0, 0.0, 0.0, 1.0] * 3))
+    batch = make_batch(tables, seed, 12, 2)
+    batch = batch.select([*range(0, 24, 2), *range(1, 24, 2)])
+    parts = {MISMATCHED: torch.tensor([0.0, 1.0]).repeat_interleave(12)}
+    reward_B = torch.tensor([1.0, 0.0, 0.0] * 8)
+    # Above the reference, or its KL would be cut off at 0.
+    reference_T = batch.old_logp_T - 0.4 * batch.response_mask_T
+    return replace(batch, reward_B=reward_B, reward_parts=parts, reference_logp_T=reference_T)
+
+
+def has_feedback(case: str) -> bool:
+    config = CASES[case]
+    return isinstance(config, SupervisedConfig) and config.feedback is not None
 
 
 def current_logps(tables: Tables, batch: TrainBatch) -> Tensor:
@@ -155,7 +190,8 @@ def run(
 
 def prepare(case: str, seed: int = 0) -> tuple[Algorithm, Tables, TrainBatch]:
     tables = Tables.random(seed)
-    return make_algorithm(CASES[case]), tables, make_batch(tables, seed)
+    make = make_feedback_batch if has_feedback(case) else lambda _, *given: make_batch(*given)
+    return make_algorithm(CASES[case]), tables, make(case, tables, seed)
 
 
 def assert_same(found: dict, expected: dict, tolerance: float) -> None:
@@ -175,6 +211,8 @@ def needs_whole(case: str) -> bool:
 def weights(case: str, batch: TrainBatch) -> Tensor:
     """What a response token counts in the mean that `aggregate` names: (T,) float64."""
     lengths_B, config = batch.response_lengths_B.double(), CASES[case]
+    if has_feedback(case):
+        return batch.response_mask_T / make_algorithm(config).denominator(batch)
     aggregate = getattr(config, "aggregate", "token_mean")
     if aggregate == "token_mean":
         weight_B = torch.full_like(lengths_B, 1 / lengths_B.sum().item())
@@ -247,7 +285,7 @@ def test_a_loss_over_whole_responses_refuses_parts_of_them(case):
 def test_the_order_of_samples_does_not_matter(case):
     algorithm, tables, batch = prepare(case)
     expected = run(algorithm, tables, algorithm.advantages(batch), ALL)
-    order = random.Random(1).sample(range(12), 12)
+    order = random.Random(1).sample(range(batch.num_samples), batch.num_samples)
     found = run(algorithm, tables, algorithm.advantages(batch.select(order)), ALL)
     assert_same(found[0], expected[0], COLUMN)
     assert_same(found[1], expected[1], COLUMN)
@@ -258,11 +296,13 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient(case, old):
     config = CASES[case]
     if "kl_coef" in type(config).model_fields:
         config = config.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0})
-    tables = Tables.random()
-    algorithm, batch = make_algorithm(config), make_batch(tables)
-    filled = algorithm.advantages(batch)
+    if has_feedback(case) and old == "absent":
+        pytest.skip("needs the column")
+    _, tables, batch = prepare(case)
+    algorithm = make_algorithm(config)
+    batch = algorithm.advantages(batch)
     logp_T = current_logps(tables, batch)
-    filled = replace(filled, old_logp_T=None if old == "absent" else logp_T)
+    filled = replace(batch, old_logp_T=None if old == "absent" else logp_T)
     grads, metrics = run(algorithm, tables, filled, ALL)
     # The score function by its own path: sum of A_t grad log p(token t | token t - 1).
     previous_T, mask_T = batch.tokens_T.roll(1), batch.response_mask_T
@@ -311,7 +351,10 @@ def test_what_is_declared_is_used_and_what_is_not_is_not_needed(case, need):
 
     def gradient(given: TrainBatch, old_logp_T: Tensor | None) -> dict[str, Tensor]:
         # Only what `advantages` reads of the old policy is at stake: the loss may always use it.
-        filled = replace(algorithm.advantages(given), old_logp_T=old_logp_T)
+        filled = algorithm.advantages(given)
+        if old_logp_T is not None:
+            old_logp_T = old_logp_T[: filled.num_tokens]  # kto's mismatched samples are behind
+        filled = replace(filled, old_logp_T=old_logp_T)
         return run(algorithm, tables, filled, ALL)[0]
 
     expected = gradient(batch, batch.old_logp_T)
@@ -333,8 +376,8 @@ def test_what_is_declared_is_used_and_what_is_not_is_not_needed(case, need):
 def test_the_denominator_divides_the_loss_and_adds_up_over_mini_batches(case):
     algorithm, tables, batch = prepare(case)
     filled = algorithm.advantages(batch)
-    expected = {"token_mean": int(batch.response_lengths_B.sum())}
-    aggregate = getattr(CASES[case], "aggregate", "token_mean")
+    expected = {"token_mean": int(batch.response_lengths_B.sum()), "pairs": 6, "labels": 12}
+    aggregate = getattr(CASES[case], "aggregate", algorithm.needs.feedback or "token_mean")
     assert algorithm.denominator(filled) == expected.get(aggregate, batch.num_samples)
     halves = filled.split(2)
     assert sum(algorithm.denominator(half) for half in halves) == algorithm.denominator(filled)
@@ -348,9 +391,10 @@ def test_advantages_leave_the_rest_of_the_batch_alone(case):
     algorithm, _, batch = prepare(case)
     before = {name: column.clone() for name, column in batch.columns().items()}
     filled = algorithm.advantages(batch)
+    kept = batch.select(range(filled.num_samples))  # but for kto, all
     for name, column in before.items():
-        assert torch.equal(filled.columns()[name], column)
+        assert torch.equal(filled.columns()[name], kept.columns()[name])
         assert torch.equal(batch.columns()[name], column)
     added = set(filled.columns()) - set(before)
-    expected = {"advantages_T"} if algorithm.needs.rollouts else set()
+    expected = {"advantages_T"} if algorithm.needs.rollouts or has_feedback(case) else set()
     assert added == expected | ({"returns_T"} if algorithm.needs.values else set())

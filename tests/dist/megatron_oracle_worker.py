@@ -214,7 +214,7 @@ def check_promise(folder: Path, platform: Platform) -> None:
     model = build(folder, "even", world)
     load(folder, "even", model)
     family, shape = model.source.family, model.source.shape
-    rollout = rollout_layout(model, config.rollout.tp)
+    rollout = rollout_layout(model, config.rollout.tp, model.source_layouts())
     assert [list(pair) for pair in rollout.assignment] == report["rollout"]["assignment"]
     tp_rank = rollout.assignment[world.rank][1]
     engine = BareEngine(fused_layout(family, shape, 4, tp_rank))

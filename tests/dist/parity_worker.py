@@ -1,7 +1,7 @@
 """One rank of the parity test: log-probabilities and gradients of a layout, in HF coordinates.
 
-    parity_worker.py reference FOLDER FAMILIES           one process; checked against transformers
-    parity_worker.py compare FOLDER FAMILIES LAYOUT...   every layout, "tp,pp,cp,vpp,order[,full]"
+parity_worker.py reference FOLDER FAMILIES           one process; checked against transformers
+parity_worker.py compare FOLDER FAMILIES LAYOUT...   every layout, "tp,pp,cp,vpp,order[,full]"
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def run(
     hf_config = json.loads((folder / "config.json").read_text())
     resolved = resolve_family(family, hf_config)
     source = ModelSource(resolved, hf_config, torch.float32, resolved.name, folder)
-    model = ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=48, recompute=recompute))
+    model = ParallelModel(
+        world, source, "lm", TrainConfig(micro_batch_tokens=48, recompute=recompute)
+    )
     shapes = hf_shapes(source.family, source.shape)
     load_hf(folder, model.layout(), model.weights(), shapes)
     model.make_trainable(1e-3)
@@ -163,7 +165,9 @@ def main() -> None:
             parallel_state.destroy_model_parallel()
             continue
         reference = load_file(root / f"{name}.safetensors")
-        largest = max(float(g.abs().max()) for n, g in reference.items() if n not in ("logp_T", "norm"))
+        largest = max(
+            float(g.abs().max()) for n, g in reference.items() if n not in ("logp_T", "norm")
+        )
         for text in sys.argv[4:]:
             tp, pp, cp, vpp, order, *recompute = text.split(",")
             layout = TrainLayout(size, int(tp), int(pp), int(cp), vpp=int(vpp), order=order)

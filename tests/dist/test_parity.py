@@ -15,7 +15,13 @@ WORKER = str(Path(__file__).with_name("parity_worker.py"))
 NAMES = (*FAMILIES, "olmo")
 ORDER = "tp-cp-ep-dp-pp"
 # tp, pp, cp, vpp, order of the axes, recompute; what is left of the world is data parallel.
-TWO_RANKS = (f"2,1,1,1,{ORDER}", f"1,2,1,1,{ORDER}", f"1,1,2,1,{ORDER}", f"1,1,1,1,{ORDER}", f"1,2,1,2,{ORDER}")
+TWO_RANKS = (
+    f"2,1,1,1,{ORDER}",
+    f"1,2,1,1,{ORDER}",
+    f"1,1,2,1,{ORDER}",
+    f"1,1,1,1,{ORDER}",
+    f"1,2,1,2,{ORDER}",
+)
 FOUR_RANKS = (
     f"1,4,1,1,{ORDER}",
     f"2,2,1,1,{ORDER}",

@@ -25,8 +25,10 @@ from hybridrl.checkpoint.store import load_model, write_checkpoint
 from hybridrl.config.schema import SftConfig, TrainConfig
 from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
 from hybridrl.hybrid_engine.engine import HybridEngine
-from hybridrl.hybrid_engine.packed import PackedTransport, gather_objects
+from hybridrl.hybrid_engine.packed import PackedTransport
 from hybridrl.hybrid_engine.phases import PhaseError
+from hybridrl.hybrid_engine.transport import gather_objects
+from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.weights import RankLayout, check_coverage, fused_layout, hf_shapes
@@ -194,6 +196,24 @@ def assert_engines_equal(found: Run, wanted: Run) -> None:
         assert torch.equal(one[inside], other[inside]), region
 
 
+def check_repacking(run: Run) -> None:
+    """An engine that changes a parameter when it is told that all are complete is found out."""
+    name = max(run.engine.live, key=lambda name: run.engine.live[name].numel())
+
+    def repack() -> None:
+        if run.world.rank == run.world.size - 1:
+            flat = run.engine.live[name].view(-1)
+            flat[0] += 1
+
+    run.engine.at_finish = repack
+    try:
+        run.hybrid.to_rollout()
+    except VerifyError as error:
+        assert f"of the engine on rank {run.world.size - 1} differs" in str(error)
+    else:
+        raise AssertionError("a repacked parameter was not found")
+
+
 def check_fused(world: World, case: Case, folder: Path) -> None:
     """Steps that leave the gather to the rollout phase, against steps that do not."""
     plain, fused = Run(world, case), Run(world, case, fuse_param_gather=True)
@@ -231,6 +251,8 @@ def check_fused(world: World, case: Case, folder: Path) -> None:
     sums = [sum(part) for part in zip(*gather_objects(received), strict=True)]
     if case.rollout_tp > case.train.tp:
         assert sums[1] < sums[0], sums
+    for run in () if case.is_aliased else (plain, fused):
+        check_repacking(run)
     if world.rank == 0:
         print(f"{case.name}: received until the engine has it {sums[1]}, plain {sums[0]}")
 

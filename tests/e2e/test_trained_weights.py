@@ -39,6 +39,7 @@ KNOBS = {
     "freed": (FREED,),
     "both": (LATE, FREED, "train.offload_optimizer=true"),
 }
+MESSAGES = "reshard/messages"
 SAME = ("policy/", "critic/", "reward/", "mismatch/", "eval/")
 
 
@@ -49,6 +50,7 @@ def train(folder: Path, *knobs: str, num_steps: int = 4) -> tuple[list[dict[str,
     found = folder / "quickstart-grpo"
     lines = (found / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
+    assert all((r[MESSAGES] == 0) == (PEER in knobs) for r in records)
     return [{k: v for k, v in r.items() if k.startswith(SAME)} for r in records], found
 
 

@@ -7,6 +7,8 @@ import random
 import torch
 
 from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
+from hybridrl.config.supervised import Feedback
+from hybridrl.data.supervised import supervised_batch
 
 LOGP_COLUMNS = ("old_logp_T", "reference_logp_T", "values_T", "advantages_T", "returns_T")
 
@@ -48,3 +50,27 @@ def train_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0
     made = batch.scored(reward_B, {"part": reward_B * 2}, Producer.here("test reward"))
     columns = {n: torch.randn(batch.num_tokens) * batch.response_mask_T for n in LOGP_COLUMNS}
     return made.to_train(Producer.here("test")).join_columns(Producer.here("test"), **columns)
+
+
+def feedback_batch(feedback: Feedback, num: int, seed: int) -> TrainBatch:
+    """Returns a step's batch of `num` pairs, or labelled responses with their mismatched ones, with
+    random log-probabilities of the policy and a reference near it.
+    """
+    rng = random.Random(seed)
+
+    def tokens() -> tuple[int, ...]:
+        return tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, 9)))
+
+    prompts = [
+        Prompt(p, "", tokens(), {"label": p % 3 != 0}, tokens(), tokens()) for p in range(num)
+    ]
+    batch = supervised_batch(prompts, feedback)
+    generator = torch.manual_seed(seed)
+    logp_T = -torch.rand(batch.num_tokens, generator=generator).mul(2).exp2() + 0.9
+    noise_T = torch.randn(batch.num_tokens, generator=generator)
+    mask_T = batch.response_mask_T
+    return batch.join_columns(
+        Producer.here("test"),
+        old_logp_T=logp_T * mask_T,
+        reference_logp_T=(logp_T + 0.5 * noise_T - 0.1) * mask_T,
+    )

@@ -11,7 +11,14 @@ import pytest
 from hybridrl.algorithms import ALGORITHMS, make_algorithm
 from hybridrl.algorithms.base import CriticAlgorithm, Needs
 from hybridrl.config.algorithm import ALGORITHM_NAMES, ReinforceConfig
-from hybridrl.config.schema import CustomAlgorithmConfig, GrpoConfig, PpoConfig, SftConfig
+from hybridrl.config.schema import (
+    CustomAlgorithmConfig,
+    DpoConfig,
+    GrpoConfig,
+    KtoConfig,
+    PpoConfig,
+    SftConfig,
+)
 from hybridrl.errors import UserError
 
 MODULE = """
@@ -54,6 +61,10 @@ def test_every_name_has_its_formula_and_its_defaults_in_the_docs():
     ("config", "needs"),
     [
         (SftConfig(), Needs(rollouts=False)),
+        (DpoConfig(), Needs(False, "pairs", reference=True, old_logps=True)),
+        (DpoConfig(name="simpo"), Needs(False, "pairs", old_logps=True)),
+        (DpoConfig(name="orpo"), Needs(False, "pairs", old_logps=True)),
+        (KtoConfig(), Needs(False, "labels", reference=True, old_logps=True)),
         (GrpoConfig(), Needs()),
         (GrpoConfig(kl_coef=0.1), Needs(reference=True)),
         (GrpoConfig(kl_coef=0.1, kl_in="reward"), Needs(reference=True, old_logps=True)),

@@ -66,7 +66,7 @@ WALLS = {
     "sglang": ["rollout/sglang.py"],
     "triton": ["../kernels/*"],
     "ray": ["cli/launch.py"],
-    "hybridrl.kernels": ["ops.py"],
+    "hybridrl.kernels": ["ops.py", "../kernels/*"],
     "hybridrl._C": ["ops.py"],
 }
 TORCH_FREE = [

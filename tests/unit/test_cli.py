@@ -218,6 +218,17 @@ def test_plan_counts_every_byte_of_the_model(here: Path) -> None:
     assert report["rollout"]["assignment"] == [[rank, 0] for rank in range(8)]
 
 
+def test_plan_reads_what_optimizers_own_where_the_gather_is_fused(here: Path) -> None:
+    rollout, size = {"engine": "vllm", "tp": 2}, 2 * PARAMETERS
+    plain = report_of(here, 4, train={}, rollout=rollout)["reshard"]
+    assert sum(plain["receive_bytes"]) == 0  # every rank has whole parameters
+    fused = report_of(here, 4, train={"fuse_param_gather": True}, rollout=rollout)["reshard"]
+    # Of the half that each rank needs, a quarter of all is its own: half of the half at most.
+    for received, local in zip(fused["receive_bytes"], fused["local_bytes"], strict=True):
+        assert 0.2 * size < received < 0.5 * size and local >= 0
+    assert sum(fused["receive_bytes"]) == sum(fused["send_bytes"])
+
+
 def test_plan_memory_follows_the_sharding(here: Path) -> None:
     rollout = {"engine": "vllm", "staging_mib": 64}
     one = report_of(here, 1, rollout=rollout)["memory"]

@@ -49,6 +49,15 @@ def test_valid_config_has_no_violation() -> None:
         (["train.ep=2"], "train.ep"),
         (["steps.samples_per_prompt=1"], "steps.samples_per_prompt"),
         (["algorithm.name=sft"], "steps.samples_per_prompt"),
+        (["algorithm.name=dpo"], "steps.samples_per_prompt"),
+        (
+            ["algorithm.name=ipo", "steps.samples_per_prompt=1", "steps.updates_per_step=2"],
+            "steps.updates_per_step",
+        ),
+        (
+            ["algorithm.name=kto", "steps.samples_per_prompt=1", "steps.prompts_per_step=1"],
+            "steps.prompts_per_step",
+        ),
         (["rollout.temperature=0"], "rollout.temperature"),
         (["rollout.engine=vllm", "rollout.temperature=0.001"], "rollout.temperature"),
         (["steps.updates_per_step=7"], "steps.updates_per_step"),

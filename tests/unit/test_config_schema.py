@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from hybridrl.config.algorithm import GrpoConfig, PpoConfig
 from hybridrl.config.load import knobs, load_config_dict
-from hybridrl.config.schema import Config, DataConfig, TrainConfig
+from hybridrl.config.schema import Config, DataConfig, DpoConfig, KtoConfig, TrainConfig
 from hybridrl.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {
@@ -28,7 +28,7 @@ def test_knobs_equal_the_frozen_list() -> None:
 def sections() -> list[type[BaseModel]]:
     config = load_config_dict(MINIMAL)
     members = [type(getattr(config, name)) for name in Config.model_fields]
-    return [*members, PpoConfig]
+    return [*members, PpoConfig, DpoConfig, KtoConfig]
 
 
 def test_every_knob_says_what_it_is_and_why_its_default() -> None:
@@ -52,6 +52,27 @@ def test_algorithm_is_chosen_by_name() -> None:
     assert config.algorithm.gamma == 0.9
     assert config.algorithm.kl_in == "reward"
     assert GrpoConfig().kl_in == "loss"
+
+
+def test_a_name_brings_its_defaults_which_the_config_may_change() -> None:
+    simpo = load_config_dict({**MINIMAL, "algorithm": {"name": "simpo", "beta": 2.5}}).algorithm
+    assert isinstance(simpo, DpoConfig)
+    assert (simpo.beta, simpo.target_margin, simpo.reference) == (2.5, 1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ({"name": "ipo", "label_smoothing": 0.1}, "label_smoothing: 0 unless loss is sigmoid"),
+        ({"name": "orpo", "target_margin": 1.0}, "target_margin: 0 unless loss is sigmoid"),
+        ({"name": "orpo", "reference": True}, "reference: only false with loss odds_ratio"),
+        ({"name": "dpo", "label_smoothing": 0.5}, r"algorithm\.label_smoothing"),
+        ({"name": "kto", "beta": 0.0}, r"algorithm\.beta"),
+    ],
+)
+def test_preference_knobs_that_do_not_go_together(algorithm: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config_dict({**MINIMAL, "algorithm": algorithm})
 
 
 def test_algorithm_may_be_the_users_own() -> None:

@@ -32,6 +32,7 @@ def world(kind: str, size: int = 2) -> Any:
     """A world of two ranks, of which the other finds nothing wrong."""
     return SimpleNamespace(
         size=size,
+        timeout_s=1.0,
         platform=SimpleNamespace(device=torch.device(kind, 0), is_cpu=kind == "cpu"),
         gather_objects=lambda own: [own, ""],
     )
@@ -40,9 +41,9 @@ def world(kind: str, size: int = 2) -> Any:
 @pytest.fixture
 def reachable(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What keeps this rank from its peers."""
-    found = {"reason": ""}
+    found = {"reason": "", "failure": ""}
     monkeypatch.setattr(peer_memory, "why_unreachable", lambda *_: found["reason"])
-    monkeypatch.setattr(setup, "ranks_per_node", lambda _: 2)
+    monkeypatch.setattr(peer_memory, "why_unusable", lambda *_: found["failure"])
     return found
 
 
@@ -73,10 +74,11 @@ def test_auto_takes_peer_memory_where_gpus_reach_each_other(
     assert said == []
 
 
+@pytest.mark.parametrize("why", ["reason", "failure"])
 def test_where_a_peer_is_out_of_reach_auto_says_so_once_and_peer_is_refused(
-    reachable: dict[str, str],
+    reachable: dict[str, str], why: str
 ) -> None:
-    reachable["reason"] = "GPU 0 cannot read the memory of GPUs [1]"
+    reachable[why] = "GPU 0 cannot read the memory of GPUs [1]"
     said: list[str] = []
     assert setup.weights_home(config("auto"), world("cuda"), said.append) is None
     assert said == [
@@ -90,13 +92,15 @@ def test_where_a_peer_is_out_of_reach_auto_says_so_once_and_peer_is_refused(
 
 
 def test_reasons_why_peers_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_memory.dist, "get_world_size", lambda: 4)
-    gpu = torch.device("cuda", 1)
-    assert "nodes of 2" in peer_memory.why_unreachable(gpu, 2)
+    gpu, hosts = torch.device("cuda", 1), [peer_memory.host_id()] * 4
+    assert "over 2 hosts" in peer_memory.why_unreachable(gpu, [*hosts[:3], "another"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert "CUDA_VISIBLE_DEVICES" in peer_memory.why_unreachable(gpu, 4)
+    assert "CUDA_VISIBLE_DEVICES" in peer_memory.why_unreachable(gpu, hosts)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other != 3)
-    assert peer_memory.why_unreachable(gpu, 4) == "GPU 1 cannot read the memory of GPUs [3]"
+    assert peer_memory.why_unreachable(gpu, hosts) == "GPU 1 cannot read the memory of GPUs [3]"
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
-    assert peer_memory.why_unreachable(gpu, 4) == ""
+    monkeypatch.setattr(peer_memory, "_has_atomics", lambda one, other: other != 0)
+    assert "no atomics on the memory of GPUs [0]" in peer_memory.why_unreachable(gpu, hosts)
+    monkeypatch.setattr(peer_memory, "_has_atomics", lambda one, other: True)
+    assert peer_memory.why_unreachable(gpu, hosts) == ""

@@ -1,0 +1,262 @@
+"""Preference optimization: DPO and its relatives on pairs, KTO on labelled responses.
+
+A loss here is a function of whole responses' log-probabilities s_i, those of other samples
+included. `advantages` differentiates it at the policy of the step's start, where all s_i are known,
+and gives every token of response i the advantage -dL/ds_i; `loss` is linear in the tokens'
+log-probabilities. So its gradient is that of L for any cut into micro-batches, ranks, and context
+parallel parts, and a pair need not fit into one micro-batch; the price is one more forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from hybridrl.algorithms.base import LossOutput, Needs
+from hybridrl.batch import MISMATCHED, BatchError, MicroBatch, Producer, TrainBatch
+from hybridrl.config.supervised import DpoConfig, KtoConfig
+
+# Parts of the reward that `advantages` adds for the metrics: beta times the (mean) log-ratio, the
+# sample's share of the loss, and KTO's estimate of the KL.
+IMPLICIT, LOSS, KL = "implicit_reward", "loss", "kl"
+
+
+class ResponseLoss(Protocol):
+    """What the algorithms here differ in."""
+
+    def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns each sample's share of the loss and the parts to report.
+
+        Args:
+            logp_B: log-probability of each response under the policy, float64, with a gradient.
+            batch: with the columns that the algorithm needs.
+        """
+        ...
+
+
+def with_advantages(algorithm: ResponseLoss, batch: TrainBatch, name: str) -> TrainBatch:
+    """Gives each response token the advantage -dL/ds of its response; adds the parts to report."""
+    old_T = batch.require("old_logp_T", name)
+    with torch.enable_grad():
+        logp_B = response_sums(old_T, batch).requires_grad_()
+        loss_B, parts = algorithm.losses(logp_B, batch)
+        (slope_B,) = torch.autograd.grad(loss_B.sum(), logp_B)
+    advantages_T = -slope_B.float().repeat_interleave(batch.lengths_B) * batch.response_mask_T
+    reported = {LOSS: loss_B, **parts}
+    return batch.join_columns(Producer.here(name), advantages_T=advantages_T).with_parts(
+        {part: value_B.detach().float() for part, value_B in reported.items()}
+    )
+
+
+def linear_loss(
+    name: str, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
+) -> LossOutput:
+    """Returns the loss whose gradient the advantages are; arguments as in `Algorithm.loss`.
+
+    Its value, the change to the first order, is 0 at the step's first weights: the loss itself is
+    among the metrics of the batch (`feedback_metrics`).
+    """
+    mask_S = micro.loss_mask_S
+    logp_S, entropy_S = (x.masked_fill(~mask_S, 0.0) for x in (logp_S, entropy_S.detach()))
+    old_S, advantages_S = (micro.require(f"{c}_S", name) for c in ("old_logp", "advantages"))
+    metrics = {"policy/entropy": entropy_S.sum()}
+    if micro.reference_logp_S is not None:
+        metrics["policy/kl"] = (logp_S.detach() - micro.reference_logp_S).sum()
+    return LossOutput(-(advantages_S * (logp_S - old_S)).sum() / denominator, metrics)
+
+
+class Dpo:
+    """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, eq. 7) and its
+    relatives, by `config.supervised.PAIR_PRESETS`.
+
+    With s = logp - reference_logp of a response (logp without `reference`), divided by its length
+    if `length_normalized`, and h = s_chosen - s_rejected, the loss of a pair is
+
+    sigmoid: -(1 - e) log sigmoid(x) - e log sigmoid(-x), x = beta h - target_margin. e = 0 is
+        DPO; e > 0 is cDPO (Mitchell 2023, ericmitchell.ai/cdpo.pdf, eq. 3); by length it is Tulu
+        3's (Lambert et al. 2024, arXiv 2411.15124, eq. 6), and without a reference, with a
+        margin, SimPO (Meng et al. 2024, arXiv 2405.14734, eq. 6).
+    squared: (h - 1 / (2 beta))^2, IPO (Azar et al. 2023, arXiv 2310.12036, eq. 17). By length, as
+        in the authors' experiments.
+    odds_ratio: -beta log sigmoid(o_chosen - o_rejected), o = s - log(1 - exp(s)), ORPO's second
+        term (Hong et al. 2024, arXiv 2403.07691, eq. 6-7); sft_coef 1 is its first.
+
+    plus sft_coef times -logp_chosen / length_chosen; the mean is over pairs.
+    """
+
+    def __init__(self, config: DpoConfig) -> None:
+        self.config = config
+        self.name = config.name
+        self.needs = Needs(
+            rollouts=False, feedback="pairs", reference=config.reference, old_logps=True
+        )
+
+    def advantages(self, batch: TrainBatch) -> TrainBatch:
+        """Fills the advantages, minus the loss's derivative by each response."""
+        return with_advantages(self, batch, self.name)
+
+    def denominator(self, batch: TrainBatch) -> float:
+        """Returns the number of pairs."""
+        return batch.num_samples / 2
+
+    def loss(
+        self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
+    ) -> LossOutput:
+        """Returns the linear loss; arguments as in `Algorithm.loss`."""
+        return linear_loss(self.name, logp_S, entropy_S, micro, denominator)
+
+    def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns what each side adds to the loss: half of its pair's, as in `ResponseLoss`."""
+        config, lengths_B = self.config, batch.response_lengths_B
+        score_B = logp_B
+        if config.reference:
+            score_B = logp_B - reference_sums(batch, self.name)
+        if config.length_normalized:
+            score_B = score_B / lengths_B
+        chosen_P, rejected_P = pairs(batch)
+        loss_P = self._pair_loss(score_B[chosen_P], score_B[rejected_P])
+        if config.sft_coef:
+            loss_P = loss_P - config.sft_coef * (logp_B / lengths_B)[chosen_P]
+        # Not index_put: an index occurs once, and so the result does not depend on an order.
+        loss_B = torch.zeros_like(logp_B)
+        loss_B = loss_B.index_add(0, chosen_P, loss_P / 2).index_add(0, rejected_P, loss_P / 2)
+        return loss_B, {IMPLICIT: config.beta * score_B}
+
+    def _pair_loss(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+        config = self.config
+        h_P = chosen_P - rejected_P
+        if config.loss == "squared":
+            return (h_P - 1 / (2 * config.beta)).square()
+        if config.loss == "odds_ratio":
+            odds_P = log_odds(chosen_P) - log_odds(rejected_P)
+            return -config.beta * logsigmoid(odds_P)
+        x_P, e = config.beta * h_P - config.target_margin, config.label_smoothing
+        return -(1 - e) * logsigmoid(x_P) - e * logsigmoid(-x_P)
+
+
+class Kto:
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8).
+
+    With s = logp - reference_logp of a response: w (1 - sigmoid(beta (s - z))) where it is
+    desirable, w (1 - sigmoid(beta (z - s))) where not, each with its weight w. z, which has no
+    gradient, is max(0, mean of s) over prompts with the responses to others (sec. 4.1), all of the
+    step's; the paper takes those of a micro-batch.
+    """
+
+    name = "kto"
+    needs = Needs(rollouts=False, feedback="labels", reference=True, old_logps=True)
+
+    def __init__(self, config: KtoConfig) -> None:
+        self.config = config
+
+    def advantages(self, batch: TrainBatch) -> TrainBatch:
+        """Fills the advantages and leaves out the mismatched samples, which nothing learns from.
+
+        Raises:
+            BatchError: there is no mismatched sample, or no other.
+        """
+        none_B = torch.zeros(batch.num_samples)
+        is_mismatched_B = batch.reward_parts.get(MISMATCHED, none_B) > 0
+        if not 0 < (num := int(is_mismatched_B.sum())) < batch.num_samples:
+            got = f"returned {num} mismatched of {batch.num_samples} samples"
+            raise BatchError(batch.producer, MISMATCHED, got, "some, but not all, for kto")
+        ratio_B = response_sums(batch.require("old_logp_T", self.name), batch)
+        ratio_B = ratio_B - reference_sums(batch, self.name)
+        kl = ratio_B[is_mismatched_B].mean().clamp(min=0)
+        kept = batch.select((~is_mismatched_B).nonzero()[:, 0])
+        kept = kept.with_parts({KL: kl.expand(kept.num_samples).float()})
+        return with_advantages(self, kept, self.name)
+
+    def denominator(self, batch: TrainBatch) -> float:
+        """Returns the number of responses."""
+        return float(batch.num_samples)
+
+    def loss(
+        self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
+    ) -> LossOutput:
+        """Returns the linear loss; arguments as in `Algorithm.loss`."""
+        return linear_loss(self.name, logp_S, entropy_S, micro, denominator)
+
+    def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns each response's loss, as in `ResponseLoss`."""
+        config, is_good_B = self.config, batch.reward_B > 0
+        ratio_B = logp_B - reference_sums(batch, self.name)
+        gain_B = config.beta * (ratio_B - batch.reward_parts[KL].double())
+        weight_B = torch.where(is_good_B, config.desirable_weight, config.undesirable_weight)
+        loss_B = weight_B * torch.sigmoid(torch.where(is_good_B, -gain_B, gain_B))
+        return loss_B, {IMPLICIT: config.beta * ratio_B}
+
+
+def pairs(batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """Returns which samples are the better and which the worse ones, in the same order of groups.
+
+    Raises:
+        BatchError: a group is not one better and one worse sample.
+    """
+    found = []
+    for is_side_B in (batch.reward_B > 0, batch.reward_B <= 0):
+        index = is_side_B.nonzero()[:, 0]
+        found.append(index[batch.group_B[index].argsort()])
+    groups = [batch.group_B[index] for index in found]
+    if not torch.equal(*groups) or len(groups[0].unique()) < len(groups[0]):
+        better, worse = (group.tolist()[:8] for group in groups)
+        got = f"returned groups {better} of better, {worse} of worse samples"
+        raise BatchError(batch.producer, "group_B", got, "one better and one worse sample a group")
+    return found[0], found[1]
+
+
+def response_sums(column_T: Tensor, batch: TrainBatch) -> Tensor:
+    """Returns the sum of a column, zero on prompts, over each response: (B,) float64."""
+    return torch.segment_reduce(column_T.double(), "sum", lengths=batch.lengths_B, unsafe=True)
+
+
+def reference_sums(batch: TrainBatch, needed_by: str) -> Tensor:
+    """Returns each response's log-probability under the reference: (B,) float64."""
+    return response_sums(batch.require("reference_logp_T", needed_by), batch)
+
+
+def log_odds(logp: Tensor) -> Tensor:
+    """Returns log(p / (1 - p)) of log p; p is taken as at most exp(-1e-7), so that it is finite."""
+    logp = logp.clamp(max=-1e-7)
+    return logp - (-logp.expm1()).log()
+
+
+def feedback_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Returns what a step says of feedback, before its update; nothing for other batches.
+
+    `preference/accuracy` is the share of pairs (better, worse) whose implicit rewards stand in
+    that order, an equal one counting half: the pairs of the data, or, with labels, all of the step
+    (the area under the ROC curve). A class that the step lacks has no metrics.
+    """
+    parts = batch.reward_parts
+    if IMPLICIT not in parts:
+        return {}
+    reward_B, is_good_B = parts[IMPLICIT].double(), batch.reward_B > 0
+    good, bad = reward_B[is_good_B], reward_B[~is_good_B]
+    metrics: dict[str, float] = {}
+    for name, rewards in (("chosen", good), ("rejected", bad)):
+        if len(rewards):
+            metrics[f"preference/{name}_reward"] = float(rewards.mean())
+    if len(good) and len(bad):
+        metrics["preference/margin"] = float(good.mean() - bad.mean())
+        metrics["preference/accuracy"] = _accuracy(reward_B, good, bad, batch)
+    num_losses = batch.num_samples / 2
+    if KL in parts:
+        num_losses = batch.num_samples
+        metrics["preference/kl"] = float(parts[KL][0])
+        metrics["preference/desirable_fraction"] = float(is_good_B.double().mean())
+    metrics["policy/loss"] = float(parts[LOSS].double().sum()) / num_losses
+    return metrics
+
+
+def _accuracy(reward_B: Tensor, good: Tensor, bad: Tensor, batch: TrainBatch) -> float:
+    if KL not in batch.reward_parts:
+        chosen_P, rejected_P = pairs(batch)
+        gap_P = reward_B[chosen_P] - reward_B[rejected_P]
+        return float((gap_P.sign() + 1).mean() / 2)
+    bad = bad.sort().values
+    below, not_above = (torch.searchsorted(bad, good, right=right) for right in (False, True))
+    return float((below + not_above).double().mean()) / (2 * len(bad))

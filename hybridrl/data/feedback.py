@@ -1,0 +1,72 @@
+"""Rows with responses: demonstrations, preference pairs, labelled responses. No torch.
+
+Owns which columns such rows have and what they must say; prompts.py reads and tokenizes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hybridrl.config.schema import DataConfig
+from hybridrl.config.supervised import Feedback
+from hybridrl.data.rows import Row
+from hybridrl.errors import DataError
+
+
+def response_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
+    """Returns the columns of a row's responses, the better one of a pair first."""
+    if feedback == "pairs":
+        return [config.chosen_key, config.rejected_key]
+    return [config.response_key]
+
+
+def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
+    """Returns the columns that say something of a row's response."""
+    return [config.label_key] if feedback == "labels" else []
+
+
+def checked(rows: Iterable[Row], config: DataConfig, feedback: Feedback | None) -> Iterator[Row]:
+    """Passes rows on, whose columns are complete.
+
+    Raises:
+        DataError: names the file and line of a pair with equal sides or of a label that is none,
+            or, after the last row, the label that no row has.
+    """
+    labels: set[bool] = set()
+    for row in rows:
+        if feedback == "pairs":
+            better, worse = (row.columns[name] for name in response_columns(config, feedback))
+            if better == worse:
+                raise equal_sides(row, config)
+        elif feedback == "labels":
+            label = row.columns[config.label_key]
+            if not isinstance(label, bool):
+                got = f"{config.label_key} = {label!r}"[:80]
+                raise DataError(row.place, got, "true or false", "Mend that row.")
+            labels.add(label)
+        yield row
+    if feedback == "labels":
+        check_classes(labels, config)
+
+
+def equal_sides(row: Row, config: DataConfig) -> DataError:
+    """Returns the error of a pair that prefers a response to itself."""
+    return DataError(
+        row.place,
+        f"the same in {config.chosen_key!r} and {config.rejected_key!r}",
+        "two different responses, in text and in tokens",
+        "Remove that row: it prefers neither.",
+    )
+
+
+def check_classes(labels: set[bool], config: DataConfig) -> None:
+    """Raises DataError unless there are responses of both labels."""
+    for label in (True, False):
+        if label not in labels:
+            shown = str(label).lower()
+            raise DataError(
+                ", ".join(config.prompts or ("prompts",)),
+                f"no row with {config.label_key} = {shown} that is short enough",
+                "responses of both labels, for kto",
+                f"Add rows with {config.label_key} = {shown}, or use sft.",
+            )

@@ -1,0 +1,44 @@
+"""The batch of a step without rollouts: the responses that the data has, and what it says of them.
+
+Owns how feedback stands in a batch: `reward_B` is 1 for the better response of a pair and for one
+that is labelled good, else 0; the two of a pair share `group_B`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from hybridrl.batch import MISMATCHED, Producer, Prompt, TrainBatch
+from hybridrl.config.supervised import Feedback
+
+
+def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> TrainBatch:
+    """Builds the batch of these prompts' responses.
+
+    Args:
+        prompts: with what `feedback` says they have.
+        feedback: None gives the demonstrations, 'pairs' both sides of each. 'labels' gives the
+            responses and then every prompt with the response to the next one, of reward part
+            `mismatched` 1: those are only to be looked at, for KTO's estimate of the KL.
+    """
+    num, producer = len(prompts), Producer.here("the data's responses")
+    if feedback is None:
+        return TrainBatch.supervised(prompts, producer)
+    if feedback == "pairs":
+        others = [replace(prompt, response_tokens=prompt.rejected_tokens) for prompt in prompts]
+        reward_B, parts = torch.ones(2 * num), {}
+        reward_B[num:] = 0
+    else:
+        following = [*prompts[1:], *prompts[:1]]
+        others = [
+            replace(prompt, response_tokens=other.response_tokens)
+            for prompt, other in zip(prompts, following, strict=True)
+        ]
+        reward_B = torch.tensor([float(p.columns["label"] is True) for p in prompts] * 2)
+        parts = {MISMATCHED: torch.tensor([0.0, 1.0]).repeat_interleave(num)}
+    batch = TrainBatch.supervised([*prompts, *others], producer)
+    group_B = torch.arange(num).repeat(2)
+    return replace(batch, group_B=group_B, reward_B=reward_B, reward_parts=parts)

@@ -1,0 +1,114 @@
+"""Preference optimization separates pairs that it has not seen, and does so alike in any layout.
+
+The pairs are the quickstart's responses and the same with their fields in reverse order. A run is
+shorter than an epoch, so that a step's accuracy, taken before its update, is of new pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import yaml
+from command_line import QUICKSTART, run
+
+NUM_STEPS = 30
+ACCURACY = 0.9
+
+
+def write_run(folder: Path, algorithm: dict[str, Any]) -> Path:
+    """Writes the rows that the algorithm takes, and its config."""
+    rng, rows = random.Random(0), []
+    for line in (QUICKSTART / "sft.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        sides = [row["response"], ",".join(reversed(row["response"].split(",")))]
+        if sides[0] == sides[1]:
+            continue
+        if algorithm["name"] == "kto":
+            label = rng.random() < 0.5
+            rows.append({"prompt": row["prompt"], "response": sides[not label], "label": label})
+        else:
+            rows.append({"prompt": row["prompt"], "chosen": sides[0], "rejected": sides[1]})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    content = {
+        "run": {"name": "mine", "dir": str(folder)},
+        "model": {"init": str(QUICKSTART / "model")},
+        "train": {"learning_rate": 1e-3, "warmup_steps": 5, "micro_batch_tokens": 1024},
+        "rollout": {"max_new_tokens": 12},
+        "algorithm": algorithm,
+        "data": {"prompts": str(folder / "rows.jsonl"), "max_prompt_tokens": 6},
+        "steps": {"prompts_per_step": 64, "num_steps": NUM_STEPS},
+    }
+    assert len(rows) > NUM_STEPS * 64
+    (folder / "c.yaml").write_text(yaml.safe_dump(content))
+    return folder / "c.yaml"
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "mine" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+LATER = pytest.mark.learning
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param({"name": "dpo", "beta": 0.3}, id="dpo"),
+        pytest.param({"name": "kto", "beta": 0.3}, id="kto"),
+        *(
+            pytest.param({"name": name}, id=name, marks=LATER)
+            for name in ("dpo_norm", "cdpo", "ipo", "simpo", "orpo")
+        ),
+    ],
+)
+def test_new_pairs_are_separated(tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    run("train", write_run(tmp_path, algorithm))
+    found = records(tmp_path)
+    accuracies = [record["preference/accuracy"] for record in found]
+    assert len(found) == NUM_STEPS
+    print(f"{algorithm}: {mean(accuracies[-5:]):.3f}")
+    assert mean(accuracies[-5:]) > ACCURACY, accuracies
+    assert mean(r["preference/margin"] for r in found[-5:]) > 0
+    assert found[-1]["policy/loss"] < found[0]["policy/loss"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout"), [("dpo", ("train.tp=2", "train.pp=2")), ("kto", ("train.cp=2",))]
+)
+def test_four_ranks_take_the_steps_of_one(
+    tmp_path: Path, name: str, layout: tuple[str, ...]
+) -> None:
+    """Pairs, and parts of responses, are cut over micro-batches and all kinds of ranks."""
+    config = write_run(tmp_path, {"name": name})
+    small = ("steps.num_steps=3", "steps.prompts_per_step=16")
+    run("train", config, *small, f"run.dir={tmp_path / 'one'}")
+    cut = (*small, *layout, f"run.dir={tmp_path / 'four'}", "train.micro_batch_tokens=48")
+    run("train", config, *cut, "--world", "4")
+    expected, found = records(tmp_path / "one"), records(tmp_path / "four")
+    assert expected[2]["policy/loss"] != expected[0]["policy/loss"]
+    for ours, theirs in zip(found, expected, strict=True):
+        for key in theirs:
+            if key.startswith("preference/") or key in ("policy/loss", "policy/grad_norm"):
+                # float32 sums in another order, through two steps of Adam
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-5), key
+
+
+def test_rows_that_prefer_nothing_are_refused_before_any_rank(tmp_path: Path) -> None:
+    config = write_run(tmp_path, {"name": "dpo"})
+    rows = tmp_path / "rows.jsonl"
+    good = rows.read_text().splitlines()[0]
+    rows.write_text(good + "\n" + json.dumps({**json.loads(good), "rejected": "x", "chosen": "x"}))
+    said = run("train", config, expect=2)
+    assert "rows.jsonl:2" in said and "the same in 'chosen' and 'rejected'" in said
+    assert not (tmp_path / "mine").exists()
+    rows.write_text('{"prompt": "1+1=", "response": "2", "label": true}\n' * 2)
+    said = run("train", config, "algorithm={name: kto}", expect=2)
+    assert "no row with label = false" in said and "Add rows" in said
