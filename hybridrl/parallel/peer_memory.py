@@ -71,7 +71,10 @@ def why_unusable(device: torch.device, timeout_s: float) -> str:
     Containers may forbid what sharing memory needs (pidfd_getfd of another process).
     """
     try:
-        allocate(PROBE_BYTES, device, timeout_s).barrier()
+        memory = allocate(PROBE_BYTES, device, timeout_s)
+        memory.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the barrier still uses what goes now
     except (OSError, RuntimeError) as error:
         return f"sharing memory failed: {error}".splitlines()[0]
     return ""
