@@ -18,6 +18,7 @@ from yaml import YAMLError
 from hybridrl.cli.validate import model_violations
 from hybridrl.config.algorithm import PolicyGradientConfig, PpoConfig
 from hybridrl.config.schema import Config
+from hybridrl.config.supervised import DpoConfig, KtoConfig
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.alias import shared_names
 from hybridrl.hybrid_engine.assign import Assignment, assign, judge, order_without_loss
@@ -324,7 +325,10 @@ def _activation_bytes(config: Config, shape: ModelShape, layout: TrainLayout) ->
 
 
 def _has_reference(config: Config) -> bool:
-    return isinstance(config.algorithm, PolicyGradientConfig) and config.algorithm.kl_coef > 0
+    chosen = config.algorithm
+    if isinstance(chosen, PolicyGradientConfig):
+        return chosen.kl_coef > 0
+    return isinstance(chosen, KtoConfig) or (isinstance(chosen, DpoConfig) and chosen.reference)
 
 
 def _num_elements(layout: RankLayout) -> int:

@@ -208,6 +208,9 @@ class PromptSource:
             digest.update(f"{prompt.prompt_id}{prompt.tokens}{prompt.response_tokens}".encode())
             if prompt.rejected_tokens is not None:
                 digest.update(f"{prompt.rejected_tokens}".encode())
+            label = prompt.columns.get("label")
+            if prompt.response_tokens and isinstance(label, bool):
+                digest.update(f"{label}".encode())
         self._fingerprint = digest.hexdigest()[:16]
         self._epoch, self._index = 0, 0
         self._order = self._epoch_order()

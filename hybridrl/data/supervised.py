@@ -21,7 +21,7 @@ def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> Tr
     Args:
         prompts: with what `feedback` says they have.
         feedback: None gives the demonstrations, 'pairs' both sides of each. 'labels' gives the
-            responses and then every prompt with the response to the next one, of reward part
+            responses and then every prompt with the response to the next other one, of reward part
             `mismatched` 1: those are only to be looked at, for KTO's estimate of the KL.
     """
     num, producer = len(prompts), Producer.here("the data's responses")
@@ -32,13 +32,19 @@ def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> Tr
         reward_B, parts = torch.ones(2 * num), {}
         reward_B[num:] = 0
     else:
-        following = [*prompts[1:], *prompts[:1]]
         others = [
-            replace(prompt, response_tokens=other.response_tokens)
-            for prompt, other in zip(prompts, following, strict=True)
+            replace(prompt, response_tokens=_next_other(prompts, number).response_tokens)
+            for number, prompt in enumerate(prompts)
         ]
         reward_B = torch.tensor([float(p.columns["label"] is True) for p in prompts] * 2)
         parts = {MISMATCHED: torch.tensor([0.0, 1.0]).repeat_interleave(num)}
     batch = TrainBatch.supervised([*prompts, *others], producer)
     group_B = torch.arange(num).repeat(2)
     return replace(batch, group_B=group_B, reward_B=reward_B, reward_parts=parts)
+
+
+def _next_other(prompts: Sequence[Prompt], number: int) -> Prompt:
+    """Returns the first prompt after this one that is another; the next if all are the same."""
+    after = [*prompts[number + 1 :], *prompts[:number]]
+    own = prompts[number].tokens
+    return next((prompt for prompt in after if prompt.tokens != own), [*after, prompts[number]][0])

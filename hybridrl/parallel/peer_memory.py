@@ -68,16 +68,25 @@ def why_unreachable(device: torch.device, hosts: Sequence[str]) -> str:
 def why_unusable(device: torch.device, timeout_s: float) -> str:
     """Returns why memory cannot be shared although peers are in reach, "" if it can; collective.
 
-    Containers may forbid what sharing memory needs (pidfd_getfd of another process).
+    Containers may forbid what sharing memory needs (pidfd_getfd of another process), and on CPU a
+    path of another container's process may be a file of somebody else.
     """
+    rank, size, failure = dist.get_rank(), dist.get_world_size(), ""
     try:
         memory = allocate(PROBE_BYTES, device, timeout_s)
-        memory.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the barrier still uses what goes now
     except (OSError, RuntimeError) as error:
-        return f"sharing memory failed: {error}".splitlines()[0]
-    return ""
+        failure = f"sharing memory failed: {error}".splitlines()[0]
+    failures = [""] * size
+    dist.all_gather_object(failures, failure)
+    if any(failures):
+        return failure
+    memory.of(rank).view(torch.int64).fill_(rank)
+    memory.barrier()
+    found = [int(memory.of(other).view(torch.int64)[0]) for other in range(size)]
+    memory.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the barrier still uses what goes now
+    return "" if found == list(range(size)) else f"what the ranks wrote is read as {found}"
 
 
 def allocate(num_bytes: int, device: torch.device, timeout_s: float) -> PeerMemory:
@@ -125,11 +134,13 @@ class _HostMemory:
             os.ftruncate(descriptor, num_bytes)
             paths: list[str] = [""] * dist.get_world_size()
             dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{descriptor}")
-            self._pieces = [
-                torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-                for path in paths
-            ]
-            dist.barrier()  # all have mapped it: the descriptor may go
+            try:
+                self._pieces = [
+                    torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+                    for path in paths
+                ]
+            finally:
+                dist.barrier()  # all have mapped it, or failed: the descriptor may go
         finally:
             os.close(descriptor)
 

@@ -205,7 +205,7 @@ class Trainer:
             if self.journal.dump.is_due(self.step):
                 self.journal.dump_samples(self.step, batch, self.scorer.responses(batch))
             metrics |= self.journal.describe(batch) | self.engine.metrics()
-        metrics |= feedback_metrics(batch)
+        metrics |= feedback_metrics(batch) if self.algorithm.needs.feedback else {}
         return self.journal.summarize(batch, metrics)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:

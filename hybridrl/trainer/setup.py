@@ -188,7 +188,7 @@ def weights_home(config: Config, world: World, say: Callable[[str], None]) -> Pe
     if wanted == "packed" or world.size == 1 or (wanted == "auto" and released):
         return None
     if wanted == "auto" and world.platform.is_cpu:
-        return None  # gloo is as fast there, and needs no room in /dev/shm
+        return None  # nothing is gained there
     device, hosts = world.platform.device, world.gather_objects(peer_memory.host_id())
     reasons = world.gather_objects(peer_memory.why_unreachable(device, hosts))
     if not any(reasons):

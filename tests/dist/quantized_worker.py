@@ -5,6 +5,7 @@ quantized_worker.py
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import numpy as np
@@ -22,7 +23,8 @@ from hybridrl.models.weights import RankLayout
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.peer_memory import PeerMemory, allocate
 
-DEVICE = torch.device("cpu")
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if HAS_GPU else torch.device("cpu")
 STAGING_BYTES = 1 << 20  # 256 KiB a buffer, less than a parameter: its rows come in many exchanges
 FP8 = torch.float8_e4m3fn
 
@@ -41,9 +43,10 @@ class Engine:
         for name, shape in layout.shapes.items():
             is_quantized = "_proj.weight" in name
             dtype = FP8 if is_quantized else torch.bfloat16
-            self._tensors[name] = torch.full(shape, -1.0).to(dtype)
+            self._tensors[name] = torch.full(shape, -1.0, device=DEVICE).to(dtype)
             if is_quantized:
-                self._scales[name] = torch.full([-(-size // 128) for size in shape], -1.0)
+                blocks = [-(-size // 128) for size in shape]
+                self._scales[name] = torch.full(blocks, -1.0, device=DEVICE)
 
     def layout(self) -> RankLayout:
         return self._layout
@@ -66,13 +69,13 @@ class Engine:
 
 def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes a whole bfloat16 weight, block by block."""
-    values = torch.empty(weight.shape, dtype=FP8)
-    scales = torch.empty([-(-size // 128) for size in weight.shape])
+    values = torch.empty(weight.shape, dtype=FP8, device=DEVICE)
+    scales = torch.empty([-(-size // 128) for size in weight.shape], device=DEVICE)
     for i in range(scales.size(0)):
         for j in range(scales.size(1)):
             place = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
             block = weight[place].float()
-            scales[i, j] = block.abs().max().clamp(min=1e-4) / torch.tensor(448.0)
+            scales[i, j] = block.abs().max().clamp(min=1e-4) / torch.tensor(448.0, device=DEVICE)
             values[place] = (block / scales[i, j]).to(FP8)
     return values, scales
 
@@ -105,10 +108,12 @@ def in_peer_memory(trained: Mapping[str, torch.Tensor]) -> tuple[PeerMemory, Map
 
 
 def check(case: Case, dtype: torch.dtype, kind: str) -> HybridEngine:
-    """Reshards twice, with weights that change in between, verified each time."""
+    """Reshards with weights that change in between, verified each time; on GPUs the second time
+    makes the graph of the packed transport, and the third runs it alone.
+    """
     rank, hf = dist.get_rank(), drawn(case)
     arrays = case.trained(hf, rank)
-    trained = {n: torch.from_numpy(a.copy()).to(dtype) for n, a in arrays.items()}
+    trained = {n: torch.from_numpy(a.copy()).to(DEVICE, dtype) for n, a in arrays.items()}
     memory, trained = in_peer_memory(trained)
     engine = Engine(case.targets()[rank])
     hybrid = HybridEngine(
@@ -120,14 +125,17 @@ def check(case: Case, dtype: torch.dtype, kind: str) -> HybridEngine:
         domain_size=2 if kind == "packed" and case.shape is RAGGED else None,
         peers=memory if kind == "peer" else None,
     )
-    for factor in (1, -3):
+    total = 1
+    for factor in (1, -3, 2):
+        total *= factor
         for tensor in trained.values():
             tensor.mul_(factor)
         stats = hybrid.to_rollout()
         assert stats.received_bytes == hybrid.plan.receive_bytes[rank] > 0
         assert hybrid.plan.itemsize == 2 and stats.verify_seconds > 0
         for name, array in case.generating(hf, rank).items():
-            wanted = torch.from_numpy(array.copy()).to(dtype).mul_(factor).to(torch.bfloat16)
+            wanted = torch.from_numpy(array.copy()).to(DEVICE, dtype)
+            wanted = wanted.mul_(total).to(torch.bfloat16)
             found = engine.tensors()[name]
             if name in engine.scales():
                 values, scales = quantized(wanted)
@@ -182,7 +190,8 @@ def check_faults(hybrid: HybridEngine, engine: Engine) -> None:
 def check_refusals(case: Case) -> None:
     """Scales that do not fit, on one rank, are an error on all."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    trained = {n: torch.from_numpy(a) for n, a in case.trained(drawn(case), rank).items()}
+    arrays = case.trained(drawn(case), rank)
+    trained = {n: torch.from_numpy(a).to(DEVICE) for n, a in arrays.items()}
     name, vocabulary = "model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"
     for match in ("needs scales", "must be float32", "have no counterpart"):
         engine = Engine(case.targets()[rank])
@@ -192,8 +201,9 @@ def check_refusals(case: Case) -> None:
             engine._scales[name] = engine._scales[name][:1, :1].clone()
         elif rank == last:
             shape = engine._tensors[vocabulary].shape
-            engine._tensors[vocabulary] = torch.zeros(shape, dtype=FP8)
-            engine._scales[vocabulary] = torch.zeros([-(-size // 128) for size in shape])
+            engine._tensors[vocabulary] = torch.zeros(shape, dtype=FP8, device=DEVICE)
+            blocks = [-(-size // 128) for size in shape]
+            engine._scales[vocabulary] = torch.zeros(blocks, device=DEVICE)
         try:
             HybridEngine(case.sources(), trained, engine, staging_bytes=STAGING_BYTES)
         except PlanError as error:
@@ -203,7 +213,11 @@ def check_refusals(case: Case) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    if HAS_GPU:
+        torch.cuda.set_device(DEVICE)
+        dist.init_process_group("nccl", device_id=DEVICE)
+    else:
+        dist.init_process_group("gloo")
     world = dist.get_world_size()
     layouts = (TrainLayout(world, tp=2, pp=2), 2), (TrainLayout(world, tp=4), 1)
     for shape in (WHOLE, RAGGED):

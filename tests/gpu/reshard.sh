@@ -13,6 +13,7 @@ bench() { python benchmarks/bench_reshard_gpu.py "$@" --limit-s 120; }
 if wants checks; then
   timeout 60 python tests/kernel_cases.py; echo "kernel cases: $?"
   ranks tests/dist/reshard_worker.py "$(mktemp -d)" 0 8 4 > "$OUT/reshard.log" 2>&1; echo "reshard: $?"
+  ranks tests/dist/quantized_worker.py > "$OUT/quantized.log" 2>&1; echo "block FP8: $?"
   for kind in packed peer; do
     ranks tests/dist/lost_rank_worker.py $kind - - 4 > "$OUT/lost_$kind.log" 2>&1; echo "lost rank, $kind: $?"
   done

@@ -229,6 +229,18 @@ def test_plan_reads_what_optimizers_own_where_the_gather_is_fused(here: Path) ->
     assert sum(fused["receive_bytes"]) == sum(fused["send_bytes"])
 
 
+def test_plan_counts_the_reference_of_those_that_have_one(here: Path) -> None:
+    def held(**algorithm: object) -> int:
+        samples = 2 if algorithm["name"] == "grpo" else 1
+        sections = {"algorithm": algorithm, "steps": {"samples_per_prompt": samples}}
+        return report_of(here, 1, **sections)["memory"]["train_peak_bytes"]
+
+    without = held(name="sft")
+    assert held(name="simpo") == held(name="orpo") == held(name="grpo") == without
+    for chosen in ({"name": "dpo"}, {"name": "kto"}, {"name": "grpo", "kl_coef": 0.1}):
+        assert held(**chosen) == without + 4 * PARAMETERS  # float32 for the hf engine
+
+
 def test_plan_memory_follows_the_sharding(here: Path) -> None:
     rollout = {"engine": "vllm", "staging_mib": 64}
     one = report_of(here, 1, rollout=rollout)["memory"]
