@@ -53,8 +53,8 @@ class ComparedTrainer(Trainer):
     folder: Path
     previous: torch.nn.Module | None = None
 
-    def reshard(self) -> dict[str, float]:
-        metrics = super().reshard()
+    def reshard(self, verifies: bool = False) -> dict[str, float]:
+        metrics = super().reshard(verifies)
         self.compare()
         return metrics
 
