@@ -154,7 +154,7 @@ class HybridEngine:
         self.transport: Transport = self.make_transport("packed" if peers is None else "peer")
 
     def make_transport(self, kind: Literal["packed", "peer"]) -> Transport:
-        """Returns another transport for the same plan and tensors; collective.
+        """Returns another transport for the same plan; the caller closes it. Collective.
 
         Raises:
             ValueError: 'peer', but the engine was made without `peers`.

@@ -93,7 +93,8 @@ def allocate(num_bytes: int, device: torch.device, timeout_s: float) -> PeerMemo
     """Allocates a piece of `num_bytes` on every rank of the world, zeroed; collective.
 
     Raises:
-        OSError, RuntimeError: there is no room, or the memory cannot be shared.
+        OSError, RuntimeError: the device has no room, or the memory cannot be shared. A host
+            that has none says so only when the memory is written.
     """
     if device.type == "cpu":
         return _HostMemory(num_bytes)
