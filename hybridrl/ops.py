@@ -58,8 +58,8 @@ class Copies(Protocol):
 class Blocks(Protocol):
     """A fixed list of copies of contiguous blocks."""
 
-    def run(self, stream: torch.cuda.Stream) -> None:
-        """Queues all on a stream that is not the default one."""
+    def run(self, stream: torch.cuda.Stream | None) -> None:
+        """Queues all on a stream that is not the default one; None on CPU."""
         ...
 
 
@@ -114,13 +114,18 @@ def quantized_copies(
 
 def has_copy_engine(device: torch.device) -> bool:
     """Whether `block_copies` works here."""
-    return device.type == "cuda" and copy_engine.has_copy_engine()
+    return device.type != "cuda" or copy_engine.has_copy_engine()
 
 
-def block_copies(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Blocks:
+def block_copies(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+) -> Blocks:
     """Returns copies of contiguous (source, destination) views by the GPU's copy engines.
 
     Args:
         pairs: of equal sizes and types, contiguous; destinations do not overlap.
+        device: where destinations lie.
     """
-    return copy_engine.BlockCopies(pairs)
+    if device.type == "cuda":
+        return copy_engine.BlockCopies(pairs)
+    return reference.BlockCopies(pairs)

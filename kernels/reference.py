@@ -106,6 +106,22 @@ def vocab_backward(
     return grad_hidden, grad_weight.to(weight_VD.dtype)
 
 
+class BlockCopies:
+    """A fixed list of copies of contiguous blocks.
+
+    Args:
+        pairs: (source, destination) views.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._pairs = [(source.flatten(), dest.view(-1)) for source, dest in pairs]
+
+    def run(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Copies all, in their order."""
+        for source, dest in self._pairs:
+            dest.copy_(source)
+
+
 class RectangleCopies:
     """A fixed list of copies between tensors, each cast to its destination's type.
 

@@ -2,10 +2,12 @@
 
 Who waits for whom: making one and `run` are collective. A barrier comes before the copies, so that
 all parameters are final, and one after, so that nobody changes them while they are read. In between
-a rank only reads the others' memory and writes its own: large blocks go through the copy engines in
-one call to the driver; what stays on the rank is copied by a kernel at the same time; then one
-kernel reads all other rectangles from all peers in turn. Copy engines and a kernel that both read
-over NVLink would slow each other down (docs/adr/0003).
+a rank only reads the others' memory and writes its own. One kernel reads small and cut-up
+rectangles from all peers in turn; meanwhile the host queues the copy engines' work, which begins
+when the kernel ends: both at once would slow each other down (docs/adr/0003). Copy engines bring
+whatever is large and in one piece at its source. What is not in one piece at its destination lands
+in a destination whose own content is still to come (lent.py) and is put in place by a kernel while
+the engines go on, as is what stays on the rank.
 
 Elements are cast on their way from the source's type to the destination's, and quantized where that
 is block FP8 (quantized.py): straight out of the peers' memory where rectangles are of whole blocks.
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl import ops
+from hybridrl.hybrid_engine.lent import lend
 from hybridrl.hybrid_engine.plan import Plan, PlanError
 from hybridrl.hybrid_engine.quantized import SENT_AS, Fill, Quantization
 from hybridrl.hybrid_engine.transport import (
@@ -85,6 +88,7 @@ class PeerTransport:
             if outside:
                 raise PlanError(f"rank {other}: {outside[0]} does not lie in peer memory")
         self._aside = torch.cuda.Stream(self._device) if own.is_cuda else None
+        self._beside = torch.cuda.Stream(self._device) if own.is_cuda else None
         self._addresses: tuple[int, ...] | None = None
         self._traffic = Traffic(
             sent_bytes=plan.send_bytes[rank],
@@ -99,15 +103,14 @@ class PeerTransport:
     @property
     def launches(self) -> int:
         """Kernels and batches of copies that a run starts, barriers included."""
-        kernels = (self._local, self._remote, self._quantized)
-        others = (self._blocks is not None) + 2 * bool(self._plan.streams)
-        return sum(kernel.num_launches for kernel in kernels) + others
+        batches = (self._staged, self._plain, self._lenders)
+        others = sum(map(bool, batches)) + 2 * bool(self._plan.streams)
+        return sum(kernel.num_launches for kernel in self._kernels) + others
 
     @property
     def extra_bytes(self) -> int:
         """Device memory held beside parameters and peer memory."""
-        kernels = (self._local, self._remote, self._quantized)
-        return sum(kernel.table_bytes for kernel in kernels)
+        return sum(kernel.table_bytes for kernel in self._kernels)
 
     @torch.no_grad()
     def run(self) -> Traffic:
@@ -115,15 +118,14 @@ class PeerTransport:
         self.prepare()
         if self._plan.streams:
             self._memory.barrier()
-        if self._blocks is None:
-            self._local.run()
-        else:
-            assert self._aside is not None
-            self._aside.wait_stream(torch.cuda.current_stream())
-            self._blocks.run(self._aside)
-            self._local.run()
-            torch.cuda.current_stream().wait_stream(self._aside)
         self._remote.run()
+        staged = self._queue(self._staged)
+        self._queue(self._plain)
+        local = self._run_beside(self._local)
+        self._wait(staged)
+        self._unpack.run()
+        self._wait(self._queue(self._lenders))
+        self._wait(local)
         self._quantized.run()
         if self._plan.streams:
             self._memory.barrier()
@@ -140,7 +142,7 @@ class PeerTransport:
         self._addresses = found
         local: list[Pair] = []
         remote: list[tuple[int, Pair]] = []
-        blocks: dict[int, list[Pair]] = {}
+        large: list[tuple[int, Pair]] = []
         fills: dict[str, list[Fill]] = {}
         size = self._plan.world_size
         pieces = {peer: self._memory.of(peer) for peer in range(size)}
@@ -155,21 +157,52 @@ class PeerTransport:
             elif peer == self._rank:
                 if not is_same_memory(source, dest):
                     local.append((source, dest))
-            elif ops.has_copy_engine(self._device) and _is_block(source, dest):
-                blocks.setdefault(peer, []).append((source, dest))
+            elif ops.has_copy_engine(self._device) and _is_large(source, dest):
+                large.append((peer, (source, dest)))
             else:
                 remote.append((peer, (source, dest)))
         # One peer after the other, and each rank starts with another: if two read from the same
         # rank, each gets half of its link. On more than one stream it is no faster.
-        order = sorted(blocks, key=lambda peer: (peer - self._rank) % size)
-        in_turn = [pair for peer in order for pair in blocks[peer]]
-        self._blocks = ops.block_copies(in_turn) if in_turn else None
+        large.sort(key=lambda item: (item[0] - self._rank) % size)
+        lent = lend([pair for _, pair in large])
+        self._staged, self._plain, self._lenders = (
+            ops.block_copies(pairs, self._device) if pairs else None
+            for pairs in (lent.staged, lent.plain, lent.lenders)
+        )
+        remote += [large[index] for index in lent.without_room]
         lanes = [(peer - self._rank) % size for peer, _ in remote]
         self._remote = ops.rectangle_copies([pair for _, pair in remote], self._device, lanes)
-        programs = LOCAL_PROGRAMS if blocks else None
+        programs = LOCAL_PROGRAMS if large else None
         self._local = ops.rectangle_copies(local, self._device, programs=programs)
+        self._unpack = ops.rectangle_copies(lent.unpacked, self._device, programs=programs)
         written = self._dests, self._scales
         self._quantized = Quantization(fills, *written, self._wire_dtype, self._device)
+        self._kernels = self._local, self._remote, self._unpack, self._quantized
+
+    def _queue(self, batch: ops.Blocks | None) -> torch.cuda.Event | None:
+        """Starts copies on the copy engines, after all that the current stream has been given."""
+        if batch is None:
+            return None
+        if self._aside is None:
+            batch.run(None)
+            return None
+        self._aside.wait_stream(torch.cuda.current_stream())
+        batch.run(self._aside)
+        return self._aside.record_event()
+
+    def _run_beside(self, copies: ops.Copies) -> torch.cuda.Event | None:
+        """Starts copies after all that the current stream has been given, and beside what comes."""
+        if self._beside is None:
+            copies.run()
+            return None
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            copies.run()
+        return self._beside.record_event()
+
+    def _wait(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
 
 
 def _place(tensor: Tensor, piece: Tensor) -> Place | None:
@@ -187,10 +220,6 @@ def _view(piece: Tensor, place: Place) -> Tensor:
     return piece[offset : offset + size].view(dtype).view(shape)
 
 
-def _is_block(source: Tensor, dest: Tensor) -> bool:
-    return (
-        source.dtype == dest.dtype
-        and dest.nbytes >= BLOCK_BYTES
-        and source.is_contiguous()
-        and dest.is_contiguous()
-    )
+def _is_large(source: Tensor, dest: Tensor) -> bool:
+    same_type = source.dtype == dest.dtype
+    return same_type and dest.nbytes >= BLOCK_BYTES and source.is_contiguous()
