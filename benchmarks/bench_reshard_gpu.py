@@ -169,9 +169,14 @@ def run_showing_progress(command: Sequence[str], limit_s: float) -> tuple[int, l
         errors="replace",
         start_new_session=True,
     )
-    # The session is the command's own: all of its ranks end with it.
-    timer = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
-    timer.start()
+    # torchrun ends its ranks, which have sessions of their own, when it is asked to; it is killed
+    # only if it does not.
+    timers = [
+        threading.Timer(limit_s, process.terminate),
+        threading.Timer(limit_s + 40, os.killpg, (process.pid, signal.SIGKILL)),
+    ]
+    for timer in timers:
+        timer.start()
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -180,7 +185,8 @@ def run_showing_progress(command: Sequence[str], limit_s: float) -> tuple[int, l
                 print(line[line.index(PROGRESS) :], end="", flush=True)
         return process.wait(), list(tail)
     finally:
-        timer.cancel()
+        for timer in timers:
+            timer.cancel()
 
 
 # Report

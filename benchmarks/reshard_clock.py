@@ -182,26 +182,30 @@ def attempted(gather: Gather, what: Callable[[], dict[str, Any]]) -> dict[str, A
 
 
 def link_rates(clock: Clock, device: torch.device, iterations: int = 10) -> dict[str, Any]:
-    """Returns, by way, the GB/s that each rank receives when it takes as much from every other."""
+    """Returns, by way, the GB/s that each rank receives when it takes as much from every other, and
+    by copy engine from one other.
+    """
     num_bytes = (1 << 30) if device.type == "cuda" else 1 << 20
     world = dist.get_world_size()
     mine = torch.randint(0, 100, (num_bytes,), dtype=torch.uint8, device=device)
     everyone = torch.empty(num_bytes * world, dtype=torch.uint8, device=device)
     ways: dict[str, Callable[..., Callable[[], object]]] = {
         "copy_engine": copy_engine,
+        "copy_engine_one_peer": partial(copy_engine, num_peers=1),
         "nccl_all_gather": lambda mine, everyone: partial(
             dist.all_gather_into_tensor, everyone, mine
         ),
         "nccl_send_recv": send_recv,
     }
     if device.type != "cuda":
-        del ways["copy_engine"]
+        del ways["copy_engine"], ways["copy_engine_one_peer"]
 
-    def rate(make: Callable[..., Callable[[], object]]) -> dict[str, Any]:
-        ms = clock.time(make(mine, everyone), iterations).ms
-        return {"ms": ms, "gb_per_s": (world - 1) * num_bytes / ms / 1e6}
+    def rate(name: str) -> dict[str, Any]:
+        ms = clock.time(ways[name](mine, everyone), iterations).ms
+        num_peers = 1 if name.endswith("one_peer") else world - 1
+        return {"ms": ms, "gb_per_s": num_peers * num_bytes / ms / 1e6}
 
-    return {name: attempted(clock.gather, partial(rate, make)) for name, make in ways.items()}
+    return {name: attempted(clock.gather, partial(rate, name)) for name in ways}
 
 
 def send_recv(mine: torch.Tensor, everyone: torch.Tensor) -> Callable[[], object]:
@@ -221,8 +225,10 @@ def send_recv(mine: torch.Tensor, everyone: torch.Tensor) -> Callable[[], object
     return run
 
 
-def copy_engine(mine: torch.Tensor, everyone: torch.Tensor) -> Callable[[], object]:
-    """Copies out of the peers' memory, a stream a peer."""
+def copy_engine(
+    mine: torch.Tensor, everyone: torch.Tensor, num_peers: int | None = None
+) -> Callable[[], object]:
+    """Copies out of the peers' memory, a stream a peer; None: of all peers."""
     import torch.distributed._symmetric_memory as symmetric
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -232,7 +238,7 @@ def copy_engine(mine: torch.Tensor, everyone: torch.Tensor) -> Callable[[], obje
     everybody: Any = dist.group.WORLD
     handle = symmetric.rendezvous(shared, everybody.group_name)
     pulls = []
-    for step in range(1, world):
+    for step in range(1, (num_peers or world - 1) + 1):
         peer = (rank + step) % world
         source = handle.get_buffer(peer, tuple(mine.shape), mine.dtype)
         pulls.append((torch.cuda.Stream(), source, slots[peer]))

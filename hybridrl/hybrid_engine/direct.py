@@ -21,8 +21,9 @@ from hybridrl.hybrid_engine.transport import gather_objects
 from hybridrl.models.boxes import Box, volume
 from hybridrl.models.hf import box_view
 
-# Smaller ones go packed: a message costs about 10 us, in which 3 MB cross NVLink.
-BLOCK_BYTES = 4 << 20
+# Smaller ones go packed: NCCL moves messages of 16 MiB at 100 GB/s, of 32 MiB and more at 300, and
+# what is packed travels in messages of 64 MiB. Measured on H200.
+BLOCK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)

@@ -163,9 +163,10 @@ def check_memory(hybrid: HybridEngine, case: Case) -> None:
         if dtype == hybrid._wire_dtype:
             cut = [size for name, size in sizes.items() if "qkv" in name]
             gathered = set(cut if case.train.tp > 2 or case.shape is RAGGED else [0])
-        assert transport.extra_bytes >= max(gathered), (transport.extra_bytes, gathered)
-        assert transport.extra_bytes == max(gathered) or case.shape is RAGGED
-        assert transport.extra_bytes <= max(sizes.values())
+        scratch = transport._quantized._scratch.nbytes
+        assert scratch >= max(gathered), (scratch, gathered)
+        assert scratch == max(gathered) or case.shape is RAGGED
+        assert scratch <= max(sizes.values()) and scratch <= transport.extra_bytes
 
 
 def check_faults(hybrid: HybridEngine, engine: Engine) -> None:

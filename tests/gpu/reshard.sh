@@ -8,15 +8,20 @@ shift
 PARTS=" ${*:-checks gathered local fused} "
 wants() { [[ $PARTS == *" $1 "* ]]; }
 export OMP_NUM_THREADS=4 PYTHONPATH="$PWD:$PWD/tests:${PYTHONPATH:-}"
-ranks() { timeout 90 torchrun --standalone --nproc-per-node=4 "$@"; }
 bench() { python benchmarks/bench_reshard_gpu.py "$@" --limit-s 120; }
-if wants checks; then
-  timeout 60 python tests/kernel_cases.py; echo "kernel cases: $?"
-  ranks tests/dist/reshard_worker.py "$(mktemp -d)" 0 8 4 > "$OUT/reshard.log" 2>&1; echo "reshard: $?"
-  ranks tests/dist/quantized_worker.py > "$OUT/quantized.log" 2>&1; echo "block FP8: $?"
-  for kind in packed peer; do
-    ranks tests/dist/lost_rank_worker.py $kind - - 4 > "$OUT/lost_$kind.log" 2>&1; echo "lost rank, $kind: $?"
-  done
+if wants checks; then  # all at once: they check, and time nothing
+  check() {
+    local name=$1
+    shift
+    timeout 110 "$@" > "$OUT/$name.log" 2>&1
+    echo "$name: $?" | tee -a "$OUT/checks.txt"
+  }
+  ranks=(torchrun --standalone --nproc-per-node=4)
+  check kernels python tests/kernel_cases.py &
+  check reshard "${ranks[@]}" tests/dist/reshard_worker.py "$(mktemp -d)" 0 40 4 &
+  check block_fp8 "${ranks[@]}" tests/dist/quantized_worker.py &
+  for kind in packed peer; do check lost_$kind "${ranks[@]}" tests/dist/lost_rank_worker.py $kind - - 4 & done
+  wait
 fi
 if wants gathered; then
   bench "$OUT/tp4.json" 7b/tp4/tp1 7b/tp4/tp2
