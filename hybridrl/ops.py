@@ -58,6 +58,11 @@ class Copies(Protocol):
 class Blocks(Protocol):
     """A fixed list of copies of contiguous blocks."""
 
+    @property
+    def num_launches(self) -> int:
+        """Batches that a run starts: one, or none if the list is empty."""
+        ...
+
     def run(self, stream: torch.cuda.Stream | None) -> None:
         """Queues all on a stream that is not the default one; None on CPU."""
         ...

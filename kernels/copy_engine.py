@@ -53,12 +53,19 @@ class BlockCopies:
         self._attributes = _Attributes(source_access_order=FROM_STREAM)
         self._first = ctypes.c_size_t(0)
 
+    @property
+    def num_launches(self) -> int:
+        """Calls of the driver that a run makes."""
+        return int(self._count.value > 0)
+
     def run(self, stream: torch.cuda.Stream) -> None:
         """Queues all copies on a stream, which may not be the default one.
 
         Raises:
             RuntimeError: the driver refused them.
         """
+        if self._count.value == 0:
+            return
         call, failure = _batch_call()
         code = call(
             self._dests,

@@ -116,6 +116,11 @@ class BlockCopies:
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._pairs = [(source.flatten(), dest.view(-1)) for source, dest in pairs]
 
+    @property
+    def num_launches(self) -> int:
+        """Batches that a run starts."""
+        return int(bool(self._pairs))
+
     def run(self, stream: torch.cuda.Stream | None = None) -> None:
         """Copies all, in their order."""
         for source, dest in self._pairs:

@@ -16,6 +16,7 @@ is block FP8 (quantized.py): straight out of the peers' memory where rectangles 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,7 @@ class PeerTransport:
             outside = sorted(name for name, place in places.items() if place is None)
             if outside:
                 raise PlanError(f"rank {other}: {outside[0]} does not lie in peer memory")
-        self._aside = torch.cuda.Stream(self._device) if own.is_cuda else None
+        self._engines = torch.cuda.Stream(self._device) if own.is_cuda else None
         self._beside = torch.cuda.Stream(self._device) if own.is_cuda else None
         self._addresses: tuple[int, ...] | None = None
         self._traffic = Traffic(
@@ -103,9 +104,9 @@ class PeerTransport:
     @property
     def launches(self) -> int:
         """Kernels and batches of copies that a run starts, barriers included."""
-        batches = (self._staged, self._plain, self._lenders)
-        others = sum(map(bool, batches)) + 2 * bool(self._plan.streams)
-        return sum(kernel.num_launches for kernel in self._kernels) + others
+        batches = sum(batch.num_launches for batch in self._batches)
+        kernels = sum(kernel.num_launches for kernel in self._kernels)
+        return kernels + batches + 2 * bool(self._plan.streams)
 
     @property
     def extra_bytes(self) -> int:
@@ -119,13 +120,7 @@ class PeerTransport:
         if self._plan.streams:
             self._memory.barrier()
         self._remote.run()
-        staged = self._queue(self._staged)
-        self._queue(self._plain)
-        local = self._run_beside(self._local)
-        self._wait(staged)
-        self._unpack.run()
-        self._wait(self._queue(self._lenders))
-        self._wait(local)
+        self._run_blocks()
         self._quantized.run()
         if self._plan.streams:
             self._memory.barrier()
@@ -165,10 +160,10 @@ class PeerTransport:
         # rank, each gets half of its link. On more than one stream it is no faster.
         large.sort(key=lambda item: (item[0] - self._rank) % size)
         lent = lend([pair for _, pair in large])
-        self._staged, self._plain, self._lenders = (
-            ops.block_copies(pairs, self._device) if pairs else None
+        self._batches = [
+            ops.block_copies(pairs, self._device)
             for pairs in (lent.staged, lent.plain, lent.lenders)
-        )
+        ]
         remote += [large[index] for index in lent.without_room]
         lanes = [(peer - self._rank) % size for peer, _ in remote]
         self._remote = ops.rectangle_copies([pair for _, pair in remote], self._device, lanes)
@@ -179,30 +174,31 @@ class PeerTransport:
         self._quantized = Quantization(fills, *written, self._wire_dtype, self._device)
         self._kernels = self._local, self._remote, self._unpack, self._quantized
 
-    def _queue(self, batch: ops.Blocks | None) -> torch.cuda.Event | None:
-        """Starts copies on the copy engines, after all that the current stream has been given."""
-        if batch is None:
-            return None
-        if self._aside is None:
-            batch.run(None)
-            return None
-        self._aside.wait_stream(torch.cuda.current_stream())
-        batch.run(self._aside)
-        return self._aside.record_event()
+    def _run_blocks(self) -> None:
+        """Copies blocks and what stays on the rank, each on its own stream."""
+        if not any(batch.num_launches for batch in self._batches):
+            self._local.run()
+            return
+        staged, plain, lenders = self._batches
+        current = torch.cuda.current_stream() if self._engines is not None else None
+        _wait(self._engines, current)
+        _wait(self._beside, current)
+        staged.run(self._engines)
+        _wait(current, self._engines)  # for what is staged; for nothing that is queued from here on
+        plain.run(self._engines)
+        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+            self._local.run()
+        self._unpack.run()
+        _wait(self._engines, current)
+        lenders.run(self._engines)
+        _wait(current, self._engines)
+        _wait(current, self._beside)
 
-    def _run_beside(self, copies: ops.Copies) -> torch.cuda.Event | None:
-        """Starts copies after all that the current stream has been given, and beside what comes."""
-        if self._beside is None:
-            copies.run()
-            return None
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
-            copies.run()
-        return self._beside.record_event()
 
-    def _wait(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+def _wait(waiting: torch.cuda.Stream | None, other: torch.cuda.Stream | None) -> None:
+    """Lets what is queued on a stream from here on wait for what another has; None on CPU."""
+    if waiting is not None and other is not None:
+        waiting.wait_stream(other)
 
 
 def _place(tensor: Tensor, piece: Tensor) -> Place | None:
