@@ -12,14 +12,7 @@ from typing import Protocol
 import torch
 
 from hybridrl.kernels import copy_engine, reference
-from hybridrl.kernels.reference import (
-    BLOCK,
-    VocabStats,
-    block_scales,
-    quantize_blocks,
-    vocab_backward,
-    vocab_stats,
-)
+from hybridrl.kernels.reference import BLOCK, VocabStats, block_scales, quantize_blocks
 
 __all__ = [
     "BLOCK",
@@ -35,6 +28,45 @@ __all__ = [
     "vocab_backward",
     "vocab_stats",
 ]
+
+
+def vocab_stats(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, temperature: float
+) -> VocabStats:
+    """Computes the softmax statistics of one vocabulary shard without keeping its logits.
+
+    Args: as of `reference.vocab_stats`.
+    """
+    if hidden_TD.is_cuda:
+        from hybridrl.kernels import token_logprobs  # torch's CUDA builds bring triton
+
+        return token_logprobs.vocab_stats(hidden_TD, weight_VD, target_T, temperature)
+    return reference.vocab_stats(hidden_TD, weight_VD, target_T, temperature)
+
+
+def vocab_backward(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    target_T: torch.Tensor,
+    temperature: float,
+    max_T: torch.Tensor,
+    log_sum_T: torch.Tensor,
+    entropy_T: torch.Tensor,
+    grad_logp_T: torch.Tensor,
+    grad_entropy_T: torch.Tensor | None,
+    grad_weight_VD: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes this shard's part of the gradients of log-probability and entropy.
+
+    Args and returns: as of `reference.vocab_backward`.
+    """
+    stats, grads = (max_T, log_sum_T, entropy_T), (grad_logp_T, grad_entropy_T, grad_weight_VD)
+    arguments = hidden_TD, weight_VD, target_T, temperature, *stats, *grads
+    if hidden_TD.is_cuda:
+        from hybridrl.kernels import token_logprobs
+
+        return token_logprobs.vocab_backward(*arguments)
+    return reference.vocab_backward(*arguments)
 
 
 class Copies(Protocol):

@@ -37,10 +37,6 @@ class VocabStats(NamedTuple):
     target_T: torch.Tensor
 
 
-def _logits(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> torch.Tensor:
-    return (hidden_TD @ weight_VD.T).float() / temperature
-
-
 def vocab_stats(
     hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, temperature: float
 ) -> VocabStats:
@@ -55,11 +51,11 @@ def vocab_stats(
     if weight_VD.size(0) == 0:
         zeros = torch.zeros(hidden_TD.size(0), device=hidden_TD.device)
         return VocabStats(zeros + LOWEST, zeros, zeros, zeros)
-    parts = []
+    parts, weight = [], weight_VD.float()
     for hidden, target in zip(
         hidden_TD.split(CHUNK_TOKENS), target_T.split(CHUNK_TOKENS), strict=True
     ):
-        logits = _logits(hidden, weight_VD, temperature)
+        logits = hidden.float() @ weight.T / temperature
         largest = logits.amax(-1)
         chosen = logits.gather(1, target.clamp(min=0)[:, None])[:, 0] * (target >= 0)
         shifted = logits - largest[:, None]
@@ -73,37 +69,51 @@ def vocab_backward(
     weight_VD: torch.Tensor,
     target_T: torch.Tensor,
     temperature: float,
-    log_sum_exp_T: torch.Tensor,
+    max_T: torch.Tensor,
+    log_sum_T: torch.Tensor,
     entropy_T: torch.Tensor,
     grad_logp_T: torch.Tensor,
-    grad_entropy_T: torch.Tensor,
+    grad_entropy_T: torch.Tensor | None,
+    grad_weight_VD: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes this shard's part of the gradients of log-probability and entropy.
 
     With z the logits, p = softmax(z), H the entropy: d logp / dz_j = [j is target] - p_j and
     dH / dz_j = -p_j (log p_j + H).
 
+    Args:
+        hidden_TD, weight_VD, target_T, temperature: as of `vocab_stats`.
+        max_T, log_sum_T, entropy_T: over all shards, fp32: the largest logit, the logarithm of
+            sum of exp(logit - max), the entropy. log p is logit - max - log_sum in this order,
+            which loses nothing where logits are large.
+        grad_logp_T, grad_entropy_T: of the loss, fp32; no entropy's: nothing depends on it.
+        grad_weight_VD: fp32, that the weight's gradient is added to; None: it is a new tensor of
+            the weight's type.
+
     Returns:
-        Gradient of hidden_TD (to be summed over shards) and of weight_VD.
+        Gradient of hidden_TD (to be summed over shards), and the tensor with that of weight_VD.
     """
     grad_hidden = torch.zeros_like(hidden_TD)
-    grad_weight = torch.zeros(weight_VD.shape, dtype=torch.float32, device=weight_VD.device)
-    if weight_VD.size(0) == 0:
-        return grad_hidden, grad_weight.to(weight_VD.dtype)
-    for start in range(0, hidden_TD.size(0), CHUNK_TOKENS):
+    grad_weight = weight_VD.new_zeros(weight_VD.shape, dtype=torch.float32)
+    if grad_weight_VD is not None:
+        grad_weight = grad_weight_VD
+    weight = weight_VD.float()
+    for start in range(0, hidden_TD.size(0) if weight.size(0) else 0, CHUNK_TOKENS):
         rows = slice(start, start + CHUNK_TOKENS)
-        hidden, target = hidden_TD[rows], target_T[rows]
-        log_p = _logits(hidden, weight_VD, temperature) - log_sum_exp_T[rows, None]
+        hidden, target = hidden_TD[rows].float(), target_T[rows]
+        log_p = hidden @ weight.T / temperature - max_T[rows, None] - log_sum_T[rows, None]
         p = log_p.exp()
-        grad = p * (log_p + entropy_T[rows, None]) * -grad_entropy_T[rows, None]
-        grad -= p * grad_logp_T[rows, None]
+        grad = -p * grad_logp_T[rows, None]
+        if grad_entropy_T is not None:
+            grad -= p * (log_p + entropy_T[rows, None]) * grad_entropy_T[rows, None]
         mine = (target >= 0).to(grad.dtype) * grad_logp_T[rows]
         grad.scatter_add_(1, target.clamp(min=0)[:, None], mine[:, None])
         grad /= temperature
-        grad = grad.to(hidden.dtype)
-        grad_hidden[rows] = grad @ weight_VD
+        grad_hidden[rows] = (grad @ weight).to(grad_hidden.dtype)
         grad_weight += grad.T @ hidden
-    return grad_hidden, grad_weight.to(weight_VD.dtype)
+    if grad_weight_VD is None:
+        grad_weight = grad_weight.to(weight_VD.dtype)
+    return grad_hidden, grad_weight
 
 
 class BlockCopies:

@@ -56,31 +56,58 @@ class _TokenStatsFunction(torch.autograd.Function):
         if group.size() > 1:
             dist.all_reduce(combined, group=group)
         total, weighted, target_logit = combined
-        log_sum_exp = largest + total.log()
-        entropy = total.log() - weighted / total
-        ctx.save_for_backward(hidden_SD, weight_VD, target_S, log_sum_exp, entropy)
+        log_sum = total.log()
+        entropy = log_sum - weighted / total
+        ctx.save_for_backward(hidden_SD, weight_VD, target_S, largest, log_sum, entropy)
         ctx.temperature, ctx.num_columns = temperature, num_columns
-        return target_logit - log_sum_exp, entropy
+        ctx.set_materialize_grads(False)
+        return target_logit - largest - log_sum, entropy
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: Any, grad_logp_S: torch.Tensor, grad_entropy_S: torch.Tensor
+        ctx: Any, grad_logp_S: torch.Tensor | None, grad_entropy_S: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_SD, weight_VD, target_S, log_sum_exp, entropy = ctx.saved_tensors
+        hidden_SD, weight_VD, target_S, largest, log_sum, entropy = ctx.saved_tensors
+        main_grad_VD = _main_grad(weight_VD)
         grad_hidden, grad_shard = ops.vocab_backward(
             hidden_SD,
             weight_VD[: ctx.num_columns],
             target_S,
             ctx.temperature,
-            log_sum_exp,
+            largest,
+            log_sum,
             entropy,
-            grad_logp_S,
+            torch.zeros_like(entropy) if grad_logp_S is None else grad_logp_S,
             grad_entropy_S,
+            None if main_grad_VD is None else main_grad_VD[: ctx.num_columns],
         )
-        if ctx.num_columns < weight_VD.size(0):
+        if main_grad_VD is not None:
+            grad_shard = _placeholder(weight_VD)
+        elif ctx.num_columns < weight_VD.size(0):
             padding = grad_shard.new_zeros(weight_VD.size(0) - ctx.num_columns, weight_VD.size(1))
             grad_shard = torch.cat((grad_shard, padding))
         return grad_hidden, grad_shard, None, None, None, None
+
+
+def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """Returns where Megatron's data-parallel wrapper accumulates the weight's gradient in fp32."""
+    if not hasattr(weight, "grad_added_to_main_grad"):  # not wrapped
+        return None
+    main_grad: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]  # Megatron's
+    return main_grad if main_grad.dtype == torch.float32 else None
+
+
+def _placeholder(weight: torch.Tensor) -> torch.Tensor:
+    """Returns what autograd gets for a gradient that its main gradient has, and marks it so.
+
+    Megatron's hook on the weight runs only where a gradient comes, and passes over a marked one,
+    whose numbers do not matter then. Embeddings that are tied on one stage are `zero_out_wgrad`:
+    autograd adds the lookup's gradient to this one, and the hook takes the sum.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if getattr(weight, "zero_out_wgrad", False):
+        return weight.new_zeros(()).expand(weight.shape)
+    return torch.empty_like(weight)
 
 
 class LanguageModel(GPTModel):

@@ -1,0 +1,194 @@
+"""Softmax statistics of a vocabulary shard and their gradients, a chunk of columns at a time.
+
+cuBLAS makes the matrix products, at the rate of the tensor cores; the kernels do what lies between
+them. A chunk's logits are fp32 in one scratch that all chunks share, so no logit is ever rounded to
+the weight's type. Chunks are of columns, not of tokens: each row of the weight's gradient is
+complete once its chunk is done, and is written once, to where Megatron accumulates gradients.
+
+Ideal, of T tokens, V columns and D hidden: 2 T V D FLOPs forward and 6 T V D more backward, which
+makes the logits again. Beside them a logit is 8 bytes of traffic forward (written and read, fp32)
+and 14 backward (its gradient too, in the weight's type, which both products then read).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from hybridrl.kernels import reference
+from hybridrl.kernels.reference import VocabStats
+
+# A chunk is an eighth of the shard, at least what keeps a GPU busy, at most what a GPU full of
+# weights can spare; bytes are of backward's scratch.
+LEAST_BYTES = 64 << 20
+MOST_BYTES = 1 << 30
+BYTES_PER_LOGIT = 6  # fp32, and a gradient of 2 bytes
+# One program holds a row of the chunk in registers: 32 fp32 of a thread at most.
+LEAST_WIDTH = 1024
+MOST_WIDTH = 16384
+COLUMNS_PER_WARP = 1024
+
+
+def vocab_stats(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, temperature: float
+) -> VocabStats:
+    """Computes the softmax statistics of one vocabulary shard; arguments as of the reference."""
+    if weight_VD.size(0) == 0:
+        return reference.vocab_stats(hidden_TD, weight_VD, target_T, temperature)
+    num_tokens, width = hidden_TD.size(0), _width(hidden_TD.size(0), weight_VD.size(0))
+    logits = hidden_TD.new_empty(num_tokens, width, dtype=torch.float32)
+    stats = torch.zeros(4, num_tokens, dtype=torch.float32, device=hidden_TD.device)
+    for first, weight in _chunks(weight_VD, width):
+        columns = weight.size(0)
+        _multiply(hidden_TD, weight.T, logits[:, :columns])
+        _add_columns[(num_tokens,)](
+            logits,
+            target_T,
+            stats,
+            num_tokens,
+            first,
+            columns,
+            1 / temperature,
+            WIDTH=width,
+            num_warps=_warps(width),
+        )
+    return VocabStats(*stats)
+
+
+def vocab_backward(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    target_T: torch.Tensor,
+    temperature: float,
+    max_T: torch.Tensor,
+    log_sum_T: torch.Tensor,
+    entropy_T: torch.Tensor,
+    grad_logp_T: torch.Tensor,
+    grad_entropy_T: torch.Tensor | None,
+    grad_weight_VD: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes this shard's part of the gradients; arguments and result as of the reference.
+
+    The gradient of a logit is rounded to the weight's type; sums of them are fp32.
+    """
+    is_added = grad_weight_VD is not None
+    grad_weight = torch.empty_like(weight_VD) if grad_weight_VD is None else grad_weight_VD
+    if weight_VD.size(0) == 0:
+        return torch.zeros_like(hidden_TD), grad_weight
+    num_tokens, width = hidden_TD.size(0), _width(hidden_TD.size(0), weight_VD.size(0))
+    logits = hidden_TD.new_empty(num_tokens, width, dtype=torch.float32)
+    grads = hidden_TD.new_empty(num_tokens, width)
+    grad_hidden = torch.empty_like(hidden_TD, dtype=torch.float32)
+    for first, weight in _chunks(weight_VD, width):
+        columns = weight.size(0)
+        _multiply(hidden_TD, weight.T, logits[:, :columns])
+        _logit_gradients[(num_tokens,)](
+            logits,
+            grads,
+            target_T,
+            max_T,
+            log_sum_T,
+            entropy_T,
+            grad_logp_T,
+            entropy_T if grad_entropy_T is None else grad_entropy_T,
+            first,
+            columns,
+            1 / temperature,
+            HAS_ENTROPY=grad_entropy_T is not None,
+            WIDTH=width,
+            num_warps=_warps(width),
+        )
+        _multiply(grads[:, :columns], weight, grad_hidden, is_added=first > 0)
+        rows = grad_weight[first : first + columns]
+        _multiply(grads[:, :columns].T, hidden_TD, rows, is_added=is_added)
+    return grad_hidden.to(hidden_TD.dtype), grad_weight
+
+
+@triton.jit
+def _add_columns(  # type: ignore[no-untyped-def]  # Triton's types are not Python's
+    logits, targets, stats, num_tokens, first, columns, scale, WIDTH: tl.constexpr
+):
+    # stats has the rows of VocabStats; zeros at first. A program is a token.
+    row = tl.program_id(0)
+    place = tl.arange(0, WIDTH)
+    is_column = place < columns
+    logits += row.to(tl.int64) * WIDTH
+    logit = tl.load(logits + place, mask=is_column, other=float("-inf")) * scale
+    stats += row
+    total = tl.load(stats + num_tokens)
+    weighted = tl.load(stats + 2 * num_tokens)
+    # No sum means no column yet, and that the largest is none.
+    largest = tl.where(total > 0, tl.load(stats), float("-inf"))
+    new = tl.maximum(largest, tl.max(logit, 0))
+    shift = tl.where(total > 0, largest - new, 0.0)
+    shifted = tl.where(is_column, logit - new, 0.0)
+    exp = tl.where(is_column, tl.exp(shifted), 0.0)
+    old = tl.exp(shift)
+    tl.store(stats, new)
+    tl.store(stats + num_tokens, total * old + tl.sum(exp, 0))
+    weighted = (weighted + total * shift) * old + tl.sum(exp * shifted, 0)
+    tl.store(stats + 2 * num_tokens, weighted)
+    column = tl.load(targets + row) - first
+    is_here = (column >= 0) & (column < columns)
+    target = tl.load(logits + column, mask=is_here, other=0.0) * scale
+    tl.store(stats + 3 * num_tokens, target, mask=is_here)
+
+
+@triton.jit
+def _logit_gradients(  # type: ignore[no-untyped-def]
+    logits,
+    grads,
+    targets,
+    largest,
+    log_sum,
+    entropy,
+    grad_logp,
+    grad_entropy,
+    first,
+    columns,
+    scale,
+    HAS_ENTROPY: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0)
+    place = tl.arange(0, WIDTH)
+    is_column = place < columns
+    start = row.to(tl.int64) * WIDTH
+    logit = tl.load(logits + start + place, mask=is_column, other=0.0) * scale
+    log_p = logit - tl.load(largest + row) - tl.load(log_sum + row)
+    own = tl.load(grad_logp + row)
+    slope = own
+    if HAS_ENTROPY:
+        slope = own + tl.load(grad_entropy + row) * (log_p + tl.load(entropy + row))
+    grad = -tl.exp(log_p) * slope
+    grad += tl.where(place == tl.load(targets + row) - first, own, 0.0)
+    tl.store(grads + start + place, (grad * scale).to(grads.dtype.element_ty), mask=is_column)
+
+
+def _multiply(
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, is_added: bool = False
+) -> None:
+    """Writes left @ right, summed in fp32, or adds it to what is there."""
+    if left.is_cuda and left.dtype != out.dtype:
+        torch.addmm(out, left, right, out_dtype=out.dtype, beta=int(is_added), out=out)
+    else:  # torch on CPU has no product of two types
+        left, right = left.to(out.dtype), right.to(out.dtype)
+        torch.addmm(out, left, right, beta=int(is_added), out=out)
+
+
+def _chunks(weight_VD: torch.Tensor, width: int) -> Iterator[tuple[int, torch.Tensor]]:
+    for first in range(0, weight_VD.size(0), width):
+        yield first, weight_VD[first : first + width]
+
+
+def _width(num_tokens: int, num_columns: int) -> int:
+    """Returns how many columns a chunk has: a power of two, since each is compiled once."""
+    column_bytes = BYTES_PER_LOGIT * max(num_tokens, 1)
+    most = min(max(num_columns // 8, LEAST_BYTES // column_bytes), MOST_BYTES // column_bytes)
+    return min(max(1 << most.bit_length() >> 1, LEAST_WIDTH), MOST_WIDTH)
+
+
+def _warps(width: int) -> int:
+    return min(max(width // COLUMNS_PER_WARP, 4), 16)
