@@ -151,7 +151,7 @@ def launch_run(arguments: Sequence[str], world_size: int, folder: Path) -> int:
     code = launch(arguments, world_size, folder / "logs")
     metrics = folder / "metrics.jsonl"
     has_steps = metrics.exists() and metrics.stat().st_size > 0
-    if code == 2 and folder in missing and not has_steps:
+    if code == 2 and folder in missing and not has_steps and not (folder / "replay").exists():
         shutil.rmtree(folder)
         for parent in missing[1:]:
             with suppress(OSError):  # something else lies in it

@@ -116,9 +116,19 @@ def plan(
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None, world: World = None) -> None:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    world: World = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Only say why the step of this saved batch was skipped."),
+    ] = None,
+) -> None:
     """Train; continues from the newest checkpoint in the run folder."""
     loaded = load_config(config, overrides or [])
+    if replay is not None:
+        _replay(loaded, config, overrides or [], world, replay)
     if is_rank():
         if not is_launched():
             validate_training(loaded, _torchrun_world(world))
@@ -298,6 +308,34 @@ def _check_mismatch(
     if not as_json:
         typer.echo(mismatch.mismatch_text(report))
     raise typer.Exit(0 if report["agree"] else 1)
+
+
+def _replay(
+    config: Config, file: Path, overrides: list[str], world: int | None, saved: Path
+) -> NoReturn:
+    """Runs `train --replay` as parent or as rank; ends the command with its exit code."""
+    from hybridrl.cli.mismatch import diagnose_with_ranks, leave_for_parent
+    from hybridrl.cli.replay import refuse_missing, replay_text
+
+    refuse_missing(saved)
+    report: dict[str, Any] | int
+    if is_rank():
+        if not is_launched():
+            validate_training(config, _torchrun_world(world))
+        from hybridrl.trainer.replay import replay_rank
+
+        report = replay_rank(config, saved)
+        if os.environ["RANK"] != "0" or leave_for_parent(report):
+            raise typer.Exit(0 if is_launched() else 1 - report["is_finite"])
+    else:
+        world_size = world or default_world_size(config, num_local_gpus())
+        validate_training(config, world_size)
+        arguments = ["train", str(file), *overrides, "--replay", str(saved)]
+        report = diagnose_with_ranks(arguments, world_size)
+        if isinstance(report, int):
+            raise typer.Exit(report)
+    typer.echo(replay_text(report))
+    raise typer.Exit(0 if report["is_finite"] else 1)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 IDLE = "between phases"
@@ -17,8 +18,18 @@ IDLE = "between phases"
 LINE_BYTES = 64
 
 
+@dataclass(frozen=True)
+class Span:
+    """One run of a phase, by this process's `time.perf_counter`."""
+
+    name: str
+    began: float
+    ended: float
+
+
 class PhaseTimer:
-    """Collects the seconds of each phase of a step, and tells the current phase.
+    """Collects the seconds of each phase of a step and the most memory in it, and tells the current
+    phase.
 
     A phase inside another counts for both. Times of one name within a step add up.
 
@@ -26,12 +37,20 @@ class PhaseTimer:
         phase_file: gets the current phase, e.g. `logs/rank_3.phase`; None: kept in memory only.
         synchronize: called at both ends of each phase, so that an accelerator's queued work counts
             for the phase that queued it; None: nothing to wait for (CPU).
+        take_peak: returns the most bytes in use since it was called last; None: not known by phase.
     """
 
     def __init__(
-        self, phase_file: Path | None = None, synchronize: Callable[[], None] | None = None
+        self,
+        phase_file: Path | None = None,
+        synchronize: Callable[[], None] | None = None,
+        take_peak: Callable[[], int] | None = None,
     ) -> None:
         self._seconds: dict[str, float] = {}
+        self._peaks: dict[str, int] = {}
+        self._most = 0
+        self._spans: list[Span] = []
+        self._take_peak = take_peak
         self._open: list[str] = []
         self._step: int | None = None
         self._step_began = time.perf_counter()
@@ -52,6 +71,9 @@ class PhaseTimer:
         """Forgets the times collected so far and starts the clock of the whole step."""
         self._step = step
         self._seconds.clear()
+        self._spans.clear()
+        self._note_peak()
+        self._peaks.clear()
         self._tell()
         self._step_began = time.perf_counter()
 
@@ -61,6 +83,7 @@ class PhaseTimer:
 
         After an exception the phase stays the current one: it is where the rank died.
         """
+        self._note_peak()
         self._open.append(name)
         self._tell()
         self._wait()
@@ -69,14 +92,37 @@ class PhaseTimer:
             yield
             self._wait()
         finally:
-            taken = time.perf_counter() - began
-            self._seconds[name] = self._seconds.get(name, 0.0) + taken
+            ended = time.perf_counter()
+            self._seconds[name] = self._seconds.get(name, 0.0) + ended - began
+            self._spans.append(Span(name, began, ended))
+            self._note_peak()
             self._open.pop()
         self._tell()
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of each phase since `start_step`, and all of them as "step"."""
         return {**self._seconds, "step": time.perf_counter() - self._step_began}
+
+    def spans(self) -> list[Span]:
+        """Returns every run of a phase since `start_step`, in the order of their ends."""
+        return list(self._spans)
+
+    def peak_bytes(self) -> dict[str, int]:
+        """Returns the most bytes in use in each phase since `start_step`, as "step" in all of it,
+        and as "run" since this timer began; empty where that is not known.
+        """
+        if self._take_peak is None:
+            return {}
+        self._note_peak()
+        return {**self._peaks, "run": self._most}
+
+    def _note_peak(self) -> None:
+        if self._take_peak is None:
+            return
+        most = self._take_peak()
+        self._most = max(self._most, most)
+        for name in {*self._open, "step"}:
+            self._peaks[name] = max(most, self._peaks.get(name, 0))
 
     def close(self) -> None:
         """Closes the phase file, which keeps its last line."""

@@ -34,13 +34,17 @@ STEP_KEYS = (
     "mismatch/logprob_diff_max",
     "mismatch/kl",
     "mismatch/correlation",
+    "train/skipped_steps",
     *(f"time_s/{phase}" for phase in (*PHASES, "step")),
+    *(f"time_share/{phase}" for phase in PHASES),
+    *(f"flops/{phase}" for phase in ("generate", "logprobs", "update", "step")),
     "throughput/tokens_per_s_per_gpu",
     "reshard/received_bytes",
     "reshard/gb_per_s",
     "memory/peak_gib",
 )
 ACCURACY = "eval/accuracy"
+SKIPPED = "train/skipped_steps"  # optimizer steps, not taken for a loss or gradient not finite
 
 
 def is_maximum(name: str) -> bool:
@@ -49,7 +53,8 @@ def is_maximum(name: str) -> bool:
 
 
 def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combines the metrics of equal parts of a step (its updates) or of several steps.
+    """Combines the metrics of equal parts of a step (its updates) or of several steps: counts add
+    up.
 
     A metric that some parts lack is combined over the parts that have it.
     """
@@ -58,9 +63,13 @@ def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in part.items():
             found.setdefault(name, []).append(value)
     return {
-        name: max(values) if is_maximum(name) else sum(values) / len(values)
+        name: max(values) if is_maximum(name) else sum(values) / _share(name, values)
         for name, values in found.items()
     }
+
+
+def _share(name: str, values: Sequence[float]) -> int:
+    return 1 if name == SKIPPED else len(values)
 
 
 def recent_mean(records: Sequence[Mapping[str, float | None]], name: str, count: int = 10) -> float:
@@ -74,7 +83,9 @@ def step_metrics(
     seconds: Mapping[str, float],
     num_tokens: int,
     world_size: int,
-    peak_bytes: int,
+    peak_bytes: Mapping[str, int],
+    flops: Mapping[str, int],
+    peak_flops_per_s: float | None = None,
 ) -> dict[str, float]:
     """Returns the metrics of a step: `values` and what follows from its times and sizes.
 
@@ -83,13 +94,28 @@ def step_metrics(
         seconds: of each phase and, as "step", of the whole step; a phase that did not run counts 0.
         num_tokens: prompt and response tokens of the whole step, all ranks together.
         world_size: number of ranks, each a GPU (or a process on CPU).
-        peak_bytes: largest memory in use on any rank.
+        peak_bytes: largest memory in use on any rank, as "run" in all of the run and, where that is
+            known, in each phase.
+        flops: model FLOPs of each phase that has any, all ranks together (flops.py).
+        peak_flops_per_s: of a rank's GPU in dense bf16, whatever the run computes in; None: not
+            known, and then there is no `mfu/*`, the share of it that model FLOPs make up.
     """
     times = {**dict.fromkeys(PHASES, 0.0), **seconds}
-    step_s = seconds["step"]
+    counts = {"generate": 0, "logprobs": 0, "update": 0, **flops}
+    counts["step"] = sum(counts.values())
+    step_s = max(seconds["step"], 1e-9)
+    in_phases = {phase: size for phase, size in peak_bytes.items() if phase != "run"}
     return {
         **values,
         **{f"time_s/{phase}": taken for phase, taken in times.items()},
-        "throughput/tokens_per_s_per_gpu": num_tokens / step_s / world_size if step_s > 0 else 0.0,
-        "memory/peak_gib": peak_bytes / 2**30,
+        **{f"time_share/{phase}": times[phase] / step_s for phase in PHASES},
+        **{f"flops/{phase}": float(count) for phase, count in counts.items()},
+        **{
+            f"mfu/{phase}": count / times[phase] / world_size / peak_flops_per_s
+            for phase, count in counts.items()
+            if peak_flops_per_s and count and times[phase] > 0
+        },
+        "throughput/tokens_per_s_per_gpu": num_tokens / step_s / world_size,
+        "memory/peak_gib": peak_bytes["run"] / 2**30,
+        **{f"memory/peak_gib/{phase}": size / 2**30 for phase, size in in_phases.items()},
     }

@@ -94,6 +94,11 @@ class World:
             )
 
     @property
+    def cpu_group(self) -> dist.ProcessGroup:
+        """All ranks, over gloo on every platform."""
+        return self._cpu_group
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last pipeline stage, where losses are computed."""
         return self.where.pp == self.layout.pp - 1

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import torch
 
-from hybridrl.algorithms.base import CriticAlgorithm, LossOutput, num_response_tokens
+from hybridrl.algorithms.base import CriticAlgorithm, LossOutput
 from hybridrl.batch import TrainBatch
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.trainer.model import ParallelModel
-from hybridrl.trainer.optimizer import learning_rate
-from hybridrl.trainer.policy import kept, reduce_losses
+from hybridrl.trainer.update import Gradients, kept, take
 
 
 class Critic:
@@ -37,9 +36,12 @@ class Critic:
         values_T = self.model.per_token(batch, works, self.model.forward_all(works))
         return values_T * batch.response_mask_T
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Takes one optimizer step towards `returns_T`; returns `critic/*` metrics of all ranks."""
-        denominator = self.algorithm.denominator(batch)
+    def gradients(self, batch: TrainBatch, denominator: float | None = None) -> Gradients:
+        """Accumulates the gradients towards `returns_T`, with `critic/*` metrics of all ranks;
+        arguments as of `Policy.gradients`.
+        """
+        if denominator is None:
+            denominator = self.algorithm.denominator(batch)
 
         def loss(values_S: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
             result = self.algorithm.value_loss(values_S, micro, denominator)
@@ -47,12 +49,9 @@ class Critic:
 
         works = self.model.plan_work(batch)
         results: list[LossOutput] = self.model.accumulate(works, loss)
-        metrics = reduce_losses(self.model, "critic/loss", results, num_response_tokens(batch))
-        rate = learning_rate(
-            self.model.train,
-            self.model.peak_learning_rate,
-            self.model.num_updates,
-            self.num_updates_in_run,
-        )
-        metrics["critic/grad_norm"] = self.model.step(rate)
-        return metrics
+        num_updates = self.num_updates_in_run
+        return Gradients.of("critic", self.model, batch, works, results, num_updates)
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """Takes one optimizer step, or none if loss or gradient is not finite; returns metrics."""
+        return take([self.gradients(batch)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -16,6 +17,7 @@ from hybridrl.batch import ScoredBatch
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
+from hybridrl.metrics.flops import peak_flops_per_s
 from hybridrl.metrics.sinks import (
     ConsoleSink,
     JsonlSink,
@@ -27,6 +29,7 @@ from hybridrl.metrics.sinks import (
 from hybridrl.metrics.timing import PhaseTimer
 from hybridrl.metrics.values import recent_mean, step_metrics
 from hybridrl.parallel.groups import World
+from hybridrl.trainer.trace import StepTraces
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +45,12 @@ class Journal:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
         self.folder = run_folder(config)
-        self._synchronize = None if world.platform.is_cpu else world.platform.synchronize
-        self.timer = PhaseTimer(synchronize=self._synchronize)
+        is_cpu = world.platform.is_cpu
+        self._synchronize = None if is_cpu else world.platform.synchronize
+        self._take_peak = None if is_cpu else _take_peak_bytes
+        self._peak_rate = None if is_cpu else peak_flops_per_s(torch.cuda.get_device_name())
+        self.timer = PhaseTimer(None, self._synchronize, self._take_peak)
+        self.traces = StepTraces(config.run.profile, self.folder / "traces", world)
         self.is_writer = world.rank == 0
         self.sinks: list[MetricSink] = []
         self.console: ConsoleSink | None = None
@@ -64,7 +71,7 @@ class Journal:
         """
         self.close()
         phase_file = self.folder / "logs" / f"rank_{self.world.rank}.phase"
-        self.timer = PhaseTimer(phase_file, self._synchronize)
+        self.timer = PhaseTimer(phase_file, self._synchronize, self._take_peak)
         if not self.is_writer:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -87,17 +94,25 @@ class Journal:
             "response_tokens/truncated": float((~batch.finished_B).float().mean()),
         }
 
-    def summarize(self, batch: ScoredBatch, values: Mapping[str, float]) -> dict[str, float]:
-        """Adds to a step's values what the batch, the clock and the memory say; the same on all
-        ranks.
+    def traced(self, step: int) -> AbstractContextManager[None]:
+        """Writes a trace of the step in the block, if `run.profile` names it."""
+        return self.traces.step(step, self.timer.spans)
+
+    def summarize(
+        self, batch: ScoredBatch, values: Mapping[str, float], flops: Mapping[str, int]
+    ) -> dict[str, float]:
+        """Adds to a step's values what the batch, the clock and the memory say, and what follows
+        from the model FLOPs of its phases; the same on all ranks.
         """
         lengths = batch.response_lengths_B.float()
         return step_metrics(
             {**values, "response_tokens/mean": float(lengths.mean())},
-            self._slowest(self.timer.seconds()),
+            self._largest(self.timer.seconds()),
             batch.num_tokens,
             self.world.size,
-            int(self._largest(float(self.world.platform.peak_memory_bytes()))),
+            {phase: int(size) for phase, size in self._largest(self._peaks()).items()},
+            flops,
+            self._peak_rate,
         )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -147,10 +162,19 @@ class Journal:
         self.sinks, self.console = [], None
         self.timer.close()
 
-    def _slowest(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        names = list(seconds)
-        largest = self.world.max_over_world(torch.tensor([seconds[name] for name in names]))
-        return dict(zip(names, largest.tolist(), strict=True))
+    def _peaks(self) -> dict[str, float]:
+        """Returns this rank's most bytes in use, of the run, and by phase where that is known."""
+        known = self.timer.peak_bytes() or {"run": self.world.platform.peak_memory_bytes()}
+        return {phase: float(size) for phase, size in known.items()}
 
-    def _largest(self, value: float) -> float:
-        return float(self.world.max_over_world(torch.tensor([value], dtype=torch.float64)))
+    def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Returns the largest of each value over the ranks."""
+        names = list(values)
+        mine = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        return dict(zip(names, self.world.max_over_world(mine).tolist(), strict=True))
+
+
+def _take_peak_bytes() -> int:
+    most = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return most

@@ -80,7 +80,8 @@ def table(found: list[Entry], platform: Platform) -> str:
         used = torch.cuda.memory_allocated()
         lines.append(
             f"now: {_gib(free)} of {_gib(size)} free; torch holds {_gib(held)}, of which "
-            f"{_gib(used)} in tensors, at most {_gib(torch.cuda.max_memory_allocated())} so far"
+            f"{_gib(used)} in tensors, at most {_gib(torch.cuda.max_memory_allocated())} in this "
+            "phase"
         )
     return "\n".join(lines)
 

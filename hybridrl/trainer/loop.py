@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.algorithms.base import Algorithm, CriticAlgorithm
+from hybridrl.algorithms.base import Algorithm
 from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.batch import Producer, ScoredBatch, TrainBatch
 from hybridrl.checkpoint.folders import find_checkpoint
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import load_config, load_config_dict
-from hybridrl.config.schema import Config, PpoConfig
+from hybridrl.config.schema import Config
 from hybridrl.data.prompts import PromptSource
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
@@ -36,13 +37,13 @@ from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction
 from hybridrl.rollout.engine import Holding
 from hybridrl.trainer import ledger, probe, setup
-from hybridrl.trainer.critic import Critic
 from hybridrl.trainer.evaluate import evaluate, is_due
 from hybridrl.trainer.journal import Journal
 from hybridrl.trainer.mismatch import MismatchWarning, mismatch_metrics
 from hybridrl.trainer.model import ParallelModel
-from hybridrl.trainer.policy import Policy
+from hybridrl.trainer.roles import make_roles
 from hybridrl.trainer.sampler import Sampler
+from hybridrl.trainer.skipped import SkippedSteps
 
 
 class Trainer:
@@ -73,9 +74,6 @@ class Trainer:
         self.platform.activate()
         start_process_group(self.platform, config.run.collective_timeout_s)
         self.models: dict[str, ParallelModel] = {}
-        self.trained: dict[str, ParallelModel]
-        self.critic: Critic | None
-        self.reference: Policy | None
         self._engine_bytes: Callable[[], Mapping[str, Holding]] = dict  # until there is an engine
         try:
             with ledger.explained(self.memory_table):
@@ -104,8 +102,15 @@ class Trainer:
         # Where the prompts of the step under way began; None between steps.
         self._step_cursor: dict[str, int | str] | None = None
         self.evaluations: dict[str, float] = {}
+        replay = self.journal.folder / "replay"
+        self.skipped = SkippedSteps(config, self.world, replay, self.journal.say)
         self._make_data(prompts, reward, tokenizer)
-        self._make_roles()
+        self.roles = roles = make_roles(
+            config, self.world, self.algorithm, self.models, self.journal.say
+        )
+        self.source, self.trained = roles.source, roles.trained
+        self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
+        self._mismatch_warning = MismatchWarning(self.source.dtype)
         self._make_engine()
         self.store = CheckpointStore(
             run_folder(config) / "checkpoints", self.world, config.checkpoint.keep
@@ -162,7 +167,8 @@ class Trainer:
         if self.eval_prompts and "0" not in self.evaluations:
             self.evaluations["0"] = self.evaluate()
         while self.step < last and not self._has_reached_goal():
-            metrics = self.train_step()
+            with self.journal.traced(self.step + 1):
+                metrics = self.train_step()
             if self.eval_prompts and is_due(self.config.steps.eval_every, self.step, last):
                 metrics["eval/accuracy"] = self.evaluate()
                 self.evaluations[str(self.step)] = metrics["eval/accuracy"]
@@ -206,7 +212,8 @@ class Trainer:
                 self.journal.dump_samples(self.step, batch, self.scorer.responses(batch))
             metrics |= self.journal.describe(batch) | self.engine.metrics()
         metrics |= feedback_metrics(batch) if self.algorithm.needs.feedback else {}
-        return self.journal.summarize(batch, metrics)
+        flops = self.roles.flops(batch, self.step - 1, self.algorithm.needs.rollouts)
+        return self.journal.summarize(batch, metrics, flops)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
         """Adds what the algorithm reads: old and reference log-probabilities, values."""
@@ -222,18 +229,20 @@ class Trainer:
         return batch.join_columns(Producer.here("the trainer"), **columns)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Takes `steps.updates_per_step` optimizer steps over equal parts of the batch; returns
-        mean metrics.
+        """Takes `steps.updates_per_step` optimizer steps over equal parts of the batch, but for
+        those that cannot be trusted; returns mean metrics.
+
+        Raises:
+            UserError: too many in a row could not be.
         """
-        found: list[dict[str, float]] = []
-        for part in batch.split(self.config.steps.updates_per_step):
-            metrics: dict[str, float] = {}
-            if self.critic is not None:
-                metrics |= self.critic.update(part)
-            if self.step >= self._num_critic_warmup_steps:
-                metrics |= self.policy.update(part)
-            found.append(metrics)
-        metrics = average(found)
+        take, roles = self.skipped.update, self.roles
+        parts = batch.split(self.config.steps.updates_per_step)
+        metrics = average(
+            [
+                take(self.step + 1, number, part, partial(roles.gradients, part, self.step))
+                for number, part in enumerate(parts)
+            ]
+        )
         if self.algorithm.needs.rollouts and batch.old_logp_T is not None:
             metrics |= mismatch_metrics(batch, batch.old_logp_T)  # correlations have no mean
         return metrics
@@ -325,10 +334,6 @@ class Trainer:
     ) -> None:
         config, data = self.config, self.config.data
         self.algorithm: Algorithm = make_algorithm(config.algorithm)
-        chosen = config.algorithm
-        self._num_critic_warmup_steps = (
-            chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
-        )
         self.tokenizer = tokenizer or setup.load_tokenizer(config.model)
         self.scorer = Scorer(config.reward, self.tokenizer, reward)
         needs = self.algorithm.needs
@@ -336,31 +341,6 @@ class Trainer:
             loaded, self.eval_prompts = setup.load_data(config, self.tokenizer, needs, rows)
         self.journal.say(loaded.report())
         self.prompts = PromptSource(loaded.prompts, seed=config.run.seed, shuffle=data.shuffle)
-
-    def _make_roles(self) -> None:
-        """Builds the models that the algorithm needs; each is cut over all ranks."""
-        config, needs = self.config, self.algorithm.needs
-        self.source = setup.model_source(config.model, self.platform)
-        self._mismatch_warning = MismatchWarning(self.source.dtype)
-        num_updates = config.steps.num_steps * config.steps.updates_per_step
-        temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
-        self.models["policy"] = model = setup.build_model(self.world, self.source, "lm", config)
-        home = setup.weights_home(config, self.world, self.journal.say)
-        model.make_trainable(config.train.learning_rate, home)
-        self.policy = Policy(model, self.algorithm, num_updates, temperature)
-        self.trained, self.critic, self.reference = {"policy": model}, None, None
-        if needs.reference:
-            self.models["reference"] = frozen = setup.build_model(
-                self.world, self.source, "lm", config
-            )
-            frozen.freeze()
-            self.reference = Policy(frozen, self.algorithm, num_updates, temperature)
-        if needs.values and isinstance(self.algorithm, CriticAlgorithm):
-            value = setup.build_model(self.world, self.source, "value", config)
-            self.models["critic"] = self.trained["critic"] = value
-            rate = config.train.critic_learning_rate
-            value.make_trainable(config.train.learning_rate if rate is None else rate)
-            self.critic = Critic(value, self.algorithm, num_updates)
 
     def _make_engine(self) -> None:
         """Builds the engine and the plan that brings the policy's weights into it."""

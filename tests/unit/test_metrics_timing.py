@@ -30,6 +30,25 @@ def test_phase_timer_adds_up_a_phase_and_counts_nested_ones_in_both() -> None:
     assert timer.seconds().keys() == {"step"}
 
 
+def test_phase_timer_has_the_most_memory_of_each_phase_and_its_spans() -> None:
+    used = iter([1, 5, 2, 9, 3, 4, 6, 7, 2, 1])  # bytes, at most, between one look and the next
+    timer = PhaseTimer(take_peak=lambda: next(used))
+    timer.start_step(1)
+    with timer.phase("outer"):  # 5 before it
+        with timer.phase("inner"):  # 2 before it
+            pass  # 9
+        with timer.phase("inner"):  # 3 before it
+            pass  # 4
+    found = timer.peak_bytes()  # 6 after it, and 7 since
+    assert found == {"outer": 9, "inner": 9, "step": 9, "run": 9}
+    assert [span.name for span in timer.spans()] == ["inner", "inner", "outer"]
+    first, second, outer = timer.spans()
+    assert outer.began <= first.began <= first.ended <= second.began <= second.ended <= outer.ended
+    timer.start_step(2)
+    assert timer.spans() == [] and timer.peak_bytes() == {"step": 1, "run": 9}
+    assert PhaseTimer().peak_bytes() == {}
+
+
 def test_phase_timer_tells_the_innermost_phase_and_the_step(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "rank_0.phase"
     assert read_phase(path) is None

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hybridrl.metrics.values import STEP_KEYS, average, recent_mean, step_metrics
+from hybridrl.metrics.values import SKIPPED, STEP_KEYS, average, recent_mean, step_metrics
 
 # The names that the documentation promises and outside checks read.
 DOCUMENTED = [
@@ -23,6 +23,7 @@ DOCUMENTED = [
     "mismatch/logprob_diff_max",
     "mismatch/kl",
     "mismatch/correlation",
+    "train/skipped_steps",
     "time_s/generate",
     "time_s/reward",
     "time_s/logprobs",
@@ -30,6 +31,16 @@ DOCUMENTED = [
     "time_s/update",
     "time_s/reshard",
     "time_s/step",
+    "time_share/generate",
+    "time_share/reward",
+    "time_share/logprobs",
+    "time_share/advantages",
+    "time_share/update",
+    "time_share/reshard",
+    "flops/generate",
+    "flops/logprobs",
+    "flops/update",
+    "flops/step",
     "throughput/tokens_per_s_per_gpu",
     "reshard/received_bytes",
     "reshard/gb_per_s",
@@ -54,6 +65,10 @@ def test_average_takes_means_and_the_largest_of_maxima() -> None:
     assert average([]) == {}
 
 
+def test_average_adds_up_skipped_steps() -> None:
+    assert average([{SKIPPED: 1.0}, {SKIPPED: 0.0}, {SKIPPED: 1.0}]) == {SKIPPED: 2.0}
+
+
 def test_recent_mean_counts_the_last_records_that_have_the_metric() -> None:
     records = [{"a": float(i)} for i in range(5)] + [{"b": 1.0}, {"a": None}]
     assert recent_mean(records, "a", count=2) == 3.5
@@ -62,10 +77,19 @@ def test_recent_mean_counts_the_last_records_that_have_the_metric() -> None:
 
 def test_step_metrics_derives_throughput_and_names_every_phase() -> None:
     seconds = {"generate": 1.0, "update": 2.5, "evaluate": 0.25, "step": 4.0}
-    found = step_metrics({"reward/mean": 0.5}, seconds, 800, 4, 3 * 2**30)
+    peaks = {"run": 3 * 2**30, "update": 2**30}
+    flops = {"update": 10**12, "generate": 3 * 10**11}
+    found = step_metrics({"reward/mean": 0.5}, seconds, 800, 4, peaks, flops, 1e12)
     assert found["reward/mean"] == 0.5
     assert found["throughput/tokens_per_s_per_gpu"] == pytest.approx(800 / 4.0 / 4)
-    assert found["memory/peak_gib"] == 3.0
+    assert (found["memory/peak_gib"], found["memory/peak_gib/update"]) == (3.0, 1.0)
+    assert found["time_share/update"] == 2.5 / 4.0 and found["time_share/reward"] == 0.0
+    assert found["flops/step"] == 1.3e12 and found["flops/logprobs"] == 0.0
+    # 1e12 FLOPs in 2.5 s on 4 GPUs of 1e12 a second; a phase without FLOPs has no rate.
+    assert found["mfu/update"] == pytest.approx(0.1)
+    assert found["mfu/step"] == pytest.approx(1.3 / 4 / 4)
+    assert "mfu/logprobs" not in found
+    assert not any(key.startswith("mfu") for key in step_metrics({}, seconds, 1, 1, peaks, flops))
     assert found["time_s/generate"] == 1.0
     assert found["time_s/reshard"] == 0.0
     assert found["time_s/evaluate"] == 0.25

@@ -1,0 +1,60 @@
+"""`hybridrl train CONFIG --replay FILE`: what it prints. No torch; trainer/replay.py computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import UserError
+
+PROMPT_LETTERS = 60
+
+
+def refuse_missing(file: Path) -> None:
+    """Refuses a file that is not there, before any rank starts.
+
+    Raises:
+        UserError: naming it.
+    """
+    if not file.is_file():
+        raise UserError(
+            "--replay", file, "a file of a run's replay folder", "Check the path of the file."
+        )
+
+
+def replay_text(report: dict[str, Any]) -> str:
+    """Returns the report as lines for people."""
+    weights = report["checkpoint"] or "the initial weights"
+    between = report["num_steps_between"]
+    how = f"{between} steps older than the skipped one's" if between else "those of that step"
+    lines = [
+        f"step {report['step']}, optimizer step {report['update']}, skipped in the run because "
+        f"{report['saved_reason']}",
+        f"weights: {weights}, {how}",
+    ]
+    if report["changed"]:
+        lines.append(f"other than in the run: {', '.join(report['changed'])}")
+    for name, told in report["models"].items():
+        lines.append(f"{name}: loss {told['loss']:.6g}, gradient norm {told['grad_norm']:.6g}")
+        for micro in told["micro_batches"]:
+            mark = "  <- not finite" if micro["is_bad"] else ""
+            lines.append(
+                f"  rank {micro['rank']} micro-batch {micro['micro_batch']}: loss "
+                f"{micro['loss']:.6g}, {len(micro['rows'])} rows{mark}"
+            )
+        if told["parameter"]:
+            lines.append(f"  first gradient that is not finite: {told['parameter']}")
+        for row in told["rows"]:
+            lines.append(
+                f"  row {row['row']} (sample {row['sample']}, {row['num_prompt_tokens']} + "
+                f"{row['num_response_tokens']} tokens, reward {row['reward']:.6g}): loss "
+                f"{row['loss']:.6g}, gradient norm {row['grad_norm']:.6g}; prompt "
+                f"{row['prompt'][:PROMPT_LETTERS]!r}"
+            )
+    if report["is_finite"]:
+        lines.append("finite: the batch alone does not do it with these weights and knobs")
+    else:
+        lines.append(f"not finite again: {report['cause']}")
+        if not any(told["rows"] for told in report["models"].values()):
+            lines.append("no row does it alone")
+    return "\n".join(lines)

@@ -1,0 +1,99 @@
+"""How many floating-point operations a model's passes need, and a GPU's peak rate. No torch.
+
+Model FLOPs: what the mathematics asks for, a multiplication and an addition counting two.
+Recomputed activations, padding and the masked half of attention scores do not count, so that a
+rate is comparable between ways of computing the same (Chowdhery et al. 2022, "PaLM", appendix B).
+Matrix products and attention only; norms, rotary positions, softmax and the optimizer are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from hybridrl.models.family import ModelShape
+
+TRAIN_PASSES = 3  # the backward of a matrix product is two products of the same size
+# Dense bf16 tensor-core FLOP/s by the words of the device's name, the special before the general;
+# NVIDIA's data sheets of each product, whose numbers with sparsity are twice these.
+PEAK_FLOPS_PER_S = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+}
+
+
+def layer_matmul_params(shape: ModelShape) -> int:
+    """Returns the weights of one decoder layer that every token is multiplied with."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = shape.hidden_size * (q + 2 * kv) + q * shape.hidden_size
+    return attention + 3 * shape.hidden_size * shape.ffn_size
+
+
+def forward_flops(
+    shape: ModelShape,
+    lengths: Iterable[int],
+    head_tokens: int | None = None,
+    head_size: int | None = None,
+) -> int:
+    """Returns the FLOPs of one forward pass over sequences, of all ranks together.
+
+    A token costs two FLOPs for each weight; attention, two products of 2 * head_dim FLOPs for each
+    head and each of the L (L + 1) / 2 pairs of positions that the causal mask leaves.
+
+    Args:
+        shape: sizes of the model.
+        lengths: tokens of each sequence, prompt and response together.
+        head_tokens: positions that the output head is computed for; None: all.
+        head_size: outputs of the head; None: the vocabulary, 1 for a value head.
+    """
+    lengths = list(lengths)
+    tokens = sum(lengths)
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    layer = 2 * layer_matmul_params(shape) * tokens
+    layer += 4 * shape.num_heads * shape.head_dim * pairs
+    outputs = shape.vocab_size if head_size is None else head_size
+    head = 2 * shape.hidden_size * outputs * (tokens if head_tokens is None else head_tokens)
+    return shape.num_layers * layer + head
+
+
+def train_flops(
+    shape: ModelShape,
+    lengths: Iterable[int],
+    head_tokens: int | None = None,
+    head_size: int | None = None,
+) -> int:
+    """Returns the FLOPs of one forward and backward pass; arguments as of `forward_flops`."""
+    return TRAIN_PASSES * forward_flops(shape, lengths, head_tokens, head_size)
+
+
+def generate_flops(
+    shape: ModelShape, prompt_lengths: Iterable[int], lengths: Iterable[int], shared: Iterable[int]
+) -> int:
+    """Returns the FLOPs of generating: each prompt computed once, each response token once, logits
+    of the response tokens only.
+
+    Args:
+        shape: sizes of the model.
+        prompt_lengths: tokens of the prompt of each sample.
+        lengths: tokens of prompt and response of each sample.
+        shared: tokens of each different prompt.
+    """
+    prompts, wholes = list(prompt_lengths), list(lengths)
+    again = forward_flops(shape, prompts, 0) - forward_flops(shape, shared, 0)
+    return forward_flops(shape, wholes, sum(wholes) - sum(prompts)) - again
+
+
+def peak_flops_per_s(device_name: str) -> float | None:
+    """Returns the dense bf16 peak of a GPU by its name, e.g. 'NVIDIA H100 80GB HBM3'; None if it is
+    not in the table.
+    """
+    words = set(re.split(r"[\s-]+", device_name))
+    found = (peak for name, peak in PEAK_FLOPS_PER_S.items() if words.issuperset(name.split()))
+    return next(found, None)

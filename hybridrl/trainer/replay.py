@@ -1,0 +1,178 @@
+"""`hybridrl train CONFIG --replay FILE`: computes a skipped optimizer step again and says what of
+its batch gives a loss or gradient that is not finite.
+
+Takes the weights of the newest checkpoint before that step, or the initial ones: what comes of the
+batch shows again, what came of the weights only where they are those of the step, which the report
+says. Nothing is trained, generated or written.
+
+Collective: every rank searches the same rows in the same order, by numbers that all know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridrl.algorithms import make_algorithm
+from hybridrl.batch import TrainBatch
+from hybridrl.checkpoint.folders import step_folders
+from hybridrl.checkpoint.store import CheckpointStore, set_rng_state
+from hybridrl.config.identity import run_folder
+from hybridrl.config.load import to_yaml
+from hybridrl.config.schema import Config
+from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.platform import Platform
+from hybridrl.trainer import setup
+from hybridrl.trainer.roles import Roles, make_roles
+from hybridrl.trainer.saved_batch import SavedBatch
+from hybridrl.trainer.skipped import first_cause
+from hybridrl.trainer.update import Gradients
+
+MAX_ROWS = 8  # found before the search ends
+
+Passes = Callable[[TrainBatch, float | None], Gradients]
+
+
+def replay_rank(config: Config, file: Path) -> dict[str, Any]:
+    """Runs one rank of the command.
+
+    Args:
+        config: of the run; what differs from the saved one is told.
+        file: a batch that the run saved.
+
+    Returns:
+        The report, for JSON, the same on all ranks: `is_finite`, `step`, `update`, `saved_reason`,
+        `checkpoint` (None: initial weights) and `num_steps_between` it and the step, `changed`
+        knobs, `cause` (None if finite), and for each of `models` its `loss`, `grad_norm`,
+        `micro_batches`, the first `parameter` with a bad gradient, and bad `rows`.
+    """
+    # Weights go nowhere; they stay where Megatron allocates them.
+    rollout = config.rollout.model_copy(update={"transport": "packed"})
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, config.run.collective_timeout_s)
+    world = setup.make_world(config, platform)
+    setup.check_rules(config, world.size)
+    platform.seed(config.run.seed)
+    with world.all_agree("reading the saved batch"):
+        saved = SavedBatch.read(file)
+    algorithm = make_algorithm(config.algorithm)
+    plain = config.model_copy(update={"rollout": rollout})
+    roles = make_roles(plain, world, algorithm, {}, print, has_reference=False)
+    folder = _load_before(config, world, roles, saved.step)
+    if len(saved.rng) == world.size:
+        set_rng_state(saved.rng[world.rank])
+    report = replay(world, roles, saved)
+    before = int(folder.name.removeprefix("step_")) if folder is not None else 0
+    stop_process_group()
+    return {
+        "checkpoint": str(folder) if folder is not None else None,
+        "num_steps_between": saved.step - 1 - before,
+        "changed": _changed(saved.config, to_yaml(config)),
+        **report,
+    }
+
+
+def replay(world: World, roles: Roles, saved: SavedBatch) -> dict[str, Any]:
+    """Accumulates the gradients of a saved batch, takes no step, and reports; collective."""
+    found = roles.gradients(saved.batch, saved.step - 1)
+    passes: dict[str, Passes] = {"policy": roles.policy.gradients}
+    if roles.critic is not None:
+        passes["critic"] = roles.critic.gradients
+    is_finite = all(one.is_finite for one in found)
+    cause = None if is_finite else first_cause(world, found)
+    # Told before the search, which makes other gradients.
+    models = {one.name: _told(world, one) for one in found}
+    for one in found:
+        if not one.is_finite:
+            rows = _suspects(models[one.name], saved.batch)
+            models[one.name]["rows"] = _bad_rows(passes[one.name], roles, saved.batch, rows)
+    return {
+        "is_finite": is_finite,
+        "step": saved.step,
+        "update": saved.update,
+        "saved_reason": saved.reason,
+        "cause": cause,
+        "models": models,
+    }
+
+
+def _load_before(config: Config, world: World, roles: Roles, step: int) -> Path | None:
+    """Loads the newest checkpoint whose weights are of before this step; None if there is none."""
+    store = CheckpointStore(run_folder(config) / "checkpoints", world, config.checkpoint.keep)
+    folders = [path for done, path in step_folders(store.root).items() if done < step]
+    if not folders:
+        return None
+    state = store.load(folders[-1], roles.trained)
+    for name, count in state["num_updates"].items():
+        roles.trained[name].num_updates = count
+    return folders[-1]
+
+
+def _told(world: World, one: Gradients) -> dict[str, Any]:
+    """Returns the loss of every micro-batch, by rank, and the sum and norm over all."""
+    mine = [
+        {"rank": world.rank, "micro_batch": index, "loss": result.loss.item()}
+        | {"rows": list(one.rows(index)), "is_bad": index in one.bad_micro_batches()}
+        for index, result in enumerate(one.results if world.reports else [])
+    ]
+    micro_batches = [row for rows in world.gather_objects(mine) for row in rows]
+    name = one.model.bad_gradient()
+    parameters = world.gather_objects(None if name is None else f"{name} on rank {world.rank}")
+    return {
+        "loss": one.loss,
+        "grad_norm": one.grad_norm,
+        "micro_batches": micro_batches,
+        "parameter": next((name for name in parameters if name is not None), None),
+        "rows": [],
+    }
+
+
+def _suspects(told: dict[str, Any], batch: TrainBatch) -> list[int]:
+    """Returns the rows of micro-batches whose loss is not finite; all rows if there is none."""
+    bad = {row for micro in told["micro_batches"] if micro["is_bad"] for row in micro["rows"]}
+    return sorted(bad) or list(range(batch.num_samples))
+
+
+def _bad_rows(
+    passes: Passes, roles: Roles, batch: TrainBatch, rows: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Returns the first rows that by themselves give what is not finite, divided as in the whole
+    batch; by halves, so that a row is found in about log2 of their number passes. A loss of the
+    algorithms here is a sum over rows, but for an overflow of their sum, which no row has.
+    """
+    denominator = roles.policy.algorithm.denominator(batch)
+    found: list[dict[str, Any]] = []
+    to_do = [list(rows)]
+    while to_do and len(found) < MAX_ROWS:
+        part = to_do.pop()
+        result = passes(batch.select(part), denominator)
+        if result.is_finite:
+            continue
+        if len(part) > 1:
+            half = len(part) // 2
+            to_do += [part[half:], part[:half]]
+            continue
+        row = part[0]
+        prompt = batch.prompts[row]
+        sizes = (int(batch.prompt_lengths_B[row]), int(batch.response_lengths_B[row]))
+        found.append(
+            {
+                "row": row,
+                "sample": int(batch.sample_ids_B[row]),
+                "prompt": prompt.text,
+                "num_prompt_tokens": sizes[0],
+                "num_response_tokens": sizes[1],
+                "reward": float(batch.reward_B[row]),
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+            }
+        )
+    return found
+
+
+def _changed(saved: str, now: str) -> list[str]:
+    """Returns the lines of the configuration that are not those of the saved one."""
+    before = set(saved.splitlines())
+    return [line.strip() for line in now.splitlines() if line not in before]

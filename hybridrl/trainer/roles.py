@@ -1,0 +1,114 @@
+"""The models of a run: the policy, and what its algorithm needs beside it.
+
+Owns who is trained and whose gradients make one optimizer step. Every model is cut over all ranks;
+collective like them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridrl.algorithms.base import Algorithm, CriticAlgorithm
+from hybridrl.batch import TrainBatch
+from hybridrl.config.schema import Config, PpoConfig
+from hybridrl.metrics.flops import forward_flops, generate_flops, train_flops
+from hybridrl.parallel.groups import World
+from hybridrl.trainer import setup
+from hybridrl.trainer.critic import Critic
+from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.trainer.policy import Policy
+from hybridrl.trainer.update import Gradients
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models that an algorithm needs.
+
+    Args:
+        source: which model they all are.
+        policy, reference, critic: None where the algorithm has no such role.
+        trained: the trained models by name.
+        num_critic_warmup_steps: steps in which only the critic is trained.
+    """
+
+    source: ModelSource
+    policy: Policy
+    reference: Policy | None
+    critic: Critic | None
+    trained: dict[str, ParallelModel]
+    num_critic_warmup_steps: int
+
+    def gradients(self, part: TrainBatch, num_steps_done: int) -> list[Gradients]:
+        """Accumulates the gradients of every model that learns from this mini-batch."""
+        found = [self.critic.gradients(part)] if self.critic is not None else []
+        if num_steps_done >= self.num_critic_warmup_steps:
+            found.append(self.policy.gradients(part))
+        return found
+
+    def flops(self, batch: TrainBatch, num_steps_done: int, are_sampled: bool) -> dict[str, int]:
+        """Returns the model FLOPs of a step's phases, all ranks together; output heads count for
+        response tokens only, which alone have a loss.
+
+        Args:
+            batch: of the step, with all its columns.
+            num_steps_done: before it.
+            are_sampled: whether its responses were generated.
+        """
+        shape, lengths = self.source.shape, batch.lengths_B.tolist()
+        prompts, responses = batch.prompt_lengths_B.tolist(), int(batch.response_lengths_B.sum())
+        shared = dict(zip(batch.group_B.tolist(), prompts, strict=True)).values()
+        forward = forward_flops(shape, lengths, responses)
+        value = forward_flops(shape, lengths, responses, head_size=1)
+        num_lm = sum(column is not None for column in (batch.old_logp_T, batch.reference_logp_T))
+        has_critic = self.critic is not None
+        trains_policy = num_steps_done >= self.num_critic_warmup_steps
+        return {
+            "generate": generate_flops(shape, prompts, lengths, shared) if are_sampled else 0,
+            "logprobs": num_lm * forward + has_critic * value,
+            "update": trains_policy * train_flops(shape, lengths, responses)
+            + has_critic * train_flops(shape, lengths, responses, head_size=1),
+        }
+
+
+def make_roles(
+    config: Config,
+    world: World,
+    algorithm: Algorithm,
+    models: dict[str, ParallelModel],
+    say: Callable[[str], None],
+    has_reference: bool = True,
+) -> Roles:
+    """Builds the models and fills in their first weights.
+
+    Args:
+        config: of the run.
+        world: that they are cut over.
+        algorithm: says which are needed.
+        models: gets each as soon as it is there, by name, for the table of an out-of-memory error.
+        say: tells the user, once.
+        has_reference: False leaves out the reference, where its column is known already.
+    """
+    needs = algorithm.needs
+    source = setup.model_source(config.model, world.platform)
+    num_updates = config.steps.num_steps * config.steps.updates_per_step
+    temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
+    models["policy"] = model = setup.build_model(world, source, "lm", config)
+    say(model.layers.said)
+    home = setup.weights_home(config, world, say)
+    model.make_trainable(config.train.learning_rate, home)
+    policy = Policy(model, algorithm, num_updates, temperature)
+    trained, reference, critic = {"policy": model}, None, None
+    if needs.reference and has_reference:
+        models["reference"] = frozen = setup.build_model(world, source, "lm", config)
+        frozen.freeze()
+        reference = Policy(frozen, algorithm, num_updates, temperature)
+    if needs.values and isinstance(algorithm, CriticAlgorithm):
+        value = setup.build_model(world, source, "value", config)
+        models["critic"] = trained["critic"] = value
+        rate = config.train.critic_learning_rate
+        value.make_trainable(config.train.learning_rate if rate is None else rate)
+        critic = Critic(value, algorithm, num_updates)
+    chosen = config.algorithm
+    warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
+    return Roles(source, policy, reference, critic, trained, warmup)

@@ -1,0 +1,115 @@
+"""Optimizer steps that cannot be trusted: skipped, counted, said, and their batches saved.
+
+Who waits for whom: whether a step is skipped all ranks know by themselves (update.py); what was not
+finite they tell each other only then. Invariant: the folder holds at most
+`train.max_skipped_steps` + 1 batches, the newest ones, so a whole row of skipped steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from hybridrl.batch import TrainBatch
+from hybridrl.checkpoint.store import rng_state
+from hybridrl.config.load import to_yaml
+from hybridrl.config.schema import Config
+from hybridrl.errors import UserError
+from hybridrl.metrics.values import SKIPPED
+from hybridrl.parallel.groups import World
+from hybridrl.trainer.saved_batch import SavedBatch
+from hybridrl.trainer.update import Gradients, take
+
+
+class SkippedSteps:
+    """Takes a run's optimizer steps, but for those that cannot be trusted.
+
+    Args:
+        config: of the run, saved with each batch.
+        world: rank 0 writes.
+        folder: where batches are saved.
+        say: tells the user, once.
+    """
+
+    def __init__(
+        self, config: Config, world: World, folder: Path, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._world, self._folder, self._say = config, world, folder, say
+        self._allowed = config.train.max_skipped_steps
+        self.in_a_row = 0
+
+    def update(
+        self, step: int, update: int, part: TrainBatch, gradients: Callable[[], list[Gradients]]
+    ) -> dict[str, float]:
+        """Takes one optimizer step of all models, or of none; returns the metrics.
+
+        Args:
+            step: number of the step, from 1.
+            update: number of the optimizer step within it, from 0.
+            part: its mini-batch.
+            gradients: accumulates them.
+
+        Raises:
+            UserError: `train.max_skipped_steps` in a row were skipped.
+        """
+        before = rng_state()
+        found = gradients()
+        metrics = take(found)
+        if not metrics[SKIPPED]:
+            self.in_a_row = 0
+            return metrics
+        self.in_a_row += 1
+        reason = first_cause(self._world, found)
+        rng = self._world.gather_objects({name: state.numpy() for name, state in before.items()})
+        states = [{name: torch.from_numpy(state) for name, state in one.items()} for one in rng]
+        saved = SavedBatch(part, step, update, reason, to_yaml(self._config), states)
+        file = self._save(saved)
+        row = f"{self.in_a_row} of at most {self._allowed} in a row"
+        self._say(f"step {step}: optimizer step skipped ({row}): {reason}; batch saved to {file}")
+        if self.in_a_row >= self._allowed:
+            raise UserError(
+                "train.max_skipped_steps",
+                f"{self.in_a_row} optimizer steps skipped in a row, at step {step}: {reason}",
+                f"fewer than {self._allowed}",
+                "The weights are those of before the first of them. To see which responses did it: "
+                f"hybridrl train CONFIG --replay {file}",
+            )
+        return metrics
+
+    def _save(self, saved: SavedBatch) -> Path:
+        file = self._folder / saved.file_name
+        with self._world.all_agree("saving the batch of a skipped step"):
+            if self._world.rank == 0:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                saved.write(file)
+                by_age = sorted(self._folder.glob("*.safetensors"), key=lambda f: f.stat().st_mtime)
+                for old in by_age[: -(self._allowed + 1)]:
+                    old.unlink()
+        return file
+
+
+def first_cause(world: World, found: Sequence[Gradients]) -> str:
+    """Returns, on all ranks, what was not finite and on which rank it came first; collective.
+
+    A loss comes before a gradient, a micro-batch before the next. Gradients are summed over the
+    replicas, so that theirs is the first rank that has one, not always the one it began on.
+    """
+    mine: list[tuple[int, int, int, int, str]] = []
+    for order, one in enumerate(found):
+        for index in one.bad_micro_batches():
+            loss, rows = float(one.results[index].loss), list(one.rows(index))
+            text = f"{one.name}/loss is {loss} in micro-batch {index} on rank {world.rank}"
+            mine.append((0, index, order, world.rank, f"{text}, of the batch's rows {rows}"))
+        if (name := one.model.bad_gradient()) is not None:
+            text = f"the gradient of {one.name} {name} is not finite, first on rank {world.rank}"
+            mine.append((1, 0, order, world.rank, text))
+    causes = [cause for causes in world.gather_objects(mine) for cause in causes]
+    if causes:
+        return min(causes)[-1]
+    bad = next(one for one in found if not one.is_finite)
+    return (
+        f"{bad.name}/loss is {bad.loss:g} and {bad.name}/grad_norm {bad.grad_norm:g}, though each "
+        "micro-batch's loss and each gradient is finite: together they are beyond fp32"
+    )

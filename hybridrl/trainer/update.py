@@ -1,0 +1,148 @@
+"""One optimizer step of one model or of several: gradients first, then all are applied, or none.
+
+A step that cannot be trusted, because a loss or a gradient is not finite, leaves weights, optimizer
+states and the learning-rate course of all its models as they were. Every rank decides by the same
+numbers, which are on the host anyway: the loss over all ranks, and the norm that clipping needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hybridrl.algorithms.base import LossOutput, num_response_tokens
+from hybridrl.batch import TrainBatch
+from hybridrl.metrics.values import SKIPPED
+from hybridrl.trainer.model import ParallelModel, Work
+from hybridrl.trainer.optimizer import learning_rate
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one model's passes over a mini-batch left in its gradient buffers, not yet applied.
+
+    Args:
+        name: of the model, first part of its metrics' names.
+        model: holds the gradients.
+        works, results: micro-batches of this rank; what losses returned, on the last stage.
+        metrics: the same on all ranks, `NAME/loss` and `NAME/grad_norm` among them.
+        rate: learning rate to apply them with.
+    """
+
+    name: str
+    model: ParallelModel
+    works: Sequence[Work]
+    results: Sequence[LossOutput]
+    metrics: dict[str, float]
+    rate: float
+
+    @staticmethod
+    def of(
+        name: str,
+        model: ParallelModel,
+        batch: TrainBatch,
+        works: Sequence[Work],
+        results: Sequence[LossOutput],
+        num_updates_in_run: int,
+    ) -> Gradients:
+        """Combines the losses of all ranks and takes the gradients' norm.
+
+        Args:
+            name, model, works, results: as above.
+            batch: the whole mini-batch.
+            num_updates_in_run: length of the learning-rate course.
+        """
+        loss_name = f"{name}/loss"
+        metrics = reduce_losses(model, loss_name, results, num_response_tokens(batch))
+        metrics[f"{name}/grad_norm"] = model.grad_norm()
+        done, peak = model.num_updates, model.peak_learning_rate
+        rate = learning_rate(model.train, peak, done, num_updates_in_run)
+        return Gradients(name, model, works, results, metrics, rate)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are, on all ranks."""
+        return all(map(math.isfinite, (self.loss, self.grad_norm)))
+
+    @property
+    def loss(self) -> float:
+        """The mini-batch's, over all ranks."""
+        return self.metrics[f"{self.name}/loss"]
+
+    @property
+    def grad_norm(self) -> float:
+        """Of all ranks' gradients, before clipping."""
+        return self.metrics[f"{self.name}/grad_norm"]
+
+    def bad_micro_batches(self) -> list[int]:
+        """Returns which micro-batches of this rank have a loss that is not finite."""
+        losses = [float(result.loss) for result in self.results]
+        return [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
+
+    def rows(self, index: int) -> tuple[int, ...]:
+        """Returns which samples of the mini-batch a micro-batch holds."""
+        return self.works[index].whole.sample_indices
+
+
+def take(found: Sequence[Gradients]) -> dict[str, float]:
+    """Applies the gradients of all models if all are finite, else of none; returns all metrics,
+    `train/skipped_steps` among them.
+    """
+    are_finite = all(one.is_finite for one in found)
+    for one in found:
+        if are_finite:
+            one.model.apply(one.rate, one.grad_norm)
+    metrics = {name: value for one in found for name, value in one.metrics.items()}
+    return metrics | {SKIPPED: float(not are_finite)}
+
+
+def kept(result: LossOutput) -> LossOutput:
+    """Returns the result with a loss of its own memory: Megatron frees the one that it was given
+    as soon as the backward pass has it (`deallocate_pipeline_outputs`).
+    """
+    return replace(result, loss=result.loss.detach().clone())
+
+
+def reduce_losses(
+    model: ParallelModel, loss_name: str, results: Sequence[LossOutput], num_tokens: float
+) -> dict[str, float]:
+    """Combines the losses of all micro-batches on all ranks; the same on every rank afterwards.
+
+    Sums become means over the `num_tokens` response tokens; names that end in `_max` are maxima.
+    """
+    world = model.world
+    local = _local_sums(loss_name, results if world.reports else [])
+    names: list[str] = sorted(
+        {name for found in world.gather_objects(sorted(local)) for name in found}
+    )
+    sums = torch.tensor(
+        [0.0 if name.endswith("_max") else local.get(name, 0.0) for name in names],
+        dtype=torch.float64,
+    )
+    maxima = torch.tensor(
+        [local.get(name, -torch.inf) if name.endswith("_max") else 0.0 for name in names],
+        dtype=torch.float64,
+    )
+    sums, maxima = world.sum_over_world(sums), world.max_over_world(maxima)
+    metrics = {}
+    for name, total, largest in zip(names, sums.tolist(), maxima.tolist(), strict=True):
+        if name.endswith("_max"):
+            metrics[name] = largest
+        else:
+            metrics[name] = total if name == loss_name else total / num_tokens
+    return metrics
+
+
+def _local_sums(loss_name: str, results: Sequence[LossOutput]) -> Mapping[str, float]:
+    sums: dict[str, float] = {}
+    for result in results:
+        for name, value in {loss_name: result.loss, **result.metrics}.items():
+            number = float(value)
+            if name.endswith("_max"):
+                sums[name] = max(sums.get(name, number), number)
+            else:
+                sums[name] = sums.get(name, 0.0) + number
+    return sums

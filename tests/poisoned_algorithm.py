@@ -1,0 +1,38 @@
+"""An algorithm for tests: another one, whose loss is NaN where a prompt begins with a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybridrl.algorithms import make_algorithm
+from hybridrl.algorithms.base import LossOutput
+from hybridrl.batch import MicroBatch
+from hybridrl.config.load import load_config_dict
+
+
+class Poisoned:
+    """Acts as the algorithm of a section `of`, but for micro-batches with such a prompt.
+
+    Args:
+        token: first token of prompts whose micro-batch has the loss NaN.
+        of: the other algorithm's section.
+    """
+
+    def __init__(self, token: int, of: dict[str, Any]) -> None:
+        minimal = {"run": {"name": "any"}, "model": {"init": "any"}, "algorithm": of}
+        self._algorithm = make_algorithm(load_config_dict(minimal, []).algorithm)
+        self._token = token
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._algorithm, name)
+
+    def loss(
+        self, logp_S: torch.Tensor, entropy_S: torch.Tensor, micro: MicroBatch, denominator: float
+    ) -> LossOutput:
+        found = self._algorithm.loss(logp_S, entropy_S, micro, denominator)
+        starts_S = (micro.positions_S == 0) & (micro.sequence_index_S >= 0)
+        if bool((micro.tokens_S[starts_S] == self._token).any()):
+            return LossOutput(found.loss * torch.nan, found.metrics)
+        return found
