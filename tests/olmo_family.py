@@ -12,7 +12,6 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from hybridrl.models.build import torch_layer_spec
 from hybridrl.models.families.decoder import (
     decoder_config,
     decoder_rows,
@@ -20,6 +19,7 @@ from hybridrl.models.families.decoder import (
     rope_keywords,
 )
 from hybridrl.models.family import Family, HfConfig, ModelShape, Row
+from hybridrl.models.layers import torch_layer_spec
 
 
 class PlainLayerNorm:

@@ -40,6 +40,8 @@ from hybridrl.errors import CheckpointError
 from hybridrl.models.directory import write_side_files
 from hybridrl.parallel.groups import World
 
+EXTRA_STATE = "_extra_state"  # torch's ending of the names of get_extra_state's results
+
 
 class Saved(Protocol):
     """A model over all ranks that has weights and, when it is trained, an optimizer."""
@@ -120,7 +122,7 @@ class CheckpointStore:
         for name, model in models.items():
             load_model(folder / name, model, self.world)
         if state["layout"] == _layout_name(self.world):
-            _set_rng_state(load_file(folder / _rng_file(self.world.rank)))
+            set_rng_state(load_file(folder / _rng_file(self.world.rank)))
         return state
 
 
@@ -141,7 +143,7 @@ def write_checkpoint(
     with world.all_agree("writing the checkpoint"), world.platform.megatron_phase():
         for name, model in models.items():
             dist_checkpointing.save(_sharded(model, is_loading=False), str(partial / name))
-        save_file(_rng_state(), partial / _rng_file(world.rank))
+        save_file(rng_state(), partial / _rng_file(world.rank))
     with world.all_agree("completing the checkpoint"):
         if world.rank == 0:
             content = {
@@ -187,7 +189,7 @@ def load_model(folder: Path, model: Saved, world: World) -> None:
                 "Load it with the model configuration that wrote it.",
             ) from error
         for index, chunk in enumerate(model.chunks):
-            chunk.load_state_dict(loaded[f"model{index}"])
+            _load_weights(chunk, loaded[f"model{index}"])
         if model.optimizer is not None:
             model.optimizer.load_state_dict(loaded["optimizer"])
             _separate_step_counts(model.optimizer)
@@ -200,7 +202,7 @@ def _sharded(model: Saved, is_loading: bool) -> dict[str, Any]:
         "singleton_local_shards": False,
     }
     parts: dict[str, Any] = {
-        f"model{index}": chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        f"model{index}": _only_weights(chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
     }
     if model.optimizer is None:
@@ -212,6 +214,22 @@ def _sharded(model: Saved, is_loading: bool) -> dict[str, Any]:
         weights, is_loading=is_loading, metadata=metadata
     )
     return parts
+
+
+def _only_weights(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a chunk's state without what layers keep beside weights: FP8 scales, none in 16 bit.
+
+    With Megatron's own renaming of norms, what is left is the same for torch's layers and for
+    transformer-engine's, so that either kind loads the other's checkpoints.
+    """
+    return {name: part for name, part in state.items() if not name.endswith(EXTRA_STATE)}
+
+
+def _load_weights(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    found = chunk.load_state_dict(state, strict=False)
+    names = (*found.missing_keys, *found.unexpected_keys)
+    if lost := [name for name in names if not name.endswith(EXTRA_STATE)]:
+        raise RuntimeError(f"not a parameter of checkpoint and model alike: {lost}")
 
 
 def _make_states(optimizer: Any) -> None:
@@ -253,7 +271,8 @@ def _rng_file(rank: int) -> str:
     return f"rng_rank_{rank}.safetensors"
 
 
-def _rng_state() -> dict[str, torch.Tensor]:
+def rng_state() -> dict[str, torch.Tensor]:
+    """Returns this rank's random states, torch's and those that Megatron tracks; no sync."""
     states = {f"tracker.{k}": v.clone() for k, v in get_cuda_rng_tracker().get_states().items()}
     states["torch"] = torch.get_rng_state()
     if torch.cuda.is_available():
@@ -261,7 +280,8 @@ def _rng_state() -> dict[str, torch.Tensor]:
     return states
 
 
-def _set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
+def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
+    """Sets what `rng_state` returned."""
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -319,6 +319,8 @@ def _activation_bytes(config: Config, shape: ModelShape, layout: TrainLayout) ->
     if config.train.recompute == "full":  # each layer keeps its input; one layer at a time is whole
         kept = tokens * shape.hidden_size * _itemsize(config) * layers + tokens * per_token
     else:
+        if config.train.recompute == "selective":  # not the output of the activation
+            per_token -= shape.ffn_size * _itemsize(config)
         kept = tokens * per_token * layers
     logits = tokens * shape.padded_vocab(layout.tp) * 4
     return (kept * layout.pp + logits) // layout.tp

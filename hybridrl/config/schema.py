@@ -6,10 +6,9 @@ fields are in rules.py, reading YAML and overrides in load.py. Values are frozen
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from hybridrl.config.algorithm import (
     AlgorithmConfig,
@@ -17,6 +16,7 @@ from hybridrl.config.algorithm import (
     GrpoConfig,
     PpoConfig,
 )
+from hybridrl.config.lists import Paths, Steps
 from hybridrl.config.section import Section
 from hybridrl.config.supervised import DpoConfig, KtoConfig, SftConfig, SupervisedConfig
 
@@ -43,20 +43,6 @@ __all__ = [
 ]
 
 
-def _as_paths(value: object) -> object:
-    """Turns one path or a YAML list of paths into the tuple that the field holds."""
-    if value is None or isinstance(value, tuple):
-        return value
-    paths = (value,) if isinstance(value, str) else value
-    if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
-        raise PydanticCustomError("paths", "a path or a list of paths")
-    return tuple(paths)
-
-
-Paths = Annotated[tuple[str, ...] | None, BeforeValidator(_as_paths)]
-"""A file or a list of files in YAML; always a tuple (or None) in a Config."""
-
-
 class RunConfig(Section):
     """Which run this is and what bounds it."""
 
@@ -78,6 +64,10 @@ class RunConfig(Section):
         600.0,
         gt=0,
         description="Longest a collective may wait. 600: above any real step, far below gloo's own 30 minutes.",
+    )
+    profile: Steps = Field(
+        (),
+        description="Steps to trace: 3, 3-5 or a list; RUN_DIR/traces/step_3.json.gz opens in Perfetto. None: such steps are slower, their files large.",
     )
 
 
@@ -167,9 +157,18 @@ class TrainConfig(Section):
         ge=0,
         description="Largest global gradient norm; 0 switches clipping off. 1: stops rare reward spikes.",
     )
-    recompute: Literal["none", "full"] = Field(
+    max_skipped_steps: int = Field(
+        3,
+        ge=1,
+        description="Optimizer steps skipped in a row, for a loss or gradient not finite, that end the run. 3: one bad batch passes; what is broken is not trained past.",
+    )
+    layers: Literal["auto", "torch", "transformer_engine"] = Field(
+        "auto",
+        description="What decoder layers are made of. 'auto': transformer-engine's where they work, which are faster.",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="Activations recomputed in backward. 'none': a third less compute; 'full' saves memory.",
+        description="Activations recomputed in backward. 'none': the least compute; 'selective' makes the SwiGLU's output again, 'full' whole layers.",
     )
     fp32_residual: bool = Field(
         False,

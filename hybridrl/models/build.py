@@ -9,13 +9,11 @@ seed (`init.py`), so they do not depend on the layout.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -23,15 +21,16 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from hybridrl.models.attention import PackedAttention
 from hybridrl.models.family import Family
 from hybridrl.models.heads import LanguageModel, ValueModel
-from hybridrl.models.norm import TorchNorm, narrowing, wide_residual_add
+from hybridrl.models.layers import KEYWORDS, Kind, layer_spec
+from hybridrl.models.norm import narrowing, wide_residual_add
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.schedule import finalize_summed_gradients
 from hybridrl.platform import Platform
 
 Head = Literal["lm", "value"]
+Recompute = Literal["none", "selective", "full"]
 
 FIXED_KEYWORDS: dict[str, Any] = {
     "activation_func": torch.nn.functional.silu,
@@ -47,12 +46,10 @@ FIXED_KEYWORDS: dict[str, Any] = {
     # The loss carries the global denominator, so gradients are summed, never averaged.
     "calculate_per_token_loss": True,
     "finalize_model_grads_func": finalize_summed_gradients,
-    # Fusions that need apex or transformer-engine.
+    # Fusions that need apex; layers.py says which transformer-engine's layers have.
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
 
@@ -63,8 +60,9 @@ def transformer_config(
     layout: TrainLayout,
     dtype: torch.dtype,
     platform: Platform,
-    recompute: Literal["none", "full"] = "none",
+    recompute: Recompute = "none",
     fp32_residual: bool = False,
+    layers: Kind = "torch",
 ) -> TransformerConfig:
     """Builds Megatron's configuration from the family's keywords, the layout and the host.
 
@@ -77,9 +75,11 @@ def transformer_config(
         platform: gloo and NCCL keep sent tensors differently.
         recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass.
         fp32_residual: whether the stream between the layers is fp32, also from stage to stage.
+        layers: what they are made of.
     """
     keywords: dict[str, Any] = {
         **FIXED_KEYWORDS,
+        **KEYWORDS[layers],
         **_layout_keywords(layout, platform),
         "params_dtype": dtype,
         "pipeline_dtype": torch.float32 if fp32_residual else dtype,
@@ -117,6 +117,8 @@ def build_chunks(
     hf_config: Mapping[str, Any],
     config: TransformerConfig,
     head: Head = "lm",
+    layers: Kind = "torch",
+    recompute: Recompute = "none",
 ) -> list[torch.nn.Module]:
     """Builds this rank's model chunks, one a virtual pipeline stage; their weights come later.
 
@@ -125,15 +127,18 @@ def build_chunks(
         hf_config: the model's config.json.
         config: from `transformer_config`; Megatron's process groups must exist.
         head: 'lm' gives log-probabilities of targets, 'value' one value a token.
+        layers: what they are made of, as in `config`.
+        recompute: 'selective' keeps no output of the feed-forward layers' activations.
     """
     shape = family.shape(hf_config)
     num_chunks = config.virtual_pipeline_model_parallel_size
+    spec = layer_spec(layers, family, config, recompute)
     chunks: list[torch.nn.Module] = []
     for chunk in range(num_chunks or 1):
         vp_stage = chunk if num_chunks else None
         keywords = {
             "config": config,
-            "transformer_layer_spec": _block_spec(family, config, vp_stage),
+            "transformer_layer_spec": _block_spec(config, *spec, vp_stage),
             "vocab_size": shape.padded_vocab(config.tensor_model_parallel_size),
             "max_sequence_length": int(hf_config.get("max_position_embeddings", 1 << 20)),
             "pre_process": parallel_state.is_pipeline_first_stage(
@@ -160,12 +165,10 @@ def build_chunks(
 
 
 def _block_spec(
-    family: Family, config: TransformerConfig, vp_stage: int | None
+    config: TransformerConfig, layer: ModuleSpec, final_norm: type, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    make = family.layer_spec or torch_layer_spec
-    layer, final_norm = make(config)
     if config.fp32_residual_connection:
-        layer = copy.deepcopy(layer)  # a user's spec may serve other models too
+        layer = copy.deepcopy(layer)
         parts = layer.submodules
         parts.input_layernorm = narrowing(parts.input_layernorm)
         parts.pre_mlp_layernorm = narrowing(parts.pre_mlp_layernorm)
@@ -173,29 +176,6 @@ def _block_spec(
         final_norm = narrowing(final_norm)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=final_norm)
-
-
-def torch_layer_spec(config: TransformerConfig, norm: type = TorchNorm) -> tuple[ModuleSpec, type]:
-    """Returns a layer of Megatron's own linears, `norm` and packed attention, and the final norm.
-
-    Args:
-        config: says whether queries and keys are normalised.
-        norm: built as `norm(config=..., hidden_size=..., eps=...)`.
-    """
-    spec = copy.deepcopy(
-        get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm, normalization=config.normalization
-        )
-    )
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    replaced = dataclasses.replace(
-        attention,
-        core_attention=PackedAttention,
-        **({"q_layernorm": norm, "k_layernorm": norm} if config.qk_layernorm else {}),
-    )
-    layer.self_attention.submodules = replaced
-    layer.input_layernorm = layer.pre_mlp_layernorm = norm
-    return spec, norm
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:

@@ -96,7 +96,8 @@ def megatron_layout(
         rank: global rank.
         head: "lm", the vocabulary head; "value", a critic, whose `output_layer.weight` of shape
             (1, hidden) is HF's `score.weight`.
-        te: whether the layers are transformer-engine's, which hold norms under other names.
+        te: whether norms are parameters of the linear layers after them, as transformer-engine has
+            them.
 
     Raises:
         ModelError: the model cannot be cut this way; names the parameter.

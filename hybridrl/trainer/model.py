@@ -25,12 +25,19 @@ from hybridrl.micro_batch import MicroBatch
 from hybridrl.models.attention import PackedSequences
 from hybridrl.models.build import Head, build_chunks, named_weights, transformer_config
 from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.layers import choose_layers
 from hybridrl.models.weights import RankLayout, megatron_layout
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.peer_memory import PeerMemory
 from hybridrl.parallel.schedule import forward_backward, forward_only
 from hybridrl.trainer.memory import TrainedModelMemory
-from hybridrl.trainer.optimizer import owned_ranges, set_learning_rate, wrap_for_training
+from hybridrl.trainer.optimizer import (
+    apply_gradients,
+    gradient_norm,
+    owned_ranges,
+    set_learning_rate,
+    wrap_for_training,
+)
 from hybridrl.trainer.peer_weights import PeerWeights
 from hybridrl.trainer.trained_weights import TrainedWeights
 
@@ -93,6 +100,11 @@ class ParallelModel:
 
     def __init__(self, world: World, source: ModelSource, head: Head, train: TrainConfig) -> None:
         self.world, self.source, self.head, self.train = world, source, head, train
+        with world.all_agree("choosing what layers are made of"):
+            self.layers = choose_layers(
+                train.layers, source.family, source.dtype, world.platform, train.fp32_residual
+            )
+        same_on_all_ranks(world, "what layers are made of", self.layers.kind)
         with world.platform.megatron_phase():
             self.config = transformer_config(
                 source.family,
@@ -102,8 +114,16 @@ class ParallelModel:
                 world.platform,
                 train.recompute,
                 train.fp32_residual,
+                self.layers.kind,
             )
-            self._chunks = build_chunks(source.family, source.hf_config, self.config, head)
+            self._chunks = build_chunks(
+                source.family,
+                source.hf_config,
+                self.config,
+                head,
+                self.layers.kind,
+                train.recompute,
+            )
         self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
         self._optimizer: Any = None
         self.memory: TrainedModelMemory | None = None
@@ -146,7 +166,9 @@ class ParallelModel:
     def layout_of(self, rank: int) -> RankLayout:
         """Returns the same of any rank."""
         family, shape = self.source.family, self.source.shape
-        return megatron_layout(family, shape, self.world.layout, rank, head=self.head)
+        return megatron_layout(
+            family, shape, self.world.layout, rank, self.head, self.layers.fuses_norms
+        )
 
     def source_layouts(self) -> list[RankLayout]:
         """Returns what an engine may be written from right after a step, by rank."""
@@ -227,7 +249,9 @@ class ParallelModel:
             index_S = context_positions(whole.cu_seqlens, layout.cp, self.world.where.cp)
             local = whole if layout.cp == 1 else whole.take_positions(index_S)
             local = local.to(self.world.platform.device)
-            packed = PackedSequences.of(whole.cu_seqlens, whole.max_seqlen)
+            # transformer-engine reads the bounds on the device, torch's layers on the host.
+            bounds = local if self.layers.kind == "transformer_engine" else whole
+            packed = PackedSequences.of(bounds.cu_seqlens, whole.max_seqlen)
             works.append(Work(whole, local, index_S, packed))
         return works
 
@@ -264,15 +288,28 @@ class ParallelModel:
             chunks, works, _forward, lambda output, work: loss(output, work.local)
         )
 
-    def step(self, learning_rate: float) -> float:
-        """Applies the accumulated gradients; returns their global norm before clipping."""
+    def grad_norm(self) -> float:
+        """Returns the accumulated gradients' global norm before clipping, as `gradient_norm`."""
+        with self.world.platform.megatron_phase():
+            return gradient_norm(self.optimizer)
+
+    def apply(self, learning_rate: float, grad_norm: float) -> None:
+        """Takes the optimizer's step with the accumulated gradients, of this finite norm."""
         set_learning_rate(self.optimizer, learning_rate)
         with self.world.platform.megatron_phase():
-            _, grad_norm, _ = self.optimizer.step()
+            apply_gradients(self.optimizer, grad_norm)
         if self.trained_weights is not None:
             self.trained_weights.stepped()
         self.num_updates += 1
-        return float(grad_norm) if grad_norm is not None else 0.0
+
+    def bad_gradient(self) -> str | None:
+        """Returns the first of this rank's parameters whose gradient is not finite, if any."""
+        for index, chunk in enumerate(self._chunks):
+            for name, parameter in chunk.named_parameters():
+                gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+                if not bool(gradient.isfinite().all()):  # a sync point, after a bad step only
+                    return f"{index}/{name}"
+        return None
 
 
 def _forward(chunk: torch.nn.Module, work: Work) -> Any:

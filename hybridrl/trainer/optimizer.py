@@ -1,4 +1,6 @@
-"""Megatron's data parallel wrapper and distributed optimizer, and the learning-rate course."""
+"""Megatron's data parallel wrapper and distributed optimizer, its step in two halves, and the
+learning-rate course.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl.config.schema import TrainConfig
+from hybridrl.models.layers import add_weight_gradients_in_place
 from hybridrl.platform import Platform
 from hybridrl.trainer.peer_weights import PeerWeights
 
@@ -33,10 +38,13 @@ def wrap_for_training(
     Returns:
         The wrapped chunks, which training must call, and the optimizer.
     """
+    num_replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
+        # In buckets, of which each rank owns a part. One bucket is owned in few, long pieces, from
+        # which an engine is written in fewer messages.
+        overlap_grad_reduce=num_replicas > 1 and not train.fuse_param_gather,
         # A step then leaves the gather of the parameters to us (trained_weights.py).
         overlap_param_gather=train.fuse_param_gather,
     )
@@ -44,6 +52,11 @@ def wrap_for_training(
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    if ddp_config.overlap_grad_reduce:  # but for the last micro-batch, which starts it
+        waits = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    for chunk in wrapped:
+        add_weight_gradients_in_place(chunk)
     if train.fuse_param_gather:
         for chunk in wrapped:
             chunk.disable_forward_pre_hook(param_sync=False)  # type: ignore[operator]
@@ -83,11 +96,37 @@ def owned_ranges(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str,
     return found
 
 
+def gradient_norm(optimizer: Any) -> float:
+    """Makes accumulated gradients ready and returns their global norm before clipping, the same on
+    all ranks; it is not finite where any of them is not, or where it is beyond fp32.
+
+    The first half of ChainedOptimizer.step (megatron-core 0.16.1), which without a loss scaler goes
+    on to apply such gradients. Megatron's own sync point is in it: the norm comes to the host.
+    """
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def apply_gradients(optimizer: Any, grad_norm: float) -> None:
+    """Clips gradients of this norm and updates the parameters: the second half."""
+    for part in optimizer.chained_optimizers:
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                part.config.clip_grad,
+                grad_norm,
+                part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    optimizer.step_with_ready_grads()
+
+
 def learning_rate(train: TrainConfig, peak: float, update: int, num_updates: int) -> float:
     """Returns the learning rate of one optimizer step.
 
     Linear warm-up to `peak` over `train.warmup_steps`, then constant, or a cosine or straight line
-    down to `train.min_learning_rate` at the last of `num_updates`.
+    down to `train.min_learning_rate` at the last of `num_updates`. Skipped steps do not count, as
+    in Megatron: after k of them the course ends k steps before its last value.
 
     Args:
         update: index of the optimizer step, from 0.

@@ -143,7 +143,8 @@ def run(
     if layout.world_size == 1:
         masked_T = logp_T * batch.response_mask_T
         check_against_transformers(folder, model, batch, works, masked_T, gradients)
-    norm = model.step(1e-3)
+    norm = model.grad_norm()
+    model.apply(1e-3, norm)
     return gradients, logp_T * batch.response_mask_T, norm
 
 

@@ -21,6 +21,8 @@ TWO_RANKS = (
     f"1,1,2,1,{ORDER}",
     f"1,1,1,1,{ORDER}",
     f"1,2,1,2,{ORDER}",
+    f"2,1,1,1,{ORDER},selective",
+    f"1,1,1,1,{ORDER},full",
 )
 FOUR_RANKS = (
     f"1,4,1,1,{ORDER}",

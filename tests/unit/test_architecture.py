@@ -56,12 +56,14 @@ WALLS = {
         "models/attention.py",
         "models/norm.py",
         "models/heads.py",
+        "models/layers.py",
         "trainer/policy.py",
         "trainer/critic.py",
         "trainer/optimizer.py",
         "checkpoint/store.py",
         "platform.py",
     ],
+    "transformer_engine": ["platform.py"],
     "vllm": ["rollout/vllm.py", "rollout/vllm_start.py"],
     "sglang": ["rollout/sglang.py"],
     "triton": ["../kernels/*"],
@@ -91,6 +93,7 @@ TORCH_FREE = [
     "data/packing.py",
     "data/balance.py",
     "data/spread.py",
+    "metrics/flops.py",
 ]
 
 

@@ -112,7 +112,7 @@ def test_all_violations_are_reported_at_once() -> None:
         "override",
         "steps.num_steps",
     }
-    assert found["train.recompute"].allowed == "'none' or 'full'"
+    assert found["train.recompute"].allowed == "'none', 'selective' or 'full'"
     assert "'half'" in str(found["train.recompute"])
     message = str(ConfigError(list(found.values())))
     assert len(message.splitlines()) == len(found)

@@ -110,3 +110,18 @@ def test_run_name_cannot_leave_its_folder() -> None:
     for name in ("../up", "a/b", "", ".hidden"):
         with pytest.raises(ConfigError, match=r"run\.name"):
             load_config_dict({**MINIMAL, "run": {"name": name}})
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [(3, (3,)), ("3-5", (3, 4, 5)), ([7, "1-2", 2], (1, 2, 7)), ([], ())],
+)
+def test_steps_to_profile_are_a_step_a_range_or_a_list(given: Any, steps: tuple[int, ...]) -> None:
+    run = load_config_dict({**MINIMAL, "run": {"name": "a", "profile": given}}).run
+    assert run.profile == steps
+
+
+@pytest.mark.parametrize("given", ["x", "5-3", 0, -1, True, "3-", 1.5, None])
+def test_other_steps_to_profile_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"run\.profile"):
+        load_config_dict({**MINIMAL, "run": {"name": "a", "profile": given}})

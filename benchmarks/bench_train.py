@@ -1,0 +1,165 @@
+"""Times the trainer alone: the log-probability pass and the update, as shares of the GPUs' peak.
+
+Each case is one torchrun of its own with the policy of the Trainer (its layers, data-parallel
+wrapper, head, loss and optimizer), random weights and no engine. Model FLOPs (metrics/flops.py) are
+divided by time and by the rate of a large bf16 matrix product measured in the same run. Samples are
+256 prompt and 512 response tokens unless told, packed into micro-batches of 16,384 tokens.
+
+    python benchmarks/bench_train.py --out OUT.json 7b/tp1dp4 7b/tp2dp2 0.5b/dp4
+    python benchmarks/bench_train.py --out OUT.json 7b/tp2dp2 --layers torch --tails
+
+A case is MODEL/TRAIN: a file benchmarks/models/qwen2.5-MODEL.json and training sizes, whose product
+is the number of GPUs. Before anything is timed the loss of a step must be finite and the update
+must change the log-probabilities. --tails adds lengths with a long tail, where what counts is
+tokens that are no padding: packed and balanced, against samples in order of arrival, padded to the
+longest of their micro-batch. Times are of the slowest rank; OUT.json is written anew after each
+case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench_reshard_gpu import PROGRESS, ROOT, check_gpus, run_showing_progress
+from bench_rollout import commit
+
+CASE = re.compile(r"^(?P<model>[\w.]+)/(?P<train>(?:(?:tp|pp|vpp|cp|dp)\d+)+)$")
+
+
+def main() -> int:
+    """Runs the cases one after another; returns 1 if one failed."""
+    arguments = parse()
+    if arguments.case_file:
+        from train_case import run_case
+
+        run_case(json.loads(arguments.case_file.read_text()))
+    jobs = [describe(case, arguments) for case in arguments.cases]
+    check_gpus(max(job["world"] for job in jobs))
+    report: dict[str, Any] = {
+        "benchmark": "training",
+        "command": "python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit(),
+        "cases": [],
+    }
+    for job in jobs:
+        report["cases"].append(launch(job))
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print("\n".join(table(report)))
+    failed = [case["case"] for case in report["cases"] if "error" in case]
+    print("failed: " + ", ".join(failed) if failed else f"wrote {arguments.out}")
+    return 1 if failed else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("cases", nargs="*", metavar="MODEL/TRAIN")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--layers", choices=("auto", "torch", "transformer_engine"), default="auto")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--response-tokens", type=int, default=512)
+    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--micro-batches", type=int, default=4, help="of a replica, in a step")
+    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--tails", action="store_true", help="also lengths with a long tail")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")
+    parser.add_argument("--limit-s", type=float, default=150, help="of one case")
+    parser.add_argument("--case-file", type=Path, help=argparse.SUPPRESS)  # one of the ranks
+    found = parser.parse_args()
+    if not found.case_file and not (found.out and found.cases):
+        parser.error("name --out OUT.json and at least one case, e.g. 7b/tp2dp2")
+    return found
+
+
+def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns everything that the processes of a case need to know."""
+    found = CASE.match(case)
+    if found is None:
+        sys.exit(f"case {case!r}: expected MODEL/TRAIN, e.g. 7b/tp2dp2")
+    axes = re.findall(r"(tp|vpp|pp|cp|dp)(\d+)", found["train"])
+    sizes = {axis: int(size) for axis, size in axes}
+    model = arguments.models / f"qwen2.5-{found['model']}.json"
+    if not model.is_file():
+        known = ", ".join(sorted(p.stem for p in model.parent.glob("qwen2.5-*.json")))
+        sys.exit(f"case {case!r}: no {model}; there are {known}")
+    sample = arguments.prompt_tokens + arguments.response_tokens
+    if sample > arguments.micro_batch_tokens:
+        sys.exit(f"samples of {sample} tokens: at most --micro-batch-tokens")
+    return {
+        "case": case,
+        "model": str(model),
+        "world": math.prod(size for axis, size in sizes.items() if axis != "vpp"),
+        "replicas": sizes.get("dp", 1),
+        "train": {axis: size for axis, size in sizes.items() if axis != "dp"},
+        **{
+            name: getattr(arguments, name)
+            for name in (
+                "layers",
+                "prompt_tokens",
+                "response_tokens",
+                "micro_batch_tokens",
+                "micro_batches",
+                "iterations",
+                "tails",
+                "set",
+                "limit_s",
+            )
+        },
+    }
+
+
+def launch(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs one case under torchrun; returns what it measured, with an error if it did not end."""
+    with tempfile.TemporaryDirectory() as folder:
+        case_file, result_file = Path(folder) / "case.json", Path(folder) / "result.json"
+        case_file.write_text(json.dumps({**job, "folder": folder, "launched_at": time.time()}))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        command += [f"--nproc-per-node={job['world']}", __file__, "--case-file", str(case_file)]
+        # Megatron lets collectives of tensor and context parallel run beside matrix products by it.
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        began = time.monotonic()
+        code, tail = run_showing_progress(command, job["limit_s"], environment)
+        seconds = time.monotonic() - began
+        result = json.loads(result_file.read_text()) if result_file.is_file() else {}
+    ending = f"exit {code} after {seconds:.0f} s"
+    print(f"{PROGRESS} {job['case']}: {ending}", flush=True)
+    found = {"case": job["case"], "world": job["world"], **result}
+    found["whole_case_s"] = round(seconds, 1)
+    if not found.pop("is_complete", False):
+        print("\n".join(tail), flush=True)
+        found |= {"error": ending, "output": "\n".join(tail)[-4000:]}
+    return found
+
+
+def table(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines of a table."""
+    yield f"{'case':14} {'what':20} {'ms':>9} {'p90':>9} {'tokens/s/GPU':>13} {'MFU':>6} {'GiB':>6}"
+    for case in report["cases"]:
+        for name, found in case.get("passes", {}).items():
+            if "error" in found:
+                yield f"{case['case']:14} {name:20} {found['error'][:80]}"
+                continue
+            mfu = f"{found['mfu']:.3f}" if "mfu" in found else ""
+            yield (
+                f"{case['case']:14} {name:20} {found['ms']:9.1f} {found['p90_ms']:9.1f} "
+                f"{found['tokens_per_s_per_gpu']:13.0f} {mfu:>6} {found['peak_bytes'] / 2**30:6.1f}"
+            )
+        if "packed_to_padded" in case:
+            yield f"{case['case']:14} packed to padded: {case['packed_to_padded']:.2f} x"
+        if "error" in case:
+            yield f"{case['case']:14} {case['error']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

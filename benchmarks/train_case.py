@@ -1,0 +1,290 @@
+"""One case of bench_train.py, in the processes of its ranks.
+
+Who waits for whom: every function is collective over the world. Rank 0 writes the result anew after
+each part, so that what was measured stays if a later part ends the processes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from reshard_clock import Clock, attempted
+from reshard_gpu_case import PROGRESS, ROOT, machine
+
+from hybridrl.algorithms import make_algorithm
+from hybridrl.batch import Producer, Prompt, TrainBatch
+from hybridrl.config.load import load_config_dict
+from hybridrl.metrics.flops import forward_flops, train_flops
+from hybridrl.parallel.groups import start_process_group
+from hybridrl.platform import Platform
+from hybridrl.trainer import setup
+from hybridrl.trainer.policy import Policy
+
+GEMM_SIZE = 8192
+GEMM_SIZE_ON_CPU = 512
+GEMMS = 16  # one after another: what the GPU keeps up, not what it reaches for a millisecond
+WARMUPS = 2
+# Of the logarithm of response lengths with a long tail; lengths beyond the budget are cut.
+TAIL_SIGMA = 1.0
+LEARNING_RATE = 1e-3
+
+
+def run_case(job: Mapping[str, Any]) -> None:
+    """Measures everything that the job asks for; does not return."""
+    case = Case(job)
+    case.save("starting")
+    case.start()
+    case.measure_peak()
+    case.check()
+    batch, world = case.uniform_batch(), job["world"]
+    shape, lengths = case.policy.model.source.shape, batch.lengths_B.tolist()
+    case.attempt("logprobs", batch, case.logprobs, forward_flops(shape, lengths) / world)
+    case.attempt("update", batch, case.update, train_flops(shape, lengths) / world)
+    if job["tails"]:
+        case.measure_tails()
+    case.result["is_complete"] = True
+    case.save("everything")
+    case.clock.line_up()
+    sys.stdout.flush()
+    os._exit(0)  # the system frees memory faster than NCCL ends, and the machine's time is dear
+
+
+@dataclass
+class Case:
+    """A case and what is known of it so far."""
+
+    job: Mapping[str, Any]
+    result: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, done: str, found: str = "") -> None:
+        """Writes the result so far, and says what is done and what was found."""
+        if int(os.environ["RANK"]) != 0:
+            return
+        seconds = time.time() - self.job["launched_at"]
+        self.result.setdefault("seconds", {})[done] = round(seconds, 1)
+        # In one piece: others write into the same pipe.
+        sys.stdout.write(f"{PROGRESS} {self.job['case']} {seconds:6.1f} s: {done} {found}\n")
+        sys.stdout.flush()
+        file = Path(self.job["folder"], "result.json")
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(self.result))
+        part.replace(file)
+
+    def start(self) -> None:
+        """Makes the policy as the Trainer does."""
+        config = config_of(self.job)
+        self.platform = platform = Platform.detect()
+        platform.activate()
+        start_process_group(platform, config.run.collective_timeout_s)
+        self.world = setup.make_world(config, platform)
+        platform.seed(config.run.seed)
+        self.clock = Clock(platform.device, self.world.gather_objects)
+        source = setup.model_source(config.model, platform)
+        model = setup.build_model(self.world, source, "lm", config)
+        model.make_trainable(config.train.learning_rate)
+        self.policy = Policy(model, make_algorithm(config.algorithm), 1 << 20)
+        self.result |= {
+            "machine": machine(self.world.size),
+            "layers": model.layers.said,
+            "dtype": str(source.dtype).removeprefix("torch."),
+            "train": config.train.model_dump(mode="json"),
+            "state_bytes": sum(self.held_bytes()),
+        }
+        self.save("model made", model.layers.said)
+
+    def held_bytes(self) -> tuple[int, int, int]:
+        """Returns this rank's bytes of weights, gradients and optimizer state."""
+        memory = self.policy.model.memory
+        assert memory is not None
+        return memory.weight_bytes(), memory.gradient_bytes(), memory.state_bytes()[0]
+
+    def measure_peak(self) -> None:
+        """Measures the rate of a large matrix product, what all figures are shares of."""
+        size = GEMM_SIZE_ON_CPU if self.platform.is_cpu else GEMM_SIZE
+        dtype, device = self.policy.model.source.dtype, self.platform.device
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(left)
+
+        def multiply() -> None:
+            for _ in range(GEMMS):
+                torch.mm(left, right, out=out)
+
+        timing = self.clock.time(multiply, 10)
+        self.peak = GEMMS * 2 * size**3 / timing.ms * 1e3
+        self.result["peak"] = {"flops_per_s": self.peak, "size": size, **timing.report()}
+        self.save("peak", f"{self.peak / 1e12:.1f} TFLOP/s")
+
+    # Passes
+
+    def logprobs(self, batch: TrainBatch) -> None:
+        self.policy.logprobs(batch)
+
+    def update(self, batch: TrainBatch) -> None:
+        self.policy.update(batch)
+
+    def check(self) -> None:
+        """Refuses to time a step that is not finite or changes nothing."""
+        batch = self.batch_of([(8, 24)] * 4 * self.job["replicas"])
+        before = self.policy.logprobs(batch)
+        metrics = self.policy.update(batch)
+        change = float((self.policy.logprobs(batch) - before).abs().max())
+        loss, norm = metrics["policy/loss"], metrics["policy/grad_norm"]
+        if not (math.isfinite(loss) and math.isfinite(norm) and norm > 0 and change > 0):
+            raise RuntimeError(f"a wrong step: loss {loss}, gradient norm {norm}, change {change}")
+        # From here on weights stay: the same work, and never a step that is left out.
+        self.policy.model.peak_learning_rate = 0.0
+        self.result["attention_backend"] = attention_backend()
+        self.save("a step", f"gradient norm {norm:.3g}, change of log-probabilities {change:.2g}")
+
+    def attempt(
+        self, name: str, batch: TrainBatch, run: Callable[[TrainBatch], None], flops: float
+    ) -> dict[str, Any]:
+        """Measures one pass over a batch.
+
+        Args:
+            flops: of the model, on one GPU.
+        """
+
+        def measure() -> dict[str, Any]:
+            if not self.platform.is_cpu:
+                torch.cuda.reset_peak_memory_stats()
+            timing = self.clock.time(lambda: run(batch), self.job["iterations"], WARMUPS)
+            seconds, tokens = timing.ms / 1e3, int(batch.lengths_B.sum())
+            return {
+                **timing.report(),
+                "tokens": tokens,
+                "tokens_per_s_per_gpu": tokens / seconds / self.world.size,
+                "tflops_per_gpu": flops / seconds / 1e12,
+                "mfu": flops / seconds / self.peak,
+                "peak_bytes": max(self.world.gather_objects(self.platform.peak_memory_bytes())),
+            }
+
+        found = attempted(self.clock.gather, measure)
+        self.result.setdefault("passes", {})[name] = found
+        said = found.get("error") or f"{found['ms']:.1f} ms, MFU {found['mfu']:.3f}"
+        self.save(name, said)
+        return found
+
+    def measure_tails(self) -> None:
+        """Compares packed, balanced micro-batches of unequal samples with padded ones."""
+        sizes = self.tailed_sizes()
+        real = self.batch_of(sizes)
+        padded = self.batch_of(padded_sizes(sizes, self.job["micro_batch_tokens"]))
+        tokens, ways = int(real.lengths_B.sum()), {"tails packed": real, "tails padded": padded}
+        shape, lengths = self.policy.model.source.shape, real.lengths_B.tolist()
+        flops = train_flops(shape, lengths) / self.world.size
+        rates = []
+        for name, batch in ways.items():
+            found = self.attempt(name, batch, self.update, flops)
+            if "ms" in found:
+                found["tokens_per_s_per_gpu"] = tokens / found["ms"] * 1e3 / self.world.size
+                found["share_of_padding"] = 1 - tokens / int(batch.lengths_B.sum())
+                rates.append(found["tokens_per_s_per_gpu"])
+        if len(rates) == len(ways):
+            self.result["packed_to_padded"] = rates[0] / rates[1]
+            self.save("tails", f"packed {rates[0] / rates[1]:.2f} x as fast as padded")
+
+    # Batches
+
+    def uniform_batch(self) -> TrainBatch:
+        """Returns samples of one length that fill every micro-batch."""
+        prompt, response = self.job["prompt_tokens"], self.job["response_tokens"]
+        each = self.job["micro_batch_tokens"] // (prompt + response)
+        return self.batch_of(
+            [(prompt, response)] * each * self.job["micro_batches"] * self.job["replicas"]
+        )
+
+    def tailed_sizes(self) -> list[tuple[int, int]]:
+        """Returns about as many tokens with responses of log-normal lengths, the same each time."""
+        prompt, response = self.job["prompt_tokens"], self.job["response_tokens"]
+        budget = self.job["micro_batch_tokens"]
+        wanted = budget * self.job["micro_batches"] * self.job["replicas"]
+        draw, sizes, total = random.Random(1), [], 0
+        while total < wanted:
+            # Of this median the mean is `response`.
+            length = draw.lognormvariate(math.log(response) - TAIL_SIGMA**2 / 2, TAIL_SIGMA)
+            sizes.append((prompt, min(max(int(length), 1), budget - prompt)))
+            total += sum(sizes[-1])
+        return sizes
+
+    def batch_of(self, sizes: Sequence[tuple[int, int]]) -> TrainBatch:
+        """Returns a batch of random tokens: prompts and responses of these sizes."""
+        draw = torch.Generator().manual_seed(3)
+        vocab = self.policy.model.source.shape.vocab_size
+
+        def tokens(count: int) -> tuple[int, ...]:
+            return tuple(torch.randint(vocab, (count,), generator=draw).tolist())
+
+        prompts = [
+            Prompt(index, "", tokens(prompt), {}, tokens(response))
+            for index, (prompt, response) in enumerate(sizes)
+        ]
+        who = Producer.here("the benchmark")
+        batch = TrainBatch.supervised(prompts, who)
+        advantages_T = torch.randn(batch.num_tokens, generator=draw) * batch.response_mask_T
+        uniform_T = -math.log(vocab) * batch.response_mask_T  # about what random weights give
+        return batch.join_columns(
+            who, advantages_T=advantages_T, old_logp_T=uniform_T, behaviour_logp_T=uniform_T
+        )
+
+
+def padded_sizes(sizes: Sequence[tuple[int, int]], budget: int) -> list[tuple[int, int]]:
+    """Returns samples in order of arrival, their responses as long as the longest of their
+    micro-batch of `budget` tokens.
+    """
+    found: list[tuple[int, int]] = []
+    group: list[tuple[int, int]] = []
+
+    def flush() -> None:
+        longest = max(response for _, response in group)
+        found.extend((prompt, longest) for prompt, _ in group)
+        group.clear()
+
+    for size in sizes:
+        longest = max(sum(other) for other in (*group, size))
+        if group and longest * (len(group) + 1) > budget:
+            flush()
+        group.append(size)
+    flush()
+    return found
+
+
+def attention_backend() -> str:
+    """Returns which of its ways to attend transformer-engine has taken last."""
+    module = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    if module not in sys.modules:
+        return "torch"
+    chosen = sys.modules[module]._attention_backends
+    names = ("use_flash_attention", "use_fused_attention", "use_unfused_attention")
+    return ", ".join(name for name in names if chosen.get(name)) or "torch"
+
+
+def config_of(job: Mapping[str, Any]) -> Any:
+    """Returns the configuration of the case."""
+    config = {
+        "run": {"name": "bench", "dir": job["folder"], "collective_timeout_s": 120},
+        "model": {
+            "init": job["model"],
+            "tokenizer": str(ROOT / "examples" / "quickstart" / "model"),
+        },
+        "train": {
+            **job["train"],
+            "micro_batch_tokens": job["micro_batch_tokens"],
+            "layers": job["layers"],
+            "learning_rate": LEARNING_RATE,
+        },
+        "rollout": {"engine": "hf"},
+        "algorithm": {"name": "grpo", "kl_coef": 0.0},
+        "log": {"console": False, "tensorboard": False, "rollouts_every": 0},
+    }
+    return load_config_dict(config, job["set"])

@@ -1,0 +1,208 @@
+"""What a decoder layer is made of: transformer-engine's modules where they work, else torch's.
+
+Owns the choice and the layers' ModuleSpecs. transformer-engine's layers normalise inside the linear
+layer that follows, attend over packed sequences by cuDNN, rotate by a kernel of their own, and add
+weight gradients to Megatron's fp32 ones in the matrix product. They are taken on CUDA in bf16 for
+families without a `layer_spec` of their own. Both kinds keep the same checkpoints: Megatron calls a
+torch layer's norms by transformer-engine's names in them (`sharded_state_dict_keys_map`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from hybridrl.errors import UserError
+from hybridrl.models.attention import PackedAttention
+from hybridrl.models.family import Family
+from hybridrl.models.norm import TorchNorm
+from hybridrl.platform import TRANSFORMER_ENGINE_VERSIONS, Platform
+
+Kind = Literal["torch", "transformer_engine"]
+
+# Only what differs between the kinds; build.py has the rest. Without dropout and, mostly, biases
+# there is nothing for Megatron's fused dropout to fuse.
+KEYWORDS: dict[Kind, dict[str, Any]] = {
+    "torch": {"bias_activation_fusion": False, "apply_rope_fusion": False},
+    "transformer_engine": {"bias_activation_fusion": True, "apply_rope_fusion": True},
+}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The choice for one model, the same on all ranks.
+
+    Args:
+        kind: whose modules.
+        fuses_norms: whether norms are parameters of the linear layers that follow them.
+        said: the choice and its reason in words.
+    """
+
+    kind: Kind
+    fuses_norms: bool
+    said: str
+
+
+def choose_layers(
+    wanted: Literal["auto", "torch", "transformer_engine"],
+    family: Family,
+    dtype: torch.dtype,
+    platform: Platform,
+    fp32_residual: bool,
+) -> Layers:
+    """Chooses what this host's layers are made of.
+
+    Args:
+        wanted: `train.layers`.
+        family: may bring layers of its own.
+        dtype: of parameters and activations.
+        platform: where the model runs.
+        fp32_residual: the stream between the layers is wider than a fused norm takes.
+
+    Raises:
+        UserError: transformer-engine is wanted but cannot be used.
+    """
+    if wanted == "torch":
+        return Layers("torch", False, "layers: torch, as train.layers says")
+    if family.layer_spec is not None:
+        fault: str | None = f"family {family.name} brings layers of its own"
+    elif dtype != torch.bfloat16:
+        fault = f"the model is in {str(dtype).removeprefix('torch.')}, cuDNN's attention in bf16"
+    else:
+        fault = platform.transformer_engine_fault()
+    if fault is None:
+        return Layers("transformer_engine", not fp32_residual, "layers: transformer-engine")
+    if wanted == "transformer_engine":
+        raise UserError(
+            "train.layers",
+            wanted,
+            "auto or torch here",
+            f"Set train.layers=auto: {fault}. They take a family without layers of its own in "
+            f"bfloat16, a GPU such as H100, and transformer-engine{TRANSFORMER_ENGINE_VERSIONS}.",
+        )
+    return Layers("torch", False, f"layers: torch, since {fault}")
+
+
+def layer_spec(
+    kind: Kind, family: Family, config: TransformerConfig, recompute: str
+) -> tuple[ModuleSpec, type]:
+    """Returns a decoder layer and the norm after the last one.
+
+    Args:
+        kind: as chosen.
+        family: its own layers go first.
+        config: says what is normalised and how wide the residual stream is.
+        recompute: 'selective' does not keep the output of the feed-forward layer's activation.
+    """
+    if family.layer_spec is not None:
+        layer, final_norm = family.layer_spec(config)
+        layer = copy.deepcopy(layer)  # a user's spec may serve other models too
+    elif kind == "transformer_engine":
+        layer, final_norm = transformer_engine_layer_spec(config)
+    else:
+        layer, final_norm = torch_layer_spec(config)
+    if recompute == "selective":
+        layer.submodules.mlp = lean_mlp(layer.submodules.mlp.submodules)
+    return layer, final_norm
+
+
+def torch_layer_spec(config: TransformerConfig, norm: type = TorchNorm) -> tuple[ModuleSpec, type]:
+    """Returns a layer of Megatron's own linears, `norm` and packed attention, and the final norm.
+
+    Args:
+        config: says whether queries and keys are normalised.
+        norm: built as `norm(config=..., hidden_size=..., eps=...)`.
+    """
+    spec = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    replaced = dataclasses.replace(
+        attention,
+        core_attention=PackedAttention,
+        **({"q_layernorm": norm, "k_layernorm": norm} if config.qk_layernorm else {}),
+    )
+    layer.self_attention.submodules = replaced
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    return spec, norm
+
+
+def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    """Returns transformer-engine's layer and the final norm.
+
+    With a residual stream in fp32 the norms are torch's and stand alone: transformer-engine's take
+    inputs of their weights' type only (module/base.py, set_activation_dtype, 2.11).
+    """
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    spec = copy.deepcopy(
+        get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    )
+    if not config.fp32_residual_connection:
+        return spec, TENorm
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
+    layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+    layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+    layer.sharded_state_dict_keys_map = get_gpt_layer_local_spec(
+        normalization=config.normalization
+    ).submodules.sharded_state_dict_keys_map
+    return spec, TorchNorm
+
+
+def add_weight_gradients_in_place(module: torch.nn.Module) -> None:
+    """Lets transformer-engine's linear layers add to the `main_grad` of Megatron's wrapper.
+
+    Megatron's own switch for it, `gradient_accumulation_fusion`, would also ask for apex, since
+    GPTModel makes an output layer of its own (tensor_parallel/layers.py, 0.16.1).
+    """
+    for part in module.modules():
+        if hasattr(part, "fuse_wgrad_accumulation"):
+            part.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # a plain attribute
+
+
+def lean_mlp(submodules: MLPSubmodules) -> type:
+    """Returns a ModuleSpec piece that builds a LeanMlp of these linear layers."""
+
+    class Lean:
+        def __new__(cls, config: TransformerConfig) -> LeanMlp:  # type: ignore[misc]  # as TorchNorm
+            return LeanMlp(config, submodules, ffn_hidden_size=config.ffn_hidden_size)
+
+    return Lean
+
+
+class LeanMlp(MLP):
+    """Megatron's gated feed-forward layer, which makes the activation's output anew in the backward
+    pass: it is a third of what a layer keeps, and costs two reads and a write of memory.
+    """
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the output and the bias that is to be added to it."""
+        widened, bias = self.linear_fc1(hidden_states)
+        kept = CheckpointWithoutOutput(fp8=None)  # type: ignore[arg-type]  # its False means True
+        output, output_bias = self.linear_fc2(kept.checkpoint(self._activated, widened, bias))
+        kept.discard_output_and_register_recompute(output)
+        return output, output_bias
+
+    def _activated(self, widened: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.config.bias_activation_fusion:
+            return bias_swiglu_impl(widened, bias)
+        gate, up = (widened if bias is None else widened + bias).chunk(2, dim=-1)
+        return self.config.activation_func(gate) * up

@@ -1,0 +1,102 @@
+"""Layers keep what they should: for the backward pass, and in checkpoints. Real Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from hybridrl.batch import Producer, Prompt, TrainBatch
+from hybridrl.checkpoint.store import load_model, write_checkpoint
+from hybridrl.config.schema import TrainConfig
+from hybridrl.models.family import resolve_family
+from hybridrl.models.init import init_weights
+from hybridrl.models.weights import TE_NAMES, hf_shapes
+from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.platform import Platform
+from hybridrl.trainer.model import ModelSource, ParallelModel
+
+NUM_TOKENS = 6 * 12
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, 60)
+    yield World(TrainLayout(1), platform, 60)
+    stop_process_group()
+
+
+def make(
+    world: World, seed: int = 3, recompute: Literal["none", "selective"] = "none"
+) -> ParallelModel:
+    hf_config = tiny_model("qwen2").config.to_dict()
+    family = resolve_family("qwen2", hf_config)
+    source = ModelSource(family, hf_config, torch.float32, "qwen2", Path("."))
+    world.platform.seed(1)
+    train = TrainConfig(micro_batch_tokens=NUM_TOKENS, recompute=recompute)
+    model = ParallelModel(world, source, "lm", train)
+    init_weights(model.layout(), hf_shapes(family, source.shape), model.weights(), hf_config, seed)
+    model.make_trainable(1e-3)
+    return model
+
+
+def a_batch() -> TrainBatch:
+    drawn = torch.randint(0, 199, (6, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [Prompt(i, "", tuple(row[:4]), {}, tuple(row[4:])) for i, row in enumerate(drawn)]
+    return TrainBatch.supervised(prompts, Producer.here("the test"))
+
+
+def kept_bytes(model: ParallelModel) -> int:
+    """Returns the memory that a forward pass keeps for its backward pass."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def remember(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    (work,) = model.plan_work(a_batch())
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        model.forward_chunks[0](
+            input_ids=work.local.tokens_S[None],
+            position_ids=work.local.positions_S[None],
+            attention_mask=None,
+            labels=work.local.targets_S[None],
+            packed_seq_params=work.packed,
+        )
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_selective_recompute_keeps_no_output_of_activations(world: World) -> None:
+    models = {way: make(world, recompute=way) for way in ("none", "selective")}
+    saved = kept_bytes(models["none"]) - kept_bytes(models["selective"])
+    shape = models["none"].source.shape
+    outputs = shape.num_layers * NUM_TOKENS * shape.ffn_size * 4
+    # Torch's own silu and product keep their inputs too, which then are not kept either.
+    assert saved >= outputs
+    gradients = []
+    for model in models.values():
+        works = model.plan_work(a_batch())
+        model.accumulate(works, lambda output, _: (output.logp_S.sum(), None))
+        gradients.append([p.main_grad.clone() for p in model.chunks[0].parameters()])  # type: ignore[attr-defined]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_checkpoints_name_norms_as_transformer_engine_does(world: World, tmp_path: Path) -> None:
+    model = make(world)
+    state = model.chunks[0].sharded_state_dict()  # type: ignore[operator]
+    keys = {part.key for part in state.values()}
+    for own, fused in TE_NAMES.items():
+        assert fused.replace(".{L}", "") in keys and own.replace(".{L}", "") not in keys
+    folder = tmp_path / "step_0"
+    write_checkpoint(folder, world, {"policy": model}, {}, model.source.files)
+    assert b"_extra_state" not in (folder / "policy" / ".metadata").read_bytes()
+    other = make(world, seed=4)
+    load_model(folder / "policy", other, world)
+    assert all(torch.equal(model.weights()[n], t) for n, t in other.weights().items())

@@ -1,0 +1,44 @@
+"""The training benchmark's own checks: it times real steps, and says what failed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_bench_reshard import TINY
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bench_train.py"
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a tiny model over gloo")
+def test_training_benchmark_times_passes_and_compares_packing(tmp_path: Path) -> None:
+    model, out = {**TINY, "architectures": ["Qwen2ForCausalLM"]}, tmp_path / "times.json"
+    (tmp_path / "qwen2.5-tiny.json").write_text(json.dumps(model))
+    command = [sys.executable, str(BENCHMARK), "tiny/tp1dp2", "--out", str(out), "--tails"]
+    command += ["--models", str(tmp_path), "--iterations", "2", "--micro-batches", "2"]
+    command += ["--prompt-tokens", "8", "--response-tokens", "24", "--micro-batch-tokens", "128"]
+    command += ["--set", "train.recompute=selective"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (case,) = json.loads(out.read_text())["cases"]
+    passes = case["passes"]
+    assert passes.keys() == {"logprobs", "update", "tails packed", "tails padded"}
+    assert all(0 < found["mfu"] < 1.5 and found["peak_bytes"] > 0 for found in passes.values())
+    assert passes["update"]["tokens"] == 2 * 2 * 128  # micro-batches of both replicas, all full
+    assert passes["update"]["ms"] > passes["logprobs"]["ms"]
+    assert (
+        passes["tails packed"]["share_of_padding"] == 0 < passes["tails padded"]["share_of_padding"]
+    )
+    assert case["packed_to_padded"] > 0 and "torch" in case["layers"]
+
+
+def test_training_benchmark_names_the_models_that_there_are() -> None:
+    command = [sys.executable, str(BENCHMARK), "8b/tp2", "--out", "out.json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "qwen2.5-7b" in done.stderr, done.stderr

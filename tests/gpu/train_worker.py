@@ -1,0 +1,213 @@
+"""One rank of the trainer's checks on GPUs; on CPU the same with torch's layers.
+
+train_worker.py reference FOLDER              one process, fp32, torch's layers: gradients to FOLDER
+train_worker.py compare FOLDER LAYOUT...      bf16, `train.layers=auto`, each against the reference
+
+A layout is what parallel.layout takes, as in tp2dp2; the rest of the world is data parallel. What a
+layout's gradients may be away from the reference is 2e-2 of their norm; torch's own layers in bf16
+are measured beside (`torch`), packed micro-batches against single samples (`single`), and a
+checkpoint of torch's layers is loaded into the chosen ones (`checkpoint`), all in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from parity_worker import gradients_in_hf_names, objective
+from safetensors.torch import load_file, save_file
+
+from hybridrl.batch import Producer, Prompt, TrainBatch
+from hybridrl.checkpoint.store import load_model, write_checkpoint
+from hybridrl.config.schema import TrainConfig
+from hybridrl.models.family import resolve_family
+from hybridrl.models.init import init_weights
+from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.groups import World, start_process_group
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.platform import Platform
+from hybridrl.trainer.model import ModelSource, ParallelModel
+
+LENGTHS = [(30, 170), (5, 61), (100, 412), (1, 1), (64, 64), (17, 300), (250, 13), (3, 700)]
+BUDGET, LONGEST = 1024, 703
+TOLERANCE = 2e-2  # of the norm; a number in bf16 is within 4e-3 of what it stands for
+SIZES: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 4001,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {**SIZES, "model_type": "qwen2", "tie_word_embeddings": False},
+    "qwen3": {**SIZES, "model_type": "qwen3", "tie_word_embeddings": True},
+}
+SMALL = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
+
+
+def a_batch(vocab: int) -> TrainBatch:
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
+
+    prompts = [Prompt(i, "", draw(p), {}, draw(r)) for i, (p, r) in enumerate(LENGTHS)]
+    return TrainBatch.supervised(prompts, Producer.here("the trainer's checks"))
+
+
+class Run:
+    """One model of one layout, its weights in place."""
+
+    def __init__(self, name: str, world: World, dtype: torch.dtype, **train: Any) -> None:
+        config = MODELS[name] | (SMALL if world.platform.is_cpu else {})
+        if name == "qwen2":
+            config = {key: value for key, value in config.items() if key != "head_dim"}
+        family = resolve_family(name, config)
+        source = ModelSource(family, config, dtype, name, Path("."))
+        world.platform.seed(1)
+        self.world, settings = world, {"micro_batch_tokens": BUDGET, **train}
+        self.model = model = ParallelModel(world, source, "lm", TrainConfig(**settings))
+        shapes = hf_shapes(family, source.shape)
+        init_weights(model.layout(), shapes, model.weights(), config, 7)
+        for tensor in model.weights().values():
+            tensor.copy_(tensor.bfloat16())  # the same numbers in every type
+        model.make_trainable(1e-3)
+
+    def gradients(self) -> tuple[dict[str, Any], torch.Tensor]:
+        """Returns what parity_worker does, and the log-probabilities of response tokens."""
+        batch = a_batch(self.model.source.shape.vocab_size)
+        works = self.model.plan_work(batch)
+        outputs = self.model.forward_all(works)
+        logp_T = self.model.per_token(batch, works, [output.logp_S for output in outputs])
+        self.model.accumulate(works, objective)
+        return gradients_in_hf_names(self.model), logp_T * batch.response_mask_T
+
+
+def away(world: World, found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the distance from the reference, relative to its norm, in all and of each tensor."""
+    names = sorted(found)
+    squares = torch.zeros(len(names), 3, dtype=torch.float64)
+    for row, name in zip(squares, names, strict=True):
+        gradient, held = found[name]
+        expected = reference[name].double()
+        row[0] = ((gradient.double() - expected) * held).square().sum()
+        row[1], row[2] = expected.square().sum(), held.sum()
+    once = world.sum_over_world(squares[:, [0, 2]])
+    copies = once[:, 1] / torch.tensor([float(reference[n].numel()) for n in names])
+    assert bool((copies >= 1).all()), "a gradient that no rank holds whole"
+    errors = once[:, 0] / copies
+    each = (errors / squares[:, 1].clamp(min=1e-30)).sqrt()
+    worst = int(each.argmax())
+    total = float((errors.sum() / squares[:, 1].sum()).sqrt())
+    print_once(world, f"    worst tensor {names[worst]}: {float(each[worst]):.2e}")
+    return {"all": total, names[worst]: float(each[worst])}
+
+
+def print_once(world: World, text: str) -> None:
+    if world.rank == 0:
+        print(text, flush=True)
+
+
+def worlds(platform: Platform, *layouts: str) -> Iterator[tuple[str, World]]:
+    size = torch.distributed.get_world_size()
+    for text in layouts:
+        sizes = {axis: int(n) for axis, n in re.findall(r"(tp|pp|cp)(\d+)", text)}
+        yield text, World(TrainLayout(size, **sizes), platform, 120)
+        parallel_state.destroy_model_parallel()
+
+
+def check_layouts(platform: Platform, name: str, folder: Path, layouts: list[str]) -> None:
+    reference = load_file(folder / f"{name}.safetensors")
+    for text, world in worlds(platform, *layouts):
+        run = Run(name, world, torch.bfloat16)
+        gradients, logp_T = run.gradients()
+        print_once(world, f"{name} {text}: {run.model.layers.said}")
+        error = away(world, gradients, reference)["all"]
+        mean = float((logp_T - reference["logp_T"]).abs().sum() / (logp_T != 0).sum())
+        print_once(world, f"    gradients {error:.2e}, log-probabilities {mean:.2e} away")
+        assert error < TOLERANCE, f"{name} {text}: gradients are {error} from fp32"
+        assert mean < TOLERANCE, f"{name} {text}: log-probabilities are {mean} nats from fp32"
+
+
+def check_alone(platform: Platform, name: str, folder: Path) -> None:
+    """What one process can say."""
+    reference = load_file(folder / f"{name}.safetensors")
+    for _, world in worlds(platform, "tp1"):
+        chosen = Run(name, world, torch.bfloat16)
+        ours, _ = chosen.gradients()
+        ways = {
+            "torch": {"layers": "torch"},
+            "single": {"micro_batch_tokens": LONGEST},
+            "selective": {"recompute": "selective"},
+            "full": {"recompute": "full"},
+            "fp32_residual": {"fp32_residual": True},
+        }
+        for way, settings in ways.items():
+            other, _ = Run(name, world, torch.bfloat16, **settings).gradients()
+            from_fp32 = away(world, other, reference)["all"]
+            ours_is = away(world, ours, {n: g for n, (g, _) in other.items()})["all"]
+            print_once(world, f"{name} {way}: {from_fp32:.2e} from fp32, {ours_is:.2e} from ours")
+            assert from_fp32 < TOLERANCE, f"{name} {way}: gradients are {from_fp32} from fp32"
+        check_checkpoints(name, world, folder)
+
+
+def check_checkpoints(name: str, world: World, folder: Path) -> None:
+    """A checkpoint of one kind of layers is loaded into the other kind, both ways."""
+    for kinds in (("torch", "auto"), ("auto", "torch")):
+        saved, loaded = (Run(name, world, torch.bfloat16, layers=kind).model for kind in kinds)
+        saved.accumulate(
+            saved.plan_work(a_batch(saved.source.shape.vocab_size)),
+            objective,
+        )
+        saved.apply(1e-3, saved.grad_norm())
+        where = folder / f"{name}_{kinds[0]}"
+        write_checkpoint(where, world, {"policy": saved}, {}, saved.source.files)
+        load_model(where / "policy", loaded, world)
+        named = [dict(in_hf_names(model)) for model in (saved, loaded)]
+        assert named[0].keys() == named[1].keys()
+        assert all(torch.equal(tensor, named[1][key]) for key, tensor in named[0].items())
+        print_once(world, f"{name}: layers={kinds[1]} loads a checkpoint of layers={kinds[0]}")
+
+
+def in_hf_names(model: ParallelModel) -> Iterator[tuple[tuple[str, Any], torch.Tensor]]:
+    weights = model.weights()
+    for region in model.layout().regions:
+        inner = tuple(slice(a, b) for a, b in region.local_box)
+        yield (region.hf, region.hf_box), weights[region.local][inner]
+
+
+def main() -> None:
+    mode, folder, layouts = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, 120)
+    # The reference is in fp32 proper, not in TF32.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for name in MODELS:
+        if mode == "reference":
+            for _, world in worlds(platform, "tp1"):
+                gradients, logp_T = Run(name, world, torch.float32, layers="torch").gradients()
+                tensors = {n: gradient for n, (gradient, _) in gradients.items()}
+                save_file({**tensors, "logp_T": logp_T}, folder / f"{name}.safetensors")
+        elif layouts == ["alone"]:
+            check_alone(platform, name, folder)
+        else:
+            check_layouts(platform, name, folder, layouts)
+    torch.distributed.destroy_process_group()
+    print(json.dumps({"mode": mode, "layouts": layouts, "ok": True}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

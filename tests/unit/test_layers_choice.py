@@ -1,0 +1,102 @@
+"""What layers are made of is chosen by what the host has, said, and refused where it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+import torch
+from olmo_family import FAMILY as OLMO
+from packaging.specifiers import SpecifierSet
+
+from hybridrl import platform as platform_module
+from hybridrl.errors import UserError
+from hybridrl.models.family import resolve_family
+from hybridrl.models.layers import add_weight_gradients_in_place, choose_layers
+from hybridrl.platform import Platform, transformer_engine_import_fault
+
+QWEN2 = resolve_family("qwen2", {})
+GPU = Platform(torch.device("cuda", 0), "nccl")
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(platform_module, "transformer_engine_import_fault", lambda: None)
+
+
+def test_choice_is_transformer_engine_where_it_works(hopper: None) -> None:
+    found = choose_layers("auto", QWEN2, torch.bfloat16, GPU, fp32_residual=False)
+    assert (found.kind, found.fuses_norms) == ("transformer_engine", True)
+    wide = choose_layers("auto", QWEN2, torch.bfloat16, GPU, fp32_residual=True)
+    assert (wide.kind, wide.fuses_norms) == ("transformer_engine", False)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "reason"),
+    [(QWEN2, torch.float32, "float32"), (OLMO, torch.bfloat16, "layers of its own")],
+)
+def test_choice_is_torch_for_what_transformer_engine_does_not_take(
+    hopper: None, family: object, dtype: torch.dtype, reason: str
+) -> None:
+    found = choose_layers("auto", family, dtype, GPU, fp32_residual=False)  # type: ignore[arg-type]
+    assert found.kind == "torch" and not found.fuses_norms and reason in found.said
+    with pytest.raises(UserError, match=reason) as caught:
+        choose_layers("transformer_engine", family, dtype, GPU, False)  # type: ignore[arg-type]
+    assert caught.value.name == "train.layers" and "train.layers=auto" in caught.value.remedy
+
+
+def test_choice_is_torch_on_gpus_without_packed_attention(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    found = choose_layers("auto", QWEN2, torch.bfloat16, GPU, fp32_residual=False)
+    assert found.kind == "torch" and "8.0" in found.said
+
+
+def test_choice_on_cpu_and_on_request_is_torch() -> None:
+    cpu = Platform(torch.device("cpu"), "gloo")
+    assert "no CUDA GPU" in choose_layers("auto", QWEN2, torch.bfloat16, cpu, False).said
+    assert choose_layers("torch", QWEN2, torch.bfloat16, GPU, False).kind == "torch"
+
+
+@pytest.mark.parametrize("found", ["2.8.1", "2.12.0"])
+def test_versions_of_transformer_engine_are_megatrons(
+    monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    monkeypatch.setattr(platform_module, "version", lambda name: found)
+    fault = transformer_engine_import_fault()
+    assert fault is not None and found in fault and "2.9" in fault
+    required = importlib.metadata.requires("megatron-core")
+    assert required is not None
+    (stated,) = (line for line in required if line.startswith("transformer-engine"))
+    bounds = stated.split("]")[1].split(";")[0]
+    assert SpecifierSet(bounds) == platform_module.TRANSFORMER_ENGINE_VERSIONS
+
+
+def test_missing_libraries_of_transformer_engine_are_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    package.with_name("__init__.py").touch()
+    (package / "__init__.py").write_text("raise OSError('libcudnn_graph.so.9: undefined symbol')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(platform_module, "version", lambda name: "2.11.0")
+    fault = transformer_engine_import_fault()
+    assert fault is not None and "libcudnn_graph" in fault
+
+
+def test_only_layers_that_can_add_to_main_gradients_are_told_to() -> None:
+    @dataclasses.dataclass(eq=False)
+    class Fusing(torch.nn.Module):
+        fuse_wgrad_accumulation: bool = False
+
+        def __post_init__(self) -> None:
+            super().__init__()
+
+    fusing, plain = Fusing(), torch.nn.Linear(1, 1)
+    add_weight_gradients_in_place(torch.nn.Sequential(plain, torch.nn.Sequential(fusing)))
+    assert fusing.fuse_wgrad_accumulation and not hasattr(plain, "fuse_wgrad_accumulation")
