@@ -22,7 +22,14 @@ from typing import Any, Literal
 import torch
 from megatron.core import parallel_state
 from reshard_clock import Clock, attempted, link_rates
-from reshard_libraries import Way, give_memory_back, mbridge_way, megatron_way, spoil
+from reshard_libraries import (
+    Way,
+    checksums,
+    give_memory_back,
+    mbridge_way,
+    megatron_way,
+    spoil,
+)
 from reshard_rivals import AllGatherWay, Place
 
 from hybridrl.cli.plan import NVLINK_BYTES_PER_S
@@ -154,6 +161,10 @@ class Case:
 
         spoil(self.own)
         run()
+        early = checksums(self.own)
+        self.clock.synchronize()
+        if not torch.equal(early, checksums(self.own)):
+            raise RuntimeError(f"{name} ends before all that it copies has arrived")
         verify_s = self.clock.seconds(self.engine.verify)
         timing = self.clock.time(run, self.job["iterations"])
         held = self.world.gather_objects((transport.launches, transport.extra_bytes))

@@ -39,6 +39,13 @@ def spoil(engine: Mapping[str, Tensor]) -> None:
         tensor.view(BITS_OF[tensor.element_size()]).fill_(-1)
 
 
+def checksums(engine: Mapping[str, Tensor]) -> Tensor:
+    """Returns the sum of each tensor's bits as integers, queued behind what writes them."""
+    return torch.stack(
+        [t.view(BITS_OF[t.element_size()]).sum(dtype=torch.int64) for t in engine.values()]
+    )
+
+
 def check_overwritten(engine: Mapping[str, Tensor]) -> None:
     """Refuses what `spoil` left."""
     for name, tensor in engine.items():
