@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hybridrl"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_PACKAGE_LINES = 14_000  # of code; docs/adr/0002-rollout-in-process.md
+MAX_PACKAGE_LINES = 18_000  # of code; docs/adr/0004-size.md
 
 # A part may import parts of a lower number and itself, and what EXTRA grants.
 LEVELS = {
