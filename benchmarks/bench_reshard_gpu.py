@@ -232,9 +232,11 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
                 f"{link:>6} {ratio:>7} {found['host_ms']:8.2f} {extra:7.1f}"
             )
         predictions = case.get("prediction", {})
-        for key in ("prediction_ms", "planned_ms", "plan_ms"):
+        for key in ("prediction_ms", "planned_ms"):
             if key in predictions:
                 yield f"{name:22} {key:20} {predictions[key]:8.2f}"
+        for way, ms in predictions.get("plan_ms", {}).items():
+            yield f"{name:22} {'planned for ' + way:20} {ms:8.2f}"
         if "transition_ms" in case.get("transition", {}):
             yield f"{name:22} {'both transitions':20} {case['transition']['transition_ms']:8.2f}"
         if "error" in case:

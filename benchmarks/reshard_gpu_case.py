@@ -32,7 +32,8 @@ from reshard_libraries import (
 )
 from reshard_rivals import AllGatherWay, Place
 
-from hybridrl.cli.plan import NVLINK_BYTES_PER_S
+from hybridrl.cli.plan import TRANSPORTS as PLANNED
+from hybridrl.cli.plan import transfer_ms
 from hybridrl.config.load import load_config_dict
 from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict
 from hybridrl.hybrid_engine.pieces import join
@@ -250,12 +251,17 @@ class Case:
     def predict(self) -> dict[str, Any]:
         """Compares what the planner says with what was measured.
 
-        prediction_ms is of the schedule that `hybridrl plan --cluster` describes with the link that
-        was measured, planned_ms of the plan as it runs, and plan_ms what `hybridrl plan` prints.
+        plan_ms is what `hybridrl plan` prints, by transport; prediction_ms is of the schedule that
+        `hybridrl plan --cluster` describes with the link that was measured, planned_ms of the plan
+        as it runs.
         """
         plan, model = self.engine.plan, self.trainer.policy.model
         busiest = max(*plan.receive_bytes, *plan.send_bytes)
-        found: dict[str, Any] = {"plan_ms": 1e3 * busiest / NVLINK_BYTES_PER_S}
+        copied = [a - b for a, b in zip(plan.local_bytes, self.result["shared_bytes"], strict=True)]
+        local = max(*copied, 0)
+        found: dict[str, Any] = {
+            "plan_ms": {kind: transfer_ms(kind, busiest, local) for kind in PLANNED}
+        }
         if self.link:
             cluster = Cluster(
                 nodes=1,
@@ -281,11 +287,9 @@ class Case:
             for name in TRANSPORTS
             if "ms" in self.result["ways"][name]
         }
-        predicted_ms = found.get("prediction_ms", found.get("planned_ms", 0.0))
-        if predicted_ms:
-            found["measured_to_predicted"] = {
-                name: ms / predicted_ms for name, ms in measured.items()
-            }
+        found["measured_to_predicted"] = {
+            name: ms / found["plan_ms"][name] for name, ms in measured.items()
+        }
         return found
 
 

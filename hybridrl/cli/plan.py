@@ -37,8 +37,12 @@ from hybridrl.models.weights import (
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 
 CPU_ENGINES = ("hf", "scripted")
-# Bytes a second between two ranks: a GPU's NVLink, measured with send/recv, and gloo over loopback.
-NVLINK_BYTES_PER_S = 345e9
+# By transport, what bytes over NVLink cost beside their number, ms, and the bytes a second that a
+# GPU then receives; bytes a second copied on a GPU; what a reshard costs that moves nothing. Fitted
+# to 4 x H200 (benchmarks/results/reshard_h200.json). gloo: over loopback.
+TRANSPORTS = {"peer": (0.0, 362e9), "packed": (1.2, 330e9)}
+LOCAL_BYTES_PER_S = 1.85e12
+LEAST_MS = 0.1
 GLOO_BYTES_PER_S = 1e9
 GPUS_PER_NODE = 8  # of most GPU hosts; a cluster file says otherwise
 MIB = 2**20
@@ -254,16 +258,39 @@ def _owners(config: Config, layout: TrainLayout) -> int:
 
 def _reshard(config: Config, layout: TrainLayout, plan: Plan, shared: list[int]) -> dict[str, Any]:
     owners = _owners(config, layout)  # a shared parameter's owned part is in place
-    rate = GLOO_BYTES_PER_S if config.rollout.engine in CPU_ENGINES else NVLINK_BYTES_PER_S
+    local = [a - b // owners for a, b in zip(plan.local_bytes, shared, strict=True)]
     busiest = max(*plan.receive_bytes, *plan.send_bytes)
+    if config.rollout.engine in CPU_ENGINES:
+        predicted_ms = 1e3 * busiest / GLOO_BYTES_PER_S
+    else:
+        predicted_ms = transfer_ms(_transport(config, layout.world_size), busiest, max(local))
     return {
         "receive_bytes": list(plan.receive_bytes),
         "send_bytes": list(plan.send_bytes),
-        "local_bytes": [a - b // owners for a, b in zip(plan.local_bytes, shared, strict=True)],
+        "local_bytes": local,
         "alias_bytes": shared,
         "messages": list(plan.messages),
-        "predicted_ms": 1e3 * busiest / rate,
+        "predicted_ms": predicted_ms,
     }
+
+
+def transfer_ms(transport: str, busiest_bytes: int, local_bytes: int) -> float:
+    """Predicts a reshard within a node, milliseconds.
+
+    Args:
+        transport: a key of TRANSPORTS.
+        busiest_bytes: that the busiest rank receives, or sends.
+        local_bytes: that a rank copies on itself, at the same time.
+    """
+    fixed_ms, rate = TRANSPORTS[transport]
+    link_ms = fixed_ms + 1e3 * busiest_bytes / rate if busiest_bytes else 0.0
+    return LEAST_MS + max(link_ms, 1e3 * local_bytes / LOCAL_BYTES_PER_S)
+
+
+def _transport(config: Config, world_size: int) -> str:
+    """Returns what 'auto' becomes on GPUs whose links the planner takes for granted."""
+    far = world_size > GPUS_PER_NODE or config.train.release_weights_in_rollout
+    return "packed" if far or config.rollout.transport == "packed" else "peer"
 
 
 def _memory(
