@@ -6,33 +6,28 @@ each part, so that what was measured stays if a later part ends the processes.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from reshard_clock import Clock, attempted
-from reshard_gpu_case import PROGRESS, ROOT, machine
+from case_record import CaseRecord
+from reshard_clock import Clock, attempted, matmul_rate
+from reshard_gpu_case import ROOT, machine
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.load import load_config_dict
 from hybridrl.metrics.flops import forward_flops, train_flops
+from hybridrl.models.family import ModelShape
 from hybridrl.parallel.groups import start_process_group
 from hybridrl.platform import Platform
 from hybridrl.trainer import setup
 from hybridrl.trainer.policy import Policy
 
-GEMM_SIZE = 8192
-GEMM_SIZE_ON_CPU = 512
-GEMMS = 16  # one after another: what the GPU keeps up, not what it reaches for a millisecond
 WARMUPS = 2
 # Of the logarithm of response lengths with a long tail; lengths beyond the budget are cut.
 TAIL_SIGMA = 1.0
@@ -47,9 +42,9 @@ def run_case(job: Mapping[str, Any]) -> None:
     case.measure_peak()
     case.check()
     batch, world = case.uniform_batch(), job["world"]
-    shape, lengths = case.policy.model.source.shape, batch.lengths_B.tolist()
-    case.attempt("logprobs", batch, case.logprobs, forward_flops(shape, lengths) / world)
-    case.attempt("update", batch, case.update, train_flops(shape, lengths) / world)
+    sizes = case.flop_sizes(batch)
+    case.attempt("logprobs", batch, case.logprobs, forward_flops(*sizes) / world)
+    case.attempt("update", batch, case.update, train_flops(*sizes) / world)
     if job["tails"]:
         case.measure_tails()
     case.result["is_complete"] = True
@@ -59,26 +54,8 @@ def run_case(job: Mapping[str, Any]) -> None:
     os._exit(0)  # the system frees memory faster than NCCL ends, and the machine's time is dear
 
 
-@dataclass
-class Case:
-    """A case and what is known of it so far."""
-
-    job: Mapping[str, Any]
-    result: dict[str, Any] = field(default_factory=dict)
-
-    def save(self, done: str, found: str = "") -> None:
-        """Writes the result so far, and says what is done and what was found."""
-        if int(os.environ["RANK"]) != 0:
-            return
-        seconds = time.time() - self.job["launched_at"]
-        self.result.setdefault("seconds", {})[done] = round(seconds, 1)
-        # In one piece: others write into the same pipe.
-        sys.stdout.write(f"{PROGRESS} {self.job['case']} {seconds:6.1f} s: {done} {found}\n")
-        sys.stdout.flush()
-        file = Path(self.job["folder"], "result.json")
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(self.result))
-        part.replace(file)
+class Case(CaseRecord):
+    """A case: the policy, and the passes that are timed."""
 
     def start(self) -> None:
         """Makes the policy as the Trainer does."""
@@ -110,18 +87,8 @@ class Case:
 
     def measure_peak(self) -> None:
         """Measures the rate of a large matrix product, what all figures are shares of."""
-        size = GEMM_SIZE_ON_CPU if self.platform.is_cpu else GEMM_SIZE
-        dtype, device = self.policy.model.source.dtype, self.platform.device
-        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        out = torch.empty_like(left)
-
-        def multiply() -> None:
-            for _ in range(GEMMS):
-                torch.mm(left, right, out=out)
-
-        timing = self.clock.time(multiply, 10)
-        self.peak = GEMMS * 2 * size**3 / timing.ms * 1e3
-        self.result["peak"] = {"flops_per_s": self.peak, "size": size, **timing.report()}
+        found = matmul_rate(self.clock, self.platform.device, self.policy.model.source.dtype)
+        self.peak, self.result["peak"] = found["flops_per_s"], found
         self.save("peak", f"{self.peak / 1e12:.1f} TFLOP/s")
 
     # Passes
@@ -181,8 +148,7 @@ class Case:
         real = self.batch_of(sizes)
         padded = self.batch_of(padded_sizes(sizes, self.job["micro_batch_tokens"]))
         tokens, ways = int(real.lengths_B.sum()), {"tails packed": real, "tails padded": padded}
-        shape, lengths = self.policy.model.source.shape, real.lengths_B.tolist()
-        flops = train_flops(shape, lengths) / self.world.size
+        flops = train_flops(*self.flop_sizes(real)) / self.world.size
         rates = []
         for name, batch in ways.items():
             found = self.attempt(name, batch, self.update, flops)
@@ -195,6 +161,11 @@ class Case:
             self.save("tails", f"packed {rates[0] / rates[1]:.2f} x as fast as padded")
 
     # Batches
+
+    def flop_sizes(self, batch: TrainBatch) -> tuple[ModelShape, list[int], int]:
+        """Returns what FLOPs follow from, as `trainer.roles` has it: shape, lengths, head rows."""
+        shape = self.policy.model.source.shape
+        return shape, batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
 
     def uniform_batch(self) -> TrainBatch:
         """Returns samples of one length that fill every micro-batch."""

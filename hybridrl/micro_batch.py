@@ -34,6 +34,11 @@ class MicroBatch:
     order of packing, empty when there is only padding. The columns are (S,) float32, zero outside
     `loss_mask_S`, or None.
 
+    Where samples share their prompt (data/sharing.py), `continues` has for each sequence the index
+    of the one that it goes on from, -1 for none: the prompt without its last token is a sequence of
+    its own, and each sample's begins with that last token. Positions count from the prompt's
+    start, and `max_seqlen` is the longest prompt and response together. None: nothing is shared.
+
     `max_seqlen` is the longest of the padded sequences, never the token budget: Megatron's rotary
     embedding for packed sequences (rope_utils.py, `freqs.size(0) == cu_seqlens[-1]`,
     megatron-core 0.16.1) counts positions over the whole pack instead of per sequence when
@@ -51,12 +56,14 @@ class MicroBatch:
     cu_seqlens: Tensor
     max_seqlen: int
     sample_indices: tuple[int, ...]
+    continues: tuple[int, ...] | None = None
     old_logp_S: Tensor | None = None
     reference_logp_S: Tensor | None = None
     behaviour_logp_S: Tensor | None = None
     advantages_S: Tensor | None = None
     returns_S: Tensor | None = None
     values_S: Tensor | None = None
+    term_weights_S: Tensor | None = None
 
     @property
     def num_positions(self) -> int:

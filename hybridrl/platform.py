@@ -123,6 +123,21 @@ class Platform:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def start_kernels_in_order(tp: int, cp: int) -> None:
+    """Gives CUDA one hardware queue where training is tensor or context parallel.
+
+    Megatron then starts a collective on one stream and right after it, on another, the matrix
+    product that hides it (tensor_parallel/layers.py of megatron-core 0.16.1: "we rely on
+    CUDA_DEVICE_MAX_CONNECTIONS=1"). From several queues the GPU may begin the product first, which
+    takes all its multiprocessors, and the collective waits. A value that the user has set stays.
+
+    Must run before anything that starts CUDA, which reads the variable then; `Platform.detect`
+    does. Here and not in the launcher, so that ranks of torchrun have it too.
+    """
+    if max(tp, cp) > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def transformer_engine_import_fault() -> str | None:
     """Returns why transformer-engine cannot be imported, or is of the wrong version; else None."""
     try:

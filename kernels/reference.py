@@ -48,7 +48,7 @@ def vocab_stats(
         target_T: the target's column in this shard, -1 where another shard holds it; int64.
         temperature: divides the logits.
     """
-    if weight_VD.size(0) == 0:
+    if 0 in (hidden_TD.size(0), weight_VD.size(0)):
         zeros = torch.zeros(hidden_TD.size(0), device=hidden_TD.device)
         return VocabStats(zeros + LOWEST, zeros, zeros, zeros)
     parts, weight = [], weight_VD.float()

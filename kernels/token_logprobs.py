@@ -35,7 +35,7 @@ def vocab_stats(
     hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, temperature: float
 ) -> VocabStats:
     """Computes the softmax statistics of one vocabulary shard; arguments as of the reference."""
-    if weight_VD.size(0) == 0:
+    if 0 in (hidden_TD.size(0), weight_VD.size(0)):
         return reference.vocab_stats(hidden_TD, weight_VD, target_T, temperature)
     num_tokens, width = hidden_TD.size(0), _width(hidden_TD.size(0), weight_VD.size(0))
     logits = hidden_TD.new_empty(num_tokens, width, dtype=torch.float32)
@@ -73,9 +73,12 @@ def vocab_backward(
 
     The gradient of a logit is rounded to the weight's type; sums of them are fp32.
     """
-    is_added = grad_weight_VD is not None
-    grad_weight = torch.empty_like(weight_VD) if grad_weight_VD is None else grad_weight_VD
-    if weight_VD.size(0) == 0:
+    grad_logp_T = grad_logp_T.contiguous()  # autograd may give one number for all tokens
+    grad_entropy_T = None if grad_entropy_T is None else grad_entropy_T.contiguous()
+    is_added, is_empty = grad_weight_VD is not None, 0 in (hidden_TD.size(0), weight_VD.size(0))
+    fresh = torch.zeros_like if is_empty else torch.empty_like
+    grad_weight = fresh(weight_VD) if grad_weight_VD is None else grad_weight_VD
+    if is_empty:
         return torch.zeros_like(hidden_TD), grad_weight
     num_tokens, width = hidden_TD.size(0), _width(hidden_TD.size(0), weight_VD.size(0))
     logits = hidden_TD.new_empty(num_tokens, width, dtype=torch.float32)

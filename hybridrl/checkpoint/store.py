@@ -237,10 +237,14 @@ def _make_states(optimizer: Any) -> None:
     adam = optimizer.optimizer
     if len(adam.state):
         return
-    if not isinstance(adam, torch.optim.Adam):
-        optimizer._init_optimizer_states_with_dummy_values()
-        return
     # Not by Megatron's own way, a step with zero gradients: it would count, and decay the weights.
+    if not isinstance(adam, torch.optim.Adam):  # transformer-engine's, which counts by group
+        for group in adam.param_groups:
+            group["step"] = 0
+            for parameter in group["params"]:
+                if parameter.numel() > 0:
+                    adam.initialize_state(parameter, store_param_remainders=False)
+        return
     for group in adam.param_groups:
         for parameter in group["params"]:
             adam.state[parameter] = {
@@ -280,8 +284,10 @@ def rng_state() -> dict[str, torch.Tensor]:
     return states
 
 
-def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
-    """Sets what `rng_state` returned."""
+def set_rng_state(states: Mapping[str, torch.Tensor]) -> bool:
+    """Sets what `rng_state` returned, unless another kind of device did; says whether it did."""
+    if _kinds(states) != _kinds(rng_state()):
+        return False
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
@@ -289,3 +295,8 @@ def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
     get_cuda_rng_tracker().set_states(
         {k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)}
     )
+    return True
+
+
+def _kinds(states: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (state.dtype, state.shape) for name, state in states.items()}

@@ -46,9 +46,10 @@ LEAST_MS = 0.1
 GLOO_BYTES_PER_S = 1e9
 GPUS_PER_NODE = 8  # of most GPU hosts; a cluster file says otherwise
 MIB = 2**20
-# Bytes a decoder layer keeps for its backward for each token and hidden unit in 16 bit, without
-# attention scores (Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.1).
-ACTIVATION_BYTES = 34
+# Of the head's logits, fp32 and their gradients in 16 bit, a chunk is held (token_logprobs.py).
+BYTES_PER_LOGIT = 6
+HEAD_CHUNKS = 8
+MOST_HEAD_BYTES = 1 << 30
 ADAM_BYTES = 8  # two fp32 moments
 MASTER_BYTES = 4  # fp32 copy of 16-bit parameters
 MAIN_GRAD_BYTES = 4
@@ -340,17 +341,25 @@ def _memory(
 
 
 def _activation_bytes(config: Config, shape: ModelShape, layout: TrainLayout) -> int:
-    tokens = config.train.micro_batch_tokens // layout.cp
+    """Returns what one rank's forward passes keep for its backward passes, and the head's scratch.
+
+    Of a layer: its input, what follows each norm, and the input of the feed-forward half (4 hidden
+    sizes); queries, keys and values, and what attention gives; the feed-forward layer's two halves
+    and their product. Tensor and sequence parallel cut all of it.
+    """
+    itemsize, tokens = _itemsize(config), config.train.micro_batch_tokens // layout.cp
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    per_token = 4 * shape.hidden_size + attention + 3 * shape.ffn_size
     layers = shape.num_layers // layout.pp
-    per_token = shape.hidden_size * ACTIVATION_BYTES * _itemsize(config) // 2
     if config.train.recompute == "full":  # each layer keeps its input; one layer at a time is whole
-        kept = tokens * shape.hidden_size * _itemsize(config) * layers + tokens * per_token
+        kept = shape.hidden_size * layers + per_token
+    elif config.train.recompute == "selective":  # not the product
+        kept = (per_token - shape.ffn_size) * layers
     else:
-        if config.train.recompute == "selective":  # not the output of the activation
-            per_token -= shape.ffn_size * _itemsize(config)
-        kept = tokens * per_token * layers
-    logits = tokens * shape.padded_vocab(layout.tp) * 4
-    return (kept * layout.pp + logits) // layout.tp
+        kept = per_token * layers
+    logits = tokens * shape.padded_vocab(layout.tp) // layout.tp
+    scratch = min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES)
+    return tokens * kept * itemsize * layout.pp // layout.tp + scratch
 
 
 def _has_reference(config: Config) -> bool:

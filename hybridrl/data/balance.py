@@ -17,6 +17,10 @@ from hybridrl.data.packing import check_lengths, pack, round_up
 Schedule = list[list[tuple[int, ...]]]
 """`[dp_rank][micro_batch]` -> indices of its samples, ascending; empty: only padding."""
 
+# Swaps that even out the ranks: at most this many, and none between ranks this near each other.
+SWAPS_A_RANK = 4
+EVEN_ENOUGH = 1e-3
+
 DEFAULT_ATTENTION_LENGTH = 24_576
 """Sequence length at which attention costs as much as all matrix products of a layer.
 
@@ -31,16 +35,20 @@ def schedule(
     token_budget: int,
     multiple: int = 1,
     *,
+    attended: Sequence[int] | None = None,
     attention_length: int = DEFAULT_ATTENTION_LENGTH,
 ) -> Schedule:
-    """Deals samples to ranks and micro-batches so that all take about the same time.
+    """Deals samples, or units of several, to ranks and micro-batches so that all take about the
+    same time.
 
     Args:
-        lengths: tokens of each sample.
+        lengths: tokens of each.
         num_ranks: data-parallel size.
         token_budget: most tokens in one micro-batch, padding not counted.
         multiple: the number of micro-batches of a rank is a multiple of this (interleaved
             pipelines need a multiple of the pipeline size).
+        attended: of each, twice the pairs of tokens that attend one to the other; None: samples,
+            the squares of their lengths.
         attention_length: see DEFAULT_ATTENTION_LENGTH.
 
     Returns:
@@ -51,7 +59,9 @@ def schedule(
         DataError: a sample is longer than the budget.
     """
     check_lengths(lengths, token_budget)
-    costs = [length * (length + attention_length) for length in lengths]
+    squares = [length * length for length in lengths] if attended is None else attended
+    pairs = zip(lengths, squares, strict=True)
+    costs = [length * attention_length + square for length, square in pairs]
     packs = pack(lengths, token_budget)
     per_rank = round_up(max(-(-len(packs) // num_ranks), 1), multiple)
     num_packs = per_rank * num_ranks
@@ -116,7 +126,9 @@ def _spread(
 
 
 def _deal_evenly(costs: Sequence[int], num_ranks: int, per_rank: int) -> list[list[int]]:
-    """Gives each rank `per_rank` items, the costliest left to the cheapest rank with a place."""
+    """Gives each rank `per_rank` items, the costliest left to the cheapest rank with a place, and
+    then swaps items of the dearest and the cheapest rank while that brings these two nearer.
+    """
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     cheapest = [(0, rank) for rank in range(num_ranks)]
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -124,4 +136,17 @@ def _deal_evenly(costs: Sequence[int], num_ranks: int, per_rank: int) -> list[li
         ranks[rank].append(item)
         if len(ranks[rank]) < per_rank:
             heapq.heappush(cheapest, (cost + costs[item], rank))
+    loads = [sum(costs[item] for item in items) for items in ranks]
+    for _ in range(SWAPS_A_RANK * num_ranks):
+        high, low = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[high] - loads[low]
+        if gap <= EVEN_ENOUGH * loads[high]:
+            break
+        pairs = ((one, other) for one in ranks[high] for other in ranks[low])
+        left, one, other = min((abs(gap - 2 * (costs[a] - costs[b])), a, b) for a, b in pairs)
+        if left >= gap:
+            break
+        moved = costs[one] - costs[other]
+        ranks[high][ranks[high].index(one)], ranks[low][ranks[low].index(other)] = other, one
+        loads[high], loads[low] = loads[high] - moved, loads[low] + moved
     return ranks

@@ -8,12 +8,15 @@ the result.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridrl.batch import MicroBatch, RolloutBatch
 from hybridrl.data.packing import packed_bounds
+from hybridrl.data.sharing import shared_prefix
 
 _COLUMNS = (
     "old_logp",
@@ -22,11 +25,16 @@ _COLUMNS = (
     "advantages",
     "returns",
     "values",
+    "term_weights",
 )
 
 
 def micro_batch(
-    batch: RolloutBatch, indices: Sequence[int], pad_each: int, pad_total: int
+    batch: RolloutBatch,
+    indices: Sequence[int],
+    pad_each: int,
+    pad_total: int,
+    shares_prompts: bool = False,
 ) -> MicroBatch:
     """Packs samples of a batch one after the other.
 
@@ -35,22 +43,22 @@ def micro_batch(
         indices: the samples, in order of packing; none gives a micro-batch of padding only.
         pad_each: each sample is padded to a multiple of this (2 cp when cp > 1, else 1).
         pad_total: and the whole to a multiple of this (tp x 2 cp), by a trailing sequence.
+        shares_prompts: whether samples of one prompt that follow each other hold it once; asks for
+            a `pad_each` of 1.
     """
     index_B = torch.tensor(list(indices), dtype=torch.int64)
-    bounds = packed_bounds(batch.lengths_B[index_B].tolist(), pad_each, pad_total)
-    source_N, place_N, sample_N = _token_places(batch, index_B, bounds.starts)
-    cu_seqlens = torch.tensor(bounds.cu_seqlens, dtype=torch.int32)
-    tokens_S = torch.zeros(bounds.total, dtype=torch.int64)
+    laid = _lay_out(batch, index_B, pad_each, pad_total, shares_prompts)
+    source_N, place_N, total = laid.source_N, laid.place_N, len(laid.positions_S)
+    tokens_S = torch.zeros(total, dtype=torch.int64)
     tokens_S[place_N] = batch.tokens_T[source_N]
-    sequence_index_S = torch.full((bounds.total,), -1)
-    sequence_index_S[place_N] = sample_N
-    starts_S = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
+    sequence_index_S = torch.full((total,), -1)
+    sequence_index_S[place_N] = laid.sample_N
     # Within padding the "next" token is padding, 0, as is the target that stands for none.
-    has_next_S = torch.zeros(bounds.total, dtype=torch.bool)
+    has_next_S = torch.zeros(total, dtype=torch.bool)
     has_next_S[:-1] = sequence_index_S[:-1] == sequence_index_S[1:]
     response_N = batch.response_mask_T[source_N]
     source_R, predictor_R = source_N[response_N], place_N[response_N] - 1
-    loss_mask_S = torch.zeros(bounds.total, dtype=torch.bool)
+    loss_mask_S = torch.zeros(total, dtype=torch.bool)
     loss_mask_S[predictor_R] = True
     carried = batch.columns()
     columns: dict[str, Tensor | None] = {}
@@ -58,18 +66,19 @@ def micro_batch(
         column_T = carried.get(f"{name}_T")
         columns[f"{name}_S"] = None
         if column_T is not None:
-            column_S = torch.zeros(bounds.total)
+            column_S = torch.zeros(total)
             column_S[predictor_R] = column_T[source_R]
             columns[f"{name}_S"] = column_S
     return MicroBatch(
         tokens_S=tokens_S,
-        positions_S=torch.arange(bounds.total) - starts_S,
+        positions_S=laid.positions_S,
         targets_S=tokens_S.roll(-1) * has_next_S,
         loss_mask_S=loss_mask_S,
         sequence_index_S=sequence_index_S,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=bounds.max_seqlen,
+        cu_seqlens=laid.cu_seqlens,
+        max_seqlen=laid.max_seqlen,
         sample_indices=tuple(index_B.tolist()),
+        continues=laid.continues,
         **columns,
     )
 
@@ -94,18 +103,99 @@ def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: Rollo
         index_B = torch.tensor(micro.sample_indices, dtype=torch.int64)
         # Sync point: the batch lives on the CPU, once a step and column.
         found_S = column_S.detach().to("cpu", torch.float32)
-        source_N = _token_places(batch, index_B, (0,) * len(index_B))[0]
+        source_N = _tokens_of(batch, index_B)[0]
         response_N = batch.response_mask_T[source_N]
         column_T[source_N[response_N]] = found_S[micro.loss_mask_S.to("cpu")]
     return column_T
 
 
-def _token_places(
-    batch: RolloutBatch, index_B: Tensor, starts: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, for the N tokens of these samples, index in the batch, position and sample."""
+class _Layout(NamedTuple):
+    """Where N tokens lie in a micro-batch.
+
+    source_N, sample_N: index in the batch, and of the sample in the micro-batch; place_N: position;
+    the others as of MicroBatch.
+    """
+
+    source_N: Tensor
+    sample_N: Tensor
+    place_N: Tensor
+    positions_S: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    continues: tuple[int, ...] | None
+
+
+def _lay_out(
+    batch: RolloutBatch, index_B: Tensor, pad_each: int, pad_total: int, shares_prompts: bool
+) -> _Layout:
+    lengths = batch.lengths_B[index_B].tolist()
+    prefixes, leads = _shared(batch, index_B.tolist(), shares_prompts)
+    segments, own_B, prefix_B, continues = _segments(lengths, prefixes, leads)
+    bounds = packed_bounds(segments, pad_each, pad_total)
+    source_N, within_N, sample_N = _tokens_of(batch, index_B)
+    starts = torch.tensor(bounds.starts, dtype=torch.int64)
+    shared_N = torch.tensor(prefixes, dtype=torch.int64)[sample_N]
+    is_own_N = within_N >= shared_N
+    own_N = starts[own_B][sample_N] + within_N - shared_N
+    place_N = torch.where(is_own_N, own_N, starts[prefix_B][sample_N] + within_N)
+    held_N = is_own_N | torch.tensor(leads, dtype=torch.bool)[sample_N]
+    cu_seqlens = torch.tensor(bounds.cu_seqlens, dtype=torch.int32)
+    counts = cu_seqlens.diff().long()
+    read = torch.zeros(len(counts), dtype=torch.int64)  # tokens of the sequence that one goes on
+    read[own_B] = torch.tensor(prefixes, dtype=torch.int64)
+    first_S = torch.repeat_interleave(cu_seqlens[:-1].long() - read, counts)
+    is_shared, num_padding = any(prefixes), len(counts) - len(continues)
+    return _Layout(
+        source_N[held_N],
+        sample_N[held_N],
+        place_N[held_N],
+        torch.arange(bounds.total) - first_S,
+        cu_seqlens,
+        max(bounds.max_seqlen, *lengths) if is_shared else bounds.max_seqlen,
+        (*continues, *[-1] * num_padding) if is_shared else None,
+    )
+
+
+def _tokens_of(batch: RolloutBatch, index_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns, for the N tokens of these samples, index in the batch, place in the sample and
+    sample.
+    """
     lengths_B = batch.lengths_B[index_B]
     sample_N = torch.repeat_interleave(lengths_B)
     within_N = torch.arange(len(sample_N)) - (lengths_B.cumsum(0) - lengths_B)[sample_N]
-    starts_B = torch.tensor(starts, dtype=torch.int64)
-    return (batch.offsets[index_B][sample_N] + within_N, starts_B[sample_N] + within_N, sample_N)
+    return batch.offsets[index_B][sample_N] + within_N, within_N, sample_N
+
+
+def _shared(
+    batch: RolloutBatch, indices: Sequence[int], shares_prompts: bool
+) -> tuple[list[int], list[bool]]:
+    """Returns of each sample how many leading tokens it shares, and whether it holds them."""
+    groups = batch.group_B[list(indices)].tolist() if shares_prompts else list(range(len(indices)))
+    prefixes, leads = [], []
+    for group, run in groupby(range(len(indices)), key=groups.__getitem__):
+        del group
+        samples = list(run)
+        prompt_length = int(batch.prompt_lengths_B[indices[samples[0]]])
+        prefixes += [shared_prefix(prompt_length, len(samples))] * len(samples)
+        leads += [True] + [False] * (len(samples) - 1)
+    return prefixes, leads
+
+
+def _segments(
+    lengths: Sequence[int], prefixes: Sequence[int], leads: Sequence[bool]
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Returns the sequences' lengths; of each sample its own sequence and the one that it goes on
+    from (its own, if it shares nothing); and of each sequence the latter, -1 for none.
+    """
+    segments: list[int] = []
+    own, prefix_of, continues = [], [], []
+    for length, prefix, leads_run in zip(lengths, prefixes, leads, strict=True):
+        if prefix and leads_run:
+            first = len(segments)
+            segments.append(prefix)
+            continues.append(-1)
+        own.append(len(segments))
+        prefix_of.append(first if prefix else len(segments))
+        continues.append(first if prefix else -1)
+        segments.append(length - prefix)
+    return segments, own, prefix_of, continues

@@ -95,3 +95,8 @@ def pack(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
         packs[number].append(sample)
         insort(room, (free - length, number))
     return [tuple(sorted(members)) for members in packs]
+
+
+def even_sizes(total: int, parts: int) -> list[int]:
+    """Returns the sizes of parts that differ by at most one, the larger first."""
+    return [(total + parts - 1 - i) // parts for i in range(parts)]

@@ -52,21 +52,20 @@ def lend(pairs: Sequence[Pair]) -> Lent:
     staged: list[Pair] = []
     unpacked: list[Pair] = []
     without_room: list[int] = []
-    candidates = iter(sorted(range(len(blocks)), key=lambda i: -blocks[i][1].nbytes))
+    candidates = sorted(range(len(blocks)), key=lambda i: blocks[i][1].nbytes)  # largest last
     room = torch.empty(0, dtype=torch.uint8)
     num_staged = 0
     for index, (source, dest) in enumerate(pairs):
         if dest.is_contiguous():
             continue
         size = -(-dest.nbytes // ALIGNMENT) * ALIGNMENT
-        while room.numel() < dest.nbytes:
-            lender = next(candidates, None)
-            if lender is None or left - blocks[lender][1].nbytes < num_staged + size:
-                break
-            lenders.add(lender)
-            left -= blocks[lender][1].nbytes
-            room = blocks[lender][1].flatten().view(torch.uint8)
-        if room.numel() < dest.nbytes or left < num_staged + size:
+        if not _fits(dest, room) and candidates:
+            lender = blocks[candidates[-1]][1]
+            found = lender.flatten().view(torch.uint8)
+            if _fits(dest, found) and left - lender.nbytes >= num_staged + size:
+                lenders.add(candidates.pop())
+                left, room = left - lender.nbytes, found
+        if not _fits(dest, room) or left < num_staged + size:
             without_room.append(index)
             continue
         landing = room[: dest.nbytes].view(dest.dtype).view(dest.shape)
@@ -80,3 +79,8 @@ def lend(pairs: Sequence[Pair]) -> Lent:
         lenders=[blocks[i] for i in sorted(lenders)],
         without_room=without_room,
     )
+
+
+def _fits(dest: torch.Tensor, room: torch.Tensor) -> bool:
+    """Whether bytes can hold a destination's elements, each at a multiple of its size."""
+    return room.numel() >= dest.nbytes and room.storage_offset() % dest.element_size() == 0

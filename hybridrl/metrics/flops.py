@@ -2,7 +2,8 @@
 
 Model FLOPs: what the mathematics asks for, a multiplication and an addition counting two.
 Recomputed activations, padding and the masked half of attention scores do not count, so that a
-rate is comparable between ways of computing the same (Chowdhery et al. 2022, "PaLM", appendix B).
+rate is comparable between ways of computing the same (Chowdhery et al. 2022, "PaLM", appendix B),
+nor do output heads where nothing is predicted.
 Matrix products and attention only; norms, rotary positions, softmax and the optimizer are left out.
 """
 
@@ -36,10 +37,21 @@ def layer_matmul_params(shape: ModelShape) -> int:
     return attention + 3 * shape.hidden_size * shape.ffn_size
 
 
+def attention_length(shape: ModelShape) -> int:
+    """Returns the sequence length at which causal attention costs as much as all products with
+    weights, the output head's included.
+
+    Half the pairs of L positions, of which each costs 4 * head_dim FLOPs a head, are 2 * L *
+    head_dim * heads a token and layer; products are 2 FLOPs a weight.
+    """
+    weights = shape.num_layers * layer_matmul_params(shape) + shape.hidden_size * shape.vocab_size
+    return weights // (shape.num_layers * shape.num_heads * shape.head_dim)
+
+
 def forward_flops(
     shape: ModelShape,
     lengths: Iterable[int],
-    head_tokens: int | None = None,
+    head_tokens: int,
     head_size: int | None = None,
 ) -> int:
     """Returns the FLOPs of one forward pass over sequences, of all ranks together.
@@ -50,7 +62,8 @@ def forward_flops(
     Args:
         shape: sizes of the model.
         lengths: tokens of each sequence, prompt and response together.
-        head_tokens: positions that the output head is computed for; None: all.
+        head_tokens: positions that the output head is computed for: of the trainer, the response
+            tokens.
         head_size: outputs of the head; None: the vocabulary, 1 for a value head.
     """
     lengths = list(lengths)
@@ -59,14 +72,13 @@ def forward_flops(
     layer = 2 * layer_matmul_params(shape) * tokens
     layer += 4 * shape.num_heads * shape.head_dim * pairs
     outputs = shape.vocab_size if head_size is None else head_size
-    head = 2 * shape.hidden_size * outputs * (tokens if head_tokens is None else head_tokens)
-    return shape.num_layers * layer + head
+    return shape.num_layers * layer + 2 * shape.hidden_size * outputs * head_tokens
 
 
 def train_flops(
     shape: ModelShape,
     lengths: Iterable[int],
-    head_tokens: int | None = None,
+    head_tokens: int,
     head_size: int | None = None,
 ) -> int:
     """Returns the FLOPs of one forward and backward pass; arguments as of `forward_flops`."""

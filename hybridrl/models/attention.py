@@ -6,6 +6,9 @@ takes both. Sequences of one micro-batch are brought to rows of equal length, a 
 power of two, so that padding at most doubles the work and one `scaled_dot_product_attention` call
 serves a whole bucket. Rows are padded at their end, where causal attention never looks.
 
+Samples of one prompt may share its positions (MicroBatch.continues): a sequence then attends to
+the one that it goes on from, and causally to itself, by keys and values that are gathered for it.
+
 Context parallel: rank r of n holds the chunks r and 2n-1-r of each sequence's 2n chunks (Megatron's
 order, which balances causal work). Keys and values are gathered over the context-parallel group;
 queries stay.
@@ -15,6 +18,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,9 +36,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class Bucket:
     """Sequences of similar length as rows of one batch; indices point into the packed tokens.
 
-    query_index_NQ: local query positions; key_index_NK: positions in the gathered keys;
-    query_position_NQ: place of each query in its sequence (None without context parallel, where
-    query and key rows coincide).
+    query_index_NQ: local query positions; key_index_NK: positions in the gathered keys, as pairs
+    with context parallel; query_position_NQ: last key that each query attends to (None where query
+    and key rows coincide).
     """
 
     query_index_NQ: torch.Tensor
@@ -41,34 +46,123 @@ class Bucket:
     query_position_NQ: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Sequences of which some go on from others, each of them an interval of positions.
+
+    Args:
+        cu_seqlens: where each sequence starts, and at last the number of positions.
+        continues: of each sequence, the one that it goes on from, -1 for none.
+        positions_S: of each token, from its prompt's start; on the model's device.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    continues: tuple[int, ...]
+    positions_S: torch.Tensor
+
+    @cached_property
+    def sequences(self) -> list[tuple[int, int, int, int]]:
+        """Start and length of what each sequence goes on from, and its own."""
+        own = list(zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False))
+        found = []
+        for (start, end), number in zip(own, self.continues, strict=True):
+            first, last = own[number] if number >= 0 else (start, start)
+            found.append((first, last - first, start, end - start))
+        return found
+
+    @cached_property
+    def keys(self) -> KeyRows:
+        """The keys that each sequence attends to, one sequence after the other."""
+        parts, counts = [], [0]
+        for first, shared, start, length in self.sequences:
+            parts += [torch.arange(first, first + shared), torch.arange(start, start + length)]
+            counts.append(counts[-1] + shared + length)
+        device = self.positions_S.device
+        return KeyRows(
+            torch.cat(parts).to(device),
+            torch.tensor(self.cu_seqlens, dtype=torch.int32).to(device),
+            torch.tensor(counts, dtype=torch.int32).to(device),
+            max(length for _, _, _, length in self.sequences),
+            max(shared + length for _, shared, _, length in self.sequences),
+        )
+
+
+class KeyRows(NamedTuple):
+    """What an attention kernel for packed sequences of unequal queries and keys takes.
+
+    index_K: position of each key; cu_seqlens_q, cu_seqlens_k: int32; all on the model's device.
+    """
+
+    index_K: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """PackedSeqParams that remembers its buckets, which are the same in every layer.
 
-    cu_seqlens count padded tokens of the whole sequences, before context parallel cuts them.
+    cu_seqlens count padded tokens of the whole sequences, before context parallel cuts them. Where
+    prompts are shared they are of one sequence of all positions, whose rotary angles `heads.py`
+    takes by position: Megatron gives them no other meaning than that.
     """
 
+    shared: SharedPrompts | None = None
     _buckets: dict[tuple[int, int], tuple[list[Bucket], torch.Tensor]] = field(default_factory=dict)
 
     @staticmethod
-    def of(cu_seqlens: torch.Tensor, max_seqlen: int) -> PackedSequences:
+    def of(
+        cu_seqlens: torch.Tensor, max_seqlen: int, shared: SharedPrompts | None = None
+    ) -> PackedSequences:
         """Builds the parameters of sequences that start at `cu_seqlens` (int32, one more than
         sequences).
         """
+        bounds = cu_seqlens if shared is None else cu_seqlens[[0, -1]]
         return PackedSequences(
             qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
+            shared=shared,
         )
 
     def buckets(self, cp_size: int, cp_rank: int) -> tuple[list[Bucket], torch.Tensor]:
         """Returns the buckets and, for each local token, its place in their concatenated rows."""
         key = (cp_size, cp_rank)
         if key not in self._buckets:
-            self._buckets[key] = _make_buckets(self.cu_seqlens_q.tolist(), cp_size, cp_rank)
+            if self.shared is not None:
+                self._buckets[key] = _shared_buckets(self.shared)
+            else:
+                self._buckets[key] = _make_buckets(self.cu_seqlens_q.tolist(), cp_size, cp_rank)
         return self._buckets[key]
+
+
+def _shared_buckets(shared: SharedPrompts) -> tuple[list[Bucket], torch.Tensor]:
+    by_size: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    for sequence in shared.sequences:
+        _, before, _, length = sequence
+        if length:
+            size = length.bit_length(), (before + length).bit_length()
+            by_size.setdefault(size, []).append(sequence)
+    buckets, place = [], torch.empty(shared.cu_seqlens[-1], dtype=torch.int64)
+    row_start = 0
+    for sequences in by_size.values():
+        first, before, start, length = torch.tensor(sequences).T[..., None]
+        column_Q = torch.arange(int(length.max()))[None]
+        within_NQ = torch.minimum(column_Q, length - 1)
+        valid = (column_Q < length).flatten()
+        flat = torch.arange(valid.numel()) + row_start
+        place[(start + within_NQ).flatten()[valid]] = flat[valid]
+        row_start += valid.numel()
+        column_K = torch.arange(int((before + length).max()))[None]
+        own_NK = start + torch.minimum(column_K - before, length - 1)
+        key_index = torch.where(column_K < before, first + column_K, own_NK)
+        position = before + within_NQ if bool(before.any()) else None
+        buckets.append(Bucket(start + within_NQ, key_index, position))
+    return buckets, place
 
 
 def _make_buckets(
@@ -126,6 +220,8 @@ class PackedAttention(MegatronModule):
     Takes packed sequences (thd) with `PackedSequences`, with or without context parallel, and plain
     [s, b, h, d] batches. Grouped-query heads are shared by torch, not repeated in memory.
     """
+
+    takes_shared_prompts = True
 
     def __init__(
         self,
@@ -186,7 +282,7 @@ class PackedAttention(MegatronModule):
         rows = []
         for bucket in buckets:
             key_index = bucket.key_index_NK
-            if bucket.query_position_NQ is not None:
+            if key_index.dim() == 3:  # of context parallel
                 key_index = key_index[..., 0] * query.size(0) + key_index[..., 1]
             attended = self._attend(
                 _rows(query, bucket.query_index_NQ),
@@ -218,6 +314,27 @@ class PackedAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=query.size(1) != key.size(1),
         )
+
+
+class GatherKeys(torch.autograd.Function):
+    """Rows of packed keys or values by index; gradients of a row that is taken often are summed in
+    fp32, so that a prompt's do not depend on the samples' order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens_THD: torch.Tensor, index_K: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index_K)
+        ctx.num_tokens = tokens_THD.size(0)
+        return tokens_THD.index_select(0, index_K)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_KHD: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        (index_K,) = ctx.saved_tensors
+        shape = (ctx.num_tokens, *grad_KHD.shape[1:])
+        total = torch.zeros(shape, dtype=torch.float32, device=grad_KHD.device)
+        return total.index_add_(0, index_K, grad_KHD.float()).to(grad_KHD.dtype), None
 
 
 def _rows(tokens_THD: torch.Tensor, index_NL: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,7 @@ def transformer_config(
     recompute: Recompute = "none",
     fp32_residual: bool = False,
     layers: Kind = "torch",
+    fp8: Literal["none", "hybrid"] = "none",
 ) -> TransformerConfig:
     """Builds Megatron's configuration from the family's keywords, the layout and the host.
 
@@ -76,6 +77,8 @@ def transformer_config(
         recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass.
         fp32_residual: whether the stream between the layers is fp32, also from stage to stage.
         layers: what they are made of.
+        fp8: 'hybrid' multiplies in FP8 (forward E4M3, backward E5M2), scaled by each tensor's own
+            largest element; parameters stay in `dtype`.
     """
     keywords: dict[str, Any] = {
         **FIXED_KEYWORDS,
@@ -86,6 +89,8 @@ def transformer_config(
         "fp32_residual_connection": fp32_residual,
         "bf16": dtype == torch.bfloat16,
     }
+    if fp8 != "none":
+        keywords |= {"fp8": fp8, "fp8_recipe": "tensorwise"}
     if recompute == "full":
         keywords |= {
             "recompute_granularity": "full",

@@ -3,7 +3,8 @@
 The rest of the trainer never sees logits. Vocabulary padding, vocabulary parallel and temperature
 end here: padded columns take no part in the softmax, statistics are combined over the
 tensor-parallel group, and logits are recomputed a chunk at a time in the backward pass instead of
-being kept.
+being kept. Only positions whose statistics are read, those that predict a response token, go
+through the head's products.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl import ops
+from hybridrl.models.attention import PackedSequences
 
 
 class TokenStats(NamedTuple):
     """Of each packed position: log-probability of its target and entropy of its distribution, nats,
-    (S,) fp32.
+    (S,) fp32; zero, and without a gradient, where the head was not computed.
     """
 
     logp_S: torch.Tensor
@@ -38,47 +40,55 @@ class _TokenStatsFunction(torch.autograd.Function):
         ctx: Any,
         hidden_SD: torch.Tensor,
         weight_VD: torch.Tensor,
-        target_S: torch.Tensor,
+        target_N: torch.Tensor,
+        rows_N: torch.Tensor,
         temperature: float,
         num_columns: int,
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        shard_VD = weight_VD[:num_columns]
-        local = ops.vocab_stats(hidden_SD, shard_VD, target_S, temperature)
+        hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
+        local = ops.vocab_stats(hidden_ND, shard_VD, target_N, temperature)
         largest = local.max_T.clone()
-        if group.size() > 1:
+        is_shared = group.size() > 1 and rows_N.numel() > 0  # all of the group have the same rows
+        if is_shared:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         shift = local.max_T - largest
         scale = shift.exp()
         combined = torch.stack(
             (local.sum_T * scale, (local.weighted_T + local.sum_T * shift) * scale, local.target_T)
         )
-        if group.size() > 1:
+        if is_shared:
             dist.all_reduce(combined, group=group)
         total, weighted, target_logit = combined
         log_sum = total.log()
         entropy = log_sum - weighted / total
-        ctx.save_for_backward(hidden_SD, weight_VD, target_S, largest, log_sum, entropy)
+        ctx.save_for_backward(hidden_ND, weight_VD, target_N, rows_N, largest, log_sum, entropy)
         ctx.temperature, ctx.num_columns = temperature, num_columns
+        ctx.num_positions = hidden_SD.size(0)
         ctx.set_materialize_grads(False)
-        return target_logit - largest - log_sum, entropy
+        logp = target_logit - largest - log_sum
+        return _at_rows(logp, rows_N, len(hidden_SD)), _at_rows(entropy, rows_N, len(hidden_SD))
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_logp_S: torch.Tensor | None, grad_entropy_S: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_SD, weight_VD, target_S, largest, log_sum, entropy = ctx.saved_tensors
+        hidden_ND, weight_VD, target_N, rows_N, largest, log_sum, entropy = ctx.saved_tensors
         main_grad_VD = _main_grad(weight_VD)
+        grad_logp, grad_entropy = (
+            None if grad_S is None else grad_S.index_select(0, rows_N)
+            for grad_S in (grad_logp_S, grad_entropy_S)
+        )
         grad_hidden, grad_shard = ops.vocab_backward(
-            hidden_SD,
+            hidden_ND,
             weight_VD[: ctx.num_columns],
-            target_S,
+            target_N,
             ctx.temperature,
             largest,
             log_sum,
             entropy,
-            torch.zeros_like(entropy) if grad_logp_S is None else grad_logp_S,
-            grad_entropy_S,
+            torch.zeros_like(entropy) if grad_logp is None else grad_logp,
+            grad_entropy,
             None if main_grad_VD is None else main_grad_VD[: ctx.num_columns],
         )
         if main_grad_VD is not None:
@@ -86,7 +96,13 @@ class _TokenStatsFunction(torch.autograd.Function):
         elif ctx.num_columns < weight_VD.size(0):
             padding = grad_shard.new_zeros(weight_VD.size(0) - ctx.num_columns, weight_VD.size(1))
             grad_shard = torch.cat((grad_shard, padding))
-        return grad_hidden, grad_shard, None, None, None, None
+        grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
+        return grad_hidden, grad_shard, None, None, None, None, None
+
+
+def _at_rows(part: torch.Tensor, rows_N: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """Returns the rows of `part` at their positions, zeros elsewhere."""
+    return part.new_zeros(num_positions, *part.shape[1:]).index_copy_(0, rows_N, part)
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
@@ -101,16 +117,30 @@ def _placeholder(weight: torch.Tensor) -> torch.Tensor:
     """Returns what autograd gets for a gradient that its main gradient has, and marks it so.
 
     Megatron's hook on the weight runs only where a gradient comes, and passes over a marked one,
-    whose numbers do not matter then. Embeddings that are tied on one stage are `zero_out_wgrad`:
-    autograd adds the lookup's gradient to this one, and the hook takes the sum.
+    whose numbers do not matter then: the weight itself stands in for it, which autograd takes as it
+    is and the hook lets go, so that it needs no memory. Embeddings that are tied on one stage are
+    `zero_out_wgrad`: autograd adds the lookup's gradient to this one, and the hook takes the sum.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
         return weight.new_zeros(()).expand(weight.shape)
-    return torch.empty_like(weight)
+    return weight.detach()
 
 
-class LanguageModel(GPTModel):
+class PackedModel(GPTModel):
+    """Megatron's GPTModel, whose rotary angles follow positions where sequences share a prompt."""
+
+    def _preprocess(  # type: ignore[override]
+        self, *args: Any, packed_seq_params: PackedSequences | None = None, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params is None or packed_seq_params.shared is None:
+            return found
+        embedded, angles_LD, *rest = found
+        return (embedded, angles_LD.index_select(0, packed_seq_params.shared.positions_S), *rest)
+
+
+class LanguageModel(PackedModel):
     """Megatron's GPTModel whose output is TokenStats of given targets.
 
     Args:
@@ -130,9 +160,16 @@ class LanguageModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
-    def _postprocess(  # type: ignore[override]  # of GPTModel's arguments only these two matter here
-        self, hidden_states: torch.Tensor, labels: torch.Tensor, **_: Any
+    def _postprocess(  # type: ignore[override]  # of GPTModel's arguments only these matter here
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor,
+        loss_mask: torch.Tensor,
+        **_: Any,
     ) -> torch.Tensor | TokenStats:
+        # GPTModel passes its loss_mask through. Ours are the positions themselves: of a mask the
+        # device would have to be asked how many there are.
+        rows_N = loss_mask
         if not self.post_process:
             return hidden_states
         group, weight = self.pg_collection.tp, self.output_weight()
@@ -142,13 +179,10 @@ class LanguageModel(GPTModel):
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         start = group.rank() * weight.size(0)
         num_columns = min(max(self.num_tokens - start, 0), weight.size(0))
-        target_S = labels.flatten() - start
-        target_S = target_S.masked_fill((target_S < 0) | (target_S >= num_columns), -1)
-        return TokenStats(
-            *_TokenStatsFunction.apply(
-                hidden_states.flatten(0, 1), weight, target_S, self.temperature, num_columns, group
-            )
-        )
+        target_N = labels.flatten().index_select(0, rows_N) - start
+        target_N = target_N.masked_fill((target_N < 0) | (target_N >= num_columns), -1)
+        hidden_SD, head = hidden_states.flatten(0, 1), (self.temperature, num_columns, group)
+        return TokenStats(*_TokenStatsFunction.apply(hidden_SD, weight, target_N, rows_N, *head))
 
 
 class ValueHead(MegatronModule):
@@ -170,7 +204,7 @@ class ValueHead(MegatronModule):
         return (hidden_SD @ self.weight.T).flatten().float()
 
 
-class ValueModel(GPTModel):
+class ValueModel(PackedModel):
     """Megatron's GPTModel with a value head in place of the vocabulary."""
 
     def __init__(self, **kwargs: Any) -> None:

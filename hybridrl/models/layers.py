@@ -26,7 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl.errors import UserError
-from hybridrl.models.attention import PackedAttention
+from hybridrl.models.attention import GatherKeys, PackedAttention
 from hybridrl.models.family import Family
 from hybridrl.models.norm import TorchNorm
 from hybridrl.platform import TRANSFORMER_ENGINE_VERSIONS, Platform
@@ -62,6 +62,7 @@ def choose_layers(
     dtype: torch.dtype,
     platform: Platform,
     fp32_residual: bool,
+    fp8: str = "none",
 ) -> Layers:
     """Chooses what this host's layers are made of.
 
@@ -71,10 +72,30 @@ def choose_layers(
         dtype: of parameters and activations.
         platform: where the model runs.
         fp32_residual: the stream between the layers is wider than a fused norm takes.
+        fp8: `train.fp8`, which transformer-engine's matrix products have.
 
     Raises:
-        UserError: transformer-engine is wanted but cannot be used.
+        UserError: transformer-engine, or FP8, is wanted but cannot be used.
     """
+    found = _choose(wanted, family, dtype, platform, fp32_residual)
+    if fp8 != "none" and found.kind == "torch":
+        why = found.said.removeprefix("layers: torch, ")
+        raise UserError(
+            "train.fp8",
+            fp8,
+            "none with layers of torch",
+            f"Set train.fp8=none. Layers are torch's here, {why}.",
+        )
+    return found
+
+
+def _choose(
+    wanted: Literal["auto", "torch", "transformer_engine"],
+    family: Family,
+    dtype: torch.dtype,
+    platform: Platform,
+    fp32_residual: bool,
+) -> Layers:
     if wanted == "torch":
         return Layers("torch", False, "layers: torch, as train.layers says")
     if family.layer_spec is not None:
@@ -106,6 +127,9 @@ def layer_spec(
         family: its own layers go first.
         config: says what is normalised and how wide the residual stream is.
         recompute: 'selective' does not keep the output of the feed-forward layer's activation.
+
+    Raises:
+        UserError: 'selective', of a feed-forward layer that LeanMlp is not the same as.
     """
     if family.layer_spec is not None:
         layer, final_norm = family.layer_spec(config)
@@ -115,8 +139,23 @@ def layer_spec(
     else:
         layer, final_norm = torch_layer_spec(config)
     if recompute == "selective":
-        layer.submodules.mlp = lean_mlp(layer.submodules.mlp.submodules)
+        mlp = layer.submodules.mlp
+        if getattr(mlp, "module", None) is not MLP or not _is_swiglu(config):
+            raise UserError(
+                "train.recompute",
+                "selective",
+                f"none or full with family {family.name}, whose feed-forward layer is not "
+                "Megatron's MLP with SwiGLU",
+                "Set train.recompute=full, or none.",
+            )
+        layer.submodules.mlp = lean_mlp(mlp.submodules)
     return layer, final_norm
+
+
+def _is_swiglu(config: TransformerConfig) -> bool:
+    is_plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0
+    is_silu = config.activation_func is torch.nn.functional.silu
+    return bool(config.gated_linear_unit and is_silu and is_plain)
 
 
 def torch_layer_spec(config: TransformerConfig, norm: type = TorchNorm) -> tuple[ModuleSpec, type]:
@@ -153,6 +192,7 @@ def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec
     spec = copy.deepcopy(
         get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     )
+    spec.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
     if not config.fp32_residual_connection:
         return spec, TENorm
     layer = spec.submodules
@@ -163,6 +203,54 @@ def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec
         normalization=config.normalization
     ).submodules.sharded_state_dict_keys_map
     return spec, TorchNorm
+
+
+def transformer_engine_attention() -> type:
+    """Returns Megatron's attention of transformer-engine, which also knows shared prompts."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    attend = TEDotProductAttention.__base__.forward  # transformer-engine's own
+
+    class Attention(TEDotProductAttention):  # type: ignore[misc, valid-type]
+        takes_shared_prompts = True
+
+        def forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            packed = kwargs.get("packed_seq_params")
+            if packed is None or packed.shared is None:
+                return super().forward(query, key, value, *args, **kwargs)
+            keys = packed.shared.keys
+            return attend(
+                self,
+                query,
+                GatherKeys.apply(key, keys.index_K),
+                GatherKeys.apply(value, keys.index_K),
+                None,
+                qkv_format="thd",
+                cu_seqlens_q=keys.cu_seqlens_q,
+                cu_seqlens_kv=keys.cu_seqlens_k,
+                max_seqlen_q=keys.max_seqlen_q,
+                max_seqlen_kv=keys.max_seqlen_k,
+                attn_mask_type="padding_causal_bottom_right",
+            )
+
+    return Attention
+
+
+def check_shared_prompts(module: torch.nn.Module) -> None:
+    """Refuses attention that does not know of shared prompts, as a user's own layers may bring.
+
+    Raises:
+        UserError: naming its class.
+    """
+    for part in module.modules():
+        attention = getattr(part, "core_attention", None)
+        if attention is not None and not getattr(attention, "takes_shared_prompts", False):
+            raise UserError(
+                "train.share_prompts",
+                "true",
+                f"false with {type(attention).__name__}, which attends within a sequence only",
+                "Set train.share_prompts=false, or build layers with hybridrl's PackedAttention.",
+            )
 
 
 def add_weight_gradients_in_place(module: torch.nn.Module) -> None:
@@ -196,7 +284,7 @@ class LeanMlp(MLP):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the output and the bias that is to be added to it."""
         widened, bias = self.linear_fc1(hidden_states)
-        kept = CheckpointWithoutOutput(fp8=None)  # type: ignore[arg-type]  # its False means True
+        kept = CheckpointWithoutOutput(fp8=self.config.fp8)  # type: ignore[arg-type]  # None: none
         output, output_bias = self.linear_fc2(kept.checkpoint(self._activated, widened, bias))
         kept.discard_output_and_register_recompute(output)
         return output, output_bias

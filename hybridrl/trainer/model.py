@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ import torch
 from hybridrl.batch import TrainBatch
 from hybridrl.checkpoint.store import ModelFiles
 from hybridrl.config.schema import TrainConfig
-from hybridrl.data.balance import schedule, schedule_hash
+from hybridrl.data.balance import Schedule, schedule, schedule_hash
 from hybridrl.data.collate import micro_batch, unpack
+from hybridrl.data.packing import check_lengths, round_up
+from hybridrl.data.sharing import make_units
 from hybridrl.hybrid_engine.engine import gather_layouts
 from hybridrl.hybrid_engine.owned import owned_layout
+from hybridrl.metrics.flops import attention_length
 from hybridrl.micro_batch import MicroBatch
-from hybridrl.models.attention import PackedSequences
+from hybridrl.models.attention import PackedSequences, SharedPrompts
 from hybridrl.models.build import Head, build_chunks, named_weights, transformer_config
 from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.layers import choose_layers
+from hybridrl.models.layers import check_shared_prompts, choose_layers
 from hybridrl.models.weights import RankLayout, megatron_layout
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.peer_memory import PeerMemory
@@ -40,6 +44,8 @@ from hybridrl.trainer.optimizer import (
 )
 from hybridrl.trainer.peer_weights import PeerWeights
 from hybridrl.trainer.trained_weights import TrainedWeights
+
+FP8_TOKENS = 16  # FP8 matrix products take multiples of this
 
 
 @dataclass(frozen=True)
@@ -74,11 +80,16 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Work:
-    """One micro-batch: whole, and the positions of it that this context-parallel rank computes."""
+    """One micro-batch: whole, and the positions of it that this context-parallel rank computes.
+
+    `scored_N` are those of its own positions, ascending, whose outputs are read: they predict a
+    response token, and the vocabulary head computes no others.
+    """
 
     whole: MicroBatch
     local: MicroBatch
     held_S: torch.Tensor
+    scored_N: torch.Tensor
     packed: PackedSequences
 
     def expand(self, local_S: torch.Tensor) -> torch.Tensor:
@@ -102,7 +113,12 @@ class ParallelModel:
         self.world, self.source, self.head, self.train = world, source, head, train
         with world.all_agree("choosing what layers are made of"):
             self.layers = choose_layers(
-                train.layers, source.family, source.dtype, world.platform, train.fp32_residual
+                train.layers,
+                source.family,
+                source.dtype,
+                world.platform,
+                train.fp32_residual,
+                train.fp8,
             )
         same_on_all_ranks(world, "what layers are made of", self.layers.kind)
         with world.platform.megatron_phase():
@@ -115,6 +131,7 @@ class ParallelModel:
                 train.recompute,
                 train.fp32_residual,
                 self.layers.kind,
+                train.fp8,
             )
             self._chunks = build_chunks(
                 source.family,
@@ -124,6 +141,9 @@ class ParallelModel:
                 self.layers.kind,
                 train.recompute,
             )
+        if train.share_prompts:
+            for chunk in self._chunks:
+                check_shared_prompts(chunk)
         self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
         self._optimizer: Any = None
         self.memory: TrainedModelMemory | None = None
@@ -234,26 +254,53 @@ class ParallelModel:
     def plan_work(self, batch: TrainBatch) -> list[Work]:
         """Cuts a batch, the same on all ranks, into the micro-batches of this replica.
 
-        The schedule is computed from the lengths alone, so all ranks agree; its hash is compared
-        before any pass.
+        The schedule is computed from lengths and the model's shape alone, so all ranks agree; its
+        hash is compared before any pass.
         """
         layout = self.world.layout
         pad_each = 2 * layout.cp if layout.cp > 1 else 1
-        lengths = [-(-length // pad_each) * pad_each for length in batch.lengths_B.tolist()]
-        multiple = layout.pp if layout.vpp > 1 else 1
-        plan = schedule(lengths, layout.dp, self.train.micro_batch_tokens, multiple)
+        plan = self._schedule(batch, pad_each)
         same_on_all_ranks(self.world, "the micro-batch schedule", schedule_hash(plan))
-        works = []
+        works, shares = [], self.train.share_prompts
+        pad_total = layout.tp * pad_each * (1 if self.train.fp8 == "none" else FP8_TOKENS)
         for indices in plan[self.world.where.dp]:
-            whole = micro_batch(batch, indices, pad_each, layout.tp * pad_each)
+            whole = micro_batch(batch, indices, pad_each, pad_total, shares)
             index_S = context_positions(whole.cu_seqlens, layout.cp, self.world.where.cp)
             local = whole if layout.cp == 1 else whole.take_positions(index_S)
-            local = local.to(self.world.platform.device)
+            device = self.world.platform.device
+            # Counted on the host: on a GPU it would be a sync point.
+            scored_N = local.loss_mask_S.nonzero()[:, 0].to(device, non_blocking=True)
+            local = local.to(device)
             # transformer-engine reads the bounds on the device, torch's layers on the host.
             bounds = local if self.layers.kind == "transformer_engine" else whole
-            packed = PackedSequences.of(bounds.cu_seqlens, whole.max_seqlen)
-            works.append(Work(whole, local, index_S, packed))
+            packed = PackedSequences.of(
+                bounds.cu_seqlens, whole.max_seqlen, shared_prompts(whole, local.positions_S)
+            )
+            works.append(Work(whole, local, index_S, scored_N, packed))
         return works
+
+    def _schedule(self, batch: TrainBatch, pad_each: int) -> Schedule:
+        layout, budget = self.world.layout, self.train.micro_batch_tokens
+        multiple = layout.pp if layout.vpp > 1 else 1
+        attention = attention_length(self.source.shape)
+        lengths = [round_up(length, pad_each) for length in batch.lengths_B.tolist()]
+        if not self.train.share_prompts:
+            return schedule(lengths, layout.dp, budget, multiple, attention_length=attention)
+        check_lengths(lengths, budget)
+        groups, prompts = batch.group_B.tolist(), batch.prompt_lengths_B.tolist()
+        units = make_units(groups, prompts, lengths, layout.dp, budget)
+        dealt = schedule(
+            [unit.tokens for unit in units],
+            layout.dp,
+            budget,
+            multiple,
+            attended=[unit.attended for unit in units],
+            attention_length=attention,
+        )
+        return [
+            [tuple(chain.from_iterable(units[n].samples for n in pack)) for pack in packs]
+            for packs in dealt
+        ]
 
     def per_token(
         self, batch: TrainBatch, works: Sequence[Work], outputs: Sequence[torch.Tensor]
@@ -306,8 +353,9 @@ class ParallelModel:
         """Returns the first of this rank's parameters whose gradient is not finite, if any."""
         for index, chunk in enumerate(self._chunks):
             for name, parameter in chunk.named_parameters():
-                gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
-                if not bool(gradient.isfinite().all()):  # a sync point, after a bad step only
+                gradient = getattr(parameter, "main_grad", None)  # a frozen one has none
+                # A sync point, after a bad step only.
+                if gradient is not None and not bool(gradient.isfinite().all()):
                     return f"{index}/{name}"
         return None
 
@@ -319,8 +367,16 @@ def _forward(chunk: torch.nn.Module, work: Work) -> Any:
         position_ids=local.positions_S[None],
         attention_mask=None,
         labels=local.targets_S[None],
+        loss_mask=work.scored_N,
         packed_seq_params=work.packed,
     )
+
+
+def shared_prompts(micro: MicroBatch, positions_S: torch.Tensor) -> SharedPrompts | None:
+    """Returns which sequences of a whole micro-batch go on from others; None if none does."""
+    if micro.continues is None:
+        return None
+    return SharedPrompts(tuple(micro.cu_seqlens.tolist()), micro.continues, positions_S)
 
 
 def context_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:

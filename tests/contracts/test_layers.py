@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import tiny_model
 
 from hybridrl.batch import Producer, Prompt, TrainBatch
-from hybridrl.checkpoint.store import load_model, write_checkpoint
+from hybridrl.checkpoint.store import _make_states, load_model, write_checkpoint
 from hybridrl.config.schema import TrainConfig
+from hybridrl.errors import UserError
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
+from hybridrl.models.layers import torch_layer_spec
 from hybridrl.models.weights import TE_NAMES, hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
@@ -68,6 +75,7 @@ def kept_bytes(model: ParallelModel) -> int:
             position_ids=work.local.positions_S[None],
             attention_mask=None,
             labels=work.local.targets_S[None],
+            loss_mask=work.scored_N,
             packed_seq_params=work.packed,
         )
     return sum(storage.nbytes() for storage in kept.values())
@@ -100,3 +108,50 @@ def test_checkpoints_name_norms_as_transformer_engine_does(world: World, tmp_pat
     other = make(world, seed=4)
     load_model(folder / "policy", other, world)
     assert all(torch.equal(model.weights()[n], t) for n, t in other.weights().items())
+
+
+class HalvedMlp(MLP):
+    """A user's feed-forward layer."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return output / 2, bias
+
+
+def halved_spec(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    layer, norm = torch_layer_spec(config)
+    layer.submodules.mlp.module = HalvedMlp
+    return layer, norm
+
+
+def test_selective_recompute_leaves_a_familys_own_feed_forward_layer_alone(world: World) -> None:
+    hf_config = tiny_model("qwen2").config.to_dict()
+    family = replace(resolve_family("qwen2", hf_config), name="halved", layer_spec=halved_spec)
+    source = ModelSource(family, hf_config, torch.float32, "halved", Path("."))
+    train = TrainConfig(micro_batch_tokens=NUM_TOKENS, recompute="selective")
+    with pytest.raises(UserError, match="family halved") as caught:
+        ParallelModel(world, source, "lm", train)
+    assert caught.value.name == "train.recompute" and "full" in caught.value.remedy
+
+
+class CountingAdam:
+    """What transformer-engine's FusedAdam keeps: moments of a parameter, steps of a group."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": parameters}]
+        self.state: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+
+    def initialize_state(self, parameter: torch.nn.Parameter, store_param_remainders: bool) -> None:
+        assert not store_param_remainders
+        self.state[parameter] = {
+            name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+        }
+
+
+def test_states_before_the_first_step_count_no_step_and_change_no_weight() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(0))]
+    adam = CountingAdam(parameters)
+    _make_states(SimpleNamespace(optimizer=adam))
+    assert adam.param_groups[0]["step"] == 0
+    assert list(adam.state) == parameters[:1]
+    assert all(parameter.grad is None for parameter in parameters)

@@ -1,13 +1,18 @@
-"""The head writes Megatron's main gradient itself: real Megatron, one process."""
+"""The head writes Megatron's main gradient itself, and computes only rows that are read: real
+Megatron, one process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.schema import TrainConfig
@@ -18,7 +23,7 @@ from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
-from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.trainer.model import ModelSource, ParallelModel, Work
 
 # Kinds of output weights: tied, to which autograd brings the lookup's gradient too, and alone.
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -38,8 +43,24 @@ def loss(output: heads.TokenStats, micro: object) -> tuple[torch.Tensor, None]:
     return (weight * output.logp_S + 0.3 * output.entropy_S).sum() / 100, None
 
 
-def main_gradients(model: ParallelModel, batch: TrainBatch) -> dict[str, torch.Tensor]:
-    works = model.plan_work(batch)
+def make(world: World, kind: str, dtype: torch.dtype) -> ParallelModel:
+    world.platform.seed(1)
+    hf_config = tiny_model(kind).config.to_dict() | {"architectures": [KINDS[kind]]}
+    family = resolve_family(None, hf_config)
+    source = ModelSource(family, hf_config, dtype, family.name, Path("."))
+    model = ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=30))
+    init_weights(model.layout(), hf_shapes(family, source.shape), model.weights(), hf_config, 3)
+    model.make_trainable(1e-3)
+    return model
+
+
+def a_batch() -> TrainBatch:
+    drawn = torch.randint(0, 199, (6, 12), generator=torch.Generator().manual_seed(2)).tolist()
+    prompts = [Prompt(i, "", tuple(row[:4]), {}, tuple(row[4:])) for i, row in enumerate(drawn)]
+    return TrainBatch.supervised(prompts, Producer.here("the test"))
+
+
+def main_gradients(model: ParallelModel, works: list[Work]) -> dict[str, torch.Tensor]:
     assert len(works) > 1
     model.accumulate(works, loss)
     return {
@@ -54,22 +75,14 @@ def main_gradients(model: ParallelModel, batch: TrainBatch) -> dict[str, torch.T
 def test_micro_batches_add_up_as_through_autograd(
     world: World, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
 ) -> None:
-    world.platform.seed(1)
-    hf_config = tiny_model(kind).config.to_dict() | {"architectures": [KINDS[kind]]}
-    family = resolve_family(None, hf_config)
-    source = ModelSource(family, hf_config, dtype, family.name, Path("."))
-    model = ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=30))
-    init_weights(model.layout(), hf_shapes(family, source.shape), model.weights(), hf_config, 3)
-    model.make_trainable(1e-3)
-    drawn = torch.randint(0, 199, (6, 12), generator=torch.Generator().manual_seed(2)).tolist()
-    prompts = [Prompt(i, "", tuple(row[:4]), {}, tuple(row[4:])) for i, row in enumerate(drawn)]
-    batch = TrainBatch.supervised(prompts, Producer.here("the test"))
+    model = make(world, kind, dtype)
+    works = model.plan_work(a_batch())
 
     torch.use_deterministic_algorithms(True)  # uninitialised memory is filled with what is none
-    found = [main_gradients(model, batch) for _ in range(2)]
+    found = [main_gradients(model, works) for _ in range(2)]
     torch.use_deterministic_algorithms(False)
     monkeypatch.setattr(heads, "_main_grad", lambda weight: None)
-    wanted = main_gradients(model, batch)
+    wanted = main_gradients(model, works)
     head = "embedding.word_embeddings.weight" if kind == "llama" else "output_layer.weight"
     assert any(name.endswith(head) for name in wanted)
     # Autograd rounds every micro-batch's gradient to the weight's type before they are added.
@@ -81,3 +94,94 @@ def test_micro_batches_add_up_as_through_autograd(
         assert torch.allclose(
             found[0][name], gradient, rtol=bound, atol=bound * float(gradient.abs().max())
         ), name
+
+
+class MadeTensors(TorchDispatchMode):
+    """Names the operations that make tensors of one shape and type, views left out."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        super().__init__()
+        self.like = like
+        self.makers: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        storages = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.shape == self.like.shape:
+                is_new = tensor.untyped_storage()._cdata not in storages
+                if is_new and tensor.dtype == self.like.dtype:
+                    self.makers.append(str(func))
+        return result
+
+
+def test_stand_in_for_the_gradient_takes_no_memory_and_the_hook_runs(world: World) -> None:
+    model = make(world, "qwen2", torch.bfloat16)
+    wanted = main_gradients(model, model.plan_work(a_batch()))
+    (chunk,), (wrapped,) = model.chunks, model.forward_chunks
+    # As with more than one replica: Megatron's hook refuses a missing gradient, and the reduction
+    # begins when it has run for every parameter.
+    wrapped.ddp_config.overlap_grad_reduce = True
+    weight = chunk.output_weight()
+    before = weight.detach().clone()
+    with MadeTensors(weight) as made:
+        found = main_gradients(model, model.plan_work(a_batch()))
+    # Beside the stand-in this type and shape has only the embedding's gradient: the head's sums are
+    # fp32.
+    assert set(made.makers) == {"aten.embedding_dense_backward.default"}
+    assert weight.grad is None and weight.grad_added_to_main_grad
+    assert torch.equal(weight, before)
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_nobody_reads_are_not_computed_and_have_no_gradient(
+    world: World, kind: str
+) -> None:
+    model = make(world, kind, torch.float32)
+    works = model.plan_work(a_batch())
+    for work in works:
+        assert torch.equal(work.scored_N, work.local.loss_mask_S.nonzero()[:, 0])
+        assert 0 < len(work.scored_N) < work.local.num_positions
+    gradients: list[torch.Tensor] = []
+
+    def watch(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: gradients.append(gradient.flatten(0, 1)))
+
+    # This file's loss reads every position.
+    hook = model.chunks[0].decoder.register_forward_hook(watch)
+    computed = main_gradients(model, works)
+    hook.remove()
+    assert len(gradients) == len(works)
+    for work, gradient_SD in zip(works, gradients, strict=True):
+        has_gradient = gradient_SD.abs().amax(-1) > 0
+        assert torch.equal(has_gradient, work.local.loss_mask_S)
+
+    every = [replace(w, scored_N=torch.arange(w.local.num_positions)) for w in works]
+    for some, whole, work in zip(
+        model.forward_all(works), model.forward_all(every), works, strict=True
+    ):
+        mask_S = work.local.loss_mask_S
+        for own, other in zip(some, whole, strict=True):
+            assert not own[~mask_S].any() and other[~mask_S].all()
+            # Matrix products of other sizes may sum in another order.
+            assert torch.allclose(own[mask_S], other[mask_S], rtol=1e-6, atol=1e-6)
+
+    def masked(output: heads.TokenStats, micro: Any) -> tuple[torch.Tensor, None]:
+        parts = [column_S * micro.loss_mask_S for column_S in output]
+        return loss(heads.TokenStats(*parts), micro)
+
+    model.accumulate(every, masked)
+    for name, parameter in model.chunks[0].named_parameters():
+        gradient = computed[name]
+        bound = 1e-6 * float(gradient.abs().max())
+        assert torch.allclose(parameter.main_grad, gradient, rtol=1e-6, atol=bound), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batch_without_a_row_to_read_has_no_gradient(world: World, kind: str) -> None:
+    model = make(world, kind, torch.bfloat16)
+    works = [replace(work, scored_N=work.scored_N[:0]) for work in model.plan_work(a_batch())]
+    assert not any(gradient.any() for gradient in main_gradients(model, works).values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,13 +31,13 @@ FAMILY_KEYS = {"olmo": "olmo_family:FAMILY"}
 GRADIENT_TOLERANCE = 2e-6  # of the largest gradient; fp32 sums in another order, nothing else
 
 
-def sample_batch(vocab: int) -> TrainBatch:
+def sample_batch(vocab: int, lengths=LENGTHS) -> TrainBatch:
     generator = torch.Generator().manual_seed(5)
 
     def draw(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
 
-    prompts = [Prompt(i, "", draw(p), {}, draw(r)) for i, (p, r) in enumerate(LENGTHS)]
+    prompts = [Prompt(i, "", draw(p), {}, draw(r)) for i, (p, r) in enumerate(lengths)]
     return TrainBatch.supervised(prompts, Producer.here("the parity test"))
 
 
@@ -119,6 +120,26 @@ def check_against_transformers(folder: Path, model, batch, works, logp_T, gradie
     print(f"{folder.name}: logits within {worst:.1e} of transformers", flush=True)
 
 
+def check_nothing_read(model: ParallelModel, works) -> None:
+    """Micro-batches without a row for the head: no gradient, and no rank waits for another."""
+    model.accumulate([replace(work, scored_N=work.scored_N[:0]) for work in works], objective)
+    for chunk in model.chunks:
+        assert not any(parameter.main_grad.any() for parameter in chunk.parameters())
+
+
+def check_disagreement(model: ParallelModel, vocab: int) -> None:
+    """One rank has other lengths: every rank is told, and none begins a pass."""
+    size, rank = model.world.size, model.world.rank
+    lengths = LENGTHS[::-1] if rank == size - 1 else LENGTHS
+    try:
+        model.plan_work(sample_batch(vocab, lengths))
+    except RuntimeError as error:
+        expected = f"the micro-batch schedule differs between rank 0 and ranks [{size - 1}]"
+        assert str(error).startswith(expected), error
+    else:
+        raise AssertionError("ranks went on with different schedules")
+
+
 def run(
     folder: Path, family: str | None, layout: TrainLayout, recompute: str = "none"
 ) -> tuple[dict, torch.Tensor, float]:
@@ -140,11 +161,18 @@ def run(
     logp_T = model.per_token(batch, works, [output.logp_S for output in outputs])
     model.accumulate(works, objective)
     gradients = gradients_in_hf_names(model)
+    # From the second time on Megatron's hooks reduce gradients while the backward pass runs.
+    model.accumulate(works, objective)
+    for name, (again, held) in gradients_in_hf_names(model).items():
+        assert torch.equal(again[held], gradients[name][0][held]), f"{name}: the second time differs"
     if layout.world_size == 1:
         masked_T = logp_T * batch.response_mask_T
         check_against_transformers(folder, model, batch, works, masked_T, gradients)
     norm = model.grad_norm()
     model.apply(1e-3, norm)
+    check_nothing_read(model, works)
+    if layout.world_size > 1:
+        check_disagreement(model, hf_config["vocab_size"])
     return gradients, logp_T * batch.response_mask_T, norm
 
 

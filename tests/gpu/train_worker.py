@@ -5,8 +5,9 @@ train_worker.py compare FOLDER LAYOUT...      bf16, `train.layers=auto`, each ag
 
 A layout is what parallel.layout takes, as in tp2dp2; the rest of the world is data parallel. What a
 layout's gradients may be away from the reference is 2e-2 of their norm; torch's own layers in bf16
-are measured beside (`torch`), packed micro-batches against single samples (`single`), and a
-checkpoint of torch's layers is loaded into the chosen ones (`checkpoint`), all in one process.
+are measured beside (`torch`), packed micro-batches against single samples (`single`) and against
+shared prompts (`share_prompts`), and a checkpoint of torch's layers is loaded into the chosen ones
+(`checkpoint`), all in one process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,8 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
-LENGTHS = [(30, 170), (5, 61), (100, 412), (1, 1), (64, 64), (17, 300), (250, 13), (3, 700)]
+# Of prompts and responses; neighbours of one prompt length have the same prompt.
+LENGTHS = [(30, 170), (30, 61), (30, 5), (100, 412), (1, 1), (250, 300), (250, 13), (3, 700)]
 BUDGET, LONGEST = 1024, 703
 TOLERANCE = 2e-2  # of the norm; a number in bf16 is within 4e-3 of what it stands for
 SIZES: dict[str, Any] = {
@@ -63,8 +66,11 @@ def a_batch(vocab: int) -> TrainBatch:
     def draw(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
 
-    prompts = [Prompt(i, "", draw(p), {}, draw(r)) for i, (p, r) in enumerate(LENGTHS)]
-    return TrainBatch.supervised(prompts, Producer.here("the trainer's checks"))
+    groups = [length for length, _ in LENGTHS]
+    tokens = {length: draw(length) for length in dict.fromkeys(groups)}
+    prompts = [Prompt(p, "", tokens[p], {}, draw(r)) for p, r in LENGTHS]
+    batch = TrainBatch.supervised(prompts, Producer.here("the trainer's checks"))
+    return replace(batch, group_B=torch.tensor(groups))
 
 
 class Run:
@@ -91,7 +97,9 @@ class Run:
         works = self.model.plan_work(batch)
         outputs = self.model.forward_all(works)
         logp_T = self.model.per_token(batch, works, [output.logp_S for output in outputs])
-        self.model.accumulate(works, objective)
+        # Twice: from the second time on gradients are reduced while the backward pass runs.
+        for _ in range(2):
+            self.model.accumulate(works, objective)
         return gradients_in_hf_names(self.model), logp_T * batch.response_mask_T
 
 
@@ -153,6 +161,7 @@ def check_alone(platform: Platform, name: str, folder: Path) -> None:
             "selective": {"recompute": "selective"},
             "full": {"recompute": "full"},
             "fp32_residual": {"fp32_residual": True},
+            "share_prompts": {"share_prompts": True},
         }
         for way, settings in ways.items():
             other, _ = Run(name, world, torch.bfloat16, **settings).gradients()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +22,17 @@ from hybridrl.data.balance import (
 )
 from hybridrl.data.packing import pack
 from hybridrl.errors import DataError
+from hybridrl.metrics.flops import attention_length, forward_flops
+from hybridrl.models.families.qwen2 import shape
 
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
+# Medians of tokens and deviations of their logarithm, of prompts and responses, and the longest
+# response: grade-school sums of a few lines, and reasoning whose longest is beside the budget.
+SAMPLES = {
+    "gsm8k": (95, 0.35, 180, 0.45, 1024),
+    "long_tailed": (150, 0.5, 1500, 1.0, 14_000),
+}
+BUDGET = 16_384
 CASES = {
     "lengths": st.lists(st.integers(1, 200), min_size=1, max_size=80),
     "num_ranks": st.integers(1, 6),
@@ -76,6 +89,47 @@ def test_schedule_balances_ranks_within_the_longest_sample(seed):
     # Largest first, each to the least loaded: the spread is below one item's cost.
     assert max(loads) - min(loads) <= max(micro_loads)
     assert max(loads) <= 1.02 * sum(loads) / len(loads)
+
+
+def draw_sizes(kind, num_prompts, seed):
+    """Returns prompt and response tokens of 8 samples a prompt."""
+    rng = random.Random(seed)
+    prompt_median, prompt_sigma, median, sigma, longest = SAMPLES[kind]
+    sizes = []
+    for _ in range(num_prompts):
+        prompt = min(int(rng.lognormvariate(math.log(prompt_median), prompt_sigma)) + 1, 1024)
+        for _ in range(8):
+            response = int(rng.lognormvariate(math.log(median), sigma)) + 1
+            sizes.append((prompt, min(response, longest)))
+    return sizes
+
+
+@pytest.mark.parametrize("model", ["0.5b", "7b"])
+@pytest.mark.parametrize("num_ranks", [4, 8, 16])
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_ranks_compute_flops_within_three_percent(kind, num_ranks, model):
+    of = shape(json.loads((MODELS / f"qwen2.5-{model}.json").read_text()))
+    for seed in range(5):
+        sizes = draw_sizes(kind, 128, seed)
+        lengths = [sum(size) for size in sizes]
+        found = schedule(lengths, num_ranks, BUDGET, attention_length=attention_length(of))
+        loads = []
+        for rank in found:
+            mine = [i for micro in rank for i in micro]
+            response_tokens = sum(sizes[i][1] for i in mine)
+            loads.append(forward_flops(of, [lengths[i] for i in mine], response_tokens))
+        assert max(loads) - min(loads) <= 0.03 * sum(loads) / num_ranks
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_packs_fill_the_budget(kind):
+    for seed in range(5):
+        lengths = [sum(size) for size in draw_sizes(kind, 128, seed)]
+        packs = pack(lengths, BUDGET)
+        fills = sorted(sum(lengths[i] for i in members) / BUDGET for members in packs)
+        # One pack holds what is left over.
+        assert sum(fills[1:]) >= 0.95 * len(fills[1:])
+        assert len(fills) <= math.ceil(sum(lengths) / BUDGET) + 1  # no packing has fewer than that
 
 
 def test_schedule_counts_attention_in_the_cost():

@@ -135,5 +135,5 @@ def test_take_positions_slices_every_column_alike():
 def test_to_moves_every_tensor():
     moved = micro_batch(train_batch(), [0, 1], 1, 1).to("meta")
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 12 and all(tensor.device.type == "meta" for tensor in tensors)
+    assert len(tensors) == 13 and all(tensor.device.type == "meta" for tensor in tensors)
     assert isinstance(moved, MicroBatch)

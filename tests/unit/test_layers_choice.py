@@ -100,3 +100,19 @@ def test_only_layers_that_can_add_to_main_gradients_are_told_to() -> None:
     fusing, plain = Fusing(), torch.nn.Linear(1, 1)
     add_weight_gradients_in_place(torch.nn.Sequential(plain, torch.nn.Sequential(fusing)))
     assert fusing.fuse_wgrad_accumulation and not hasattr(plain, "fuse_wgrad_accumulation")
+
+
+def test_fp8_is_refused_where_layers_are_not_transformer_engines(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = choose_layers("auto", QWEN2, torch.bfloat16, GPU, False, "hybrid")
+    assert chosen.kind == "transformer_engine"
+    cpu = Platform(torch.device("cpu"), "gloo")
+    with pytest.raises(UserError, match="no CUDA GPU") as caught:
+        choose_layers("auto", QWEN2, torch.bfloat16, cpu, False, "hybrid")
+    assert caught.value.name == "train.fp8" and "train.fp8=none" in caught.value.remedy
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(UserError, match="compute capability 8.0"):
+        choose_layers("auto", QWEN2, torch.bfloat16, GPU, False, "hybrid")
+    with pytest.raises(UserError, match="as train.layers says"):
+        choose_layers("torch", QWEN2, torch.bfloat16, GPU, False, "hybrid")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridrl.metrics.flops import (
+    attention_length,
     forward_flops,
     generate_flops,
     layer_matmul_params,
@@ -34,14 +35,22 @@ def test_forward_flops_of_qwen25_05b() -> None:
     model = shape(QWEN25_05B)
     # 24 layers of 14,909,440 weights and the 151936 x 896 head are the model's 493,961,216 matmul
     # weights (its 494,032,768 parameters less norms, biases: 71,552).
-    assert forward_flops(model, [1]) == 2 * 493_961_216 + 24 * 4 * 896
+    assert forward_flops(model, [1], 1) == 2 * 493_961_216 + 24 * 4 * 896
     # Length 3 has 6 causal pairs, length 2 has 3; a pair costs 4 x 896 in each of 24 layers.
-    assert forward_flops(model, [3, 2]) == 5 * 2 * 493_961_216 + 9 * 24 * 4 * 896
+    assert forward_flops(model, [3, 2], 5) == 5 * 2 * 493_961_216 + 9 * 24 * 4 * 896
     assert forward_flops(model, [3], head_tokens=1) == (
         6 * 24 * 14_909_440 + 2 * 151_936 * 896 + 6 * 24 * 4 * 896
     )
-    assert forward_flops(model, [3], head_size=1) == 6 * 24 * 14_909_440 + 6 * 896 + 516_096
-    assert train_flops(model, [3, 2]) == 3 * forward_flops(model, [3, 2])
+    assert forward_flops(model, [3], 3, head_size=1) == 6 * 24 * 14_909_440 + 6 * 896 + 516_096
+    assert train_flops(model, [3, 2], 4) == 3 * forward_flops(model, [3, 2], 4)
+
+
+def test_attention_costs_as_much_as_all_weights_at_its_length() -> None:
+    model = shape(QWEN25_05B)
+    length = attention_length(model)
+    weights = 2 * 493_961_216 * length
+    # To a part in the length: a position's pair with itself counts whole.
+    assert length == 22970 and abs(forward_flops(model, [length], length) / weights - 2) < 1e-3
 
 
 def test_generate_flops_counts_a_shared_prompt_once() -> None:

@@ -1,0 +1,156 @@
+"""One rank: samples that share their prompt's positions give what samples of their own give.
+
+shared_prompts_worker.py FOLDER FAMILIES LAYOUT...     a layout is "tp,pp,vpp[,recompute]"
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from parity_worker import FAMILY_KEYS, gradients_in_hf_names, objective
+
+from hybridrl.batch import Producer, Prompt, TrainBatch
+from hybridrl.config.schema import TrainConfig
+from hybridrl.errors import UserError
+from hybridrl.models.attention import PackedAttention
+from hybridrl.models.family import resolve_family
+from hybridrl.models.hf import load_hf
+from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.groups import World, start_process_group
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.platform import Platform
+from hybridrl.trainer.model import ModelSource, ParallelModel
+
+# Tokens of each prompt, and of each response to it: one sample, a prompt of one token, a group that
+# is more than one micro-batch, responses longer than the prompt and shorter.
+GROUPS = (
+    (9, (5, 12, 3, 8)),
+    (1, (4, 6)),
+    (6, (7,)),
+    (14, (2, 2, 9, 1)),
+    (2, (1, 1)),
+    (20, (12, 9, 11, 10, 3)),
+)
+BUDGET = 96
+TOLERANCE = 2e-6  # of the largest gradient; fp32 sums in another order, nothing else
+
+
+def a_batch(vocab: int) -> TrainBatch:
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
+
+    prompts, groups = [], []
+    for number, (length, responses) in enumerate(GROUPS):
+        tokens = draw(length)
+        prompts += [Prompt(number, "", tokens, {}, draw(count)) for count in responses]
+        groups += [number] * len(responses)
+    batch = TrainBatch.supervised(prompts, Producer.here("the test of shared prompts"))
+    return replace(batch, group_B=torch.tensor(groups))
+
+
+def value_objective(output_S: torch.Tensor, micro: Any) -> tuple[torch.Tensor, None]:
+    weight_S = (micro.positions_S % 5 - 1.5) * micro.loss_mask_S
+    return (weight_S * output_S).sum() / 100, None
+
+
+def run(
+    world: World, source: ModelSource, head: str, recompute: str, shares: bool
+) -> tuple[dict[str, Any], float, torch.Tensor, int]:
+    """Returns gradients in HF names (of a language model), their norm, the response tokens' outputs
+    and the positions that hold a token.
+    """
+    settings = TrainConfig(
+        micro_batch_tokens=BUDGET, recompute=recompute, share_prompts=shares, tp=world.layout.tp
+    )
+    world.platform.seed(1)
+    model = ParallelModel(world, source, head, settings)
+    shapes = hf_shapes(source.family, source.shape)
+    if head == "lm":
+        load_hf(source.directory, model.layout(), model.weights(), shapes)
+    else:
+        for number, (_, tensor) in enumerate(sorted(model.weights().items())):
+            generator = torch.Generator().manual_seed(number)
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
+    model.make_trainable(1e-3)
+    batch = a_batch(source.shape.vocab_size)
+    works = model.plan_work(batch)
+    outputs = model.forward_all(works)
+    columns = [output.logp_S if head == "lm" else output for output in outputs]
+    found_T = model.per_token(batch, works, columns) * batch.response_mask_T
+    model.accumulate(works, objective if head == "lm" else value_objective)
+    gradients = gradients_in_hf_names(model) if head == "lm" else {}
+    norm = model.grad_norm()
+    packed = [sample for work in works for sample in work.whole.sample_indices]
+    assert sorted(set(packed)) == sorted(packed)
+    held = sum(int((work.whole.sequence_index_S >= 0).sum()) for work in works)
+    assert all(work.whole.num_positions <= BUDGET + world.layout.tp for work in works)
+    return gradients, norm, found_T, held
+
+
+def compare(world: World, source: ModelSource, head: str, recompute: str) -> str:
+    own, own_norm, own_T, own_held = run(world, source, head, recompute, False)
+    shared, norm, shared_T, shared_held = run(world, source, head, recompute, True)
+    largest = max(world.gather_objects(max([float(g.abs().max()) for g, _ in own.values()] or [1])))
+    worst = 0.0
+    for name, (gradient, held) in own.items():
+        worst = max(worst, float(((gradient - shared[name][0]) * held).abs().max()))
+    assert worst <= TOLERANCE * largest, (world.rank, head, worst / largest)
+    assert own_norm > 0 and abs(norm / own_norm - 1) < 1e-5, (head, norm, own_norm)
+    assert float((own_T - shared_T).abs().max()) < 1e-5 and own_T.abs().sum() > 0, head
+    tokens = sum(prompt * len(r) + sum(r) for prompt, r in GROUPS)
+    owns, shareds = zip(*world.gather_objects((own_held, shared_held)), strict=True)
+    copies = world.layout.world_size // world.layout.dp
+    assert sum(owns) == tokens * copies
+    assert sum(shareds) < 0.8 * tokens * copies, (shareds, tokens)
+    return (
+        f"{head}: {worst / largest:.1e} of the largest, {sum(shareds) / sum(owns):.2f} of positions"
+    )
+
+
+def check_refused(world: World, source: ModelSource) -> None:
+    """Attention that does not know of shared prompts."""
+    PackedAttention.takes_shared_prompts = False
+    try:
+        ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=48, share_prompts=True))
+    except UserError as error:
+        assert "train.share_prompts" in str(error) and "PackedAttention" in str(error)
+    else:
+        raise AssertionError("not refused")
+    finally:
+        PackedAttention.takes_shared_prompts = True
+
+
+def main() -> None:
+    root, families = Path(sys.argv[1]), sys.argv[2].split(",")
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, 120)
+    size = torch.distributed.get_world_size()
+    for name in families:
+        folder = root / name
+        hf_config = json.loads((folder / "config.json").read_text())
+        family = resolve_family(FAMILY_KEYS.get(name), hf_config)
+        source = ModelSource(family, hf_config, torch.float32, family.name, folder)
+        for text in sys.argv[3:]:
+            tp, pp, vpp, *recompute = text.split(",")
+            world = World(TrainLayout(size, int(tp), int(pp), vpp=int(vpp)), platform, 120)
+            for head in ("lm", "value"):
+                said = compare(world, source, head, *(recompute or ["none"]))
+                if world.rank == 0:
+                    print(f"{name} {text} {said}", flush=True)
+            parallel_state.destroy_model_parallel()
+    world = World(TrainLayout(size), platform, 120)
+    check_refused(world, source)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Samples that hold their prompt once, against samples that hold it each.
+
+The checks are in shared_prompts_worker.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+from tiny_models import FAMILIES, save_tiny_models
+
+WORKER = str(Path(__file__).with_name("shared_prompts_worker.py"))
+NAMES = (*FAMILIES, "olmo")
+
+
+@pytest.mark.dist
+def test_shared_prompts_give_the_gradients_of_unshared_ones(tmp_path: Path) -> None:
+    save_tiny_models(tmp_path, NAMES)
+    layouts = ("2,1,1", "1,2,1", "1,1,1,full", "1,2,2,selective")
+    run_ranks(2, WORKER, [str(tmp_path), ",".join(NAMES), *layouts], timeout_s=300)

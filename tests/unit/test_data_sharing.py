@@ -1,0 +1,111 @@
+"""Samples that hold their prompt once: units, their layout in a micro-batch, and the way back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from batches import train_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.data.balance import schedule
+from hybridrl.data.collate import micro_batch, unpack
+from hybridrl.data.sharing import PART_OF_BUDGET, UNITS_A_RANK, make_units
+
+COLUMNS = ("old_logp", "reference_logp", "behaviour_logp", "advantages", "returns", "values")
+
+
+def tokens_of(seed: int, num_prompts: int, group: int) -> tuple[list[int], list[int], list[int]]:
+    """Returns each sample's prompt, its length and that of the whole."""
+    draw = random.Random(seed)
+    prompts, prompt_lengths, lengths = [], [], []
+    for prompt in range(num_prompts):
+        length = draw.randint(1, 40)
+        for _ in range(group):
+            prompts.append(prompt)
+            prompt_lengths.append(length)
+            lengths.append(length + draw.randint(1, 60))
+    return prompts, prompt_lengths, lengths
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_units_hold_every_sample_once_and_count_what_attends(seed: int) -> None:
+    prompts, prompt_lengths, lengths = tokens_of(seed, 12, 5)
+    budget, num_ranks = 400, 1 + seed % 3
+    units = make_units(prompts, prompt_lengths, lengths, num_ranks, budget)
+    assert sorted(sample for unit in units for sample in unit.samples) == list(range(60))
+    most = min(budget // PART_OF_BUDGET, sum(lengths) // (UNITS_A_RANK * num_ranks))
+    assert len(units) < 60
+    for unit in units:
+        assert len({prompts[sample] for sample in unit.samples}) == 1
+        assert unit.tokens <= most or len(unit.samples) == 1
+        prefix = prompt_lengths[unit.samples[0]] - 1 if len(unit.samples) > 1 else 0
+        assert unit.prefix == prefix
+        tails = [lengths[sample] - prefix for sample in unit.samples]
+        assert unit.tokens == prefix + sum(tails)
+        attends = sum(2 * i + 1 for i in range(prefix))
+        attends += sum(2 * (prefix + i) + 1 for tail in tails for i in range(tail))
+        assert unit.attended == attends
+    found = schedule(
+        [u.tokens for u in units], num_ranks, budget, attended=[u.attended for u in units]
+    )
+    dealt = sorted(unit for rank in found for pack in rank for unit in pack)
+    assert dealt == list(range(len(units)))
+
+
+def test_one_long_group_is_cut_so_that_every_rank_has_work() -> None:
+    units = make_units([0] * 8, [100] * 8, [200] * 8, 4, 10_000)
+    assert len(units) >= 4
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), tp=st.sampled_from([1, 2, 4]), data=st.data())
+def test_a_shared_prompt_lies_once_and_positions_go_on_from_it(seed, tp, data):
+    batch = train_batch(3, 3, seed)
+    groups = data.draw(st.permutations(range(3)))
+    indices = [i for g in groups for i in range(3 * g, 3 * g + data.draw(st.integers(1, 3)))]
+    micro = micro_batch(batch, indices, 1, tp, shares_prompts=True)
+    cu, offsets = micro.cu_seqlens.tolist(), batch.offsets.tolist()
+    assert micro.sample_indices == tuple(indices)
+    continues = micro.continues or (-1,) * (len(cu) - 1)
+    seen = torch.zeros(micro.num_positions, dtype=torch.bool)
+    number = 0
+    for k, i in enumerate(indices):
+        others = [j for j in indices if batch.group_B[j] == batch.group_B[i]]
+        prompt, length = int(batch.prompt_lengths_B[i]), int(batch.lengths_B[i])
+        prefix = prompt - 1 if len(others) > 1 else 0
+        tokens = batch.tokens_T[offsets[i] : offsets[i] + length]
+        if prefix and i == others[0]:
+            held = slice(cu[number], cu[number + 1])
+            assert micro.tokens_S[held].tolist() == tokens[:prefix].tolist()
+            assert micro.positions_S[held].tolist() == list(range(prefix))
+            assert not micro.loss_mask_S[held].any()
+            seen[held], shared = True, number
+            assert continues[number] == -1
+            number += 1
+        held = slice(cu[number], cu[number + 1])
+        assert continues[number] == (shared if prefix else -1)
+        assert micro.tokens_S[held].tolist() == tokens[prefix:].tolist()
+        assert micro.positions_S[held].tolist() == list(range(prefix, length))
+        assert micro.sequence_index_S[held].tolist() == [k] * (length - prefix)
+        for t in range(prefix, length):
+            position, token = cu[number] + t - prefix, offsets[i] + t
+            predicts = t + 1 < length and t + 1 >= prompt
+            assert micro.loss_mask_S[position] == predicts
+            if t + 1 < length:
+                assert micro.targets_S[position] == batch.tokens_T[token + 1]
+            for name in COLUMNS:
+                value = getattr(micro, f"{name}_S")[position]
+                assert value == (getattr(batch, f"{name}_T")[token + 1] if predicts else 0)
+        seen[held] = True
+        number += 1
+    assert not micro.loss_mask_S[~seen].any() and (micro.sequence_index_S[~seen] == -1).all()
+    assert micro.max_seqlen >= max(int(batch.lengths_B[i]) for i in indices)
+    for name in COLUMNS:
+        noise = torch.tensor(torch.nan)
+        noisy = torch.where(micro.loss_mask_S, getattr(micro, f"{name}_S"), noise)
+        plain = micro_batch(batch, indices, 1, tp)
+        wanted = unpack([plain], [getattr(plain, f"{name}_S")], batch)
+        assert torch.equal(unpack([micro], [noisy], batch), wanted)

@@ -1,0 +1,62 @@
+"""What is set before CUDA starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.schema import Config
+from hybridrl.platform import Platform, start_kernels_in_order
+from hybridrl.trainer.loop import Trainer
+from hybridrl.trainer.replay import replay_rank
+
+NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "own", "expected"),
+    [
+        (1, 1, None, None),
+        (2, 1, None, "1"),
+        (1, 2, None, "1"),
+        (2, 2, "8", "8"),
+        (1, 1, "8", "8"),
+    ],
+)
+def test_one_hardware_queue_for_tensor_and_context_parallel_unless_set(
+    monkeypatch: pytest.MonkeyPatch, tp: int, cp: int, own: str | None, expected: str | None
+) -> None:
+    monkeypatch.setenv(NAME, own or "")  # so that it is restored
+    if own is None:
+        monkeypatch.delenv(NAME)
+    start_kernels_in_order(tp, cp)
+    assert os.environ.get(NAME) == expected
+
+
+def replayed(config: Config) -> None:
+    replay_rank(config, Path("none"))
+
+
+@pytest.mark.parametrize("start", [Trainer, replayed])
+def test_hardware_queues_are_chosen_before_the_device_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, start: object
+) -> None:
+    monkeypatch.setenv(NAME, "")
+    monkeypatch.delenv(NAME)
+
+    class Looked(Exception):
+        pass
+
+    def detect() -> Platform:
+        assert os.environ[NAME] == "1"
+        raise Looked
+
+    monkeypatch.setattr(Platform, "detect", staticmethod(detect))
+    config = load_config_dict(
+        {"run": {"name": "a"}, "model": {}, "algorithm": {"name": "grpo"}, "train": {"tp": 2}}
+    )
+    with pytest.raises(Looked):
+        start(config)  # type: ignore[operator]
