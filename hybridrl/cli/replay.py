@@ -25,8 +25,10 @@ def refuse_missing(file: Path) -> None:
 def replay_text(report: dict[str, Any]) -> str:
     """Returns the report as lines for people."""
     weights = report["checkpoint"] or "the initial weights"
-    between = report["num_steps_between"]
-    how = f"{between} steps older than the skipped one's" if between else "those of that step"
+    counts = {"steps": report["num_steps_between"], "optimizer steps": report["update"]}
+    ages = [f"{count} {what}" for what, count in counts.items() if count]
+    older = f"{' and '.join(ages)} older than the skipped one's"
+    how = older if ages else "those of that step"
     lines = [
         f"step {report['step']}, optimizer step {report['update']}, skipped in the run because "
         f"{report['saved_reason']}",
@@ -34,6 +36,8 @@ def replay_text(report: dict[str, Any]) -> str:
     ]
     if report["changed"]:
         lines.append(f"other than in the run: {', '.join(report['changed'])}")
+    if not report["has_random_states"]:
+        lines.append("random states: others than in the run, which had another world or device")
     for name, told in report["models"].items():
         lines.append(f"{name}: loss {told['loss']:.6g}, gradient norm {told['grad_norm']:.6g}")
         for micro in told["micro_batches"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,8 @@ class PhaseTimer:
     """Collects the seconds of each phase of a step and the most memory in it, and tells the current
     phase.
 
-    A phase inside another counts for both. Times of one name within a step add up.
+    A phase inside another counts for both. Times of one name within a step add up. `around` is
+    called with the name of each phase for what is to surround it.
 
     Args:
         phase_file: gets the current phase, e.g. `logs/rank_3.phase`; None: kept in memory only.
@@ -52,6 +53,7 @@ class PhaseTimer:
         self._spans: list[Span] = []
         self._take_peak = take_peak
         self._open: list[str] = []
+        self.around: Callable[[str], AbstractContextManager[object]] = nullcontext
         self._step: int | None = None
         self._step_began = time.perf_counter()
         self._synchronize = synchronize
@@ -81,8 +83,13 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Counts the time of the block for phase `name`, also when it raises.
 
-        After an exception the phase stays the current one: it is where the rank died.
+        After an exception the phase stays the current one, it is where the rank died, and so does
+        its peak, for who explains an out-of-memory error.
         """
+        with self.around(name):
+            yield from self._counted(name)
+
+    def _counted(self, name: str) -> Iterator[None]:
         self._note_peak()
         self._open.append(name)
         self._tell()
@@ -91,11 +98,11 @@ class PhaseTimer:
         try:
             yield
             self._wait()
+            self._note_peak()
         finally:
             ended = time.perf_counter()
             self._seconds[name] = self._seconds.get(name, 0.0) + ended - began
             self._spans.append(Span(name, began, ended))
-            self._note_peak()
             self._open.pop()
         self._tell()
 

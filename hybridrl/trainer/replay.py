@@ -10,11 +10,14 @@ Collective: every rank searches the same rows in the same order, by numbers that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from yaml import safe_load
+
 from hybridrl.algorithms import make_algorithm
+from hybridrl.algorithms.base import AdaptiveAlgorithm
 from hybridrl.batch import TrainBatch
 from hybridrl.checkpoint.folders import step_folders
 from hybridrl.checkpoint.store import CheckpointStore, set_rng_state
@@ -22,7 +25,7 @@ from hybridrl.config.identity import run_folder
 from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
-from hybridrl.platform import Platform
+from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.trainer import setup
 from hybridrl.trainer.roles import Roles, make_roles
 from hybridrl.trainer.saved_batch import SavedBatch
@@ -42,13 +45,16 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
         file: a batch that the run saved.
 
     Returns:
-        The report, for JSON, the same on all ranks: `is_finite`, `step`, `update`, `saved_reason`,
-        `checkpoint` (None: initial weights) and `num_steps_between` it and the step, `changed`
-        knobs, `cause` (None if finite), and for each of `models` its `loss`, `grad_norm`,
-        `micro_batches`, the first `parameter` with a bad gradient, and bad `rows`.
+        The report, for JSON, the same on all ranks: `is_finite`, `step`, `update` (also by how many
+        optimizer steps of the step the weights are older), `saved_reason`, `checkpoint` (None:
+        initial weights) and `num_steps_between` it and the step, `changed` knobs,
+        `has_random_states` of the run, `cause` (None if finite), and for each of `models` its
+        `loss`, `grad_norm`, `micro_batches`, the first `parameter` with a bad gradient, and bad
+        `rows`.
     """
     # Weights go nowhere; they stay where Megatron allocates them.
     rollout = config.rollout.model_copy(update={"transport": "packed"})
+    start_kernels_in_order(config.train.tp, config.train.cp)
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, config.run.collective_timeout_s)
@@ -61,15 +67,15 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
     plain = config.model_copy(update={"rollout": rollout})
     roles = make_roles(plain, world, algorithm, {}, print, has_reference=False)
     folder = _load_before(config, world, roles, saved.step)
-    if len(saved.rng) == world.size:
-        set_rng_state(saved.rng[world.rank])
+    is_set = len(saved.rng) == world.size and set_rng_state(saved.rng[world.rank])
     report = replay(world, roles, saved)
     before = int(folder.name.removeprefix("step_")) if folder is not None else 0
     stop_process_group()
     return {
         "checkpoint": str(folder) if folder is not None else None,
         "num_steps_between": saved.step - 1 - before,
-        "changed": _changed(saved.config, to_yaml(config)),
+        "changed": changed(saved.config, to_yaml(config)),
+        "has_random_states": is_set,
         **report,
     }
 
@@ -107,6 +113,8 @@ def _load_before(config: Config, world: World, roles: Roles, step: int) -> Path 
     state = store.load(folders[-1], roles.trained)
     for name, count in state["num_updates"].items():
         roles.trained[name].num_updates = count
+    if isinstance(algorithm := roles.policy.algorithm, AdaptiveAlgorithm):
+        algorithm.load_state(state.get("algorithm", {}))
     return folders[-1]
 
 
@@ -172,7 +180,19 @@ def _bad_rows(
     return found
 
 
-def _changed(saved: str, now: str) -> list[str]:
-    """Returns the lines of the configuration that are not those of the saved one."""
-    before = set(saved.splitlines())
-    return [line.strip() for line in now.splitlines() if line not in before]
+def changed(saved: str, now: str) -> list[str]:
+    """Returns the knobs, in full, that two configurations as YAML have other values of."""
+    before, after = (dict(_leaves(safe_load(text), "")) for text in (saved, now))
+    return [
+        f"{key}: {after.get(key, 'absent')} ({before.get(key, 'absent')} in the run)"
+        for key in {**after, **before}
+        if key not in before or key not in after or before[key] != after[key]
+    ]
+
+
+def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

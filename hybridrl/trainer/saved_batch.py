@@ -1,27 +1,46 @@
 """A mini-batch as a file, with what it takes to compute its optimizer step again.
 
-One safetensors file: the batch's columns and every rank's random states as tensors, the rest as
-JSON in the header. Nothing in it is executed when it is read. The weights are not in it: they are a
-checkpoint's.
+One safetensors file: the batch's columns, its prompts' tokens and every rank's random states as
+tensors, the rest as JSON in a tensor of bytes, because a safetensors header ends at 100 MB. Each
+distinct prompt is there once, however many samples it has. Nothing in the file is executed when it
+is read. The weights are not in it: they are a checkpoint's.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, chain
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from yaml import YAMLError, safe_load
 
-from hybridrl.batch import Producer, Prompt, TrainBatch
+from hybridrl.batch import BatchError, Producer, Prompt, TrainBatch
 from hybridrl.errors import DataError
 
-HEADER = "hybridrl"  # key of the JSON in the header
+FILE_NAME = re.compile(r"step_\d{6,}_update_\d{3,}\.safetensors")
+_FORMAT = {"hybridrl": "replay 2"}  # the header's metadata
 _LENGTHS = ("lengths_B", "prompt_lengths_B")
-_PART, _RNG, _COLUMN = "reward_parts.", "rng.", "column."
+_TOKENS = ("tokens", "response_tokens", "rejected_tokens")
+_PART, _RNG, _COLUMN, _PROMPTS, _TOLD = "reward_parts.", "rng.", "column.", "prompts.", "told"
+
+
+class _Told(BaseModel, extra="forbid"):
+    """What such a file holds as JSON; of a prompt its number, text and columns."""
+
+    step: int = Field(ge=1)
+    update: int = Field(ge=0)
+    reason: str
+    config: str
+    producer: Producer
+    prompts: list[tuple[int, str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +65,7 @@ class SavedBatch:
 
     @property
     def file_name(self) -> str:
-        """Ordered as steps are."""
+        """Ordered as steps are; matches FILE_NAME."""
         return f"step_{self.step:06d}_update_{self.update:03d}.safetensors"
 
     def write(self, path: Path) -> None:
@@ -57,20 +76,27 @@ class SavedBatch:
         tensors |= {_PART + name: value for name, value in batch.reward_parts.items()}
         for rank, states in enumerate(self.rng):
             tensors |= {f"{_RNG}{rank}.{name}": value for name, value in states.items()}
+        prompts, index = _distinct(batch.prompts)
+        tensors[_PROMPTS + "index"] = torch.tensor(index)
+        for name in _TOKENS:
+            tensors |= _flat(_PROMPTS + name, [getattr(prompt, name) for prompt in prompts])
         content = {
             "step": self.step,
             "update": self.update,
             "reason": self.reason,
             "config": self.config,
             "producer": asdict(batch.producer),
-            "prompts": [asdict(prompt) for prompt in batch.prompts],
+            "prompts": [_about(prompt) for prompt in prompts],
         }
-        # Of a prompt's other columns, which no loss reads, JSON may lack the type.
-        header = json.dumps(content, default=str)
+        told = bytearray(json.dumps(content, default=str), "ascii")
+        tensors[_TOLD] = torch.frombuffer(told, dtype=torch.uint8)
         partial = path.with_name(path.name + ".partial")
         whole = {name: value.contiguous().clone() for name, value in tensors.items()}
-        save_file(whole, partial, {HEADER: header})
-        partial.rename(path)
+        try:
+            save_file(whole, partial, _FORMAT)
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)  # a full disk has no room for half of it
 
     @staticmethod
     def read(path: Path) -> SavedBatch:
@@ -81,33 +107,104 @@ class SavedBatch:
         """
         try:
             with safe_open(path, "pt") as file:
-                content = json.loads((file.metadata() or {})[HEADER])
+                if file.metadata() != _FORMAT:
+                    raise ValueError(f"its header says {file.metadata()}, not {_FORMAT}")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            return _assembled(tensors)
+        except (
+            OSError,
+            SafetensorError,
+            KeyError,
+            ValueError,  # pydantic's and JSON's too
+            TypeError,  # a column too many or too few
+            BatchError,
+            YAMLError,
+        ) as error:
             raise DataError(
                 "--replay",
                 f"{path} ({type(error).__name__}: {error})",
-                "a file of a run's replay folder",
+                "a file of a run's replay folder, of this version of hybridrl",
                 "Give the file that the message about the skipped step names.",
             ) from error
-        batch = TrainBatch(
-            prompts=tuple(_prompt(found) for found in content["prompts"]),
-            producer=Producer(**content["producer"]),
-            reward_parts=_starting(tensors, _PART),
-            **_starting(tensors, _COLUMN),
+
+
+def _assembled(tensors: Mapping[str, torch.Tensor]) -> SavedBatch:
+    told = _Told.model_validate(json.loads(tensors[_TOLD].numpy().tobytes()))
+    if not isinstance(safe_load(told.config), dict):
+        raise ValueError("its configuration has no sections")
+    tokens = zip(*(_ragged(tensors, _PROMPTS + name) for name in _TOKENS), strict=True)
+    distinct = [
+        Prompt(number, text, own or (), columns, response, rejected)
+        for (number, text, columns), (own, response, rejected) in zip(
+            told.prompts, tokens, strict=True
         )
-        states = _starting(tensors, _RNG)
-        ranks = 1 + max((int(name.split(".")[0]) for name in states), default=-1)
-        rng = [_starting(states, f"{rank}.") for rank in range(ranks)]
-        step, update, reason = content["step"], content["update"], content["reason"]
-        return SavedBatch(batch, step, update, reason, content["config"], rng)
+    ]
+    index = _integers(tensors, _PROMPTS + "index")
+    if index and not 0 <= min(index) <= max(index) < len(distinct):
+        raise ValueError(f"a sample of prompt {min(index)} or {max(index)} of {len(distinct)}")
+    batch = TrainBatch(
+        prompts=tuple(distinct[number] for number in index),
+        producer=told.producer,
+        reward_parts=_starting(tensors, _PART),
+        **_starting(tensors, _COLUMN),
+    )
+    states = _starting(tensors, _RNG)
+    ranks = {name.split(".")[0] for name in states}
+    if ranks != {str(rank) for rank in range(len(ranks))}:
+        raise ValueError(f"random states of the ranks {sorted(ranks)}")
+    rng = [_starting(states, f"{rank}.") for rank in range(len(ranks))]
+    return SavedBatch(batch, told.step, told.update, told.reason, told.config, rng)
+
+
+def _about(prompt: Prompt) -> tuple[int, str, dict[str, object]]:
+    return prompt.prompt_id, prompt.text, dict(prompt.columns)
+
+
+def _distinct(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[int]]:
+    """Returns the prompts that differ, and which of them each one is."""
+    places: dict[object, int] = {}
+    found: list[Prompt] = []
+    index: list[int] = []
+    for prompt in prompts:
+        # Of a prompt's other columns, which no loss reads, JSON may lack the type.
+        about = json.dumps(_about(prompt), default=str)
+        key = (about, *(getattr(prompt, name) for name in _TOKENS))
+        if key not in places:
+            places[key] = len(found)
+            found.append(prompt)
+        index.append(places[key])
+    return found, index
+
+
+def _flat(name: str, rows: Sequence[Sequence[int] | None]) -> dict[str, torch.Tensor]:
+    """Returns rows of numbers as one tensor, and their lengths; None has the length -1."""
+    lengths = [-1 if row is None else len(row) for row in rows]
+    values = list(chain.from_iterable(row or () for row in rows))
+    return {
+        name: torch.tensor(values, dtype=torch.int64),
+        f"{name}.lengths": torch.tensor(lengths, dtype=torch.int64),
+    }
+
+
+def _ragged(tensors: Mapping[str, torch.Tensor], name: str) -> list[tuple[int, ...] | None]:
+    """Returns what `_flat` was given."""
+    values, lengths = _integers(tensors, name), _integers(tensors, f"{name}.lengths")
+    if min(lengths, default=0) < -1 or sum(max(n, 0) for n in lengths) != len(values):
+        raise ValueError(f"{name}: the lengths do not add up to its {len(values)} numbers")
+    ends = accumulate(max(n, 0) for n in lengths)
+    return [
+        None if n < 0 else tuple(values[end - n : end])
+        for n, end in zip(lengths, ends, strict=True)
+    ]
+
+
+def _integers(tensors: Mapping[str, torch.Tensor], name: str) -> list[int]:
+    found = tensors[name]
+    if found.dtype != torch.int64 or found.ndim != 1:
+        raise ValueError(f"{name}: {found.dtype} of shape {tuple(found.shape)}, not a row of int64")
+    numbers: list[int] = found.tolist()
+    return numbers
 
 
 def _starting(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
-
-
-def _prompt(found: dict[str, object]) -> Prompt:
-    tokens = ("tokens", "response_tokens", "rejected_tokens")
-    as_tuples = {n: tuple(v) if isinstance(v := found[n], list) else None for n in tokens}
-    return Prompt(**{**found, **as_tuples})  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
 """Optimizer steps that cannot be trusted: skipped, counted, said, and their batches saved.
 
 Who waits for whom: whether a step is skipped all ranks know by themselves (update.py); what was not
-finite they tell each other only then. Invariant: the folder holds at most
-`train.max_skipped_steps` + 1 batches, the newest ones, so a whole row of skipped steps.
+finite they tell each other only then, and rank 0 whether it could save the batch; a run does not
+end because it could not. Invariant: of the batches that runs save, the folder holds at most
+`train.max_skipped_steps` + 1, the newest ones, so a whole row of skipped steps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.metrics.values import SKIPPED
 from hybridrl.parallel.groups import World
-from hybridrl.trainer.saved_batch import SavedBatch
+from hybridrl.trainer.saved_batch import FILE_NAME, SavedBatch
 from hybridrl.trainer.update import Gradients, take
 
 
@@ -65,29 +66,39 @@ class SkippedSteps:
         rng = self._world.gather_objects({name: state.numpy() for name, state in before.items()})
         states = [{name: torch.from_numpy(state) for name, state in one.items()} for one in rng]
         saved = SavedBatch(part, step, update, reason, to_yaml(self._config), states)
-        file = self._save(saved)
+        file = self._folder / saved.file_name
+        fault = self._save(saved, file)
+        told = f"saved to {file}" if fault is None else f"not saved: {fault}"
         row = f"{self.in_a_row} of at most {self._allowed} in a row"
-        self._say(f"step {step}: optimizer step skipped ({row}): {reason}; batch saved to {file}")
+        self._say(f"step {step}: optimizer step skipped ({row}): {reason}; batch {told}")
         if self.in_a_row >= self._allowed:
+            why = f"To see which responses did it: hybridrl train CONFIG --replay {file}"
             raise UserError(
                 "train.max_skipped_steps",
                 f"{self.in_a_row} optimizer steps skipped in a row, at step {step}: {reason}",
                 f"fewer than {self._allowed}",
-                "The weights are those of before the first of them. To see which responses did it: "
-                f"hybridrl train CONFIG --replay {file}",
+                "The weights are those of before the first of them. "
+                + (why if fault is None else f"The batch is {told}"),
             )
         return metrics
 
-    def _save(self, saved: SavedBatch) -> Path:
-        file = self._folder / saved.file_name
-        with self._world.all_agree("saving the batch of a skipped step"):
+    def _save(self, saved: SavedBatch, file: Path) -> str | None:
+        """Writes the batch in place of the oldest; returns why it could not, on all ranks alike."""
+        with self._world.all_agree("saving the batch of a skipped step") as agreement:
             if self._world.rank == 0:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                saved.write(file)
-                by_age = sorted(self._folder.glob("*.safetensors"), key=lambda f: f.stat().st_mtime)
-                for old in by_age[: -(self._allowed + 1)]:
-                    old.unlink()
-        return file
+                try:
+                    self._write(saved, file)
+                except Exception as error:  # be it the disk or a user's column: the run goes on
+                    agreement.told = f"{type(error).__name__}: {error}"
+        fault: str | None = agreement.heard[0]
+        return fault
+
+    def _write(self, saved: SavedBatch, file: Path) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        others = [f for f in self._folder.iterdir() if FILE_NAME.fullmatch(f.name) and f != file]
+        for old in sorted(others, key=lambda f: f.stat().st_mtime)[: -self._allowed]:
+            old.unlink()
+        saved.write(file)
 
 
 def first_cause(world: World, found: Sequence[Gradients]) -> str:

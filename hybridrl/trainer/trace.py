@@ -3,7 +3,9 @@ what torch.profiler saw of them.
 
 Who waits for whom: a traced step begins and ends with a barrier, whose ends show how well the
 clocks agree; then every rank writes its part, and rank 0 joins the parts once all are there. All
-ranks must see the run folder. Other steps are left as they are.
+ranks must see the run folder. Other steps are left as they are. Invariant: the profiler does not
+run in UNPROFILED phases, whose host operations grow with the responses and would fill the memory
+(about 3 GB a million).
 """
 
 from __future__ import annotations
@@ -13,19 +15,21 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hybridrl.metrics.timing import Span
+from hybridrl.metrics.timing import PhaseTimer, Span
 from hybridrl.parallel.clock import clock_offset
 from hybridrl.parallel.groups import World
 
 BARRIER, CLOCK = "barrier", "hybridrl clock"
+UNPROFILED = ("generate",)
 PIDS = 100  # process numbers of a rank in the trace: its phases, the host, devices
 
 Event = dict[str, Any]
@@ -51,53 +55,60 @@ class StepTraces:
         self._steps, self._folder, self._world, self._now = steps, folder, world, now
 
     @contextmanager
-    def step(self, step: int, spans: Callable[[], list[Span]]) -> Iterator[None]:
+    def step(self, step: int, timer: PhaseTimer) -> Iterator[None]:
         """Traces the block, if it is one of the steps.
 
         Args:
             step: its number.
-            spans: the phases of the step, once it is over.
+            timer: of its phases.
         """
         if step not in self._steps:
             yield
             return
         offset, error = clock_offset(self._world, self._now)
         barriers = [self._barrier()]
-        activities = [ProfilerActivity.CPU]
-        if not self._world.platform.is_cpu:
-            activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as profiler:
-            began = self._now()
-            with record_function(CLOCK):
-                pass
-            marked = (began + self._now()) / 2
+        began = self._now()
+        parts = _Parts(self._world.platform.is_cpu, self._now)
+        try:
+            with self._world.all_agree("starting the profiler"):
+                parts.start()
+            timer.around = parts.around
             yield
-        phases = spans()
-        barriers.append(self._barrier())
-        clocks: list[tuple[float, float]] = self._world.gather_objects((began + offset, error))
-        start = clocks[0][0]
-        profiled = self._profiled(profiler)
-        middles = [
-            e["ts"] + e["dur"] / 2 for e in profiled if e.get("name") == CLOCK and "dur" in e
-        ]
-        shift_us = (marked + offset - start) * 1e6 - middles[0]
-        events = [*self._phase_events([*phases, *barriers], step, offset - start)]
-        events += self._moved(profiled, shift_us)
+            phases = timer.spans()
+            barriers.append(self._barrier())
+            clocks: list[tuple[float, float]] = self._world.gather_objects((began + offset, error))
+            shift_s = offset - clocks[0][0]
+            with self._world.all_agree("writing a trace"):
+                parts.stop()
+                self._folder.mkdir(parents=True, exist_ok=True)
+                spans = self._phase_events([*phases, *barriers], step, shift_s)
+                self._write(chain(spans, self._profiled(parts.done, shift_s)))
+        finally:
+            timer.around = nullcontext
+            parts.stop()
         about = {"step": step, "clock": "rank 0's", "clock_error_us": [1e6 * e for _, e in clocks]}
-        self._write(step, events, about)
+        with self._world.all_agree("joining a trace"):
+            if self._world.rank == 0:
+                self._join(self._folder / f"step_{step}.json.gz", about)
 
     def _barrier(self) -> Span:
         began = self._now()
         dist.barrier(group=self._world.cpu_group)
         return Span(BARRIER, began, self._now())
 
-    def _profiled(self, profiler: profile) -> list[Event]:
+    def _profiled(self, parts: Sequence[tuple[profile, float]], shift_s: float) -> Iterator[Event]:
+        """Yields what the profiler saw, part by part; only one part is in memory at a time."""
+        pids: dict[object, int] = {}
         file = self._part("profile")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(file))
-        events: list[Event] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-        file.unlink()
-        return events
+        for number, (profiler, marked) in enumerate(parts):
+            profiler.export_chrome_trace(str(file))
+            events: list[Event] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+            file.unlink()
+            marks = (e for e in events if e.get("name") == CLOCK and "dur" in e)
+            if (mark := next(marks, None)) is None:
+                raise RuntimeError(f"torch.profiler lost the event {CLOCK!r}")
+            shift_us = (marked + shift_s) * 1e6 - (mark["ts"] + mark["dur"] / 2)
+            yield from self._moved(events, shift_us, pids, number)
 
     def _phase_events(self, spans: list[Span], step: int, shift_s: float) -> Iterator[Event]:
         pid = self._world.rank * PIDS
@@ -107,14 +118,18 @@ class StepTraces:
             kind = {"ph": "X", "cat": "phase", "name": span.name, "args": {"step": step}}
             yield {**kind, "pid": pid, "tid": 0, "ts": ts, "dur": dur}
 
-    def _moved(self, events: list[Event], shift_us: float) -> Iterator[Event]:
-        """Yields the profiler's events on rank 0's clock, under process numbers of this rank."""
+    def _moved(
+        self, events: list[Event], shift_us: float, pids: dict[object, int], part: int
+    ) -> Iterator[Event]:
+        """Yields a part's events on rank 0's clock, under process numbers of this rank, to which
+        `pids` leads; new ones get a name.
+        """
         rank = self._world.rank
-        pids: dict[object, int] = {}
+        known = len(pids)
         for event in events:
             if event["ph"] != "M":
                 pids.setdefault(event["pid"], rank * PIDS + 1 + len(pids))
-        for old, pid in pids.items():
+        for old, pid in islice(pids.items(), known, None):
             what = "host" if old == os.getpid() else f"GPU {old}" if old in range(64) else old
             yield from _named(pid, f"rank {rank}: {what}")
         for event in events:
@@ -124,16 +139,13 @@ class StepTraces:
             if "ts" in event:
                 moved["ts"] = event["ts"] + shift_us
             if "id" in event:  # of arrows, from a launch to its kernel
-                moved["id"] = f"{rank}.{event['id']}"
+                moved["id"] = f"{rank}.{part}.{event['id']}"
             yield moved
 
-    def _write(self, step: int, events: list[Event], about: Mapping[str, object]) -> None:
-        with self._world.all_agree("writing a trace"):
-            text = ",\n".join(json.dumps(event) for event in events)
-            self._part("part").write_text(text, encoding="utf-8")
-        with self._world.all_agree("joining a trace"):
-            if self._world.rank == 0:
-                self._join(self._folder / f"step_{step}.json.gz", about)
+    def _write(self, events: Iterable[Event]) -> None:
+        with self._part("part").open("w", encoding="utf-8") as out:
+            for number, event in enumerate(events):
+                out.write((",\n" if number else "") + json.dumps(event))
 
     def _join(self, target: Path, about: Mapping[str, object]) -> None:
         partial = target.with_name(target.name + ".partial")
@@ -151,6 +163,43 @@ class StepTraces:
 
     def _part(self, kind: str, rank: int | None = None) -> Path:
         return self._folder / f"rank_{self._world.rank if rank is None else rank}.{kind}"
+
+
+class _Parts:
+    """What torch.profiler saw of a step before, between and after UNPROFILED phases; each part is
+    a profile and this rank's time in the middle of its CLOCK event.
+    """
+
+    def __init__(self, is_cpu: bool, now: Callable[[], float]) -> None:
+        self.done: list[tuple[profile, float]] = []
+        self._now, self._running = now, False
+        self._activities = [ProfilerActivity.CPU]
+        if not is_cpu:
+            self._activities.append(ProfilerActivity.CUDA)
+
+    def start(self) -> None:
+        profiler = profile(activities=self._activities)
+        profiler.start()
+        self._running = True
+        began = self._now()
+        with record_function(CLOCK):
+            pass
+        self.done.append((profiler, (began + self._now()) / 2))
+
+    def stop(self) -> None:
+        if self._running:
+            self._running = False
+            self.done[-1][0].stop()
+
+    @contextmanager
+    def around(self, phase: str) -> Iterator[None]:
+        """Surrounds a phase."""
+        if phase not in UNPROFILED:
+            yield
+            return
+        self.stop()
+        yield
+        self.start()  # unless the phase raised
 
 
 def _named(pid: int, name: str) -> Iterator[Event]:

@@ -2,8 +2,8 @@
 
     skipped_worker.py FOLDER
 
-Prompts that begin with 9 are bad: in some runs the loss of their micro-batch is NaN, in others their
-reward is so large that the loss overflows.
+Prompts that begin with 9 are bad: in some runs the loss of their micro-batch is NaN, in others
+their reward is so large that the loss overflows.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from command_line import QUICKSTART
 from hybridrl import Trainer
 from hybridrl.batch import TrainBatch
 from hybridrl.errors import UserError
-from hybridrl.metrics.timing import Span
+from hybridrl.metrics.timing import PhaseTimer, Span
 from hybridrl.metrics.values import SKIPPED
 from hybridrl.parallel.clock import clock_offset
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.trainer.replay import replay
 from hybridrl.trainer.saved_batch import SavedBatch
-from hybridrl.trainer.trace import StepTraces
+from hybridrl.trainer.trace import CLOCK, StepTraces
 
 NINE = 11  # its token
 PER_STEP = 4
 GOOD, BAD = ["12+34=", "55+01=", "20+31=", "47+47="], ["12+34=", "98+01=", "20+31=", "95+47="]
 BAD_PROMPTS = {1, 3}
+OWN_FILES = {"mine.safetensors", "step_000001_update_000 (copy).safetensors"}
 GRPO = {"name": "grpo", "normalize_std": False}
 TRAIN = {"learning_rate": 1e-2, "micro_batch_tokens": 48, "lr_schedule": "linear"}
 State = dict[str, torch.Tensor]
@@ -216,26 +217,65 @@ def check_end(folder: Path) -> None:
     case = Case("end", poisoned(name="dpo"), {"tp": 2}, steps=steps)
     with trainer_of(case, folder, max_skipped_steps=2) as trainer:
         before = state_of(trainer)
+        replays = trainer.journal.folder / "replay"
         trainer.train_step()
         assert differing(before, state_of(trainer)) == []
+        if trainer.world.rank == 0:
+            for own in OWN_FILES:
+                (replays / own).write_text("of the user")
         trainer.train_step()
         trainer.train_step()
         try:
             trainer.fit()
         except UserError as error:
             text = str(error)
-        replays = trainer.journal.folder / "replay"
         name = "step_000004_update_000.safetensors"
         assert text.startswith("train.max_skipped_steps: got 2 optimizer steps skipped in a row")
         assert f"--replay {replays / name}" in text, text
-        assert sorted(file.name for file in replays.iterdir()) == [
-            f"step_{step:06d}_update_000.safetensors" for step in (1, 3, 4)
-        ]
+        kept = [f"step_{step:06d}_update_000.safetensors" for step in (1, 3, 4)]
+        assert {file.name for file in replays.iterdir()} == {*kept, *OWN_FILES}
         trainer.world.gather_objects(None)
         saved = SavedBatch.read(replays / name)  # a fifth would leave no room for the first
         trainer.skipped.in_a_row = 0
         trainer.skipped.update(5, 0, saved.batch, lambda: trainer.roles.gradients(saved.batch, 4))
-        assert len(list(replays.iterdir())) == 3
+        assert len(list(replays.iterdir())) == 3 + len(OWN_FILES)
+        trainer.world.gather_objects(None)
+
+
+def check_unsaved(folder: Path) -> None:
+    """A batch that cannot be saved does not end the run: all ranks say so and go on."""
+    case = Case("unsaved", poisoned(name="sft"), {}, steps=[BAD, BAD, GOOD])
+    said: list[str] = []
+    with trainer_of(case, folder, max_skipped_steps=2) as trainer:
+        trainer.skipped._say = said.append
+        if trainer.world.rank == 0:
+            trainer.journal.folder.mkdir(parents=True, exist_ok=True)
+            (trainer.journal.folder / "replay").write_text("no folder")
+        trainer.world.gather_objects(None)
+        metrics = trainer.train_step()
+        assert metrics[SKIPPED] == 1 and trainer.step == 1
+        assert trainer.world.gather_objects(said) == [said] * 2 and len(said) == 1
+        assert "; batch not saved: FileExistsError: " in said[0], said
+        try:
+            trainer.train_step()
+        except UserError as error:
+            text = str(error)
+        assert "The batch is not saved: FileExistsError" in text and "--replay" not in text, text
+        trainer.skipped.in_a_row = 0
+        assert trainer.train_step()[SKIPPED] == 0
+        check_frozen(trainer)
+
+
+def check_frozen(trainer: Trainer) -> None:
+    """A frozen parameter has no gradient that could be bad."""
+    model = trainer.policy.model
+    (_, frozen), (name, bad) = list(model.chunks[0].named_parameters())[:2]
+    held = frozen.main_grad
+    del frozen.main_grad
+    assert model.bad_gradient() is None
+    bad.main_grad[0] = torch.inf
+    assert model.bad_gradient() == f"0/{name}"
+    frozen.main_grad = held
 
 
 def check_clocks(folder: Path) -> None:
@@ -246,19 +286,26 @@ def check_clocks(folder: Path) -> None:
     def now() -> float:
         return time.perf_counter() + ahead
 
-    def spans() -> list[Span]:
-        return [Span("inner", began + 0.01, began + 0.02), Span("outer", began, began + 0.04)]
+    class Timer(PhaseTimer):
+        def spans(self) -> list[Span]:
+            return [Span("inner", began + 0.01, began + 0.02), Span("outer", began, began + 0.04)]
 
     with trainer_of(case, folder) as trainer:
         world = trainer.world
         offset, error = clock_offset(world, now)
         assert abs(offset + ahead) <= error < 0.1, (offset, error)
-        traces = StepTraces((4,), folder / "traces", world, now)
+        traces, timer = StepTraces((4, 5), folder / "traces", world, now), Timer()
         for step in (3, 4):
-            with traces.step(step, spans):
+            with traces.step(step, timer):
                 began = now()
                 torch.ones(8, 8) @ torch.ones(8, 8)
                 time.sleep(0.05)
+                for _ in range(2):
+                    with timer.phase("generate"):
+                        torch.ones(8).cumsum(0)
+                with timer.phase("reward"):
+                    torch.ones(8).cumprod(0)
+        check_failing_trace(traces, timer)
     assert [file.name for file in (folder / "traces").iterdir()] == ["step_4.json.gz"]
     with gzip.open(folder / "traces" / "step_4.json.gz") as file:
         trace = json.load(file)
@@ -271,14 +318,41 @@ def check_clocks(folder: Path) -> None:
     # Both leave a barrier when both are there; the rest is this host's scheduling.
     assert all(abs(a - b) < 1e5 for a, b in zip(*ends.values(), strict=True)), ends
     for pid in (0, 100):
-        outer, inner, first = (
-            next(e for e in events if e["pid"] == pid and e["name"] == name)
-            for name in ("outer", "inner", "barrier")
+        outer, inner, first, after = (
+            next(e for e in events if e["pid"] in (pid, pid + 1) and e["name"] == name)
+            for name in ("outer", "inner", "barrier", "aten::cumprod")
         )
+        assert len([e for e in events if e["pid"] == pid + 1 and e["name"] == CLOCK]) == 3
         assert first["ts"] + first["dur"] <= outer["ts"] < inner["ts"], (first, outer, inner)
         matmul = [e for e in events if e["pid"] == pid + 1 and e["name"] == "aten::mm"]
         assert len(matmul) == 1, "the host's operations are on the same clock"
         assert outer["ts"] <= matmul[0]["ts"] + 1e3 and matmul[0]["ts"] < outer["ts"] + outer["dur"]
+        assert after["ts"] > outer["ts"] + outer["dur"], "the last part is on that clock too"
+    assert not [e for e in events if e["name"] == "aten::cumsum"], "of an unprofiled phase"
+
+
+def check_failing_trace(traces: StepTraces, timer: PhaseTimer) -> None:
+    """What one rank meets while it reads its profile, the other says too."""
+    rank = torch.distributed.get_rank()
+    if rank == 1:
+        traces._profiled = refuse
+    try:
+        with traces.step(5, timer):
+            pass
+    except RuntimeError as error:
+        text = str(error)
+    assert (
+        text == ("", "rank 1 failed in writing a trace: RuntimeError: ")[rank == 0] + "no profile"
+    )
+    if rank == 1:
+        del traces._profiled
+    torch.distributed.barrier()
+    for left in (traces._folder / "rank_0.part", traces._folder / "rank_1.part"):
+        left.unlink(missing_ok=True)
+
+
+def refuse(*_: object) -> Iterator[Any]:
+    raise RuntimeError("no profile")
 
 
 def main() -> None:
@@ -289,6 +363,7 @@ def main() -> None:
         print("done", case.name, flush=True)
     check_parts(folder)
     check_end(folder)
+    check_unsaved(folder)
     check_clocks(folder)
     if torch.distributed.get_rank() == 0:
         (folder / "done.json").write_text(json.dumps([case.name for case in CASES]))

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,35 @@ def test_phase_timer_keeps_the_phase_that_raised(tmp_path: Path) -> None:
     with timer.phase("generate"):
         assert read_phase(path) == "generate"
     assert read_phase(path) == "between phases"
+
+
+def test_phase_timer_leaves_the_peak_to_who_explains_an_error() -> None:
+    looks: list[str] = []
+    timer = PhaseTimer(take_peak=lambda: len(looks) or looks.append("reset") or 0)
+    timer.start_step(1)
+    with pytest.raises(MemoryError), timer.phase("update"), timer.phase("inner"):
+        looks.clear()
+        raise MemoryError
+    assert looks == [], "the peak of the phase that raised was taken, which resets it"
+
+
+def test_phase_timer_surrounds_phases() -> None:
+    calls: list[str] = []
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        calls.append(f"before {name}")
+        yield
+        calls.append(f"after {name}")
+
+    timer = PhaseTimer(synchronize=lambda: calls.append("sync"))
+    timer.around = around
+    with timer.phase("generate"):
+        calls.append("work")
+    with pytest.raises(KeyError), timer.phase("update"):
+        raise KeyError
+    assert calls[:5] == ["before generate", "sync", "work", "sync", "after generate"]
+    assert calls[5:] == ["before update", "sync"]
 
 
 def test_phase_timer_synchronizes_at_both_ends() -> None:
