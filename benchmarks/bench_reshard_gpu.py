@@ -42,6 +42,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bench_rollout import commit
+from case_record import PROGRESS
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = re.compile(r"^(?P<model>[\w.]+)/(?P<train>(?:(?:tp|pp|cp|dp)\d+)+)/tp(?P<rollout>\d+)$")
@@ -51,7 +52,6 @@ ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-PROGRESS = "[bench]"
 TAIL_LINES = 150
 
 

@@ -214,7 +214,7 @@ def measure_steps(trainer: Any, num_steps: int) -> dict[str, Any]:
     """Takes training steps; medians leave the first one out, which warms up."""
     engine, records = trainer.raw_engine, []
     names = ("sleep", "begin_update", "finish_update")
-    with timed_calls(engine, names) as spent:
+    with timed_calls(engine, names, trainer.platform.synchronize) as spent:
         for _ in range(num_steps):
             for name in names:
                 spent[name] = 0.0
@@ -234,18 +234,18 @@ def measure_steps(trainer: Any, num_steps: int) -> dict[str, Any]:
 
 
 @contextmanager
-def timed_calls(owner: Any, names: tuple[str, ...]) -> Iterator[dict[str, float]]:
+def timed_calls(
+    owner: Any, names: tuple[str, ...], synchronize: Callable[[], None]
+) -> Iterator[dict[str, float]]:
     """Adds up the seconds that the methods take, until their work on the device is done."""
-    import torch
-
     spent = dict.fromkeys(names, 0.0)
 
     def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            torch.cuda.synchronize()
+            synchronize()
             began = time.perf_counter()
             result = method(*arguments)
-            torch.cuda.synchronize()
+            synchronize()
             spent[name] += time.perf_counter() - began
             return result
 

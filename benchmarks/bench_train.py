@@ -29,8 +29,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench_reshard_gpu import PROGRESS, ROOT, check_gpus, run_showing_progress
+from bench_reshard_gpu import ROOT, check_gpus, run_showing_progress
 from bench_rollout import commit
+from case_record import PROGRESS
 
 CASE = re.compile(r"^(?P<model>[\w.]+)/(?P<train>(?:(?:tp|pp|vpp|cp|dp)\d+)+)$")
 
@@ -118,14 +119,14 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def launch(job: Mapping[str, Any]) -> dict[str, Any]:
+def launch(job: Mapping[str, Any], script: str = __file__) -> dict[str, Any]:
     """Runs one case under torchrun; returns what it measured, with an error if it did not end."""
     with tempfile.TemporaryDirectory() as folder:
         case_file, result_file = Path(folder) / "case.json", Path(folder) / "result.json"
         case_file.write_text(json.dumps({**job, "folder": folder, "launched_at": time.time()}))
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        command += [f"--nproc-per-node={job['world']}", __file__, "--case-file", str(case_file)]
+        command += [f"--nproc-per-node={job['world']}", script, "--case-file", str(case_file)]
         # Megatron lets collectives of tensor and context parallel run beside matrix products by it.
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         began = time.monotonic()

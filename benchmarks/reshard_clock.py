@@ -1,4 +1,4 @@
-"""Times what all ranks do together, and measures what the links between them can do.
+"""Times what all ranks do together, and measures what they and the links between them can do.
 
 Who waits for whom: everything here is collective over the world. A time is that of the slowest
 rank, iteration by iteration, on the device's own clock; on a host without GPUs, on the host's.
@@ -22,6 +22,9 @@ Gather = Callable[[Any], list[Any]]
 """Returns every rank's value, in rank order; `World.gather_objects`."""
 
 WARMUPS = 3
+GEMM_SIZE = 8192
+GEMM_SIZE_ON_CPU = 512
+GEMMS = 16  # one after another: what the GPU keeps up, not what it reaches for a millisecond
 
 
 class NotInstalledError(RuntimeError):
@@ -178,7 +181,22 @@ def attempted(gather: Gather, what: Callable[[], dict[str, Any]]) -> dict[str, A
     return {"error": error, "traceback": where.splitlines(), "failed_ranks": list(errors)}
 
 
-# Links
+# Limits
+
+
+def matmul_rate(clock: Clock, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the FLOP/s of a large matrix product on the slowest rank, as `flops_per_s`."""
+    size = GEMM_SIZE if device.type == "cuda" else GEMM_SIZE_ON_CPU
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+
+    def multiply() -> None:
+        for _ in range(GEMMS):
+            torch.mm(left, right, out=out)
+
+    timing = clock.time(multiply, 10)
+    rate = GEMMS * 2 * size**3 / timing.ms * 1e3
+    return {"flops_per_s": rate, "size": size, **timing.report()}
 
 
 def link_rates(clock: Clock, device: torch.device, iterations: int = 10) -> dict[str, Any]:

@@ -6,20 +6,20 @@ each part, so that what was measured stays if a later part ends the processes.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from case_record import CaseRecord
 from megatron.core import parallel_state
 from reshard_clock import Clock, attempted, link_rates
 from reshard_libraries import (
@@ -48,7 +48,6 @@ RIVAL_ITERATIONS = 5
 TRANSITIONS = 3
 # A barrier before and one after; nothing else has a fixed cost.
 LATENCY_US = 10.0
-PROGRESS = "[bench]"
 
 
 def run_case(job: Mapping[str, Any]) -> None:
@@ -81,26 +80,10 @@ def run_case(job: Mapping[str, Any]) -> None:
 
 
 @dataclass
-class Case:
-    """A case and what is known of it so far."""
+class Case(CaseRecord):
+    """A case: the Trainer, and the ways into its engine."""
 
-    job: Mapping[str, Any]
-    result: dict[str, Any] = field(default_factory=dict)
     link: float | None = None
-
-    def save(self, done: str, found: str = "") -> None:
-        """Writes the result so far, and says what is done and what was found."""
-        if int(os.environ["RANK"]) != 0:
-            return
-        seconds = time.time() - self.job["launched_at"]
-        self.result.setdefault("seconds", {})[done] = round(seconds, 1)
-        # In one piece: others write into the same pipe.
-        sys.stdout.write(f"{PROGRESS} {self.job['case']} {seconds:6.1f} s: {done} {found}\n")
-        sys.stdout.flush()
-        file = Path(self.job["folder"], "result.json")
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(self.result))
-        part.replace(file)
 
     def attempt(self, name: str, what: Callable[[], dict[str, Any]]) -> None:
         """Measures one way."""

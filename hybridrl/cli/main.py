@@ -201,11 +201,14 @@ def convert(
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
+    other_run: Annotated[
+        Path | None, typer.Argument(metavar="[OTHER_RUN]", help="A run to compare with.")
+    ] = None,
 ) -> None:
-    """Write one HTML page about a run: curves, samples, configuration; prints its path."""
+    """Write one HTML page about a run, or two: curves, samples, configuration; prints its path."""
     from hybridrl.metrics.report import write_report
 
-    typer.echo(str(write_report(run_dir)))
+    typer.echo(str(write_report(run_dir, other_run)))
 
 
 def main() -> None:

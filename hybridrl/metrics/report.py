@@ -1,104 +1,148 @@
-"""One HTML page about a run: curves, configuration and sample rollouts, in one file without links.
+"""One HTML page about a run, or about two beside each other: curves, configuration and sample
+rollouts, in one file without links or scripts.
 
-Reads a run folder and nothing else; imports no torch. What a run did not record is left out.
+Reads run folders and nothing else; imports no torch. What a run did not record is left out. Texts
+of rollouts are strangers' texts: they are escaped, and figures are images, which run nothing.
 """
 
 from __future__ import annotations
 
 import base64
-import io
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from hybridrl.errors import DataError
+from hybridrl.metrics.plots import figures, points
 from hybridrl.metrics.sinks import read_records
-from hybridrl.metrics.values import ACCURACY, PHASES, Record, recent_mean
+from hybridrl.metrics.values import ACCURACY, SKIPPED, Record, recent_mean
 
 NUM_SAMPLES = 20
+ABSENT = "–"
 
 TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<title>{{ name }}</title>
+<meta http-equiv="Content-Security-Policy"
+      content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{{ title }}</title>
 <style>
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem; padding: 0 1rem; }
-.plots { display: flex; flex-wrap: wrap; gap: 1rem; }
-.plots img { width: 36rem; max-width: 100%; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(36rem, 100%), 1fr));
+         gap: 1rem; }
+.plots img { width: 100%; }
+.plots img.wide { grid-column: 1 / -1; }
 table { border-collapse: collapse; font-size: 13px; }
 td, th { border: 1px solid #ccc; padding: .2rem .6rem; text-align: left; vertical-align: top; }
+td { unicode-bidi: isolate; }
 pre, td { white-space: pre-wrap; overflow-wrap: anywhere; }
-pre { background: #f5f5f5; padding: 1rem; }
+.samples td { font-family: ui-monospace, monospace; }
+td.long { min-width: 18rem; }
+td > div { max-height: 20rem; overflow: auto; }
+pre { background: #f5f5f5; padding: 1rem; font-size: 12px; }
 </style>
 </head>
 <body>
-<h1>{{ name }}</h1>
+<h1>{{ title }}</h1>
 <table>
-{% for label, value in summary %}<tr><th>{{ label }}</th><td>{{ value }}</td></tr>
+{% if runs|length > 1 %}<tr><th></th>{% for run in runs %}<th>{{ run.label }}</th>{% endfor %}</tr>
+{% endif %}{% for label, values in summary %}<tr><th>{{ label }}</th>\
+{% for value in values %}<td>{{ value }}</td>{% endfor %}</tr>
 {% endfor %}</table>
-<h2>Curves</h2>
+{% if runs|length > 1 %}<h2>Differences of configuration</h2>
+{% if differences %}<table>
+<tr><th>key</th>{% for run in runs %}<th>{{ run.label }}</th>{% endfor %}</tr>
+{% for key, values in differences %}<tr><th>{{ key }}</th>\
+{% for value in values %}<td>{{ value }}</td>{% endfor %}</tr>
+{% endfor %}</table>
+{% else %}<p>None.</p>
+{% endif %}{% endif %}<h2>Curves</h2>
 <div class="plots">
-{% for title, image in plots %}<img alt="{{ title }}" src="data:image/svg+xml;base64,{{ image }}">
+{% for name, image in plots %}<img alt="{{ name }}"\
+{% if loop.last and runs|length > 1 %} class="wide"{% endif %}
+     src="data:image/svg+xml;base64,{{ image }}">
 {% endfor %}</div>
-{% if samples %}<h2>Sample rollouts ({{ samples_from }})</h2>
-<table>
-<tr>{% for column in columns %}<th>{{ column }}</th>{% endfor %}</tr>
-{% for sample in samples %}<tr>
-{% for column in columns %}<td>{{ sample[column] }}</td>{% endfor %}
+{% for run in runs %}{% if run.samples %}<h2>Sample rollouts ({{ run.samples_from }})\
+{% if runs|length > 1 %}, {{ run.label }}{% endif %}</h2>
+<table class="samples">
+<tr>{% for column in run.columns %}<th>{{ column }}</th>{% endfor %}</tr>
+{% for sample in run.samples %}<tr>
+{% for column in run.columns %}{% set text = sample.get(column, "") %}\
+<td{% if text|string|length > 40 %} class="long"{% endif %}><div>{{ text }}</div></td>{% endfor %}
 </tr>
 {% endfor %}</table>
-{% endif %}{% if config %}<h2>Configuration</h2>
-<pre>{{ config }}</pre>
-{% endif %}</body>
+{% endif %}{% endfor %}{% for run in runs %}{% if run.config %}<h2>Configuration\
+{% if runs|length > 1 %}, {{ run.label }}{% endif %}</h2>
+<pre>{{ run.config }}</pre>
+{% endif %}{% endfor %}</body>
 </html>
 """
 
 
 @dataclass(frozen=True)
-class Plot:
-    """A figure of the page: its title, the metrics it shows, and what the vertical axis counts."""
+class RunData:
+    """What the page says of one run.
 
-    title: str
-    metrics: dict[str, str]
-    unit: str = ""
-    is_stacked: bool = False
+    Args:
+        label: what the run is called on the page.
+        records: its metrics.
+        config: its configuration as it was resolved, "" if it left none.
+        samples_from: name of the newest dump of samples.
+        samples: the first of its samples.
+    """
 
+    label: str
+    records: Sequence[Record]
+    config: str
+    samples_from: str
+    samples: Sequence[Mapping[str, Any]]
 
-PLOTS = (
-    Plot("Reward", {"mean": "reward/mean", "std": "reward/std"}),
-    Plot("Accuracy on held-out prompts, greedy", {"accuracy": ACCURACY}),
-    Plot("Policy loss", {"loss": "policy/loss"}),
-    Plot("KL", {"KL": "policy/kl"}, "nats"),
-    Plot("Entropy", {"entropy": "policy/entropy"}, "nats"),
-    Plot("Gradient norm", {"norm": "policy/grad_norm"}),
-    Plot("Response length", {"mean": "response_tokens/mean"}, "tokens"),
-    Plot(
-        "Log-probability difference, engine and trainer",
-        {"mean": "mismatch/logprob_diff_mean", "largest": "mismatch/logprob_diff_max"},
-        "nats",
-    ),
-    Plot("KL of the trainer from the engine", {"KL": "mismatch/kl"}, "nats"),
-    Plot("Correlation of engine and trainer", {"Pearson's": "mismatch/correlation"}),
-    Plot("Time of a step", {p: f"time_s/{p}" for p in PHASES}, "seconds", is_stacked=True),
-    Plot("Throughput", {"rate": "throughput/tokens_per_s_per_gpu"}, "tokens / s / GPU"),
-)
+    @property
+    def columns(self) -> list[str]:
+        """The samples' columns, in the order in which they appear."""
+        return list(dict.fromkeys(column for sample in self.samples for column in sample))
 
 
-def write_report(run_dir: str | Path) -> Path:
-    """Writes `report.html` into a run folder and returns its path.
+def write_report(run_dir: str | Path, other_dir: str | Path | None = None) -> Path:
+    """Writes `report.html` into a run folder, or `comparison.html` where there is another run to
+    compare with, and returns its path.
 
     Raises:
-        DataError: the folder holds no metrics.
+        DataError: a folder holds no metrics.
     """
-    run_dir = Path(run_dir)
-    metrics = run_dir / "metrics.jsonl"
+    folders = [Path(folder) for folder in (run_dir, other_dir) if folder is not None]
+    names = [folder.resolve().name for folder in folders]
+    labels = [f"{letter}: {name}" for letter, name in zip("AB", names, strict=False)]
+    runs = [
+        _read(folder, label)
+        for folder, label in zip(folders, labels if len(folders) > 1 else names, strict=True)
+    ]
+    plots = figures({run.label: run.records for run in runs})
+    page = Environment(autoescape=True).from_string(TEMPLATE)
+    text = page.render(
+        title=" and ".join(names),
+        runs=runs,
+        summary=list(_summary(runs)),
+        differences=list(_differences(runs)),
+        plots=[(title, base64.b64encode(svg).decode("ascii")) for title, svg in plots],
+    )
+    path = folders[0] / ("report.html" if len(folders) == 1 else "comparison.html")
+    # Half of a surrogate pair, which JSON can hold, has no UTF-8.
+    path.write_bytes(text.encode("utf-8", errors="replace"))
+    return path
+
+
+def _read(folder: Path, label: str) -> RunData:
+    metrics = folder / "metrics.jsonl"
     records = read_records(metrics) if metrics.exists() else []
     if not records:
         raise DataError(
@@ -107,36 +151,13 @@ def write_report(run_dir: str | Path) -> Path:
             "the metrics of at least one step",
             "Give the folder of a run that has started, e.g. runs/quickstart-grpo.",
         )
-    config = run_dir / "config.yaml"
-    samples_from, samples = _newest_samples(run_dir / "rollouts")
-    page = Environment(autoescape=True).from_string(TEMPLATE)
-    text = page.render(
-        name=run_dir.resolve().name,
-        summary=_summary(records),
-        plots=[(plot.title, _draw(plot, records)) for plot in PLOTS if _has_any(plot, records)],
-        samples=samples,
-        samples_from=samples_from,
-        columns=list(dict.fromkeys(column for sample in samples for column in sample)),
-        config=config.read_text(encoding="utf-8") if config.exists() else None,
-    )
-    path = run_dir / "report.html"
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
-    rows = [("steps", str(records[-1]["step"]))]
-    for label, name in (
-        ("reward, mean of the last 10 steps", "reward/mean"),
-        ("seconds a step, mean of the last 10", "time_s/step"),
-    ):
-        if any(record.get(name) is not None for record in records):
-            rows.append((label, f"{recent_mean(records, name):.3f}"))
-    accuracies = _points(records, ACCURACY)
-    if accuracies:
-        rows.append(("first measured accuracy", "{1:.3f} (step {0})".format(*accuracies[0])))
-        rows.append(("last measured accuracy", "{1:.3f} (step {0})".format(*accuracies[-1])))
-    return rows
+    summary = folder / "summary.json"  # accuracy before the first step has no other record
+    before = json.loads(summary.read_text()).get("accuracy_before") if summary.exists() else None
+    if before is not None and all(record["step"] for record in records):
+        records.insert(0, {"step": 0, ACCURACY: before})
+    config = folder / "config.yaml"
+    text = config.read_text(encoding="utf-8") if config.exists() else ""
+    return RunData(label, records, text, *_newest_samples(folder / "rollouts"))
 
 
 def _newest_samples(directory: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -144,50 +165,71 @@ def _newest_samples(directory: Path) -> tuple[str, list[dict[str, Any]]]:
     dumps = sorted(directory.glob("step_*.jsonl"))
     if not dumps:
         return "", []
-    lines = dumps[-1].read_text(encoding="utf-8").splitlines()[:NUM_SAMPLES]
-    return dumps[-1].stem, [json.loads(line) for line in lines]
+    samples = []
+    with dumps[-1].open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                samples.append(json.loads(line))
+            except json.JSONDecodeError:  # the run is still writing it, or was killed
+                continue
+            if len(samples) == NUM_SAMPLES:
+                break
+    return dumps[-1].stem, [sample for sample in samples if isinstance(sample, dict)]
 
 
-def _points(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
-    return [
-        (int(record["step"] or 0), float(value))
-        for record in records
-        if (value := record.get(name)) is not None
-    ]
+def _summary(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
+    """Yields rows of the table on top: a label, and a value of each run; no row of nothing."""
+    yield "steps", [str(run.records[-1]["step"]) for run in runs]
+    means = {
+        "reward, mean of the last 10 steps": ("reward/mean", ".3f"),
+        "seconds a step, mean of the last 10": ("time_s/step", ".3f"),
+        "tokens / s / GPU, mean of the last 10": ("throughput/tokens_per_s_per_gpu", ",.0f"),
+        "MFU of a step, mean of the last 10": ("mfu/step", ".3f"),
+    }
+    rows = {
+        label: [_format(recent_mean(run.records, name), form) for run in runs]
+        for label, (name, form) in means.items()
+    }
+    peaks = [_finite(run.records, "memory/peak_gib") for run in runs]
+    rows["peak memory, GiB"] = [_format(max((v for _, v in p), default=math.nan)) for p in peaks]
+    skipped = [_finite(run.records, SKIPPED) for run in runs]
+    rows["skipped optimizer steps"] = [f"{sum(v for _, v in s):.0f}" if s else "" for s in skipped]
+    accuracies = [_finite(run.records, ACCURACY) for run in runs]
+    for place, label in ((0, "first measured accuracy"), (-1, "last measured accuracy")):
+        rows[label] = ["{1:.3f} (step {0})".format(*a[place]) if a else "" for a in accuracies]
+    for label, values in rows.items():
+        if any(values):
+            yield label, [value or ABSENT for value in values]
 
 
-def _has_any(plot: Plot, records: Sequence[Record]) -> bool:
-    return any(_points(records, name) for name in plot.metrics.values())
+def _format(value: float, form: str = ".3f") -> str:
+    return format(value, form) if math.isfinite(value) else ""
 
 
-def _draw(plot: Plot, records: Sequence[Record]) -> str:
-    """Returns the plot as SVG in base64."""
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-    axes = figure.add_subplot()
-    draw: Callable[[Axes, Plot, Sequence[Record]], None] = _stack if plot.is_stacked else _lines
-    draw(axes, plot, records)
-    axes.set_title(plot.title)
-    axes.set_xlabel("step")
-    axes.set_ylabel(plot.unit)
-    axes.grid(alpha=0.3)
-    if len(plot.metrics) > 1:
-        axes.legend(loc="best", fontsize="small")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg")
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+def _finite(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
+    return [(step, value) for step, value in points(records, name) if math.isfinite(value)]
 
 
-def _lines(axes: Axes, plot: Plot, records: Sequence[Record]) -> None:
-    for label, name in plot.metrics.items():
-        points = _points(records, name)
-        if points:
-            steps, values = zip(*points, strict=True)
-            axes.plot(steps, values, label=label, marker="." if len(points) < 40 else "")
+def _differences(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the keys whose values differ between runs, with the value of each."""
+    configs = [_flat(run.config) for run in runs]
+    for key in dict.fromkeys(key for config in configs for key in config):
+        values = [config.get(key, ABSENT) for config in configs]
+        if len(set(values)) > 1:
+            yield key, values
 
 
-def _stack(axes: Axes, plot: Plot, records: Sequence[Record]) -> None:
-    names = list(plot.metrics.values())
-    rows = [record for record in records if any(record.get(name) is not None for name in names)]
-    steps = [int(record["step"] or 0) for record in rows]
-    heights = [[float(record.get(name) or 0.0) for record in rows] for name in names]
-    axes.stackplot(steps, heights, labels=list(plot.metrics))
+def _flat(config: str) -> dict[str, str]:
+    """Returns the values of a configuration by dotted key; nothing of a file that is none."""
+
+    def leaves(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield from leaves(f"{prefix}.{key}" if prefix else str(key), inner)
+        else:
+            yield prefix, json.dumps(value)
+
+    try:
+        return dict(leaves("", OmegaConf.to_container(OmegaConf.create(config or "{}"))))
+    except (YAMLError, OmegaConfBaseException):
+        return {}

@@ -1,0 +1,161 @@
+"""Times whole GRPO steps: vLLM generates, a reward, the reference's log-probabilities, the update,
+the reshard; by the Trainer itself, as `hybridrl train` runs it.
+
+Each case is one torchrun of its own with random weights. Lengths are forced, so that random weights
+behave like a real run: no sample ends at a token of its choice.
+
+* reference: 64 prompts x 8 samples, exactly 256 prompt and 512 response tokens.
+* tailed: prompts of 256 tokens, responses of at most 1,024 with a long-tailed distribution, half of
+  it by prompt, half by sample; the same lengths in every step.
+
+    python benchmarks/bench_step.py --out OUT.json 7b/tp4/tp1 7b/dp4/tp1 0.5b/dp4/tp1
+    python benchmarks/bench_step.py --out OUT.json 0.5b/dp4/tp1 --workload tailed
+
+A case is MODEL/TRAIN/GEN: a file benchmarks/models/qwen2.5-MODEL.json, training sizes, whose
+product is the number of GPUs, and the engine's tensor parallel size. The engine's weights are
+verified by checksum before and after what is timed, and a step that is not finite, learns nothing
+or has other lengths is refused. Times are of the slowest rank, medians over `--steps` after
+`--warmups`; every step is in OUT.json, which is written anew after each case, and after each step
+OUT.partial.json, which goes when the case is in OUT.json.
+
+Memory. Nothing is offloaded or recomputed unless --set says so: that costs time, and a 7B policy
+with its reference fits into 141 GB without. `hybridrl plan` says 57 GB with tensor parallel size 4
+and micro-batches of 16,384 tokens; with 4 replicas, whose GPUs hold all weights, gradients and the
+reference, 121 GB with 8,192 tokens, which are taken there, and more than there is with 16,384.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench_reshard_gpu import CASE, ROOT, check_gpus
+from bench_rollout import commit
+from bench_train import launch
+
+# Most tokens in a micro-batch: where a GPU holds a whole large model, and elsewhere.
+BUDGET_OF_WHOLE_MODEL, BUDGET = 8192, 16384
+LARGE_HIDDEN_SIZE = 2048
+# What a step is made of, in order; the rest is what none of them has.
+PARTS = ("generation", "old", "reference", "update", "reshard", "rest")
+
+
+def main() -> int:
+    """Runs the cases one after another; returns 1 if one failed."""
+    arguments = parse()
+    if arguments.case_file:
+        from step_case import run_case
+
+        run_case(json.loads(arguments.case_file.read_text()))
+    jobs = [describe(case, arguments) for case in arguments.cases]
+    check_gpus(max(job["world"] for job in jobs))
+    report: dict[str, Any] = {
+        "benchmark": "GRPO step",
+        "command": "python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit(),
+        "cases": [],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    for job in jobs:
+        report["cases"].append(launch(job, __file__))
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        Path(job["partial"]).unlink(missing_ok=True)
+    print("\n".join(table(report)))
+    failed = [case["case"] for case in report["cases"] if "error" in case]
+    print("failed: " + ", ".join(failed) if failed else f"wrote {arguments.out}")
+    return 1 if failed else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n", 1)[0].split()))
+    parser.add_argument("cases", nargs="*", metavar="MODEL/TRAIN/GEN")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--workload", choices=("reference", "tailed"), default="reference")
+    parser.add_argument("--warmups", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="that are timed")
+    parser.add_argument("--prompts", type=int, default=64, help="a step")
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument(
+        "--response-tokens", type=int, help="all, or at most; default: 512, or 1,024 if tailed"
+    )
+    parser.add_argument("--micro-batch-tokens", type=int, help="default: by model and layout")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")
+    parser.add_argument("--limit-s", type=float, default=300, help="of one case")
+    parser.add_argument("--case-file", type=Path, help=argparse.SUPPRESS)  # one of the ranks
+    found = parser.parse_args()
+    if not found.case_file and not (found.out and found.cases):
+        parser.error("name --out OUT.json and at least one case, e.g. 7b/tp4/tp1")
+    if min(found.steps, found.warmups + 1, found.prompts, found.samples - 1) < 1:
+        parser.error("--steps and --prompts are at least 1, --warmups 0, --samples 2")
+    return found
+
+
+def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns everything that the processes of a case need to know."""
+    found = CASE.match(case)
+    if found is None:
+        sys.exit(f"case {case!r}: expected MODEL/TRAIN/GEN, e.g. 7b/tp4/tp1")
+    sizes = {a: int(size) for a, size in re.findall(r"(tp|pp|cp|dp)(\d+)", found["train"])}
+    world, rollout_tp = math.prod(sizes.values()), int(found["rollout"])
+    if world % rollout_tp:
+        sys.exit(f"case {case!r}: tp{rollout_tp} engines over {world} GPUs: choose a divisor")
+    model = arguments.models / f"qwen2.5-{found['model']}.json"
+    if not model.is_file():
+        known = ", ".join(sorted(p.stem for p in model.parent.glob("qwen2.5-*.json")))
+        sys.exit(f"case {case!r}: no {model}; there are {known}")
+    is_large = json.loads(model.read_text())["hidden_size"] >= LARGE_HIDDEN_SIZE
+    is_whole = sizes.get("tp", 1) * sizes.get("pp", 1) == 1
+    budget = BUDGET_OF_WHOLE_MODEL if is_large and is_whole else BUDGET
+    default_response = 512 if arguments.workload == "reference" else 1024
+    names = ("workload", "warmups", "steps", "prompts", "samples", "prompt_tokens")
+    return {
+        "case": case,
+        "model": str(model),
+        "world": world,
+        "train": {axis: size for axis, size in sizes.items() if axis != "dp"},
+        "rollout_tp": rollout_tp,
+        "response_tokens": arguments.response_tokens or default_response,
+        "micro_batch_tokens": arguments.micro_batch_tokens or budget,
+        # All samples of a replica are decoded together.
+        "max_batch": math.ceil(arguments.prompts * arguments.samples * rollout_tp / world),
+        **{name: getattr(arguments, name) for name in (*names, "set", "limit_s")},
+        "partial": str(arguments.out.with_suffix(".partial.json")),
+    }
+
+
+def table(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines of a table: seconds of a step and of its parts, and what each part did."""
+    parts = "".join(f"{part:>12}" for part in PARTS)
+    yield f"{'case':16} {'':10} {'step':>8}{parts} {'tokens/s/GPU':>13}"
+    for case in report["cases"]:
+        name, found = case["case"], case.get("median")
+        if found is not None:
+            cells = {
+                "seconds": "".join(f"{found['parts_s'][part]:12.3f}" for part in PARTS),
+                "share": "".join(f"{100 * found['share'][part]:11.2f}%" for part in PARTS),
+            }
+            rate = f"{found['tokens_per_s_per_gpu']:13.0f}"
+            yield f"{name:16} {'seconds':10} {found['step_s']:8.3f}{cells['seconds']} {rate}"
+            yield f"{name:16} {'share':10} {'':8}{cells['share']}"
+            mfus = ", ".join(f"{part} {mfu:.3f}" for part, mfu in found["mfu"].items())
+            yield f"{name:16} MFU of {case['peak']['flops_per_s'] / 1e12:.0f} TFLOP/s: {mfus}"
+        for phase, held in case.get("memory", {}).items():
+            yield (
+                f"{name:16} memory in {phase}: {held['measured_bytes'] / 2**30:.1f} GiB, "
+                f"predicted {held['predicted_bytes'] / 2**30:.1f} GiB "
+                f"({held['predicted_to_measured']:.2f})"
+            )
+        if "error" in case:
+            yield f"{name:16} {case['error']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

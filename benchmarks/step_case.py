@@ -1,0 +1,398 @@
+"""One case of bench_step.py, in the processes of its ranks.
+
+Who waits for whom: every function is collective over the world.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from bench_rollout import largest_over_ranks, timed_calls
+from bench_step import PARTS
+from case_record import CaseRecord
+from reshard_clock import Clock, matmul_rate
+from reshard_gpu_case import machine
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from train_case import attention_backend
+from transformers import PreTrainedTokenizerFast
+
+from hybridrl.cli.plan import plan_report
+from hybridrl.config.load import load_config_dict
+from hybridrl.trainer.loop import Trainer
+
+# Of the logarithm of tailed response lengths, whose median is a quarter of the longest: 4 of 100
+# are cut at the longest. Half of the variance is the prompt's, half the sample's.
+TAIL_SIGMA = 0.8
+KL_COEF = 0.001
+LEARNING_RATE = 1e-6
+# Nats: in bf16 engine and trainer differ by about 0.01; by whole nats if weights are wrong.
+MAX_MISMATCH = 0.1
+ASLEEP = ("reward", "logprobs", "advantages", "update")  # phases in which the engine's memory is
+
+
+def run_case(job: Mapping[str, Any]) -> None:
+    """Measures everything that the job asks for; does not return."""
+    case = Case(job)
+    case.save("starting")
+    case.start()
+    case.take_steps()
+    case.finish()
+    case.result["is_complete"] = True
+    case.save("everything")
+    case.clock.line_up()
+    sys.stdout.flush()
+    os._exit(0)  # the system frees memory faster than vLLM and NCCL end
+
+
+class Case(CaseRecord):
+    """A case: the Trainer, and the steps that it takes."""
+
+    def start(self) -> None:
+        """Makes the Trainer, checks its engine and forces lengths."""
+        job, self.memory = self.job, DeviceMemory.of_this_rank()
+        self.config = config_of(job)
+        vocab_size = self.vocab_size()
+        self.trainer = trainer = Trainer.from_config(
+            self.config,
+            prompts=prompts_of(job, vocab_size),
+            reward=checksum_reward,
+            tokenizer=word_tokenizer(vocab_size),
+        )
+        self.clock = Clock(trainer.platform.device, trainer.world.gather_objects)
+        self.save("trainer and engine made")
+        trainer.check_engine()
+        self.lengths = response_lengths(job)
+        force_lengths(trainer, self.lengths)
+        self.tokens = sum(self.lengths) + len(self.lengths) * job["prompt_tokens"]
+        self.memory.note_others()
+        self.save("weights verified")
+        self.peak = matmul_rate(self.clock, trainer.platform.device, trainer.source.dtype)
+        self.result |= {
+            "machine": machine(trainer.world.size),
+            "layers": trainer.policy.model.layers.said,
+            "dtype": str(trainer.source.dtype).removeprefix("torch."),
+            "config": self.config.model_dump(mode="json"),
+            "workload": {
+                **{name: job[name] for name in ("workload", "prompts", "samples", "prompt_tokens")},
+                "response_tokens_mean": statistics.mean(self.lengths),
+                "response_tokens_max": max(self.lengths),
+                "tokens": self.tokens,
+            },
+            "peak": self.peak,
+            "ledger": trainer.memory_table().splitlines(),
+            "steps": [],
+        }
+        self.save("peak", f"{self.peak['flops_per_s'] / 1e12:.1f} TFLOP/s")
+
+    def vocab_size(self) -> int:
+        """Returns the model's, before there is a model."""
+        from hybridrl.cli.validate import model_violations
+
+        hf_config, violations = model_violations(self.config, self.job["world"])
+        if violations:
+            raise violations[0]
+        return int(hf_config["vocab_size"])
+
+    # Steps
+
+    def take_steps(self) -> None:
+        """Takes steps, and writes each down; fewer, where the case's time would not do."""
+        job, taken = self.job, 0
+        for number in range(job["warmups"] + job["steps"]):
+            is_warm = number >= job["warmups"]
+            (age_s,) = largest_over_ranks(self.trainer, [self.age_s])
+            slowest = max((step["step_s"] for step in self.result["steps"]), default=0.0)
+            if taken and age_s + 1.5 * slowest > job["limit_s"]:
+                self.result["stopped_early"] = f"after {taken} of {job['steps']} steps"
+                break
+            found = {"is_warm": is_warm, **self.step()}
+            if is_warm:  # earlier ones still make NCCL's buffers
+                self.memory.note_peaks(self.trainer)
+            self.memory.note_others()
+            taken += is_warm
+            self.result["steps"].append(found)
+            if taken:
+                self.result["median"] = self.median()
+            self.result["attention_backend"] = attention_backend()
+            shown = ", ".join(f"{part} {found['parts_s'][part]:.2f}" for part in PARTS)
+            self.save(f"step {number + 1}", f"{found['step_s']:.2f} s: {shown}")
+
+    def step(self) -> dict[str, Any]:
+        """Takes one step; returns its times and what it did."""
+        trainer, held = self.trainer, self.memory
+        synchronize, reference = trainer.platform.synchronize, trainer.reference
+        kept: dict[str, float] = {}
+        assert reference is not None  # the algorithm has one
+
+        def step() -> None:
+            kept.update(trainer.train_step())
+
+        with (
+            timed_calls(trainer.policy, ("logprobs",), synchronize) as old,
+            timed_calls(reference, ("logprobs",), synchronize) as referred,
+            timed_calls(trainer, ("enter_training",), synchronize) as entered,
+            held.watching(trainer),
+        ):
+            step_s = self.clock.seconds(step)
+        calls = (old["logprobs"], referred["logprobs"], entered["enter_training"])
+        old_s, reference_s, enter_s = largest_over_ranks(trainer, list(calls))
+        self.check(kept)
+        seconds = {
+            "generation": kept["time_s/generate"],
+            "old": old_s,
+            "reference": reference_s,
+            "update": kept["time_s/update"],
+            "reshard": kept["time_s/reshard"],
+        }
+        seconds["rest"] = step_s - sum(seconds.values())
+        rest = {name: kept[f"time_s/{name}"] for name in ("reward", "advantages")}
+        return {
+            "step_s": step_s,
+            "parts_s": seconds,
+            "rest_s": {**rest, "enter_training": enter_s},
+            "share": {name: part / step_s for name, part in seconds.items()},
+            "tokens_per_s_per_gpu": self.tokens / step_s / trainer.world.size,
+            "mfu": self.mfu(kept, seconds, step_s),
+            "metrics": kept,
+        }
+
+    def mfu(
+        self, metrics: Mapping[str, float], seconds: Mapping[str, float], step_s: float
+    ) -> dict[str, float]:
+        """Returns model FLOPs as shares of what the GPUs could do in the time of each part."""
+        times = {
+            "generate": seconds["generation"],
+            "logprobs": seconds["old"] + seconds["reference"],
+            "update": seconds["update"],
+            "step": step_s,
+        }
+        rate = self.peak["flops_per_s"] * self.trainer.world.size
+        return {name: metrics[f"flops/{name}"] / taken / rate for name, taken in times.items()}
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Refuses a step that is not what it should be."""
+        names = ("policy/loss", "policy/grad_norm", "policy/kl", "mismatch/logprob_diff_mean")
+        loss, norm, kl, mismatch = (metrics[name] for name in names)
+        length, wanted = metrics["response_tokens/mean"], statistics.mean(self.lengths)
+        if (
+            not all(math.isfinite(value) for value in (loss, norm, kl))
+            or not norm > 0
+            or not mismatch < MAX_MISMATCH
+            or metrics["train/skipped_steps"] > 0
+            or not math.isclose(length, wanted, rel_tol=1e-5)
+        ):
+            found = {name: metrics[name] for name in names}
+            raise RuntimeError(f"a wrong step: {found}, responses of {length} tokens, not {wanted}")
+
+    def median(self) -> dict[str, Any]:
+        """Returns medians over the warm steps so far."""
+        warm = [step for step in self.result["steps"] if step["is_warm"]]
+        found: dict[str, Any] = {
+            name: {
+                key: statistics.median(step[name][key] for step in warm) for key in warm[0][name]
+            }
+            for name in ("parts_s", "rest_s", "share", "mfu")
+        }
+        for name in ("step_s", "tokens_per_s_per_gpu"):
+            found[name] = statistics.median(step[name] for step in warm)
+        shares = [step["share"] for step in warm]
+        # What is neither generation nor the model's passes.
+        found["overhead_share"] = statistics.median(s["reshard"] + s["rest"] for s in shares)
+        return {"of_steps": len(warm), **found}
+
+    def finish(self) -> None:
+        """Verifies the engine's weights once more, and compares memory with the planner's."""
+        self.trainer.enter_training()
+        self.trainer.reshard(verifies=True)
+        report, violations = plan_report(self.config, self.trainer.world.size)
+        if violations:
+            raise violations[0]
+        self.result["predicted_memory"] = report["memory"]
+        measured = self.memory.largest(self.trainer)
+        if not measured:
+            return
+        self.result["measured_memory"] = measured
+        predictions = {"training": "train_peak_bytes", "rollout": "rollout_peak_bytes"}
+        phases = {"training": ("logprobs", "update"), "rollout": ("generate",)}
+        self.result["memory"] = {
+            name: {
+                "measured_bytes": (most := max(measured[phase] for phase in phases[name])),
+                "predicted_bytes": report["memory"][key],
+                "predicted_to_measured": report["memory"][key] / most,
+            }
+            for name, key in predictions.items()
+        }
+
+
+# Memory
+
+
+@dataclass
+class DeviceMemory:
+    """What a rank takes of its GPU beyond the CUDA context, by phase; on CPU nothing is known.
+
+    torch counts what the sleeping engine has unmapped as in use still, and does not count what NCCL
+    and symmetric memory take. Both follow from what the driver says is free.
+
+    Args:
+        context_bytes: in use before there was a Trainer.
+        others_bytes: in use beside torch's allocator.
+        asleep_bytes: that torch counts and the driver does not, while training.
+        peaks: most bytes by phase.
+    """
+
+    context_bytes: int = 0
+    others_bytes: int = 0
+    asleep_bytes: int = 0
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_this_rank(cls) -> DeviceMemory:
+        """Returns a record that begins now."""
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            torch.zeros(1, device="cuda")
+        return cls(context_bytes=used_bytes())
+
+    def watching(self, trainer: Any) -> Any:
+        """Looks, in the block, at memory whenever training has begun."""
+        return timed_calls(trainer.hybrid_engine, ("to_train",), self._look)
+
+    def _look(self) -> None:
+        """Runs before and after the engine went to sleep; the second time counts."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            counted = self.others_bytes + torch.cuda.memory_reserved()
+            self.asleep_bytes = max(0, counted - used_bytes())
+
+    def note_others(self) -> None:
+        """Takes in what is in use beside torch's allocator; the engine is awake."""
+        if torch.cuda.is_available():
+            self.others_bytes = used_bytes() - torch.cuda.memory_reserved()
+
+    def note_peaks(self, trainer: Any) -> None:
+        """Takes in the peaks of the step that has just ended."""
+        for phase, peak in trainer.journal.timer.peak_bytes().items():
+            own = peak + self.others_bytes - self.context_bytes
+            own -= self.asleep_bytes if phase in ASLEEP else 0
+            self.peaks[phase] = max(own, self.peaks.get(phase, 0))
+
+    def largest(self, trainer: Any) -> dict[str, int]:
+        """Returns the peaks of the fullest rank, with what they are made of."""
+        parts = ("context_bytes", "others_bytes", "asleep_bytes")
+        mine = {**self.peaks, **{name: getattr(self, name) for name in parts}}
+        if not self.peaks:
+            return {}
+        found = largest_over_ranks(trainer, [float(size) for size in mine.values()])
+        return {name: int(size) for name, size in zip(mine, found, strict=True)}
+
+
+def used_bytes() -> int:
+    """Returns what the driver says is in use of this rank's GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    free, size = torch.cuda.mem_get_info()
+    return size - free
+
+
+# The workload
+
+
+def force_lengths(trainer: Any, lengths: Sequence[int]) -> None:
+    """Makes every response as long as `lengths` says of its sample number."""
+    engine, submit = trainer.raw_engine, trainer.raw_engine.submit
+
+    def submit_forced(requests: Sequence[Any]) -> None:
+        submit(
+            [
+                replace(
+                    request,
+                    sampling=replace(
+                        request.sampling,
+                        max_new_tokens=lengths[request.request_id % len(lengths)],
+                        stop_token_ids=(),
+                    ),
+                )
+                for request in requests
+            ]
+        )
+
+    engine.submit = submit_forced
+
+
+def response_lengths(job: Mapping[str, Any]) -> list[int]:
+    """Returns the tokens of each response of a step, by sample number."""
+    longest, draw, lengths = job["response_tokens"], random.Random(1), []
+    for _ in range(job["prompts"]):
+        of_prompt = draw.gauss(0, TAIL_SIGMA / math.sqrt(2))
+        for _ in range(job["samples"]):
+            exponent = of_prompt + draw.gauss(0, TAIL_SIGMA / math.sqrt(2))
+            drawn = round(longest / 4 * math.exp(exponent))
+            is_fixed = job["workload"] == "reference"
+            lengths.append(longest if is_fixed else min(max(drawn, 1), longest))
+    return lengths
+
+
+def prompts_of(job: Mapping[str, Any], vocab_size: int) -> list[dict[str, str]]:
+    """Returns random prompts of exactly so many words, none of which comes twice in a case."""
+    draw = random.Random(0)
+    number = job["prompts"] * (job["warmups"] + job["steps"] + 1)
+    return [
+        {
+            "prompt": " ".join(
+                str(draw.randrange(vocab_size)) for _ in range(job["prompt_tokens"])
+            ),
+            "answer": "",
+        }
+        for _ in range(number)
+    ]
+
+
+def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with a word for each token, its number."""
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(vocab_size)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def checksum_reward(prompt: str, response: str, columns: Mapping[str, object]) -> float:
+    """Returns a number that random responses share with few others: advantages are never zero."""
+    return zlib.crc32(response.encode()) % 1000 / 1000
+
+
+def config_of(job: Mapping[str, Any]) -> Any:
+    """Returns the configuration of the case."""
+    config = {
+        "run": {"name": "bench", "dir": job["folder"], "collective_timeout_s": 120},
+        "model": {"init": job["model"]},
+        "train": {
+            **job["train"],
+            "micro_batch_tokens": job["micro_batch_tokens"],
+            "learning_rate": LEARNING_RATE,
+        },
+        "rollout": {
+            "engine": "vllm",
+            "tp": job["rollout_tp"],
+            "max_new_tokens": job["response_tokens"],
+            "max_batch": job["max_batch"],
+        },
+        "algorithm": {"name": "grpo", "kl_coef": KL_COEF},
+        "data": {"max_prompt_tokens": job["prompt_tokens"]},
+        "steps": {
+            "prompts_per_step": job["prompts"],
+            "samples_per_prompt": job["samples"],
+            "num_steps": 10_000,
+        },
+        "log": {"console": False, "tensorboard": False, "rollouts_every": 0},
+    }
+    return load_config_dict(config, job["set"])

