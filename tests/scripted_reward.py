@@ -12,6 +12,11 @@ def digits(prompt: str, response: str, columns: Mapping[str, object]) -> float:
     return sum(letter.isdigit() for letter in response) / max(len(response), 1)
 
 
+def begins_even(prompt: str, response: str, columns: Mapping[str, object]) -> float:
+    """Returns 1 if the response begins with an even digit, so that some groups are all equal."""
+    return float(response[:1] in tuple("02468"))
+
+
 def hangs_on_rank_1(prompt: str, response: str, columns: Mapping[str, object]) -> float:
     """Returns at once, but on rank 1 only after ten minutes."""
     if os.environ["RANK"] == "1":

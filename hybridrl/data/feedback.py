@@ -22,6 +22,8 @@ def response_columns(config: DataConfig, feedback: Feedback | None) -> list[str]
 
 def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
     """Returns the columns that say something of a row's response."""
+    if feedback == "pairs" and config.margin_key is not None:
+        return [config.margin_key]
     return [config.label_key] if feedback == "labels" else []
 
 
@@ -38,6 +40,11 @@ def checked(rows: Iterable[Row], config: DataConfig, feedback: Feedback | None) 
             better, worse = (row.columns[name] for name in response_columns(config, feedback))
             if better == worse:
                 raise equal_sides(row, config)
+            margin = 0 if config.margin_key is None else row.columns[config.margin_key]
+            is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+            if not is_number or not 0 <= margin < float("inf"):  # type: ignore[operator]
+                got = f"{config.margin_key} = {margin!r}"[:80]
+                raise DataError(row.place, got, "a finite number of at least 0", "Mend that row.")
         elif feedback == "labels":
             label = row.columns[config.label_key]
             if not isinstance(label, bool):

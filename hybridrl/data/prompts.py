@@ -16,7 +16,8 @@ from itertools import islice
 from typing import Protocol
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.config.supervised import Feedback
+from hybridrl.config.supervised import PAIR_MARGIN, Feedback
+from hybridrl.data.chats import as_chats, chat_column
 from hybridrl.data.feedback import (
     check_classes,
     checked,
@@ -49,12 +50,14 @@ class TextEncoder(Protocol):
 class LoadedPrompts:
     """The prompts of a source in its order, and what was left out for being too long.
 
-    `too_long` holds the place and number of tokens of each row left out, `limits` what is allowed.
+    `too_long` holds the place and number of tokens of each row left out, `limits` what is allowed;
+    `sources` has the number of each prompt's source, ascending.
     """
 
     prompts: tuple[Prompt, ...]
     too_long: tuple[tuple[str, int], ...]
     limits: str
+    sources: tuple[int, ...]
 
     @property
     def num_too_long(self) -> int:
@@ -88,7 +91,7 @@ def load_prompts(
     Args:
         config: the keys of the columns, and `max_prompt_tokens`.
         tokenizer: called with lists of texts, no special tokens added.
-        source: paths of JSONL files, or rows in memory; None reads `config.prompts`.
+        source: names as in `data.prompts`, or rows in memory; None reads `config.prompts`.
         required: further columns that every row must have.
         max_response_tokens: given for data with responses: their columns are needed, their tokens
             and the end token become `response_tokens`, and longer ones are left out too.
@@ -107,10 +110,11 @@ def load_prompts(
     supervised = max_response_tokens is not None
     texts = [config.prompt_key, *(response_columns(config, feedback) if supervised else [])]
     given = source if source is not None else config.prompts or ()
-    prompts: list[Prompt] = []
+    prompts, sources = list[Prompt](), list[int]()
     too_long: list[tuple[str, int]] = []
-    rows = read_rows(given, texts, [*required, *label_columns(config, feedback)])
-    rows = checked(rows, config, feedback)
+    others = [*required, *label_columns(config, feedback)]
+    rows = checked(read_rows(given, texts, others, chat_column(config)), config, feedback)
+    rows = as_chats(rows, config, tokenizer) if config.chat_template else rows
     for number, row, tokens, responses in _tokenized(rows, texts, tokenizer):
         if not tokens:
             got = f"{row.columns[config.prompt_key]!r}, which has no tokens"
@@ -121,6 +125,7 @@ def load_prompts(
             too_long.append((row.place, len(tokens) if over else longest))
         else:
             prompts.append(_prompt(config, number, row, tokens, responses))
+            sources.append(row.source)
         if len(prompts) == limit:
             break
     limits = f"data.max_prompt_tokens={config.max_prompt_tokens}"
@@ -130,7 +135,7 @@ def load_prompts(
         raise _all_too_long(too_long, limits)
     if feedback == "labels":
         check_classes({bool(prompt.columns["label"]) for prompt in prompts}, config)
-    return LoadedPrompts(tuple(prompts), tuple(too_long), limits)
+    return LoadedPrompts(tuple(prompts), tuple(too_long), limits, tuple(sources))
 
 
 def _all_too_long(too_long: Sequence[tuple[str, int]], limits: str) -> DataError:
@@ -184,8 +189,12 @@ def _prompt(
     if responses:
         used |= set(response_columns(config, "pairs" if worse else None))
     columns = {name: value for name, value in row.columns.items() if name not in used}
-    for name, key in (("answer", config.answer_key), ("label", config.label_key)):
-        if key in columns:
+    for name, key in (
+        ("answer", config.answer_key),
+        ("label", config.label_key),
+        (PAIR_MARGIN, config.margin_key),
+    ):
+        if key is not None and key in columns:
             columns[name] = columns[key]
     return Prompt(number, str(row.columns[config.prompt_key]), tokens, columns, better, worse)
 
@@ -246,14 +255,19 @@ class PromptSource:
             DataError: that source had other prompts, or another seed.
         """
         if state["fingerprint"] != self._fingerprint:
-            raise DataError(
-                "data.prompts",
-                "prompts, an order or a seed that differ from the checkpoint's",
-                "what the run began with",
-                "Restore the prompt files and run.seed, or start a new run.name.",
-            )
+            raise self.differs()
         self._epoch, self._index = int(state["epoch"]), int(state["index"])
         self._order = self._epoch_order()
+
+    @staticmethod
+    def differs() -> DataError:
+        """Returns the error of a state of another source."""
+        return DataError(
+            "data.prompts",
+            "prompts, an order or a seed that differ from the checkpoint's",
+            "what the run began with",
+            "Restore the prompt files and run.seed, or start a new run.name.",
+        )
 
     def _epoch_order(self) -> list[int]:
         order = list(range(len(self._prompts)))

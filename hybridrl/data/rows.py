@@ -1,4 +1,4 @@
-"""Rows of JSONL files, checked one by one. No torch, no tokenizer.
+"""Rows of JSONL and other sources, checked one by one. No torch, no tokenizer.
 
 Owns what a prompt file may look like. The command line reads every file once through
 `validate_file` before any rank starts; the ranks read them again through `read_rows` (see
@@ -10,32 +10,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from hybridrl.data.sets import data_set_rows, is_data_set
 from hybridrl.errors import DataError
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row: where it stands ("train.jsonl:17", or "prompts[16]" in memory), and its columns."""
+    """One row: where it stands ("train.jsonl:17", or "prompts[16]" in memory), its columns, and
+    the number of its source.
+    """
 
     place: str
     columns: Mapping[str, object]
+    source: int = 0
 
 
 def read_rows(
     source: Sequence[str] | Iterable[Mapping[str, object]],
     text_columns: Sequence[str],
     other_columns: Sequence[str] = (),
+    chat_column: str | None = None,
 ) -> Iterator[Row]:
-    """Reads rows from JSONL files, or from memory, in order.
+    """Reads rows from sources, or from memory, in order.
 
     Args:
-        source: paths of files, or an iterable of mappings (a list, a `datasets.Dataset`).
+        source: names as in `data.prompts`, or an iterable of mappings (a list, a
+            `datasets.Dataset`).
         text_columns: columns that every row must have, as text that is not empty.
         other_columns: columns that every row must have, of any kind but null.
+        chat_column: the one of the text columns that may hold messages instead.
 
     Raises:
         DataError: names the file and line of the first thing that is wrong.
@@ -45,21 +52,33 @@ def read_rows(
         raise DataError("data.prompts", "nothing", "1 file or row or more", "Set data.prompts.")
     for number, item in enumerate(listed):
         if isinstance(item, str):
-            rows: Iterable[Row] = _file_rows(Path(item))
+            is_lines = not is_data_set(item)
+            rows: Iterable[Row] = _file_rows(Path(item)) if is_lines else _set_rows(item)
+            rows = (replace(row, source=number) for row in rows)
         else:
             rows = [Row(f"prompts[{number}]", _mapping(item, f"prompts[{number}]"))]
         for row in rows:
-            _check_columns(row, text_columns, other_columns)
+            _check_columns(row, text_columns, other_columns, chat_column)
             yield row
 
 
-def validate_file(path: str, text_columns: Sequence[str], other_columns: Sequence[str] = ()) -> int:
-    """Reads every row of one JSONL file and returns their number; columns as in `read_rows`.
+def validate_file(
+    path: str,
+    text_columns: Sequence[str],
+    other_columns: Sequence[str] = (),
+    chat_column: str | None = None,
+) -> int:
+    """Reads every row of one source and returns their number; columns as in `read_rows`.
 
     Raises:
         DataError: names the file and line of the first thing that is wrong.
     """
-    return sum(1 for _ in read_rows([path], text_columns, other_columns))
+    return sum(1 for _ in read_rows([path], text_columns, other_columns, chat_column))
+
+
+def _set_rows(name: str) -> Iterator[Row]:
+    for number, columns in enumerate(data_set_rows(name), 1):
+        yield Row(f"{name}:{number}", columns)
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
@@ -69,7 +88,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
         near = get_close_matches(path.name, beside, 1)
         remedy = f"Did you mean {folder / near[0]}?" if near else "Check data.prompts."
         what = "a directory" if path.is_dir() else "no such file"
-        raise DataError(str(path), what, "a JSONL file", remedy)
+        raise DataError(str(path), what, "a JSONL or parquet file, or a data set", remedy)
     found = False
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -100,7 +119,9 @@ def _mapping(value: object, place: str) -> Mapping[str, object]:
     return value
 
 
-def _check_columns(row: Row, text_columns: Sequence[str], other_columns: Sequence[str]) -> None:
+def _check_columns(
+    row: Row, text_columns: Sequence[str], other_columns: Sequence[str], chat_column: str | None
+) -> None:
     for name in [*text_columns, *other_columns]:
         if row.columns.get(name) is None:
             present = sorted(row.columns)
@@ -115,6 +136,18 @@ def _check_columns(row: Row, text_columns: Sequence[str], other_columns: Sequenc
             )
     for name in text_columns:
         value = row.columns[name]
-        if not isinstance(value, str) or not value:
+        if name == chat_column and isinstance(value, list):
+            _check_messages(row, name, value)
+        elif not isinstance(value, str) or not value:
             got = f"{name} = {value!r}"[:80]
             raise DataError(row.place, got, "a text that is not empty", "Mend that row.")
+
+
+def _check_messages(row: Row, name: str, messages: Sequence[object]) -> None:
+    for message in messages or [None]:
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            got = f"{name} has {message!r}"[:80]
+            allowed = 'a text, or messages {"role": "user", "content": "..."}'
+            raise DataError(row.place, got, allowed, "Mend that row.")

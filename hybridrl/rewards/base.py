@@ -1,26 +1,32 @@
-"""From sampled tokens to rewards: decodes responses, calls the reward function, checks what it
-returns.
+"""From sampled tokens to rewards: decodes responses, has them scored, settles what failed.
 
-Owns the border with users' code: whatever a reward function does wrong becomes a BatchError that
-names the function, its file and line, and the sample. Runs in the calling process and thread; a
-function that hangs hangs the step. Every rank scores the samples it is given; making one rank's
-error known to the others is the caller's business.
+A reward is the weighted sum of its scorers. One may run in place, in threads or in processes
+(functions.py says which); then `begin` hands it a sample as soon as that is generated, and `score`
+waits for what is still under way. What a scorer does wrong becomes a BatchError that names the
+function, its file and line, and the sample, or, if `reward.on_error` says so, is counted: never a
+zero that nobody sees. Every rank scores the samples it is given; making one rank's error known to
+the others is the caller's business.
 """
 
 from __future__ import annotations
 
-import traceback
+import logging
+from collections import Counter
 from collections.abc import Sequence
-from numbers import Real
-from typing import Any, Protocol
+from concurrent.futures import Future
+from functools import partial
+from typing import Protocol
 
-import numpy as np
 import torch
 
-from hybridrl.batch import BatchError, Producer, RolloutBatch, ScoredBatch
-from hybridrl.config.schema import RewardConfig
+from hybridrl.batch import BatchError, Producer, Prompt, RolloutBatch, ScoredBatch
+from hybridrl.config.reward import RewardConfig, ScorerConfig
 from hybridrl.errors import UserError
-from hybridrl.rewards.functions import RewardFunction, find_reward
+from hybridrl.rewards.functions import SERVED, RewardFunction, find_reward, where
+from hybridrl.rewards.outcome import WHERE, Job, Noted, Outcome, ScorerFailure, outcomes
+from hybridrl.rewards.pool import Pool, Worker
+
+logger = logging.getLogger(__name__)
 
 
 class TextDecoder(Protocol):
@@ -31,11 +37,68 @@ class TextDecoder(Protocol):
         ...
 
 
-class Scorer:
-    """Scores batches with one reward function.
+class Part:
+    """One scorer of the sum.
 
     Args:
-        config: names the function.
+        name: in metrics.
+        function: that scores.
+        config: how it is run; None: in place, of weight 1.
+    """
+
+    def __init__(
+        self, name: str, function: RewardFunction, config: ScorerConfig | None = None
+    ) -> None:
+        self.name, self.function = name, function
+        self.weight = 1.0 if config is None else config.weight
+        self.producer = Producer.of(function, f"reward {name!r}")
+        # A reward function that is a plain callable need not have the attributes.
+        self.is_batched = bool(getattr(function, "batched", False))
+        self.notes: tuple[str, ...] = getattr(function, "notes", ())
+        self._pool: Pool | None = None
+        place = "here" if config is None else where(config, function)
+        if config is not None and place == "process":
+            self._pool = Pool(partial(Worker, config), config.workers, name)
+        elif config is not None and place == "thread":
+            self._pool = Pool(lambda: partial(outcomes, function), config.workers, name)
+        self._begun: dict[tuple[int, tuple[int, ...]], Future[list[Outcome]]] = {}
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether single samples can be scored beside the calling thread."""
+        return self._pool is not None and not self.is_batched
+
+    def begin(self, sample: int, tokens: tuple[int, ...], job: Job) -> None:
+        """Hands over one sample."""
+        assert self._pool is not None
+        self._begun[sample, tokens] = self._pool.submit(job)
+
+    def outcomes(self, keys: Sequence[tuple[int, tuple[int, ...]]], job: Job) -> list[Outcome]:
+        """Returns what came of these samples, of which some may have begun; forgets all others."""
+        begun, self._begun = self._begun, {}
+        if self._pool is None:
+            return outcomes(self.function, job)
+        if self.is_batched:
+            return self._pool.submit(job).result()
+        futures = []
+        for key, *arguments in zip(keys, *job, strict=True):
+            one: Job = tuple([argument] for argument in arguments)  # type: ignore[assignment]
+            futures.append(begun.pop(key) if key in begun else self._pool.submit(one))
+        for late in begun.values():
+            late.cancel()
+        return [future.result()[0] for future in futures]
+
+    def close(self) -> None:
+        """Ends its processes and threads."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+class Scorer:
+    """Scores batches.
+
+    Args:
+        config: names the functions.
         tokenizer: decodes responses; special tokens are left out of the text.
         function: a function to use instead (from Python), called as functions.py says.
 
@@ -49,83 +112,126 @@ class Scorer:
         tokenizer: TextDecoder,
         function: RewardFunction | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._function = function if function is not None else find_reward(config)
-        self.name = config.function if function is None else _name_of(function)
-        self._producer = Producer.of(self._function, f"reward {self.name!r}")
+        self._config, self._tokenizer = config, tokenizer
+        if function is not None:
+            self.parts = [Part(_name_of(function), function)]
+        else:
+            scorers = {name: s for name, s in config.scorers().items() if s.function != SERVED}
+            self.parts = [Part(name, find_reward(one), one) for name, one in scorers.items()]
+        self.name = " + ".join([part.name for part in self.parts] or [SERVED])
+        self._producer = self.parts[0].producer if self.parts else Producer.here(SERVED)
+        self._counts = dict.fromkeys(self._count_names(), 0)
 
     def responses(self, batch: RolloutBatch) -> list[str]:
         """Returns the text of each sample's response, without special tokens."""
-        tokens = batch.tokens_T[batch.response_mask_T].split(batch.response_lengths_B.tolist())
-        return [self._tokenizer.decode(t.tolist(), skip_special_tokens=True) for t in tokens]
+        return [self._text(tokens) for tokens in _response_tokens(batch)]
 
-    def score(self, batch: RolloutBatch) -> ScoredBatch:
-        """Returns the batch with its rewards; the one part is named after the function.
+    def begin(self, sample: int, prompt: Prompt, tokens: Sequence[int]) -> None:
+        """Has a finished sample scored while others are still generated, where a scorer can."""
+        parts = [part for part in self.parts if part.can_begin]
+        if parts:
+            job = ([prompt.text], [self._text(tokens)], [prompt.columns])
+            for part in parts:
+                part.begin(sample, tuple(tokens), job)
+
+    def score(self, batch: RolloutBatch) -> ScoredBatch | None:
+        """Returns the batch with its rewards; its parts are the scores by scorer, unweighted.
+
+        Args:
+            batch: of whole groups, which a batched scorer may want to see.
+
+        Returns:
+            The samples, but for those that `reward.on_error` drops, with the last one of a group,
+            which can be compared with no other; None if there are none left.
 
         Raises:
-            BatchError: the function raised, or returned something other than finite floats.
+            BatchError: a scorer failed, and `reward.on_error` is 'stop'.
         """
-        prompts = [prompt.text for prompt in batch.prompts]
-        responses = self.responses(batch)
-        columns = [prompt.columns for prompt in batch.prompts]
-        # A reward function that is a plain callable need not have the attribute.
-        if getattr(self._function, "batched", False):
-            returned = self._call("the batch", prompts, responses, columns)
-            reward_B = self._floats(returned, batch.num_samples)
-        else:
-            rewards = []
-            for i, arguments in enumerate(zip(prompts, responses, columns, strict=True)):
-                sample = f"sample {int(batch.sample_ids_B[i])}"
-                rewards.append(self._float(self._call(sample, *arguments), sample))
-            reward_B = torch.tensor(rewards, dtype=torch.float32)
-        return batch.scored(reward_B, {self.name: reward_B}, self._producer)
+        tokens = _response_tokens(batch)
+        keys = list(zip(batch.sample_ids_B.tolist(), map(tuple, tokens), strict=True))
+        prompts = batch.prompts
+        job = ([p.text for p in prompts], self.responses(batch), [p.columns for p in prompts])
+        total_B, scores = torch.zeros(batch.num_samples, dtype=torch.float64), {}
+        failed: set[int] = set()
+        for part in self.parts:
+            found = part.outcomes(keys, job)
+            failed |= self._settle(part, batch, found)
+            scores[part.name] = torch.tensor([self._number(x) for x in found], dtype=torch.float64)
+            total_B += part.weight * scores[part.name]
+        floats = {name: score_B.float() for name, score_B in scores.items()}
+        scored = batch.scored(total_B.float(), floats, self._producer)
+        if not failed or self._config.on_error != "drop":
+            return scored
+        rest = _comparable(batch.group_B.tolist(), failed)
+        return scored.select(rest) if rest else None
 
-    def _call(self, where: str, *arguments: object) -> Any:
-        try:
-            return self._function(*arguments)
-        except UserError:
-            raise  # already says what is wrong
-        except Exception as error:  # any error of the user's own code
-            got = f"raised {type(error).__name__}{_line_of(error)} on {where}: {error}"
-            raise BatchError(self._producer, "reward_B", got, "a finite float a sample") from error
+    def take_counts(self) -> dict[str, int]:
+        """Returns, since the last call, the samples with an error or a note of each scorer, by the
+        metric's name.
+        """
+        counts, self._counts = self._counts, dict.fromkeys(self._count_names(), 0)
+        return counts
 
-    def _float(self, value: Any, where: str) -> float:
-        """Returns one reward as a float, or says what is wrong with it."""
-        shape = np.shape(value) if hasattr(value, "shape") else ()
-        if shape or not isinstance(value.item() if hasattr(value, "item") else value, Real):
-            got = f"shape {tuple(shape)}" if shape else f"a {type(value).__name__}"
-            raise BatchError(
-                self._producer, "reward_B", f"returned {got} for {where}", "a finite float"
-            )
-        if not np.isfinite(reward := float(value)):
-            got = f"returned {reward} for {where}"
-            raise BatchError(self._producer, "reward_B", got, "a finite float")
-        return reward
+    def close(self) -> None:
+        """Ends all processes and threads that score."""
+        for part in self.parts:
+            part.close()
 
-    def _floats(self, value: Any, num_samples: int) -> torch.Tensor:
-        """Returns a batch's rewards as a tensor; what remains wrong with it `scored` says."""
-        if isinstance(value, torch.Tensor):
-            return value.detach().to("cpu", torch.float32)
-        if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
-            raise self._not_floats(f"a {type(value).__name__}", num_samples)
-        try:
-            found = np.asarray(value)
-        except (TypeError, ValueError) as error:
-            raise self._not_floats(f"rows of several shapes ({error})", num_samples) from error
-        if found.dtype.kind not in "fiub":
-            raise self._not_floats(f"a {type(value).__name__} of {found.dtype}", num_samples)
-        return torch.from_numpy(found.astype(np.float32))
+    def nothing_left(self) -> UserError:
+        """Returns the error of a step whose every response was dropped."""
+        return UserError(
+            f"reward {self.name!r}",
+            "no score for any response of a step, all dropped",
+            "at least two scores for a prompt",
+            "Look into logs/rank_N.log for the scorer's errors, or set reward.on_error=stop.",
+        )
 
-    def _not_floats(self, got: str, num_samples: int) -> BatchError:
-        return BatchError(self._producer, "reward_B", f"returned {got}", f"({num_samples},) floats")
+    def _settle(self, part: Part, batch: RolloutBatch, found: Sequence[Outcome]) -> set[int]:
+        """Counts what failed and was noted; returns the failed samples, or raises the first."""
+        failed = {i for i, outcome in enumerate(found) if isinstance(outcome, ScorerFailure)}
+        if failed:
+            first = min(failed)
+            failure = found[first]
+            assert isinstance(failure, ScorerFailure)
+            got = failure.got.replace(WHERE, f"sample {int(batch.sample_ids_B[first])}")
+            error = BatchError(part.producer, "reward_B", got, failure.expected)
+            if self._config.on_error == "stop":
+                raise error from failure.cause
+            logger.warning("%d of %d samples failed; the first: %s", len(failed), len(found), error)
+        self._counts[f"reward/{part.name}/errors"] += len(failed)
+        for outcome in found:
+            if isinstance(outcome, Noted):
+                self._counts[f"reward/{part.name}/{outcome.note}"] += 1
+        return failed
+
+    def _number(self, outcome: Outcome) -> float:
+        if isinstance(outcome, ScorerFailure):
+            return self._config.error_value
+        return float(outcome)
+
+    def _count_names(self) -> list[str]:
+        return [f"reward/{p.name}/{what}" for p in self.parts for what in ("errors", *p.notes)]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def _comparable(groups: Sequence[int], failed: set[int]) -> list[int]:
+    """Returns the samples that did not fail, but for the last one of a group of several."""
+    before = Counter(groups)
+    left = Counter(group for i, group in enumerate(groups) if i not in failed)
+    return [
+        i
+        for i, group in enumerate(groups)
+        if i not in failed and (left[group] > 1 or before[group] == 1)
+    ]
+
+
+def _response_tokens(batch: RolloutBatch) -> list[list[int]]:
+    tokens = batch.tokens_T[batch.response_mask_T].split(batch.response_lengths_B.tolist())
+    return [one.tolist() for one in tokens]
 
 
 def _name_of(function: RewardFunction) -> str:
     named = function if hasattr(function, "__name__") else type(function)
     return str(named.__name__)
-
-
-def _line_of(error: Exception) -> str:
-    """Where the user's code raised: the innermost line, unless the call itself did not fit."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

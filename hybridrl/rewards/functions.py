@@ -3,78 +3,88 @@ early.
 
 A reward function takes `(prompt: str, response: str, columns: Mapping)` and returns a float;
 `columns` is the rest of the prompt's row. One with the attribute `batched = True` takes lists of
-the three, for all samples at once, and returns one float a sample.
+the three, for all samples at once, and returns one float a sample. A class of the table says by
+`runs` where it is called: "process" (it may hang), "thread" (it waits for others), "world" (by the
+trainer); else in place.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-import re
+import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from hybridrl.config.schema import RewardConfig
-from hybridrl.errors import DataError, UserError
+from hybridrl.config.reward import RewardConfig, ScorerConfig
+from hybridrl.errors import UserError
+from hybridrl.rewards.answers import ExactMatch, Gsm8k, Math
+from hybridrl.rewards.remote import Remote
+from hybridrl.rewards.sandbox import Code
+from hybridrl.rewards.shaping import Format, Length, Regex
+
+__all__ = ["REWARDS", "ExactMatch", "RewardFunction", "check_rewards", "find_reward", "where"]
 
 RewardFunction = Callable[..., Any]
+SERVED = "reward_model"
 
 
-class ExactMatch:
-    """1 if the answer found in the response is the row's "answer" column, else 0.
+class ServedModel:
+    """A reward model, which the trainer runs in its own world (trainer/judge.py).
 
     Args:
-        extract: a regular expression; group 1 of its last match (that is not empty) is the
-            answer, no match scores 0. None takes the whole response. White space at both ends
-            does not count.
+        path: HF directory with a value head, as `hybridrl convert` makes of a reward_model run.
 
     Raises:
-        UserError: `extract` is not a regular expression with a group.
+        UserError: there is none.
     """
 
-    def __init__(self, extract: str | None) -> None:
-        try:
-            self._pattern = re.compile(extract) if extract is not None else None
-        except re.error as error:
-            raise _bad_pattern(extract, f"Mend it: {error}.") from error
-        if self._pattern is not None and self._pattern.groups < 1:
-            raise _bad_pattern(extract, "Put ( ) around the part that is the answer.")
+    runs = "world"
+
+    def __init__(self, path: str) -> None:
+        if not (Path(path).expanduser() / "config.json").is_file():
+            raise UserError(
+                "reward.options.path",
+                path,
+                "an HF directory of a reward model",
+                "Make it with algorithm.name=reward_model and hybridrl convert --to hf.",
+            )
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns 1.0 or 0.0."""
-        if "answer" not in columns:
-            raise DataError(
-                "data.answer_key",
-                f"no answer for the prompt {prompt[:40]!r}, only {sorted(columns)}",
-                "a column with the answer in every row",
-                "Set data.answer_key to its name.",
-            )
-        answer = self._extracted(response)
-        return float(answer is not None and answer == str(columns["answer"]).strip())
-
-    def _extracted(self, response: str) -> str | None:
-        if self._pattern is None:
-            return response.strip()
-        # `([^,]*)$` matches "15,08,85" twice, at last with nothing: such a match is no answer.
-        found = [m[1].strip() for m in self._pattern.finditer(response) if m[1]]
-        return found[-1] if found else None
+        """Is never called: the model scores tokens."""
+        raise NotImplementedError
 
 
-REWARDS: dict[str, Callable[[RewardConfig], RewardFunction]] = {
-    "exact_match": lambda config: ExactMatch(config.extract),
+REWARDS: dict[str, Callable[..., RewardFunction]] = {
+    "exact_match": ExactMatch,
+    "gsm8k": Gsm8k,
+    "math": Math,
+    "regex": Regex,
+    "format": Format,
+    "length": Length,
+    "code": Code,
+    "remote": Remote,
+    SERVED: ServedModel,
 }
+NEEDS_ANSWER = ("exact_match", "gsm8k", "math")
 
 
-def find_reward(config: RewardConfig) -> RewardFunction:
+def find_reward(config: ScorerConfig) -> RewardFunction:
     """Returns the function that the section names, from the table or a dotted path
-    `module:function`.
+    `module:function`, with its options.
 
     Raises:
         UserError: there is no such function, or its settings are wrong.
     """
     name = config.function
     if name in REWARDS:
-        return REWARDS[name](config)
+        options = dict(config.options)
+        if name == "exact_match" and config.extract is not None:
+            options["extract"] = config.extract
+        _check_options(name, REWARDS[name], options)
+        return REWARDS[name](**options)
     module, colon, attribute = name.partition(":")
     if not colon:
         near = get_close_matches(name, REWARDS, 1)
@@ -86,15 +96,53 @@ def find_reward(config: RewardConfig) -> RewardFunction:
     if not callable(function):
         raise _unknown(name, f"It is a {type(function).__name__}, which cannot be called.")
     found: RewardFunction = function
+    if config.options:
+        found = functools.wraps(function)(functools.partial(function, **config.options))
     return found
+
+
+def check_rewards(config: RewardConfig) -> list[UserError]:
+    """Returns what is wrong with each scorer of the section."""
+    found = []
+    for scorer in config.scorers().values():
+        try:
+            find_reward(scorer)
+        except UserError as error:
+            found.append(error)
+    return found
+
+
+def where(config: ScorerConfig, function: RewardFunction) -> str:
+    """Returns where a function that the section names is called: "here", "thread", "process"."""
+    is_own = ":" in config.function and not getattr(function, "batched", False)
+    usual = getattr(function, "runs", "process" if is_own else "here")
+    if config.isolated is None or usual in ("thread", "world"):
+        return str(usual)
+    return "process" if config.isolated else "here"
+
+
+def _check_options(name: str, made: Callable[..., Any], options: dict[str, Any]) -> None:
+    known = inspect.signature(made).parameters
+    for option in options:
+        if option not in known:
+            near = get_close_matches(option, known, 1)
+            raise UserError(
+                f"reward.options.{option}",
+                "an unknown option",
+                f"{', '.join(known) or 'no option'} with function {name}",
+                f"Did you mean {near[0]!r}?" if near else "Remove it.",
+            )
+    for option, parameter in known.items():
+        if parameter.default is parameter.empty and option not in options:
+            raise UserError(
+                f"reward.options.{option}",
+                "nothing",
+                f"a value, with function {name}",
+                f"Set reward.options.{option}.",
+            )
 
 
 def _unknown(name: str, remedy: str) -> UserError:
     return UserError(
         "reward.function", name, f"{', '.join(REWARDS)} or package.module:function", remedy
     )
-
-
-def _bad_pattern(extract: str | None, remedy: str) -> UserError:
-    allowed = "a regular expression with a group"
-    return UserError("reward.extract", repr(extract), allowed, remedy)

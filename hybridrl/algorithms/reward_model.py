@@ -1,0 +1,81 @@
+"""Reward-model training on preference pairs: a value model whose value at the end of a response is
+its score.
+
+The pairs' loss couples two samples, so that it is differentiated once over the whole step, as in
+preference.py: `advantages` gives the last token of response i the column -dL/ds_i, and the loss of
+a micro-batch is linear in the values. The score of a response is the value of the state that its
+last token, the end, was sampled from. No policy is trained.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from hybridrl.algorithms.base import LossOutput, Needs
+from hybridrl.algorithms.preference import IMPLICIT, LOSS, pairs
+from hybridrl.batch import MicroBatch, Producer, TrainBatch
+from hybridrl.config.supervised import PAIR_MARGIN, RewardModelConfig
+
+
+class RewardModel:
+    """The Bradley-Terry likelihood of preferences (Ouyang et al. 2022, arXiv 2203.02155, eq. 1):
+
+    -log sigmoid(s_chosen - s_rejected - m), mean over pairs,
+
+    with the margin m of Llama 2 (Touvron et al. 2023, arXiv 2307.09288, eq. 2): `margin` plus that
+    of the row (`data.margin_key`); plus center_coef times (s_chosen + s_rejected)^2, which keeps
+    scores around 0 (Eisenstein et al. 2023, arXiv 2312.09244, sec. 2).
+    """
+
+    name = "reward_model"
+    needs = Needs(rollouts=False, feedback="pairs", values=True, policy=False)
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        self.config = config
+
+    def advantages(self, batch: TrainBatch) -> TrainBatch:
+        """Fills the advantages, minus the loss's derivative by each score, at last tokens."""
+        last_B = batch.offsets[1:] - 1
+        with torch.enable_grad():
+            score_B = batch.require("values_T", self.name)[last_B].double().requires_grad_()
+            loss_B = self.losses(score_B, batch)
+            (slope_B,) = torch.autograd.grad(loss_B.sum(), score_B)
+        advantages_T = torch.zeros(batch.num_tokens)
+        advantages_T[last_B] = -slope_B.float()
+        parts = {IMPLICIT: score_B.detach().float(), LOSS: loss_B.detach().float()}
+        return batch.join_columns(Producer.here(self.name), advantages_T=advantages_T).with_parts(
+            parts
+        )
+
+    def losses(self, score_B: Tensor, batch: TrainBatch) -> Tensor:
+        """Returns what each side adds to the loss, half of its pair's: (B,)."""
+        chosen_P, rejected_P = pairs(batch)
+        rows = [batch.prompts[i].columns for i in chosen_P.tolist()]
+        margins = [float(str(row.get(PAIR_MARGIN, 0))) for row in rows]
+        margin_P = torch.tensor(margins, dtype=score_B.dtype) + self.config.margin
+        s_P, r_P = score_B[chosen_P], score_B[rejected_P]
+        loss_P = -logsigmoid(s_P - r_P - margin_P) + self.config.center_coef * (s_P + r_P).square()
+        loss_B = torch.zeros_like(score_B)
+        return loss_B.index_add(0, chosen_P, loss_P / 2).index_add(0, rejected_P, loss_P / 2)
+
+    def denominator(self, batch: TrainBatch) -> float:
+        """Returns the number of pairs."""
+        return batch.num_samples / 2
+
+    def loss(
+        self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
+    ) -> LossOutput:
+        """Returns zero: there is no policy to train."""
+        return LossOutput(logp_S.masked_fill(~micro.loss_mask_S, 0.0).sum() * 0.0)
+
+    def value_loss(self, values_S: Tensor, micro: MicroBatch, denominator: float) -> LossOutput:
+        """Returns the loss whose gradient the advantages are; its value, the change to the first
+        order, is 0 at the step's first weights.
+        """
+        old_S, slope_S = (
+            micro.require(f"{name}_S", self.name) for name in ("values", "advantages")
+        )
+        moved_S = values_S.masked_fill(~micro.loss_mask_S, 0.0) - old_S
+        return LossOutput(-(slope_S * moved_S).sum() / denominator)

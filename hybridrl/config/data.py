@@ -1,0 +1,90 @@
+"""The section `data`: where prompts come from and which of their columns are used. No torch."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from hybridrl.config.lists import Paths, Weights
+from hybridrl.config.section import Section
+
+
+class DataConfig(Section):
+    """Where prompts come from and which of their columns are used."""
+
+    prompts: Paths = Field(
+        None,
+        description="Source or list of sources to train on: a .jsonl or .parquet file, a data set's folder, or datasets:NAME[:CONFIG]:SPLIT of the hub. None: only where prompts are passed from Python.",
+    )
+    weights: Weights = Field(
+        None,
+        description="Share of the prompts from each source, in any unit. None: all rows of all sources, once an epoch.",
+    )
+    chat_template: bool = Field(
+        False,
+        description="Make prompts, texts or lists of messages, a chat by the tokenizer's template. False: base models have none.",
+    )
+    system_prompt: str | None = Field(
+        None,
+        description="System message before each chat without one. None: as the template has it.",
+    )
+    prompt_key: str = Field(
+        "prompt", description="Column of the prompt text. 'prompt': the common name."
+    )
+    response_key: str = Field(
+        "response",
+        description="Column of the demonstration or labelled response (sft, kto). 'response': the common name.",
+    )
+    chosen_key: str = Field(
+        "chosen", description="Column of a pair's better response. 'chosen': the common name."
+    )
+    rejected_key: str = Field(
+        "rejected", description="Column of a pair's worse response. 'rejected': the common name."
+    )
+    margin_key: str | None = Field(
+        None,
+        description="Column that says by how much a pair's better response is better (reward_model). None: alike for all.",
+    )
+    label_key: str = Field(
+        "label",
+        description="Column that says if a response is good, true or false (kto). 'label': the common name.",
+    )
+    answer_key: str = Field(
+        "answer",
+        description="Column the exact_match reward compares with. 'answer': the common name.",
+    )
+    max_prompt_tokens: int = Field(
+        512,
+        ge=1,
+        description="Longer prompts are dropped and counted. 512: keeps nearly all of the usual math sets.",
+    )
+    shuffle: bool = Field(
+        True, description="New order each epoch, from the seed. True: files are often sorted."
+    )
+    eval_prompts: Paths = Field(
+        None,
+        description="Source or list of sources for accuracy, as in data.prompts. None: no evaluation during training.",
+    )
+    eval_share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of data.prompts that is held out for accuracy; the same prompt is never on both sides. 0: none.",
+    )
+    eval_limit: int | None = Field(
+        None,
+        ge=1,
+        description="Evaluate the first N prompts only. None: all, so that accuracies compare.",
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.weights is not None and len(self.weights) != len(self.prompts or ()):
+            num = len(self.prompts or ())
+            raise ValueError(f"weights: one for each of {num} sources, not {len(self.weights)}")
+        if self.system_prompt is not None and not self.chat_template:
+            raise ValueError("system_prompt: nothing without chat_template=true")
+        if self.eval_share and self.eval_prompts is not None:
+            raise ValueError("eval_share: 0 beside eval_prompts")
+        return self

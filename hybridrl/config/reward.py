@@ -1,0 +1,84 @@
+"""The section `reward`: one scorer, or several with weights, and what happens when one fails. No
+torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hybridrl.config.section import Section
+
+
+class ScorerConfig(Section):
+    """One scorer: a function and how it is run."""
+
+    function: str = Field(
+        "exact_match",
+        description="A reward's name, or 'package.module:function'. 'exact_match': needs no judge.",
+    )
+    extract: str | None = Field(
+        None,
+        description="Regular expression whose last match's group 1 is the answer (exact_match). None: the whole response.",
+    )
+    options: dict[str, Any] = Field(
+        {},
+        description="Keyword arguments of the function, for a batched one too. Empty: each function's own defaults.",
+    )
+    weight: float = Field(
+        1.0, description="What its score is multiplied by in the reward. 1: the score itself."
+    )
+    isolated: bool | None = Field(
+        None,
+        description="Run in processes that can be killed. None: what may hang or crash is (regex, math, your own functions), what cannot is not.",
+    )
+    timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="Wall-clock limit of one call in a process. 60: far above any rule, below run.collective_timeout_s.",
+    )
+    workers: int = Field(
+        2,
+        ge=1,
+        description="Processes or threads of one rank that score at a time. 2: keeps up with rules while eight ranks share a host.",
+    )
+
+
+class RewardConfig(ScorerConfig):
+    """How a response is scored: by `function`, or by the weighted sum of `functions`."""
+
+    functions: dict[str, ScorerConfig] = Field(
+        {},
+        description="Several scorers, by the name that their metrics have; then 'function' is left out. Empty: there is one.",
+    )
+    on_error: Literal["stop", "drop", "value"] = Field(
+        "stop",
+        description="When a scorer hangs, dies, raises or returns no number. 'stop': end the run; 'drop': leave the response out; 'value': score 'error_value'. 'stop': a broken scorer should not train.",
+    )
+    error_value: float = Field(
+        0.0, description="The score of a scorer that failed, with on_error=value. 0: no reward."
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.functions:
+            for name, field in ScorerConfig.model_fields.items():
+                value = getattr(self, name)
+                if value != field.get_default():
+                    raise ValueError(f"{name}: nothing beside functions, not {value!r}")
+        for name in self.functions:
+            if not name.replace("_", "").replace("-", "").isalnum() or name in ("mean", "std"):
+                raise ValueError(
+                    f"functions: names of letters, digits, _ and - but mean and std, not {name!r}"
+                )
+        if self.error_value and self.on_error != "value":
+            raise ValueError(f"error_value: only with on_error=value, not {self.on_error}")
+        return self
+
+    def scorers(self) -> dict[str, ScorerConfig]:
+        """Returns every scorer by the name that its metrics have."""
+        if self.functions:
+            return dict(self.functions)
+        own = {name: getattr(self, name) for name in ScorerConfig.model_fields}
+        return {self.function: ScorerConfig(**own)}

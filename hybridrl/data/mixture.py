@@ -1,0 +1,131 @@
+"""Prompts of several sources in fixed shares, and prompts held out of them. No torch.
+
+Both follow from the prompts alone, so every rank agrees without asking.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from hybridrl.config.schema import DataConfig
+from hybridrl.data.prompts import LoadedPrompts, PromptSource
+from hybridrl.errors import DataError
+from hybridrl.samples import Prompt
+
+
+class MixedPrompts(PromptSource):
+    """Gives prompts of several sources, each in its own epochs.
+
+    Of any number of prompts taken, the share of each source is that of its weight, to less than
+    one prompt either way with two sources: each time the source comes that is furthest behind
+    (Webster's method).
+
+    Args:
+        parts: the prompts of each source; none is empty.
+        weights: of each.
+        seed, shuffle: as of PromptSource, for each.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Prompt]],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self._parts = [PromptSource(part, seed=seed, shuffle=shuffle) for part in parts]
+        self._weights, self._taken = tuple(weights), [0] * len(parts)
+        states = [part.state()["fingerprint"] for part in self._parts]
+        digest = hashlib.sha256(f"{states}{self._weights}".encode())
+        self._fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    @property
+    def epoch(self) -> float:
+        """How many times the prompts were gone through on average."""
+        return sum(self._taken) / len(self)
+
+    def take(self, num: int) -> list[Prompt]:
+        """Returns the next `num` prompts."""
+        return [self._next() for _ in range(num)]
+
+    def _next(self) -> Prompt:
+        behind = [
+            (taken + 0.5) / weight for taken, weight in zip(self._taken, self._weights, strict=True)
+        ]
+        number = behind.index(min(behind))
+        self._taken[number] += 1
+        return self._parts[number].take(1)[0]
+
+    def state(self) -> dict[str, int | str]:
+        """Returns what `load_state` needs, as plain JSON values."""
+        taken: dict[str, int | str] = {f"taken/{i}": num for i, num in enumerate(self._taken)}
+        return {"fingerprint": self._fingerprint, **taken}
+
+    def load_state(self, state: Mapping[str, int | str]) -> None:
+        """Goes on where the source that returned `state` stood.
+
+        Raises:
+            DataError: that source had other prompts, other weights or another seed.
+        """
+        if state["fingerprint"] != self._fingerprint:
+            raise self.differs()
+        self._taken = [int(state[f"taken/{i}"]) for i in range(len(self._parts))]
+        for part, taken in zip(self._parts, self._taken, strict=True):
+            epoch, index = divmod(taken, len(part))
+            part.load_state({**part.state(), "epoch": epoch, "index": index})
+
+
+def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> PromptSource:
+    """Returns the source of a run's prompts.
+
+    Raises:
+        DataError: all prompts of a source that has a weight are too long.
+    """
+    if config.weights is None:
+        return PromptSource(loaded.prompts, seed=seed, shuffle=config.shuffle)
+    parts: list[list[Prompt]] = [[] for _ in config.weights]
+    for number, prompt in zip(loaded.sources, loaded.prompts, strict=True):
+        parts[number].append(prompt)
+    for part, name in zip(parts, config.prompts or (), strict=True):
+        if not part:
+            raise DataError(
+                name,
+                "no prompt that is short enough",
+                f"at least one, with data.weights; rows of at most {loaded.limits}",
+                "Remove the source and its weight.",
+            )
+    return MixedPrompts(parts, config.weights, seed=seed, shuffle=config.shuffle)
+
+
+def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, tuple[Prompt, ...]]:
+    """Returns the prompts to train on and those held out.
+
+    A prompt's side follows from its tokens: equal ones stay together, and rows added later move no
+    other.
+
+    Raises:
+        DataError: one of the sides would be empty.
+    """
+    is_held = [_place(prompt) < share for prompt in loaded.prompts]
+    held = tuple(p for p, out in zip(loaded.prompts, is_held, strict=True) if out)
+    kept = [i for i, out in enumerate(is_held) if not out]
+    if not held or not kept:
+        raise DataError(
+            "data.eval_share",
+            f"{share}, which holds out {len(held)} of {len(is_held)} prompts",
+            "a share that leaves prompts on both sides",
+            "Change it, or set data.eval_prompts.",
+        )
+    prompts = tuple(loaded.prompts[i] for i in kept)
+    return replace(loaded, prompts=prompts, sources=tuple(loaded.sources[i] for i in kept)), held
+
+
+def _place(prompt: Prompt) -> float:
+    digest = hashlib.sha256(str(prompt.tokens).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64

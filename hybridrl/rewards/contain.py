@@ -1,0 +1,186 @@
+"""Runs one untrusted program so that nothing of it lasts; a script of its own, started by
+sandbox.py as `python -I contain.py LIMITS PROGRAM FOLDER`.
+
+Three processes: the outer one enters new namespaces (mounts, processes, network, IPC; as a user
+also a user namespace), the inner one is process 1 there and arranges the file system (all of it
+read-only, but for a small file system in memory at FOLDER), the third becomes the program, without
+privileges and within its limits. When process 1 ends the kernel kills all others of its namespace,
+so neither daemons nor fork bombs outlive it; it ends with the outer one, and that with its starter.
+Linux only; imports nothing of hybridrl.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+
+NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC, NEWUTS = (
+    0x00020000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+    0x08000000,
+    0x04000000,
+)
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY = 442, -100, 0x8000, 1
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+NOT_CONTAINED = 97  # exit code: it could not be arranged, and the program did not run
+FIRST_UID = 0x20000000  # of processes that root starts: nobody else's
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Runs the program; exits like it, or with 128 + the signal that ended it."""
+    limits, program, folder = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        _enter_namespaces()
+        inner = os.fork()  # the first child is process 1 of the new namespace
+        if not inner:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            _be_first_process(limits, program, folder)
+    except OSError as error:
+        _give_up(error)
+    os._exit(_wait_for(inner))
+
+
+def _enter_namespaces() -> None:
+    spaces = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
+    if os.geteuid() == 0:
+        _check(libc.unshare(spaces), "unshare")
+        return
+    uid, gid = os.geteuid(), os.getegid()
+    _check(libc.unshare(spaces | NEWUSER), "unshare")
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{uid} {uid} 1"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+
+
+def _be_first_process(limits: dict[str, int], program: str, folder: str) -> None:
+    try:
+        _arrange_files(limits, program, folder)
+        running = os.fork()
+        if not running:
+            _become_program(limits, folder)
+    except OSError as error:
+        _give_up(error)
+    until = time.monotonic() + limits["time_s"]
+    while time.monotonic() < until:  # it also takes over orphans, which are none of its business
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == running:
+            os._exit(_code(status))
+        time.sleep(0.002)
+    os._exit(128 + signal.SIGALRM)
+
+
+def _arrange_files(limits: dict[str, int], program: str, folder: str) -> None:
+    _mount("none", "/", None, MS_REC | MS_PRIVATE)
+    if os.geteuid() == 0:
+        for prefix in {sys.prefix, sys.base_prefix}:
+            _uncover(os.path.realpath(prefix))
+    attributes = (ctypes.c_uint64 * 4)(ATTR_RDONLY, 0, 0, 0)
+    done = libc.syscall(
+        SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes)
+    )
+    _check(done, "mount_setattr")
+    options = f"size={limits['disk_mib']}m,nr_inodes=1024,mode=1777"
+    _mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    if os.path.isdir("/run"):  # sockets of services
+        _mount("tmpfs", "/run", "tmpfs", MS_NOSUID | MS_NODEV, "size=4k")
+    try:  # not the processes outside, with their environment
+        _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
+    except OSError:  # where /proc has covered parts, as in containers
+        _mount("tmpfs", "/proc", "tmpfs", MS_NOSUID | MS_NODEV, "size=4k")
+    os.chdir(folder)
+    with open("main.py", "w", encoding="utf-8") as file:
+        file.write(program)
+
+
+def _uncover(prefix: str) -> None:
+    """Makes the interpreter's folder reachable for a user who may not enter one above it, of which
+    nothing else stays visible.
+    """
+    parts = prefix.split("/")[1:]
+    above = ["/" + "/".join(parts[: i + 1]) for i in range(len(parts))]
+    closed = next((folder for folder in above if not os.stat(folder).st_mode & 0o001), None)
+    if closed is None:
+        return
+    kept = os.open(prefix, os.O_PATH)
+    _mount("tmpfs", closed, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    os.makedirs(prefix, exist_ok=True)
+    _mount(f"/proc/self/fd/{kept}", prefix, None, MS_BIND | MS_REC)
+    os.close(kept)
+
+
+def _become_program(limits: dict[str, int], folder: str) -> None:
+    if os.geteuid() == 0:
+        # Each its own user, so that the limit on processes counts only this program's.
+        uid = FIRST_UID + limits["number"]
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    mib = 1 << 20
+    for kind, most in (
+        (resource.RLIMIT_CPU, limits["time_s"] + 1),
+        (resource.RLIMIT_AS, limits["memory_mib"] * mib),
+        (resource.RLIMIT_FSIZE, limits["disk_mib"] * mib),
+        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (most, most))
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": folder,
+        "TMPDIR": folder,
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    os.execve(sys.executable, [sys.executable, "-I", "main.py"], environment)
+
+
+def _wait_for(pid: int) -> int:
+    return _code(os.waitpid(pid, 0)[1])
+
+
+def _code(status: int) -> int:
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    done = libc.mount(
+        source.encode(),
+        target.encode(),
+        kind.encode() if kind else None,
+        ctypes.c_ulong(flags),
+        options.encode(),
+    )
+    _check(done, f"mount {target}")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _give_up(error: OSError) -> None:
+    os.write(2, f"not contained: {error.strerror or error}\n".encode())
+    os._exit(NOT_CONTAINED)
+
+
+if __name__ == "__main__":
+    main()

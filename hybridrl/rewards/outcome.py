@@ -1,0 +1,127 @@
+"""What a scorer made of one sample: a number, or why there is none. No torch.
+
+Owns the border with users' code: whatever a reward function does wrong becomes a ScorerFailure,
+and whatever number it returns a float that fits into float32.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from hybridrl.errors import UserError
+
+LARGEST = float(np.finfo(np.float32).max)
+WHERE = "\0"
+
+
+class Noted(float):
+    """A reward with something to count beside it, such as a limit that a program ran into."""
+
+    note: str
+
+    def __new__(cls, value: float, note: str) -> Noted:
+        """Makes the reward `value`; `note` is one word, which becomes part of a metric's name."""
+        made = super().__new__(cls, value)
+        made.note = note
+        return made
+
+
+@dataclass(frozen=True)
+class ScorerFailure:
+    """Why a sample has no score.
+
+    Args:
+        got: what the scorer did; WHERE stands for the sample's name.
+        expected: what it should have done.
+        cause: what it raised, if that was in this process.
+    """
+
+    got: str
+    expected: str = "a finite float"
+    cause: Exception | None = None
+
+
+Outcome = float | ScorerFailure
+Job = tuple[Sequence[str], Sequence[str], Sequence[Mapping[str, object]]]
+"""Prompts, responses and columns of the samples to score."""
+Run = Callable[[Job], list[Outcome]]
+
+
+def outcomes(function: Callable[..., Any], job: Job) -> list[Outcome]:
+    """Calls a reward function on these samples: one call each, or one for all if it is batched.
+
+    Raises:
+        UserError: from the function, which says itself what is wrong.
+    """
+    # A reward function that is a plain callable need not have the attribute.
+    if getattr(function, "batched", False):
+        return _batched(function, job)
+    return [_single(function, *arguments) for arguments in zip(*job, strict=True)]
+
+
+def _single(function: Callable[..., Any], *arguments: object) -> Outcome:
+    try:
+        value = function(*arguments)
+    except UserError:
+        raise
+    except Exception as error:  # any error of the user's own code
+        return _raised(error, WHERE)
+    shape = tuple(value.shape) if hasattr(value, "shape") else ()
+    if shape:
+        return ScorerFailure(f"returned shape {shape} for {WHERE}")
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, Real):
+        return ScorerFailure(f"returned a {type(value).__name__} for {WHERE}")
+    if not math.isfinite(reward := float(number)) or abs(reward) > LARGEST:
+        return ScorerFailure(f"returned {reward} for {WHERE}")
+    return number if isinstance(number, Noted) else reward
+
+
+def _batched(function: Callable[..., Any], job: Job) -> list[Outcome]:
+    num = len(job[0])
+    try:
+        value = function(*job)
+        found = _array(value)
+    except UserError:
+        raise
+    except Exception as error:  # any error of the user's own code
+        return [_raised(error, "the batch")] * num
+    if isinstance(found, np.ndarray) and found.shape == (num,):
+        return [
+            float(x)
+            if math.isfinite(x) and abs(x) <= LARGEST
+            else ScorerFailure(f"returned {x} at index {i}")
+            for i, x in enumerate(found.tolist())
+        ]
+    got = f"shape {found.shape}" if isinstance(found, np.ndarray) else found
+    return [ScorerFailure(f"returned {got}", f"({num},) floats")] * num
+
+
+def _array(value: Any) -> np.ndarray | str:
+    """Returns a batch's rewards as an array of numbers, or what they are instead."""
+    if hasattr(value, "detach"):  # a torch tensor
+        value = value.detach().cpu().double().numpy()
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
+        return f"a {type(value).__name__}"
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        return f"rows of several shapes ({error})"
+    if found.dtype.kind not in "fiub":
+        return f"a {type(value).__name__} of {found.dtype}"
+    return found.astype(np.float64)
+
+
+def _raised(error: Exception, where: str) -> ScorerFailure:
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    # The innermost line, unless the call itself did not fit.
+    line = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    got = f"raised {type(error).__name__}{line} on {where}: {error}"
+    return ScorerFailure(got, "a finite float a sample", error)

@@ -1,0 +1,213 @@
+"""Scoring beside the calling thread: in processes that can be killed, or in threads that wait.
+
+Each of a pool's threads takes one job after the other; the caller gets futures and waits for whom
+it needs. A thread with a process gives it a wall-clock limit a job: one that is over it, or dies,
+is killed with all that it started in its session, its sample gets a failure, and the next job a new
+process. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from hybridrl.config.reward import ScorerConfig
+from hybridrl.errors import UserError
+from hybridrl.rewards.outcome import WHERE, Job, Noted, Outcome, Run, ScorerFailure
+
+START_S = 120.0
+LENGTH = struct.Struct("<Q")
+
+
+class Pool:
+    """Threads that score.
+
+    Args:
+        make: makes what one thread scores with, there.
+        num: of threads.
+        name: of the scorer.
+    """
+
+    def __init__(self, make: Callable[[], Run], num: int, name: str) -> None:
+        self._make, self._num, self._name = make, num, name
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[list[Outcome]]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, job: Job) -> Future[list[Outcome]]:
+        """Returns the outcomes to come; a UserError of the scorer is raised from the future."""
+        if len(self._threads) < self._num:
+            # The threads stay: a process ends with the thread that started it (PR_SET_PDEATHSIG).
+            name = f"reward {self._name}"
+            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+            self._threads[-1].start()
+        future: Future[list[Outcome]] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def close(self) -> None:
+        """Ends the threads after the jobs they are at, and their processes with them."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        self._threads = []
+
+    def _work(self) -> None:
+        run: Run | None = None
+        while (item := self._jobs.get()) is not None:
+            job, future = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                run = run or self._make()
+                future.set_result(run(job))
+            except BaseException as error:  # goes to whom waits for the future
+                future.set_exception(error)
+        if isinstance(run, Worker):
+            run.kill()
+
+
+class Worker:
+    """A process that calls one reward function, started when first needed.
+
+    Args:
+        config: names the function.
+    """
+
+    def __init__(self, config: ScorerConfig) -> None:
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, job: Job) -> list[Outcome]:
+        """Returns what the function made of the samples, or for each that it was killed or died."""
+        if self._process is None:
+            self._start()
+        try:
+            return self._ask(job)
+        except TimeoutError:
+            failure = ScorerFailure(f"took longer than {self._config.timeout_s:g} s for {WHERE}")
+        except (OSError, EOFError):
+            failure = ScorerFailure(f"{self.kill()} on {WHERE}")
+        self.kill()
+        return [failure] * len(job[0])
+
+    def kill(self) -> str:
+        """Ends the process and its session; returns how it ended."""
+        process, self._process = self._process, None
+        if process is None:
+            return "it had ended"
+        try:
+            process.wait(timeout=0.2)  # what died says by itself how
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            _kill_session(process.pid)
+        code = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        return f"died ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
+
+    def _start(self) -> None:
+        paths = [path or os.getcwd() for path in sys.path]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", "hybridrl.rewards.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        try:
+            self._send(self._config, time.monotonic() + START_S)
+            self._receive(time.monotonic() + START_S)
+        except (OSError, EOFError, TimeoutError) as error:
+            ended = self.kill()
+            raise UserError(
+                "reward.function",
+                self._config.function,
+                f"a function whose process starts within {START_S:g} s",
+                f"It {ended} ({type(error).__name__}). Look at the lines before this.",
+            ) from error
+
+    def _ask(self, job: Job) -> list[Outcome]:
+        deadline = time.monotonic() + self._config.timeout_s
+        self._send((*job,), deadline)
+        return [_decoded(entry) for entry in self._receive(deadline)]
+
+    def _send(self, value: object, deadline: float) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        data = memoryview(framed(pickle.dumps(value)))
+        file = self._process.stdin.fileno()
+        while data:
+            _wait(file, select.POLLOUT, deadline)
+            data = data[os.write(file, data) :]
+
+    def _receive(self, deadline: float) -> Any:
+        (size,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+        answer = json.loads(self._read(size, deadline))
+        if "user_error" in answer:
+            raise UserError(*answer["user_error"])
+        return answer["outcomes"]
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        assert self._process is not None and self._process.stdout is not None
+        file, data = self._process.stdout.fileno(), b""
+        while len(data) < size:
+            _wait(file, select.POLLIN, deadline)
+            part = os.read(file, size - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+
+def framed(data: bytes) -> bytes:
+    """Returns the data with its length before it."""
+    return LENGTH.pack(len(data)) + data
+
+
+def encoded(outcome: Outcome) -> dict[str, object]:
+    """Returns an outcome as JSON, which `_decoded` reads: a process sends back no objects."""
+    if isinstance(outcome, ScorerFailure):
+        return {"got": outcome.got, "expected": outcome.expected}
+    note = {"note": outcome.note} if isinstance(outcome, Noted) else {}
+    return {"value": float(outcome), **note}
+
+
+def _decoded(entry: dict[str, Any]) -> Outcome:
+    if "got" in entry:
+        return ScorerFailure(entry["got"], entry["expected"])
+    value = float(entry["value"])
+    return Noted(value, entry["note"]) if "note" in entry else value
+
+
+def _wait(file: int, event: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(file, event)
+    left = deadline - time.monotonic()
+    if left <= 0 or not poll.poll(left * 1000):
+        raise TimeoutError
+
+
+def _kill_session(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,93 @@
+"""Rewards for the form of a response: regular expressions, sections in order, length. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hybridrl.errors import UserError
+from hybridrl.rewards.answers import pattern as compiled
+
+
+class Regex:
+    """Rewards responses that a regular expression matches; `.` matches line ends only with (?s).
+
+    Args:
+        pattern: the expression.
+        whole: it must match the whole response, white space at both ends aside; False: a part.
+        match, no_match: the scores.
+    """
+
+    runs = "process"  # a pattern may take exponential time on some response
+
+    def __init__(
+        self, pattern: str, whole: bool = False, match: float = 1.0, no_match: float = 0.0
+    ) -> None:
+        self._pattern, self._whole = compiled("reward.options.pattern", pattern), whole
+        self._scores = (float(no_match), float(match))
+
+    def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
+        """Returns one of the two scores."""
+        if self._whole:
+            return self._scores[self._pattern.fullmatch(response.strip()) is not None]
+        return self._scores[self._pattern.search(response) is not None]
+
+
+class Format:
+    """The share of tags that occur exactly once as <tag>...</tag>, 0 if they are not in order.
+
+    Args:
+        tags: in the order in which they should occur.
+        outside: whether text outside of them is allowed; if not, such a response scores 0.
+    """
+
+    def __init__(self, tags: Sequence[str] = ("think", "answer"), outside: bool = False) -> None:
+        if isinstance(tags, str) or not tags or not all(isinstance(t, str) and t for t in tags):
+            raise UserError(
+                "reward.options.tags", repr(tags), "a list of names", "Set tags: [think, answer]."
+            )
+        self._tags, self._outside = tuple(tags), outside
+
+    def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
+        """Returns a share from 0 to 1."""
+        spans = []
+        for tag in self._tags:
+            opening, closing = f"<{tag}>", f"</{tag}>"
+            if response.count(opening) == 1 and response.count(closing) == 1:
+                spans.append((response.index(opening), response.index(closing) + len(closing)))
+        if any(end <= start for start, end in spans):
+            return 0.0
+        if any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
+            return 0.0
+        outside = response
+        for start, end in reversed(spans):
+            outside = outside[:start] + outside[end:]
+        if not self._outside and outside.strip():
+            return 0.0
+        return len(spans) / len(self._tags)
+
+
+class Length:
+    """0 up to a length, then falling linearly to -1 at another: DAPO's overlong shaping
+    (Yu et al. 2025, arXiv 2503.14476, eq. 13) in characters. Shorter than `min_chars` is -1 too.
+
+    Args:
+        max_chars: where it reaches -1.
+        buffer_chars: before that, where it begins to fall; 0: at once.
+        min_chars: fewest without a penalty.
+    """
+
+    def __init__(self, max_chars: int, buffer_chars: int = 0, min_chars: int = 0) -> None:
+        for name, value in (("buffer_chars", buffer_chars), ("min_chars", min_chars)):
+            if not 0 <= value <= max_chars:
+                raise UserError(
+                    f"reward.options.{name}", value, f"0 to max_chars = {max_chars}", "Lower it."
+                )
+        self._most, self._buffer, self._fewest = max_chars, buffer_chars, min_chars
+
+    def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
+        """Returns -1 to 0."""
+        length = len(response)
+        if length < self._fewest or length > self._most:
+            return -1.0
+        over = length - (self._most - self._buffer)
+        return -over / self._buffer if over > 0 else 0.0

@@ -1,0 +1,68 @@
+"""The process of a scorer: reads jobs, calls the function, writes what came of them. No torch.
+
+It is alone with the function: its output goes to the error stream, and it ends with the thread that
+started it, whatever the function is at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO
+
+from hybridrl.errors import UserError
+from hybridrl.rewards.functions import find_reward
+from hybridrl.rewards.outcome import outcomes
+from hybridrl.rewards.pool import LENGTH, encoded, framed
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serves until the input ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)  # what the function prints is no answer
+    config = _read(jobs)
+    try:
+        function = find_reward(config)
+    except UserError as error:
+        _write(answers, _user_error(error))
+        return
+    memory = getattr(function, "memory_bytes", None)
+    if memory is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    _write(answers, {"outcomes": []})
+    while (job := _read(jobs)) is not None:
+        try:
+            _write(answers, {"outcomes": [encoded(found) for found in outcomes(function, job)]})
+        except UserError as error:
+            _write(answers, _user_error(error))
+
+
+def _user_error(error: UserError) -> dict[str, Any]:
+    return {"user_error": [error.name, str(error.value), error.allowed, error.remedy]}
+
+
+def _read(file: BinaryIO) -> Any:
+    head = file.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    return pickle.loads(file.read(*LENGTH.unpack(head)))
+
+
+def _write(file: BinaryIO, answer: dict[str, Any]) -> None:
+    file.write(framed(json.dumps(answer).encode()))
+    file.flush()
+
+
+if __name__ == "__main__":
+    main()

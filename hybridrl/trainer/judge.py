@@ -1,0 +1,99 @@
+"""A reward model served in the same world: its scores become a part of the reward.
+
+The model is cut over all ranks like the policy, frozen, and sees the policy's own tokens. The score
+of a response is as in training (algorithms/reward_model.py): the value of the state that its last
+token was sampled from. Collective; every rank gets the same batch back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hybridrl.batch import Producer, ScoredBatch
+from hybridrl.config.schema import Config, ModelConfig
+from hybridrl.errors import UserError
+from hybridrl.models.hf import load_hf
+from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.groups import World
+from hybridrl.rewards.functions import SERVED
+from hybridrl.trainer import setup
+from hybridrl.trainer.model import ModelSource, ParallelModel
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A scorer of the reward's sum that is a model.
+
+    Args:
+        name: in metrics.
+        weight: of its score.
+        model: with a value head, frozen.
+    """
+
+    name: str
+    weight: float
+    model: ParallelModel
+
+    def __call__(self, batch: ScoredBatch) -> ScoredBatch:
+        """Returns the batch with the score added to its rewards and among their parts."""
+        producer = Producer.here(f"reward {self.name!r}")
+        works = self.model.plan_work(batch.to_train(producer))
+        values_T = self.model.per_token(
+            batch.to_train(producer), works, self.model.forward_all(works)
+        )
+        score_B = values_T[batch.offsets[1:] - 1]
+        reward_B = (batch.reward_B.double() + self.weight * score_B.double()).float()
+        scored = batch.join_columns(producer, reward_B=reward_B)
+        return replace(scored.with_parts({self.name: score_B}), producer=producer)
+
+
+def make_judges(
+    config: Config,
+    world: World,
+    policy: ModelSource,
+    models: dict[str, ParallelModel],
+    needs_greedy: bool,
+) -> Sequence[Judge]:
+    """Builds the reward models that the section `reward` names.
+
+    Args:
+        policy: whose tokens they are to read.
+        models: gets each by name, for the table of an out-of-memory error.
+        needs_greedy: whether greedy responses, which no model scores, are compared with.
+
+    Raises:
+        UserError: one has another vocabulary, or the algorithm's baseline would lack its score.
+    """
+    judges = []
+    for name, scorer in config.reward.scorers().items():
+        if scorer.function != SERVED:
+            continue
+        if needs_greedy:
+            raise UserError(
+                "reward.function",
+                SERVED,
+                f"another with algorithm {config.algorithm.name}, whose baseline lacks its score",
+                "Use grpo or rloo.",
+            )
+        path = str(scorer.options["path"])
+        section = ModelConfig(path=path, dtype=config.model.dtype, tokenizer=path)
+        source = setup.model_source(section, world.platform)
+        _check_vocabulary(path, source.hf_config, policy.hf_config)
+        models[f"reward {name}"] = model = ParallelModel(world, source, "value", config.train)
+        with world.all_agree("loading the reward model"):
+            shapes = hf_shapes(source.family, source.shape, "value")
+            load_hf(setup.model_directory(section), model.layout(), model.weights(), shapes)
+        model.freeze()
+        judges.append(Judge(name, scorer.weight, model))
+    return judges
+
+
+def _check_vocabulary(path: str, own: Mapping[str, object], policy: Mapping[str, object]) -> None:
+    if own["vocab_size"] != policy["vocab_size"]:
+        raise UserError(
+            "reward.options.path",
+            f"{path}, with {own['vocab_size']} tokens",
+            f"a reward model with the policy's {policy['vocab_size']} tokens, which it reads",
+            "Train one from a model of the policy's family (algorithm.name=reward_model).",
+        )

@@ -1,0 +1,95 @@
+"""Rewards in a run: several scorers with weights, some of which fail, on ranks that share engines'
+work; and what the run says of them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import QUICKSTART, run
+
+NUM_PROMPTS, NUM_SAMPLES = 8, 4
+
+
+def write_run(folder: Path, **reward: object) -> Path:
+    content = {
+        "run": {"name": "mine", "dir": str(folder)},
+        "model": {"init": str(QUICKSTART / "model")},
+        "train": {"micro_batch_tokens": 512},
+        "rollout": {"max_new_tokens": 12},
+        "algorithm": {"name": "grpo"},
+        "data": {"prompts": str(QUICKSTART / "train.jsonl"), "max_prompt_tokens": 6},
+        "reward": reward,
+        "steps": {
+            "prompts_per_step": NUM_PROMPTS,
+            "samples_per_prompt": NUM_SAMPLES,
+            "updates_per_step": 4,
+            "num_steps": 2,
+        },
+        "log": {"rollouts_every": 1},
+    }
+    (folder / "c.yaml").write_text(yaml.safe_dump(content))
+    return folder / "c.yaml"
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "mine" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+FUNCTIONS = {
+    "digits": {"function": "scripted_reward:digits", "weight": 2.0},
+    "flaky": {"function": "own_rewards:fails_on_odd_lengths", "timeout_s": 2.0},
+    "short": {"function": "length", "options": {"max_chars": 40, "buffer_chars": 40}},
+}
+
+
+@pytest.mark.dist
+def test_failures_are_dropped_counted_and_trained_around(tmp_path: Path) -> None:
+    """What is left of 32 samples need be no multiple of the 4 updates."""
+    config = write_run(tmp_path, functions=FUNCTIONS, on_error="drop")
+    run("train", config, "--world", "2")
+    found = records(tmp_path)
+    assert len(found) == 2
+    for step, record in enumerate(found, 1):
+        errors = record["reward/flaky/errors"]
+        assert 0 < errors < NUM_PROMPTS * NUM_SAMPLES
+        assert record["reward/digits/errors"] == record["reward/short/errors"] == 0
+        dump = next((tmp_path / "mine" / "rollouts").glob(f"*{step}.jsonl"))
+        samples = [json.loads(line) for line in dump.read_text().splitlines()]
+        assert 0 < len(samples) <= NUM_PROMPTS * NUM_SAMPLES - errors
+        assert all(len(sample["response"]) % 2 == 0 for sample in samples)
+        parts = [record[f"reward/{name}/mean"] for name in ("digits", "flaky", "short")]
+        assert record["reward/mean"] == pytest.approx(2 * parts[0] + parts[1] + parts[2], abs=1e-5)
+        assert record["policy/grad_norm"] > 0
+
+
+def test_a_failing_scorer_stops_the_run_or_gets_its_value(tmp_path: Path) -> None:
+    config = write_run(tmp_path, function="own_rewards:fails_on_odd_lengths")
+    said = run("train", config, expect=2)
+    assert "raised ValueError" in said and "own_rewards.py:" in said
+    config = write_run(
+        tmp_path,
+        function="own_rewards:fails_on_odd_lengths",
+        on_error="value",
+        error_value=-1.0,
+    )
+    run("train", config, f"run.dir={tmp_path / 'again'}")
+    lines = (tmp_path / "again" / "mine" / "metrics.jsonl").read_text().splitlines()
+    for record in map(json.loads, lines):
+        share = record["reward/own_rewards:fails_on_odd_lengths/errors"] / 32
+        assert record["reward/mean"] == pytest.approx(1 - 2 * share, abs=1e-6)
+
+
+def test_a_run_whose_every_response_fails_says_so(tmp_path: Path) -> None:
+    config = write_run(tmp_path, function="bad_rewards_of_own:nan", on_error="drop")
+    (tmp_path / "bad_rewards_of_own.py").write_text("def nan(p, r, c): return float('nan')\n")
+    from command_line import start
+
+    process = start(["train", str(config)], {"PYTHONPATH": str(tmp_path)})
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 2, output
+    assert "no score for any response of a step" in output

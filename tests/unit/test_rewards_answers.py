@@ -1,0 +1,131 @@
+"""The rewards that compare with an answer, and those of form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config.schema import ScorerConfig
+from hybridrl.errors import DataError, UserError
+from hybridrl.rewards.functions import find_reward
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+
+
+def reward(function: str, **options: object):
+    return find_reward(ScorerConfig(function=function, options=options))
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "strict", "flexible"),
+    [
+        ("so 72.\n#### 72", "48+24 = <<48+24=72>>72\n#### 72", 1, 1),
+        ("#### 1,234", "#### 1234", 1, 1),
+        ("#### $18.00", "#### 18", 1, 1),
+        ("####18", "18", 1, 1),
+        ("The answer is 18.", "#### 18", 0, 1),
+        ("#### 18 of 20", "#### 18", 1, 0),
+        ("#### 17\n#### 18", "#### 18", 1, 1),
+        ("#### 18\n#### 17", "#### 18", 0, 0),
+        ("#### -5", "#### 5", 0, 0),
+        ("#### -5", "#### -5", 1, 1),
+        ("#### .5", "#### 0.5", 1, 1),
+        ("no number", "#### 5", 0, 0),
+        ("", "#### 5", 0, 0),
+        ("#### five", "#### 5", 0, 0),
+    ],
+)
+def test_gsm8k_takes_the_marked_or_the_last_number(response, answer, strict, flexible):
+    assert reward("gsm8k")("", response, {"answer": answer}) == strict
+    assert reward("gsm8k", method="flexible")("", response, {"answer": answer}) == flexible
+
+
+def test_gsm8k_refuses_an_answer_that_is_no_number():
+    with pytest.raises(DataError, match="a number, alone or after ####"):
+        reward("gsm8k")("", "#### 5", {"answer": "five"})
+    with pytest.raises(UserError, match="strict or flexible"):
+        reward("gsm8k", method="loose")
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K beside this checkout")
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+def test_every_published_gsm8k_solution_has_the_full_reward(method):
+    scored = reward("gsm8k", method=method)
+    rows = [json.loads(line) for file in GSM8K.glob("*.jsonl") for line in file.open()]
+    assert len(rows) == 7473 + 1319
+    assert all(scored(r["question"], r["answer"], r) == 1.0 for r in rows)
+    wrong = [scored(a["question"], a["answer"] + "1", b) for a, b in zip(rows, rows, strict=True)]
+    assert sum(wrong) == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("It is \\boxed{\\frac{1}{2}}.", "0.5", 1),
+        ("It is $\\frac{2}{4}$.", "\\frac{1}{2}", 1),
+        ("\\boxed{x^2 + 2x + 1}", "$(x+1)^2$", 1),
+        ("\\boxed{{1, 2}}", "{2, 1}", 1),
+        ("\\boxed{3}", "4", 0),
+        ("no answer here", "4", 0),
+        ("The sum is 72", "48+24 = <<48+24=72>>72\n#### 72", 1),
+    ],
+)
+def test_math_compares_values_not_texts(response, answer, expected):
+    assert reward("math")("", response, {"answer": answer}) == expected
+
+
+def test_regex_matches_a_part_or_the_whole():
+    assert reward("regex", pattern=r"\d+")("", "a 1", {}) == 1
+    assert reward("regex", pattern=r"\d+", whole=True)("", "a 1", {}) == 0
+    assert reward("regex", pattern=r"\d+", whole=True)("", " 12\n", {}) == 1
+    assert reward("regex", pattern="x", match=0.5, no_match=-2)("", "y", {}) == -2
+    with pytest.raises(UserError, match=r"reward\.options\.pattern.*a regular expression"):
+        reward("regex", pattern="(")
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>a</think> <answer>b</answer>\n", 1),
+        ("<think>a</think>", 0.5),
+        ("<answer>b</answer><think>a</think>", 0),
+        ("<think>a</think><answer>b</answer> more", 0),
+        ("<think>a<answer>b</answer></think>", 0),
+        ("</think>a<think><answer>b</answer>", 0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0),
+        ("plain", 0),
+    ],
+)
+def test_format_wants_each_tag_once_and_in_order(response, expected):
+    assert reward("format")("", response, {}) == expected
+
+
+def test_format_may_allow_text_outside():
+    scored = reward("format", tags=["a"], outside=True)
+    assert scored("", "x <a>1</a> y", {}) == 1
+
+
+def test_length_falls_linearly_over_the_buffer():
+    scored = reward("length", max_chars=10, buffer_chars=4, min_chars=2)
+    found = [scored("", "x" * n, {}) for n in (1, 2, 6, 7, 8, 10, 11)]
+    assert found == [-1, 0, 0, -0.25, -0.5, -1, -1]
+    with pytest.raises(UserError, match="0 to max_chars = 3"):
+        reward("length", max_chars=3, buffer_chars=4)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "said"),
+    [
+        ("regex", {}, r"reward\.options\.pattern: got nothing"),
+        ("regex", {"pattern": "a", "hole": True}, "Did you mean 'whole'"),
+        ("math", {"a": 1}, "no option with function math"),
+        ("format", {"tags": "think"}, "a list of names"),
+        ("remote", {"url": "localhost:1"}, "http://HOST"),
+        ("remote", {"url": "http://a", "retries": -1}, "retries"),
+    ],
+)
+def test_wrong_options_are_refused(function, options, said):
+    with pytest.raises(UserError, match=said):
+        reward(function, **options)

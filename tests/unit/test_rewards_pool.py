@@ -1,0 +1,257 @@
+"""Scorers in processes of their own: whatever they do is contained, named and counted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batches import rollout_batch
+
+from hybridrl.batch import BatchError, RolloutBatch
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.schema import RewardConfig
+from hybridrl.errors import ConfigError, DataError, UserError
+from hybridrl.rewards.base import Scorer
+
+RIGHT = "fine"
+
+
+class Words:
+    """A tokenizer that finds the next of some texts in each response."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts: dict[tuple[int, ...], str] = {}
+        self.left = list(texts)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        key = tuple(token_ids)
+        if key not in self.texts:
+            self.texts[key] = self.left.pop(0)
+        return self.texts[key]
+
+
+@pytest.fixture
+def made() -> Iterator[list[Scorer]]:
+    scorers: list[Scorer] = []
+    yield scorers
+    for scorer in scorers:
+        scorer.close()
+
+
+def scored(made: list[Scorer], texts: Sequence[str], batch: RolloutBatch, **section: Any):
+    scorer = Scorer(RewardConfig.model_validate(section), Words(texts))
+    made.append(scorer)
+    return scorer.score(batch), scorer.take_counts()
+
+
+def is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "\nState:\tZ" not in status.read_text()
+
+
+OBEYS = {"function": "own_rewards:obeys", "timeout_s": 1.0}
+BAD = {
+    "hang": "took longer than 1 s for sample 1",
+    "exit": r"died \(exit code 3\) on sample 1",
+    "crash": r"died \(SIGSEGV\) on sample 1",
+    "raise": "raised ZeroDivisionError at .*own_rewards.py:.* on sample 1: no score",
+    "nan": "returned nan for sample 1",
+    "inf": "returned inf for sample 1",
+    "huge": r"returned 1e\+39 for sample 1",
+    "text": "returned a str for sample 1",
+    "none": "returned a NoneType for sample 1",
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_scorer_that_fails_stops_the_step_and_says_how(made, bad):
+    texts = [RIGHT, bad, *[RIGHT] * 4]
+    with pytest.raises(BatchError, match=BAD[bad]) as caught:
+        scored(made, texts, rollout_batch(), **OBEYS)
+    assert "own_rewards.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_failure_is_a_value_and_is_counted(made, bad):
+    texts = [RIGHT, bad, *[RIGHT] * 4]
+    batch, counts = scored(
+        made, texts, rollout_batch(), **OBEYS, on_error="value", error_value=-0.5
+    )
+    assert batch.reward_B.tolist() == [1, -0.5, 1, 1, 1, 1]
+    assert counts == {"reward/own_rewards:obeys/errors": 1}
+
+
+def test_a_failed_sample_is_dropped_with_the_last_one_of_its_group(made):
+    texts = [RIGHT, "exit", RIGHT, *[RIGHT] * 3, RIGHT, "nan", "raise"]
+    batch, counts = scored(made, texts, rollout_batch(3, 3), **OBEYS, on_error="drop")
+    assert batch.sample_ids_B.tolist() == [0, 2, 3, 4, 5]
+    assert counts == {"reward/own_rewards:obeys/errors": 3}
+
+
+def test_nothing_is_left_where_all_fail(made):
+    batch, counts = scored(made, ["nan"] * 6, rollout_batch(), **OBEYS, on_error="drop")
+    assert batch is None
+    assert list(counts.values()) == [6]
+    assert "logs/rank_N.log" in str(made[0].nothing_left())
+
+
+def test_what_a_hanging_scorer_started_is_killed_too(made, tmp_path):
+    file = tmp_path / "pid"
+    batch = rollout_batch(1, 2)
+    prompt = replace(batch.prompts[0], columns={"file": str(file)})
+    batch = replace(batch, prompts=(prompt, prompt))
+    found, _ = scored(made, ["hang with a child", RIGHT], batch, **OBEYS, on_error="value")
+    assert found.reward_B.tolist() == [0, 1]
+    until = time.monotonic() + 5
+    while is_alive(int(file.read_text())) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_alive(int(file.read_text()))
+
+
+def test_catastrophic_patterns_and_formulas_end_in_time(made):
+    functions = {
+        "regex": {
+            "function": "regex",
+            "options": {"pattern": "(a+)+b", "whole": True},
+            "timeout_s": 1.0,
+            "workers": 6,
+        },
+        "math": {"function": "math", "timeout_s": 2.0, "workers": 6},
+    }
+    texts = ["aab", "a" * 40, "\\boxed{9^{9^{9^{9}}}}", "\\boxed{0}", "\\boxed{1}", "2"]
+    began = time.monotonic()
+    batch, counts = scored(
+        made, texts, rollout_batch(), functions=functions, on_error="value", error_value=-3.0
+    )
+    assert time.monotonic() - began < 30
+    assert batch.reward_parts["regex"].tolist() == [1, -3, 0, 0, 0, 0]
+    # The answers are 0, 0, 1, 1, 2, 2.
+    assert batch.reward_parts["math"].tolist()[3:] == [0, 0, 1]
+    assert counts["reward/regex/errors"] == 1
+
+
+def test_processes_work_at_the_same_time_and_stay(made):
+    config = {"function": "own_rewards:slow", "workers": 6}
+    scorer = Scorer(RewardConfig.model_validate(config), Words([str(i) for i in range(6)]))
+    made.append(scorer)
+    scorer.score(rollout_batch())  # they have started
+    began = time.monotonic()
+    scorer.score(rollout_batch())
+    assert time.monotonic() - began < 0.4  # 0.6 one after the other
+    numbers, _ = scored(
+        made, [str(i) for i in range(6)], rollout_batch(), function="own_rewards:number"
+    )
+    assert os.getpid() not in numbers.reward_parts["own_rewards:number"].tolist()
+
+
+def test_begun_samples_are_scored_meanwhile(made):
+    batch = rollout_batch()
+    config = {"function": "own_rewards:slow", "workers": 2}
+    scorer = Scorer(RewardConfig.model_validate(config), Words([str(i) for i in range(7)]))
+    made.append(scorer)
+    tokens = batch.tokens_T[batch.response_mask_T].split(batch.response_lengths_B.tolist())
+    for i in range(6):
+        scorer.begin(int(batch.sample_ids_B[i]), batch.prompts[i], tokens[i].tolist())
+    scorer.begin(77, batch.prompts[0], [1, 2, 3, 4, 5, 6, 7, 8])  # of no sample that is asked for
+    time.sleep(4)
+    began = time.monotonic()
+    assert scorer.score(batch).reward_B.tolist() == [1.0] * 6
+    assert time.monotonic() - began < 0.1
+    began = time.monotonic()
+    assert scorer.score(batch).reward_B.tolist() == [1.0] * 6  # what was begun counts once
+    assert time.monotonic() - began > 0.25
+
+
+def test_a_sum_has_its_terms_as_parts(made):
+    functions = {
+        "long": {"function": "own_rewards:length", "options": {"scale": 2.0}, "weight": 0.5},
+        "order": {"function": "own_rewards:ranks", "weight": -1.0},
+        "apart": {"function": "own_rewards:ranks", "isolated": True, "weight": 0.0},
+    }
+    texts = ["x" * n for n in (3, 1, 2, 6, 5, 4)]
+    batch, counts = scored(made, texts, rollout_batch(), functions=functions)
+    parts = {name: part.tolist() for name, part in batch.reward_parts.items()}
+    assert parts == {
+        "long": [6, 2, 4, 12, 10, 8],
+        "order": [2, 0, 1, 5, 4, 3],
+        "apart": [2, 0, 1, 5, 4, 3],
+    }
+    assert batch.reward_B.tolist() == [1, 1, 1, 1, 1, 1]
+    assert counts == dict.fromkeys([f"reward/{n}/errors" for n in functions], 0)
+
+
+def test_a_user_error_in_a_process_passes_through(made):
+    batch = rollout_batch(1, 1)
+    batch = replace(batch, prompts=(replace(batch.prompts[0], columns={}),))
+    with pytest.raises(UserError, match=r"data\.answer_key") as caught:
+        scored(made, ["1"], batch, function="math")
+    assert not isinstance(caught.value, DataError | BatchError)
+
+
+def test_a_weighted_sum_that_overflows_is_refused(made):
+    with pytest.raises(BatchError, match="inf"):
+        scored(made, ["x"] * 6, rollout_batch(), function="own_rewards:length", weight=1e300)
+
+
+ORPHAN = """
+import sys, threading
+from hybridrl.config.schema import ScorerConfig
+from hybridrl.rewards.pool import Pool, Worker
+pool = Pool(lambda: Worker(ScorerConfig(function="own_rewards:number")), 1, "x")
+print(int(pool.submit(([""], [""], [{}])).result()[0]), flush=True)
+worker = Worker(ScorerConfig(function="own_rewards:obeys"))
+Pool(lambda: worker, 1, "y").submit(([""], ["hang"], [{}]))
+while worker._process is None: pass
+print(worker._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_no_process_outlives_a_trainer_that_is_killed():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None and parent.stdin is not None
+    pids = [int(parent.stdout.readline()) for _ in range(2)]
+    time.sleep(1.5)  # the second is in its function now
+    assert all(map(is_alive, pids))
+    parent.kill()
+    parent.communicate()
+    until = time.monotonic() + 5
+    while any(map(is_alive, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids))
+
+
+MINIMAL = {"run": {"name": "a"}, "model": {"init": "m"}, "algorithm": {"name": "grpo"}}
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"functions": {"a": {"function": "math"}}, "function": "gsm8k"}, "function: nothing"),
+        ({"functions": {"a b": {}}}, "names of letters"),
+        ({"functions": {"mean": {}}}, "names of letters"),
+        ({"functions": {"a": {"wieght": 1.0}}}, "Did you mean 'reward.functions.a.weight'"),
+        ({"on_error": "ignore"}, "'stop', 'drop' or 'value'"),
+        ({"error_value": 1.0}, "only with on_error=value"),
+        ({"error_value": float("inf"), "on_error": "value"}, "finite"),
+        ({"weight": float("inf")}, "finite"),
+        ({"timeout_s": 0.0}, "greater than 0"),
+    ],
+)
+def test_wrong_sections_are_refused(section, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config_dict({**MINIMAL, "reward": section})

@@ -1,0 +1,168 @@
+"""The HTTP scorer against a server on the loopback that behaves well, badly, or not at all."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from batches import rollout_batch
+
+from hybridrl.batch import BatchError
+from hybridrl.config.schema import RewardConfig
+from hybridrl.rewards.base import Scorer
+from hybridrl.rewards.remote import Remote, RemoteError
+
+Answer = Callable[[BaseHTTPRequestHandler, dict], None]
+
+
+class Server:
+    """What it was asked, and how it answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict] = []
+        self.headers: list[dict] = []
+        self.answer: Answer = reply({"reward": 0.5})
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.asked.append(body)
+                outer.headers.append(dict(self.headers))
+                outer.answer(self, body)
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/score?v=1"
+
+
+def reply(content: object, status: int = 200) -> Answer:
+    def answer(handler: BaseHTTPRequestHandler, body: dict) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        handler.send_response(status)
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return answer
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    threading.Thread(target=made.http.serve_forever, daemon=True).start()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+def ask(server: Server, **options: object) -> float:
+    options = {"wait_s": 0.01, "attempt_s": 0.5, **options}
+    return Remote(server.url, **options)("1+1=", "2", {"answer": "2"})  # type: ignore[arg-type]
+
+
+def test_a_sample_is_posted_and_its_score_returned(server):
+    assert ask(server, headers={"Authorization": "key"}) == 0.5
+    assert server.asked == [{"prompt": "1+1=", "response": "2", "columns": {"answer": "2"}}]
+    assert server.headers[0]["Authorization"] == "key"
+    server.answer = reply({"score": 2})
+    assert ask(server, reward_key="score") == 2
+
+
+def test_what_may_pass_is_tried_again(server):
+    def answer(handler, body):
+        code = {1: 503, 2: 429}.get(len(server.asked), 200)
+        reply({"reward": 1.0}, code)(handler, body)
+
+    server.answer = answer
+    assert ask(server) == 1.0
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "said", "attempts"),
+    [
+        ({"reward": 1}, 500, "no score in 3 attempts, the last: status 500", 3),
+        ({"error": "who are you"}, 403, "status 403", 1),
+        (b"<html>", 200, "answered no JSON: b'<html>'", 1),
+        ({"score": 1}, 200, "without a number as 'reward'", 1),
+        ({"reward": "1"}, 200, "without a number", 1),
+        ({"reward": True}, 200, "without a number", 1),
+        ({"reward": None}, 200, "without a number", 1),
+        ([1], 200, "without a number", 1),
+        (b'{"reward": Infinity}', 200, "not finite", 1),
+        (b'{"reward": NaN}', 200, "not finite", 1),
+        (b'{"reward": 1, "x": "' + b"y" * (2 << 20) + b'"}', 200, "answered no JSON", 1),
+    ],
+)
+def test_an_answer_against_the_schema_is_an_error(server, content, status, said, attempts):
+    server.answer = reply(content, status)
+    with pytest.raises(RemoteError, match=said):
+        ask(server, retries=2)
+    assert len(server.asked) == attempts
+
+
+def drips_head(handler: BaseHTTPRequestHandler, body: dict) -> None:
+    for letter in "HTTP/1.0 200 OK\r\nA: " + "b" * 100:
+        handler.wfile.write(letter.encode())
+        time.sleep(0.1)
+
+
+def drips_body(handler: BaseHTTPRequestHandler, body: dict) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for letter in '{"reward": 1' + " " * 100 + "}":
+        handler.wfile.write(letter.encode())
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda handler, body: time.sleep(3), drips_head, drips_body], ids=str
+)
+def test_no_attempt_outlasts_its_limit(server, answer):
+    server.answer = answer
+    began = time.monotonic()
+    with pytest.raises(RemoteError, match="2 attempts, the last: .*[tT]ime"):
+        ask(server, retries=1, attempt_s=0.3)
+    assert time.monotonic() - began < 1.5
+
+
+def test_a_server_that_is_not_there_is_an_error():
+    with pytest.raises(RemoteError, match="ConnectionRefusedError"):
+        Remote("http://127.0.0.1:9/", retries=1, wait_s=0.01)("", "", {})
+
+
+class Numbers:
+    """A tokenizer whose text is the tokens' numbers."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def test_samples_are_asked_for_at_the_same_time_and_failures_counted(server):
+    def answer(handler, body):
+        time.sleep(0.3)
+        is_bad = body["columns"]["answer"] == "1"
+        reply({"reward": 2.0} if not is_bad else {})(handler, body)
+
+    server.answer = answer
+    options = {"url": server.url}
+    config = {"function": "remote", "options": options, "workers": 6, "on_error": "drop"}
+    scorer = Scorer(RewardConfig.model_validate(config), Numbers())
+    began = time.monotonic()
+    scored = scorer.score(rollout_batch())
+    assert time.monotonic() - began < 1.0
+    assert scored is not None
+    assert scored.sample_ids_B.tolist() == [0, 1, 4, 5]
+    assert scored.reward_B.tolist() == [2.0] * 4
+    assert scorer.take_counts() == {"reward/remote/errors": 2}
+    scorer.close()
+    stops = Scorer(RewardConfig.model_validate({**config, "on_error": "stop"}), Numbers())
+    with pytest.raises(BatchError, match=r"raised RemoteError .*on sample 2: answered \{\}"):
+        stops.score(rollout_batch())
+    stops.close()
