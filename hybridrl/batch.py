@@ -14,6 +14,7 @@ afterwards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -29,6 +30,7 @@ from hybridrl.micro_batch import MicroBatch
 from hybridrl.samples import Prompt, Rollout
 
 __all__ = [
+    "GREEDY",
     "MISMATCHED",
     "BatchError",
     "MicroBatch",
@@ -43,6 +45,8 @@ __all__ = [
 
 MISMATCHED = "mismatched"
 """The reward part that is 1 for responses to another prompt, which nothing learns from."""
+GREEDY = "greedy"
+"""The reward part that is the reward of the greedy response to the same prompt, no term itself."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -181,7 +185,12 @@ class RolloutBatch:
                     producer, name, "returned an unknown column", ", ".join(allowed), remedy
                 )
             self._check_column(name, value, producer)
-        return replace(self, **columns)  # type: ignore[arg-type]
+        if "tokens_T" in columns:
+            return replace(self, **columns)  # type: ignore[arg-type]
+        # The rest has passed its checks, and what is cached follows from the lengths alone.
+        joined = copy(self)
+        joined.__dict__.update(columns)
+        return joined
 
     def select(self, indices: Sequence[int] | Tensor) -> Self:
         """Returns the samples at `indices`, in that order."""
@@ -318,7 +327,7 @@ class TrainBatch(ScoredBatch):
 
     `old_logp_T` is of the policy at the start of the step, `reference_logp_T` of the frozen
     reference; `values_T[t]` is the value of the state that token t was sampled from,
-    `returns_T[t]` its target.
+    `returns_T[t]` its target; `term_weights_T[t]` what an algorithm's own term of the loss weighs.
     """
 
     old_logp_T: Tensor | None = None
@@ -326,6 +335,7 @@ class TrainBatch(ScoredBatch):
     values_T: Tensor | None = None
     advantages_T: Tensor | None = None
     returns_T: Tensor | None = None
+    term_weights_T: Tensor | None = None
 
     @classmethod
     def supervised(cls, prompts: Sequence[Prompt], producer: Producer) -> TrainBatch:

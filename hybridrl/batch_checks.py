@@ -99,6 +99,7 @@ COLUMNS = {
     "values_T": _LOGP,
     "advantages_T": _LOGP,
     "returns_T": _LOGP,
+    "term_weights_T": _LOGP,
 }
 _WORDS = {torch.int64: "integers", torch.float32: "floats", torch.bool: "booleans"}
 NO_MASK = torch.zeros(0, dtype=torch.bool)
@@ -118,12 +119,14 @@ def check(
     if value.dtype != column.dtype or value.device.type != "cpu" or value.requires_grad:
         got = f"returned {value.dtype} on {value.device}{' with a gradient' * value.requires_grad}"
         raise BatchError(producer, name, got, f"{column.dtype} on cpu without a gradient")
-    if column.dtype.is_floating_point and not bool((finite := value.isfinite()).all()):
+    # The sum of finite numbers may overflow; that of others is never finite.
+    is_doubtful = column.dtype.is_floating_point and not bool(value.sum().isfinite())
+    if is_doubtful and not bool((finite := value.isfinite()).all()):
         first = int((~finite).nonzero()[0])
         raise BatchError(
             producer, name, f"returned {value[first].item()} at index {first}", f"finite {expected}"
         )
-    if column.response_only and bool((value.ne(0) & ~response_mask_T).any()):
+    if column.response_only and bool(value.masked_fill(response_mask_T, 0).any()):
         first = int((value.ne(0) & ~response_mask_T).nonzero()[0])
         got = f"returned {value[first].item()} at index {first}, a prompt token"
         raise BatchError(producer, name, got, "zero on prompt tokens")

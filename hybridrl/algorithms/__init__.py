@@ -20,13 +20,17 @@ ALGORITHMS = {
     "cispo": "hybridrl.algorithms.grpo:Grpo",
     "sapo": "hybridrl.algorithms.grpo:Grpo",
     "clip_cov": "hybridrl.algorithms.grpo:Grpo",
+    "kl_cov": "hybridrl.algorithms.grpo:Grpo",
     "rloo": "hybridrl.algorithms.grpo:Grpo",
     "reinforce_pp_baseline": "hybridrl.algorithms.grpo:Grpo",
+    "remax": "hybridrl.algorithms.grpo:Grpo",
     "opo": "hybridrl.algorithms.grpo:Grpo",
     "gpg": "hybridrl.algorithms.grpo:Grpo",
     "pass_at_k": "hybridrl.algorithms.grpo:Grpo",
+    "gdpo": "hybridrl.algorithms.grpo:Grpo",
     "reinforce_pp": "hybridrl.algorithms.reinforce:ReinforcePlusPlus",
     "ppo": "hybridrl.algorithms.ppo:Ppo",
+    "vapo": "hybridrl.algorithms.ppo:Ppo",
     "sft": "hybridrl.algorithms.sft:Sft",
     "dpo": "hybridrl.algorithms.preference:Dpo",
     "dpo_norm": "hybridrl.algorithms.preference:Dpo",
@@ -35,6 +39,7 @@ ALGORITHMS = {
     "simpo": "hybridrl.algorithms.preference:Dpo",
     "orpo": "hybridrl.algorithms.preference:Dpo",
     "kto": "hybridrl.algorithms.preference:Kto",
+    "reward_model": "hybridrl.algorithms.reward_model:RewardModel",
 }
 _METHODS = ("name", "needs", "advantages", "denominator", "loss")
 

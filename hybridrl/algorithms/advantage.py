@@ -6,6 +6,7 @@ without the prompts; `batch.response_mask_T` picks them from a (T,) column.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import comb
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from hybridrl.algorithms.surrogate import KlEstimator, kl_estimate
 from hybridrl.batch import TrainBatch
+
+Keys = Callable[[Tensor], Tensor]
+"""Returns for each of these response tokens, by index, a number that looks random."""
 
 
 def token_kl(batch: TrainBatch, estimator: KlEstimator, needed_by: str) -> Tensor:
@@ -24,6 +28,13 @@ def token_kl(batch: TrainBatch, estimator: KlEstimator, needed_by: str) -> Tenso
     old_T = batch.require("old_logp_T", needed_by).double()
     reference_T = batch.require("reference_logp_T", needed_by).double()
     return kl_estimate(old_T, reference_T, estimator) * batch.response_mask_T
+
+
+def sequence_kl(batch: TrainBatch, needed_by: str) -> float:
+    """Returns the KL of the old policy to the reference, nats a response: the mean over responses
+    of the sum of k1 over their tokens.
+    """
+    return float(token_kl(batch, "k1", needed_by).sum()) / batch.num_samples
 
 
 def last_token_rewards(reward_B: Tensor, response_lengths_B: Tensor) -> Tensor:
@@ -50,6 +61,7 @@ def gae(
     response_lengths_B: Tensor,
     gamma: float,
     lam: float | Tensor,
+    critic_lam: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
 
@@ -62,32 +74,40 @@ def gae(
         response_lengths_B: response tokens of each sample.
         gamma: discount a token.
         lam: lambda, one number or one a sample.
+        critic_lam: lambda of the returns; None: the same.
 
     Returns:
         Advantages and returns (advantage + value), each (R,) float64.
     """
-    longest, num_samples = int(response_lengths_B.max()), len(response_lengths_B)
-    width = longest + 1
-    starts_B = response_lengths_B.cumsum(0) - response_lengths_B
-    # Beyond the end of a response rewards and values stay 0, and so do deltas and advantages: no
-    # mask is needed.
-    shift_B = torch.arange(num_samples) * width - starts_B
-    place_R = shift_B.repeat_interleave(response_lengths_B).add_(torch.arange(len(values_R)))
-    rewards_BL, values_BL = (
-        torch.zeros(num_samples * width, dtype=torch.float64)
-        .index_copy_(0, place_R, column_R.double())
-        .view(num_samples, width)
-        for column_R in (rewards_R, values_R)
-    )
-    # delta, which the loop turns into advantages from the back; time comes first there, so that it
-    # walks over contiguous rows.
-    rewards_BL[:, :-1] += gamma * values_BL[:, 1:]
-    advantages_LB = (rewards_BL - values_BL).t().contiguous()
-    decay_B = torch.as_tensor(gamma * lam, dtype=torch.float64).expand(num_samples)
-    for t in reversed(range(longest)):
-        advantages_LB[t].addcmul_(decay_B, advantages_LB[t + 1])
-    advantages_R = advantages_LB.t().contiguous().view(-1)[place_R]
-    return advantages_R, advantages_R + values_R.double()
+    values_R = values_R.double()
+    ends_B = response_lengths_B.cumsum(0)
+    next_R = values_R.roll(-1)
+    next_R[ends_B - 1] = 0.0
+    delta_R = next_R.mul_(gamma).add_(rewards_R).sub_(values_R)
+    advantages_R = _sum_to_come(delta_R, response_lengths_B, gamma * lam)
+    if critic_lam is None:
+        return advantages_R, advantages_R + values_R
+    return advantages_R, _sum_to_come(delta_R, response_lengths_B, gamma * critic_lam) + values_R
+
+
+def _sum_to_come(value_R: Tensor, lengths_B: Tensor, decay: float | Tensor) -> Tensor:
+    """Returns at each token the sum over it and those behind it in its sample, what is l tokens
+    behind multiplied by decay^l.
+    """
+    decay_B = torch.as_tensor(decay, dtype=torch.float64).expand(len(lengths_B))
+    if bool((decay_B == 1).all()):
+        total_R = value_R.cumsum(0)
+        end_B = total_R[lengths_B.cumsum(0) - 1]
+        return end_B.repeat_interleave(lengths_B).sub_(total_R).add_(value_R)
+    is_in_BL = torch.arange(int(lengths_B.max())) < lengths_B[:, None]
+    # Beyond the end of a response all is 0: the loop needs no mask. Time comes first in it, so
+    # that it walks over contiguous rows.
+    value_BL = torch.zeros(is_in_BL.shape, dtype=torch.float64).masked_scatter_(is_in_BL, value_R)
+    value_LB = value_BL.t().contiguous()
+    rows = value_LB.unbind(0)
+    for now_B, next_B in zip(rows[-2::-1], rows[:0:-1], strict=True):
+        now_B.addcmul_(decay_B, next_B)
+    return value_BL.copy_(value_LB.t()).masked_select(is_in_BL)
 
 
 def length_lambda(response_lengths_B: Tensor, alpha: float) -> Tensor:
@@ -159,58 +179,89 @@ def divided_by_group_std(centred_B: Tensor, group_B: Tensor, epsilon: float = 1e
     return centred_B / ((square_B / (size_B - 1).clamp(min=1)).sqrt() + epsilon)
 
 
+def uniform_groups(values: Sequence[Tensor], group_B: Tensor) -> Tensor:
+    """Returns which samples are in groups whose values are all equal, in each of these columns.
+
+    Returns:
+        (B,) bool; True in a group of one.
+    """
+    _, index_B = group_B.unique(return_inverse=True)
+    is_uniform_B = torch.ones(len(group_B), dtype=torch.bool)
+    for value_B in values:
+        one_G = torch.zeros(int(index_B.max()) + 1, dtype=value_B.dtype)
+        one_G[index_B] = value_B  # any one value of the group
+        is_uniform_B &= _group_sum((value_B != one_G[index_B]).double(), group_B) == 0
+    return is_uniform_B
+
+
 def informative_scale(reward_B: Tensor, group_B: Tensor) -> float:
     """Returns B / (B - M), M samples being in groups whose rewards are all equal; 1 if all are.
 
     The accurate gradient estimation of GPG (Chu et al. 2025, arXiv 2504.02546).
     """
-    _, index_B = group_B.unique(return_inverse=True)
-    one_G = torch.zeros(int(index_B.max()) + 1, dtype=reward_B.dtype)
-    one_G[index_B] = reward_B  # any one reward of the group
-    num_others_B = _group_sum((reward_B != one_G[index_B]).double(), group_B)
-    num_informative = int((num_others_B > 0).sum())
+    num_informative = int((~uniform_groups([reward_B], group_B)).sum())
     return len(reward_B) / num_informative if num_informative else 1.0
+
+
+def covariance(advantages_R: Tensor, logp_R: Tensor) -> Tensor:
+    """Returns (logp - mean) (A - mean) of each token (Cui et al. 2025, arXiv 2505.22617), of the
+    policy at the start of the step, so that all updates of a step, however they are cut into
+    micro-batches, agree on it.
+    """
+    return (logp_R - logp_R.mean()) * (advantages_R - advantages_R.mean())
+
+
+def of_highest_covariance(
+    advantages_R: Tensor, logp_R: Tensor, key: Keys, fraction: float
+) -> Tensor:
+    """Returns which tokens KL-Cov takes: the int(fraction R), one at least, of highest covariance;
+    of those of equal covariance the ones with the smallest keys.
+    """
+    covariance_R, count = covariance(advantages_R, logp_R), max(int(fraction * len(logp_R)), 1)
+    least = covariance_R.topk(count).values[-1]
+    chosen_R = covariance_R > least
+    tied = (covariance_R == least).nonzero()[:, 0]
+    chosen_R[tied[key(tied).argsort()[: count - int(chosen_R.sum())]]] = True
+    return chosen_R
 
 
 def without_high_covariance(
     advantages_R: Tensor,
     logp_R: Tensor,
-    key_R: Tensor,
+    key: Keys,
     fraction: float,
     low: float,
     high: float,
 ) -> Tensor:
     """Takes the advantage, and so the gradient, from some tokens that would cost much entropy.
 
-    Clip-Cov (Cui et al. 2025, arXiv 2505.22617): of the tokens with (logp - mean)
-    (A - mean) in [low, high], int(fraction R) are drawn, one at least. The covariance is that of
-    the policy at the start of the step, so that all updates of a step, however they are cut into
-    micro-batches, agree on it.
+    Clip-Cov (Cui et al. 2025, arXiv 2505.22617): of the tokens with a covariance in [low, high],
+    int(fraction R) are drawn, one at least.
 
     Args:
-        key_R: int64; the tokens with the smallest keys are the ones drawn.
+        key: the tokens with the smallest keys are the ones drawn.
     """
-    covariance_R = (logp_R - logp_R.mean()) * (advantages_R - advantages_R.mean())
+    covariance_R = covariance(advantages_R, logp_R)
     high_R = ((covariance_R >= low) & (covariance_R <= high)).nonzero()[:, 0]
     count = max(int(fraction * len(advantages_R)), 1)
-    drawn = high_R[key_R[high_R].argsort()[:count]]
+    drawn = high_R[key(high_R).argsort()[:count]]
     return advantages_R.index_fill(0, drawn, 0.0)
 
 
-def token_keys(batch: TrainBatch) -> Tensor:
-    """Returns for each response token a number that looks random: (R,) int64.
+def token_keys(batch: TrainBatch, index_N: Tensor) -> Tensor:
+    """Returns for each of these response tokens a number that looks random: (N,) int64.
 
     It is made of the policy's version, the sample's number in the step and the token's place, so
     that it is the same on every rank, in any order of samples, and in a resumed run.
     """
-    lengths_B = batch.response_lengths_B
-    sample_R = torch.repeat_interleave(lengths_B)
-    place_R = torch.arange(len(sample_R)) - (lengths_B.cumsum(0) - lengths_B)[sample_R]
+    ends_B = batch.response_lengths_B.cumsum(0)
+    sample_N = torch.searchsorted(ends_B, index_N, right=True)
+    place_N = index_N - (ends_B - batch.response_lengths_B)[sample_N]
     seed_B = batch.versions_B * 0x9E3779B1 + batch.sample_ids_B
-    key_R = ((seed_B[sample_R] << 24) + place_R) & 0x7FFFFFFFFFFFFFFF
+    key_N = ((seed_B[sample_N] << 24) + place_N) & 0x7FFFFFFFFFFFFFFF
     for shift in (31, 29):  # the rounds of splitmix64 (Steele et al. 2014), product modulo 2^63
-        key_R = (key_R ^ (key_R >> shift)) * 0x3F58476D1CE4E5B9 & 0x7FFFFFFFFFFFFFFF
-    return key_R ^ (key_R >> 32)
+        key_N = (key_N ^ (key_N >> shift)) * 0x3F58476D1CE4E5B9 & 0x7FFFFFFFFFFFFFFF
+    return key_N ^ (key_N >> 32)
 
 
 def _group_sum(value_B: Tensor, group_B: Tensor) -> Tensor:
@@ -237,6 +288,4 @@ def whiten(values_N: Tensor, counts_N: Tensor | None = None, epsilon: float = 1e
 
 def response_column(values_R: Tensor, batch: TrainBatch) -> Tensor:
     """Puts values of response tokens into a column: (T,) float32, zero on prompt tokens."""
-    column_T = torch.zeros(batch.num_tokens)
-    column_T[batch.response_mask_T] = values_R.float()
-    return column_T
+    return torch.zeros(batch.num_tokens).masked_scatter_(batch.response_mask_T, values_R.float())

@@ -8,12 +8,13 @@ no tensor and does no communication.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from hybridrl.batch import MicroBatch, TrainBatch
+from hybridrl.batch import MicroBatch, ScoredBatch, TrainBatch
 from hybridrl.config.supervised import Feedback
 
 
@@ -29,6 +30,8 @@ class Needs:
         values: `values_T`, from a critic; the algorithm is then a CriticAlgorithm.
         old_logps: `old_logp_T` even when a step makes one update, for the advantages. The loss
             itself takes the policy's own detached log-probabilities where the column is None.
+        policy: the policy is trained; False trains the critic alone.
+        greedy: the reward part `batch.GREEDY`, from one more response to each prompt.
     """
 
     rollouts: bool = True
@@ -36,6 +39,8 @@ class Needs:
     reference: bool = False
     values: bool = False
     old_logps: bool = False
+    greedy: bool = False
+    policy: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,37 @@ class Algorithm(Protocol):
             micro: the columns at the same positions; only `loss_mask_S` may count.
             denominator: as `denominator` gave it for the whole mini-batch.
         """
+        ...
+
+
+@runtime_checkable
+class AdaptiveAlgorithm(Algorithm, Protocol):
+    """An algorithm with a state: it changes once a step, and is part of a checkpoint."""
+
+    def after_step(self, batch: TrainBatch) -> dict[str, float]:
+        """Takes in the step's batch, the same on every rank, after its updates; returns metrics."""
+        ...
+
+    def state(self) -> dict[str, float]:
+        """Returns what `load_state` needs, for JSON."""
+        ...
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Goes on from a state."""
+        ...
+
+
+@runtime_checkable
+class GroupAlgorithm(Algorithm, Protocol):
+    """An algorithm that learns nothing from some groups of samples."""
+
+    @property
+    def max_resampling(self) -> int:
+        """Rounds in which such groups are replaced by further prompts'."""
+        ...
+
+    def uninformative(self, batch: ScoredBatch) -> Tensor:
+        """Returns which samples are in such groups, all of a group or none: (B,) bool."""
         ...
 
 

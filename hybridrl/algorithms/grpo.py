@@ -9,6 +9,7 @@ and in a long response (Yu et al. 2025, arXiv 2503.14476, sec. 3.3).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,14 +19,16 @@ from hybridrl.algorithms.advantage import (
     informative_scale,
     leave_one_out,
     minus_group_mean,
+    of_highest_covariance,
     pass_at_k,
     response_column,
     token_keys,
+    uniform_groups,
     whiten,
     without_high_covariance,
 )
 from hybridrl.algorithms.policy_gradient import PolicyGradient
-from hybridrl.batch import BatchError, Producer, TrainBatch
+from hybridrl.batch import GREEDY, BatchError, MicroBatch, Producer, ScoredBatch, TrainBatch
 from hybridrl.config.schema import GrpoConfig
 
 
@@ -40,8 +43,12 @@ class Grpo(PolicyGradient):
     def __init__(self, config: GrpoConfig) -> None:
         super().__init__(config)
         self.config = config
-        if config.cov_clip_fraction > 0:
-            self.needs = replace(self.needs, old_logps=True)
+        self._finds_covariance = max(config.cov_clip_fraction, config.cov_kl_fraction) > 0
+        self.needs = replace(
+            self.needs,
+            old_logps=self.needs.old_logps or self._finds_covariance,
+            greedy=config.baseline == "greedy",
+        )
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Gives every response token of a sample the advantage of the sample.
@@ -56,29 +63,86 @@ class Grpo(PolicyGradient):
             reward_B = reward_B - torch.zeros_like(reward_B).index_add(
                 0, batch.sample_index_T, penalty_T
             )
-        advantages_B = self._compared(reward_B, batch)
+        advantages_B = (
+            self._compared_parts(batch)
+            if config.normalize_parts
+            else self._compared(reward_B, batch)
+        )
         if config.rescale_informative:
             advantages_B = advantages_B * informative_scale(reward_B, batch.group_B)
         if config.whiten_advantages:
             advantages_B = whiten(advantages_B, batch.response_lengths_B)
         advantages_T = advantages_B.float()[batch.sample_index_T] * batch.response_mask_T
-        if config.cov_clip_fraction > 0:
-            advantages_R = without_high_covariance(
-                advantages_B.repeat_interleave(batch.response_lengths_B),
-                batch.require("old_logp_T", self.name)[batch.response_mask_T].double(),
-                token_keys(batch),
-                config.cov_clip_fraction,
-                config.cov_clip_low,
-                config.cov_clip_high,
+        columns = {"advantages_T": advantages_T}
+        if self._finds_covariance:
+            columns |= self._of_covariance(advantages_B, batch)
+        return batch.join_columns(Producer.here(self.name), **columns)
+
+    def own_term(self, logp_S: Tensor, old_S: Tensor, micro: MicroBatch) -> Tensor | None:
+        """Returns what KL-Cov's tokens pay for moving: the weighted |logp - old_logp|, as in the
+        authors' code.
+        """
+        if self.config.cov_kl_fraction == 0:
+            return None
+        return micro.require("term_weights_S", self.name) * (logp_S - old_S).abs()
+
+    @property
+    def max_resampling(self) -> int:
+        """Rounds in which groups of equal rewards are replaced."""
+        return self.config.max_resampling
+
+    def uninformative(self, batch: ScoredBatch) -> Tensor:
+        """Returns which samples are in groups of equal rewards, or rewards equal to the greedy
+        response's: (B,) bool.
+        """
+        parts = list(self._parts(batch).values()) if self.config.normalize_parts else []
+        if self.config.baseline == "greedy":
+            return uniform_groups([batch.reward_B != self._greedy(batch)], batch.group_B)
+        return uniform_groups([batch.reward_B, *parts], batch.group_B)
+
+    def _of_covariance(self, advantages_B: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
+        """Returns the columns that depend on the covariance of advantage and log-probability."""
+        config = self.config
+        advantages_R = advantages_B.repeat_interleave(batch.response_lengths_B)
+        old_R = batch.require("old_logp_T", self.name)[batch.response_mask_T].double()
+        keys = partial(token_keys, batch)
+        if config.cov_kl_fraction > 0:
+            chosen_R = of_highest_covariance(advantages_R, old_R, keys, config.cov_kl_fraction)
+            return {"term_weights_T": response_column(config.cov_kl_coef * chosen_R, batch)}
+        low, high = config.cov_clip_low, config.cov_clip_high
+        kept_R = without_high_covariance(
+            advantages_R, old_R, keys, config.cov_clip_fraction, low, high
+        )
+        return {"advantages_T": response_column(kept_R, batch)}
+
+    def _compared_parts(self, batch: TrainBatch) -> Tensor:
+        """Compares every part of the reward by itself (GDPO, Liu et al. 2026, arXiv 2601.05242)."""
+        total_B = torch.zeros(batch.num_samples, dtype=torch.float64)
+        for name, part_B in self._parts(batch).items():
+            total_B += self.config.part_weights.get(name, 1.0) * self._compared(
+                part_B.double(), batch
             )
-            advantages_T = response_column(advantages_R, batch)
-        return batch.join_columns(Producer.here(self.name), advantages_T=advantages_T)
+        return total_B
+
+    def _parts(self, batch: ScoredBatch) -> dict[str, Tensor]:
+        """Returns the parts that are compared, by name."""
+        found, wanted = batch.reward_parts, self.config.part_weights
+        unknown = sorted(set(wanted) - set(found))
+        if unknown or not found:
+            got = f"returned no part {unknown[0]!r}" if unknown else "returned no parts"
+            allowed = ", ".join(sorted(found)) or "one part or more"
+            remedy = "Name only such parts in algorithm.part_weights, or add one to the reward."
+            raise BatchError(batch.producer, "reward_parts", got, allowed, remedy)
+        names = wanted or [name for name in found if name != GREEDY]
+        return {name: found[name] for name in names}
 
     def _compared(self, reward_B: Tensor, batch: TrainBatch) -> Tensor:
         config, group_B = self.config, batch.group_B
         if config.baseline == "pass_at_k":
             is_passed_B = reward_B >= config.pass_reward
             return pass_at_k(is_passed_B, group_B, config.pass_k, config.normalize_std)
+        if config.baseline == "greedy":
+            return reward_B - self._greedy(batch)
         if config.baseline == "leave_one_out":
             centred_B = leave_one_out(reward_B, group_B)
         elif config.baseline == "length_weighted":
@@ -87,8 +151,19 @@ class Grpo(PolicyGradient):
             centred_B = minus_group_mean(reward_B, group_B)
         return divided_by_group_std(centred_B, group_B) if config.normalize_std else centred_B
 
+    def _greedy(self, batch: ScoredBatch) -> Tensor:
+        """Returns the reward of the greedy response to each prompt (ReMax, Li et al. 2023, arXiv
+        2310.10505): (B,) float64.
+        """
+        if GREEDY not in batch.reward_parts:
+            got = f"returned a batch without the part {GREEDY!r}"
+            expected = f"the reward of a greedy response to each prompt, for {self.name}"
+            remedy = "Call engine.generate(prompts, greedy=True)."
+            raise BatchError(batch.producer, "reward_parts", got, expected, remedy)
+        return batch.reward_parts[GREEDY].double()
+
     def _check_groups(self, batch: TrainBatch) -> None:
-        fewest = max(2, self.config.pass_k) if self.config.baseline == "pass_at_k" else 2
+        fewest = self.config.min_samples
         groups, counts = batch.group_B.unique(return_counts=True)
         if (least := int(counts.min())) < fewest:
             group = int(groups[counts.argmin()])

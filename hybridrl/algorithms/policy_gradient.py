@@ -6,12 +6,15 @@ KL and entropy, each position weighted as `aggregate` says; no part knows of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms import surrogate
-from hybridrl.algorithms.advantage import overlong_penalty, token_kl
+from hybridrl.algorithms import correction, surrogate
+from hybridrl.algorithms.advantage import overlong_penalty, sequence_kl, token_kl
 from hybridrl.algorithms.base import LossOutput, Needs, num_response_tokens
+from hybridrl.algorithms.kl_control import AdaptiveKl
 from hybridrl.batch import MicroBatch, TrainBatch
 from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.errors import UserError
@@ -24,14 +27,22 @@ class PolicyGradient:
     response tokens: with `aggregate` token_mean w = 1 and the denominator counts tokens (DAPO, Yu
     et al. 2025, arXiv 2503.14476, eq. 12), with sequence_mean w = 1 / response length and it
     counts responses (GRPO, Shao et al. 2024, arXiv 2402.03300, eq. 3), with fixed w = 1 and it is
-    responses x `fixed_length` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783, sec. 3.2).
+    responses x `fixed_length` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783, sec. 3.2). The
+    objective is multiplied by the weight of `correction`, which changes no denominator.
+
+    Attributes: `kl_coef`, that of the current step; `correction`, the section.
     """
 
     def __init__(self, config: PolicyGradientConfig) -> None:
         self._section = config
         self._kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
         self._kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
-        self.needs = Needs(reference=config.kl_coef > 0, old_logps=self._kl_in_reward)
+        self.correction = config.correction
+        self.kl_coef, self._adaptive = config.kl_coef, None
+        if config.kl_target is not None:
+            self._adaptive = AdaptiveKl(config.kl_target, config.kl_horizon)
+        is_measured = self._kl_in_reward or self._adaptive is not None
+        self.needs = Needs(reference=config.kl_coef > 0, old_logps=is_measured)
 
     @property
     def name(self) -> str:
@@ -62,14 +73,21 @@ class PolicyGradient:
         advantages_S = micro.require("advantages_S", self.name)
         if config.needs_whole_sequences:
             self._check_whole(micro)
-        objective_S, clipped_S = self._objective(logp_S, logp_S - old_S, advantages_S, micro)
+        proximal_S = old_S
+        if config.correction.proximal == "behaviour":
+            proximal_S = micro.require("behaviour_logp_S", self.name)
+        objective_S, clipped_S = self._objective(logp_S, logp_S - proximal_S, advantages_S, micro)
+        if config.correction.is_on:
+            objective_S = objective_S * self._correction_weights(old_S, micro)
         loss_S = -objective_S - config.entropy_coef * entropy_S
+        if (term_S := self.own_term(logp_S, old_S, micro)) is not None:
+            loss_S = loss_S + term_S
         if self._kl_in_loss:
             reference_S = micro.require("reference_logp_S", self.name)
             kl_S = surrogate.kl_estimate(logp_S, reference_S, config.kl_estimator)
             if config.kl_importance_weighted:
                 kl_S = kl_S * (logp_S - old_S).exp()
-            loss_S = loss_S + config.kl_coef * kl_S
+            loss_S = loss_S + self.kl_coef * kl_S
         loss_S = self.weighted(loss_S, micro)
         metrics = {
             "policy/clip_fraction": clipped_S.sum(),
@@ -77,6 +95,27 @@ class PolicyGradient:
             "policy/kl": _reported_kl(logp_S.detach(), old_S, micro.reference_logp_S).sum(),
         }
         return LossOutput(loss_S.sum() / denominator, metrics)
+
+    def own_term(self, logp_S: Tensor, old_S: Tensor, micro: MicroBatch) -> Tensor | None:
+        """Returns a further term of the loss at each position, which some algorithms have."""
+        return None
+
+    def after_step(self, batch: TrainBatch) -> dict[str, float]:
+        """Adapts the KL's coefficient, if so set, to the KL of the step's samples."""
+        if self._adaptive is None:
+            return {}
+        used, kl = self.kl_coef, sequence_kl(batch, self.name)
+        self.kl_coef = self._adaptive.next(used, kl, batch.num_samples)
+        return {"policy/kl_coef": used, "policy/kl_sequence": kl}
+
+    def state(self) -> dict[str, float]:
+        """Returns the KL's coefficient, where it is adapted."""
+        return {} if self._adaptive is None else {"kl_coef": self.kl_coef}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Goes on from the coefficient of a state."""
+        if self._adaptive is not None:
+            self.kl_coef = float(state.get("kl_coef", self.kl_coef))
 
     def weighted(self, loss_S: Tensor, micro: MicroBatch) -> Tensor:
         """Multiplies what a position adds to the loss by its weight."""
@@ -96,7 +135,7 @@ class PolicyGradient:
         """Returns what each token pays for its KL in the reward: (T,) float64, or None."""
         if not self._kl_in_reward:
             return None
-        return self._section.kl_coef * token_kl(batch, self._section.kl_estimator, self.name)
+        return self.kl_coef * token_kl(batch, self._section.kl_estimator, self.name)
 
     def _objective(
         self, logp_S: Tensor, log_ratio_S: Tensor, advantages_S: Tensor, micro: MicroBatch
@@ -107,6 +146,8 @@ class PolicyGradient:
             return surrogate.clipped_surrogate(
                 log_ratio_S, advantages_S, low, high, config.dual_clip
             )
+        if config.objective == "ratio":
+            return log_ratio_S.exp() * advantages_S, torch.zeros_like(micro.loss_mask_S)
         if config.objective == "sequence_clip":
             log_ratio_S = with_sequence_mean(log_ratio_S, micro)
             return surrogate.clipped_surrogate(log_ratio_S, advantages_S, low, high)
@@ -121,6 +162,15 @@ class PolicyGradient:
             return gated_S, torch.zeros_like(micro.loss_mask_S)
         return logp_S * advantages_S, torch.zeros_like(micro.loss_mask_S)
 
+    def _correction_weights(self, old_S: Tensor, micro: MicroBatch) -> Tensor:
+        """Returns what the objective is multiplied by at each position."""
+        behaviour_S = micro.require("behaviour_logp_S", self.name)
+
+        def sum_of(value_S: Tensor) -> Tensor:
+            return sequence_sum(value_S.masked_fill(~micro.loss_mask_S, 0.0), micro)
+
+        return correction.weights(old_S - behaviour_S, self.correction, sum_of)
+
     def _check_whole(self, micro: MicroBatch) -> None:
         # Sync point: one number a micro-batch, only for losses over whole responses.
         if int(micro.cu_seqlens[-1]) == micro.num_positions:
@@ -129,9 +179,11 @@ class PolicyGradient:
         raise UserError(
             "train.cp",
             "above 1",
-            f"1 with algorithm.objective={section.objective}, aggregate={section.aggregate}: the "
-            "loss has to see all tokens of a response at once",
-            "Set train.cp=1, or an objective a token with aggregate token_mean or fixed.",
+            f"1 with algorithm.objective={section.objective}, aggregate={section.aggregate}, "
+            f"correction.weight={section.correction.weight}, reject={section.correction.reject}: "
+            "the loss has to see all tokens of a response at once",
+            "Set train.cp=1, or an objective and a correction a token with aggregate token_mean or "
+            "fixed.",
         )
 
 

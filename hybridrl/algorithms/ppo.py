@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantage import (
@@ -42,21 +43,43 @@ class Ppo(PolicyGradient):
         rewards_R = last_token_rewards(self.rewards(batch), lengths_B)
         if (penalty_T := self.kl_penalty(batch)) is not None:
             rewards_R = rewards_R - penalty_T[mask_T]
-        values_R = batch.require("values_T", self.name)[mask_T]
+        values_R = batch.require("values_T", self.name).masked_select(mask_T)
         lam: float | Tensor = config.gae_lambda
         if config.gae_length_alpha is not None:
             lam = length_lambda(lengths_B, config.gae_length_alpha)
-        advantages_R, returns_R = gae(rewards_R, values_R, lengths_B, config.gamma, lam)
-        if config.critic_gae_lambda is not None:
-            critic_lam = config.critic_gae_lambda
-            _, returns_R = gae(rewards_R, values_R, lengths_B, config.gamma, critic_lam)
+        advantages_R, returns_R = gae(
+            rewards_R, values_R, lengths_B, config.gamma, lam, config.critic_gae_lambda
+        )
         if config.whiten_advantages:
             advantages_R = whiten(advantages_R)
-        return batch.join_columns(
-            Producer.here(self.name),
-            advantages_T=response_column(advantages_R, batch),
-            returns_T=response_column(returns_R, batch),
-        )
+        columns = {
+            "advantages_T": response_column(advantages_R, batch),
+            "returns_T": response_column(returns_R, batch),
+        }
+        if config.positive_lm_coef > 0:
+            columns["term_weights_T"] = self._positive_weights(batch)
+        return batch.join_columns(Producer.here(self.name), **columns)
+
+    def own_term(self, logp_S: Tensor, old_S: Tensor, micro: MicroBatch) -> Tensor | None:
+        """Returns the negative log-likelihood of samples that pass, weighted."""
+        if self.config.positive_lm_coef == 0:
+            return None
+        return -micro.require("term_weights_S", self.name) * logp_S
+
+    def _positive_weights(self, batch: TrainBatch) -> Tensor:
+        """Returns the weights that make the loss's mean one over the samples that pass alone:
+        (T,) float32, zero on the others.
+
+        The positive example LM loss of VAPO (Yue et al. 2025, arXiv 2504.05118, sec. 4.3).
+        """
+        passed_B = batch.reward_B >= self.config.pass_reward
+        # What the loss's denominator counts of a sample.
+        counts_B = batch.response_lengths_B.double()
+        if self.config.aggregate != "token_mean":
+            counts_B = torch.ones_like(counts_B)
+        scale = counts_B.sum() / counts_B[passed_B].sum().clamp(min=1)
+        weight_B = self.config.positive_lm_coef * scale * passed_B
+        return weight_B.float()[batch.sample_index_T] * batch.response_mask_T
 
     def value_loss(self, values_S: Tensor, micro: MicroBatch, denominator: float) -> LossOutput:
         """Returns the clipped value loss; arguments as in `CriticAlgorithm.value_loss`."""

@@ -23,6 +23,7 @@ from hybridrl.config.rules import ONE_RANK_ENGINES, check, layer_rules, split_ru
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, SupervisedConfig
 from hybridrl.config.source import check_tokenizer_files, read_model_config
 from hybridrl.config.supervised import Feedback
+from hybridrl.data.chats import chat_column
 from hybridrl.data.feedback import checked, label_columns, response_columns
 from hybridrl.data.rows import read_rows, validate_file
 from hybridrl.errors import ConfigError, UserError
@@ -30,7 +31,7 @@ from hybridrl.models.directory import read_config
 from hybridrl.models.family import resolve_family
 from hybridrl.models.headers import HfHeaders
 from hybridrl.models.weights import fused_layout, hf_shapes
-from hybridrl.rewards.functions import find_reward
+from hybridrl.rewards.functions import NEEDS_ANSWER, check_rewards
 from hybridrl.rollout.vllm_version import head_dim_rule, installed_version
 
 PACKAGE_OF_ENGINE = {"sglang": "sglang"}
@@ -70,9 +71,9 @@ def validate_training(config: Config, world_size: int) -> None:
     elif isinstance(algorithm, SupervisedConfig):
         found += _responses(data, data.prompts, algorithm.feedback)
     else:
-        found += _files(data.prompts, [data.prompt_key], answer)
+        found += _files(data, data.prompts, answer)
     if data.eval_prompts is not None:
-        found += _files(data.eval_prompts, [data.prompt_key], answer)
+        found += _files(data, data.eval_prompts, answer)
     _raise_all(found)
     _check_run(config)
 
@@ -92,11 +93,12 @@ def validate_evaluation(
         UserError: a ConfigError with every violation, or what is wrong with the checkpoint.
     """
     found = _common(config, world_size)
-    files = prompts or config.data.eval_prompts
+    held_out = config.data.prompts if config.data.eval_share else None
+    files = prompts or config.data.eval_prompts or held_out
     if not files:
         found.append(_no_file("data.eval_prompts", "eval"))
     else:
-        found += _files(files, [config.data.prompt_key], _answer_column(config))
+        found += _files(config.data, files, _answer_column(config))
     _raise_all(found)
     if checkpoint is not None:
         read_state(find_checkpoint(checkpoint))
@@ -167,19 +169,23 @@ def _raise_all(found: list[UserError]) -> None:
 
 
 def _no_file(key: str, command: str) -> UserError:
-    return UserError(key, "nothing", f"a JSONL file, for {command}", f"Set {key} to a file.")
+    return UserError(
+        key, "nothing", f"a JSONL file or other source, for {command}", f"Set {key} to a file."
+    )
 
 
 def _answer_column(config: Config) -> list[str]:
-    return [config.data.answer_key] if config.reward.function == "exact_match" else []
+    scorers = config.reward.scorers().values()
+    is_needed = any(scorer.function in NEEDS_ANSWER for scorer in scorers)
+    return [config.data.answer_key] if is_needed else []
 
 
 def _files(
-    paths: Sequence[str], text: Sequence[str], other: Sequence[str] = ()
+    data: DataConfig, paths: Sequence[str], other: Sequence[str], responses: Sequence[str] = ()
 ) -> Iterator[UserError]:
     for path in paths:
         try:
-            validate_file(path, text, other)
+            validate_file(path, [data.prompt_key, *responses], other, chat_column(data))
         except UserError as error:
             yield error
 
@@ -187,13 +193,13 @@ def _files(
 def _responses(
     data: DataConfig, paths: Sequence[str], feedback: Feedback | None
 ) -> Iterator[UserError]:
-    text = [data.prompt_key, *response_columns(data, feedback)]
-    other = label_columns(data, feedback)
-    files = list(_files(paths, text, other))
+    responses = response_columns(data, feedback)
+    text, other = [data.prompt_key, *responses], label_columns(data, feedback)
+    files = list(_files(data, paths, other, responses))
     yield from files
     if not files and feedback is not None:
         try:
-            for _ in checked(read_rows(paths, text, other), data, feedback):
+            for _ in checked(read_rows(paths, text, other, chat_column(data)), data, feedback):
                 pass
         except UserError as error:
             yield error
@@ -234,10 +240,7 @@ def _vllm(model: ModelConfig, hf_config: dict[str, Any]) -> Iterator[UserError]:
 
 def _own_code(config: Config) -> Iterator[UserError]:
     """Looks for the user's own functions; an algorithm is not imported, for it imports torch."""
-    try:
-        find_reward(config.reward)
-    except UserError as error:
-        yield error
+    yield from check_rewards(config.reward)
     module, colon, _ = config.algorithm.name.partition(":")
     if colon and not _is_importable(module):
         allowed = "package.module:Class that can be imported"

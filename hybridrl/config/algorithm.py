@@ -6,61 +6,31 @@ Those without rollouts are in supervised.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from hybridrl.config.correction import CorrectionConfig
+from hybridrl.config.presets import CRITIC_PRESETS, PRESETS
 from hybridrl.config.section import Section
-from hybridrl.config.supervised import PAIR_PRESETS, DpoConfig, KtoConfig, SftConfig
+from hybridrl.config.supervised import (
+    PAIR_PRESETS,
+    DpoConfig,
+    KtoConfig,
+    RewardModelConfig,
+    SftConfig,
+)
 
 DOTTED_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 GroupRelativeName = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "clip_cov",
-    "rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k",
+    "kl_cov", "rloo", "reinforce_pp_baseline", "remax", "opo", "gpg", "pass_at_k", "gdpo",
 ]  # fmt: skip
 
-# What each name sets where the config says nothing; docs/algorithms.md has the source of each.
-PRESETS: dict[str, dict[str, Any]] = {
-    "dr_grpo": {"normalize_std": False, "aggregate": "fixed"},
-    "dapo": {"clip_high": 0.28, "overlong_max_tokens": 20480},
-    "gspo": {
-        "objective": "sequence_clip",
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "aggregate": "sequence_mean",
-    },
-    "gmpo": {
-        "objective": "geometric_mean",
-        "clip_low": 0.4,
-        "clip_high": 0.4,
-        "aggregate": "sequence_mean",
-    },
-    "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.28},
-    "sapo": {"objective": "sapo", "aggregate": "sequence_mean"},
-    "clip_cov": {"cov_clip_fraction": 2e-4},
-    "rloo": {
-        "baseline": "leave_one_out",
-        "normalize_std": False,
-        "objective": "plain",
-        "aggregate": "fixed",
-        "kl_in": "reward",
-        "kl_estimator": "k1",
-    },
-    "reinforce_pp_baseline": {
-        "normalize_std": False,
-        "whiten_advantages": True,
-        "kl_estimator": "k2",
-    },
-    "opo": {
-        "baseline": "length_weighted",
-        "normalize_std": False,
-        "objective": "plain",
-        "aggregate": "fixed",
-    },
-    "gpg": {"normalize_std": False, "objective": "plain", "rescale_informative": True},
-    "pass_at_k": {"baseline": "pass_at_k"},
-}
-ALGORITHM_NAMES = ("grpo", "ppo", "sft", "reinforce_pp", *PRESETS, *PAIR_PRESETS, "kto")
+ALGORITHM_NAMES = (
+    *("grpo", "ppo", "sft", "reinforce_pp"),
+    *(*PRESETS, *CRITIC_PRESETS, *PAIR_PRESETS, "kto", "reward_model"),
+)
 
 
 class PolicyGradientConfig(Section):
@@ -69,7 +39,9 @@ class PolicyGradientConfig(Section):
     """
 
     name: str = Field(description="Selects the algorithm.")
-    objective: Literal["clip", "sequence_clip", "geometric_mean", "cispo", "sapo", "plain"] = Field(
+    objective: Literal[
+        "clip", "ratio", "sequence_clip", "geometric_mean", "cispo", "sapo", "plain"
+    ] = Field(
         "clip",
         description="What is maximised at a token. 'clip': the clipped surrogate of the PPO paper.",
     )
@@ -120,6 +92,16 @@ class PolicyGradientConfig(Section):
         "k3",
         description="Estimator of the KL. 'k3': unbiased and never negative, as in the GRPO paper.",
     )
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="KL to the reference, nats a response, towards which kl_coef is adapted after each step. None: kl_coef is fixed; 6 is of the authors of the controller.",
+    )
+    kl_horizon: int = Field(
+        10_000,
+        ge=1,
+        description="Responses over which the adaptive kl_coef changes by a factor of e^0.2 at most. 10000: the value of the authors.",
+    )
     kl_importance_weighted: bool = Field(
         False,
         description="Multiply the KL in the loss by the ratio, which makes the gradient of k1 and k3 unbiased. False: as in the GRPO paper.",
@@ -139,13 +121,18 @@ class PolicyGradientConfig(Section):
         ge=1,
         description="Tokens before overlong_max_tokens over which the penalty grows. 4096: as in the DAPO paper.",
     )
+    correction: CorrectionConfig = Field(
+        CorrectionConfig(),
+        description="Off-policy correction between the engine and the trainer. All of it is off; see there.",
+    )
 
     @property
     def needs_whole_sequences(self) -> bool:
         """Whether the loss has to see all tokens of a response at once, so that train.cp is 1."""
-        return self.aggregate == "sequence_mean" or self.objective in (
-            "sequence_clip",
-            "geometric_mean",
+        return (
+            self.aggregate == "sequence_mean"
+            or self.objective in ("sequence_clip", "geometric_mean")
+            or self.correction.needs_whole_sequences
         )
 
     @model_validator(mode="after")
@@ -159,6 +146,8 @@ class PolicyGradientConfig(Section):
             raise ValueError(f"dual_clip: only with objective clip, not {self.objective}")
         if self.kl_importance_weighted and self.kl_in != "loss":
             raise ValueError(f"kl_importance_weighted: only with kl_in loss, not {self.kl_in}")
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("kl_target: only with kl_coef above 0, from which it starts")
         return self
 
 
@@ -170,9 +159,11 @@ class GrpoConfig(PolicyGradientConfig):
     name: GroupRelativeName = Field(
         "grpo", description="Selects the algorithm, and with it the defaults of this section."
     )
-    baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"] = Field(
-        "group_mean",
-        description="What a reward is compared with. 'group_mean': as in the GRPO paper.",
+    baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k", "greedy"] = (
+        Field(
+            "group_mean",
+            description="What a reward is compared with. 'group_mean': as in the GRPO paper.",
+        )
     )
     normalize_std: bool = Field(
         True,
@@ -205,6 +196,35 @@ class GrpoConfig(PolicyGradientConfig):
     cov_clip_high: float = Field(
         5.0, description="Largest covariance that counts as high. 5: the value of the authors."
     )
+    cov_kl_fraction: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of the tokens, those of highest covariance, that pay for moving away from the old policy. 0: off; 2e-4 is of the authors' code.",
+    )
+    cov_kl_coef: float = Field(
+        1.0, ge=0, description="What these pay a nat. 1: the value of the authors."
+    )
+    normalize_parts: bool = Field(
+        False,
+        description="Compare each part of the reward by itself, then add. False: the sum is compared, as in the GRPO paper.",
+    )
+    part_weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="Weights of the compared parts by name, with normalize_parts. Empty: 1 for every part.",
+    )
+    max_resampling: int = Field(
+        0,
+        ge=0,
+        description="Rounds in which groups of equal rewards are replaced by further prompts. 0: off; DAPO samples on until there are none.",
+    )
+
+    @property
+    def min_samples(self) -> int:
+        """Samples that a prompt needs at least."""
+        if self.baseline == "pass_at_k":
+            return max(2, self.pass_k)
+        return 1 if self.baseline == "greedy" else 2
 
     @model_validator(mode="before")
     @classmethod
@@ -212,6 +232,24 @@ class GrpoConfig(PolicyGradientConfig):
         if isinstance(values, Mapping):
             return PRESETS.get(str(values.get("name")), {}) | dict(values)
         return values
+
+    @model_validator(mode="after")
+    def _check_comparison(self) -> Self:
+        if self.cov_clip_fraction > 0 and self.cov_kl_fraction > 0:
+            raise ValueError("cov_kl_fraction: 0 with cov_clip_fraction above 0; choose one")
+        if self.part_weights and not self.normalize_parts:
+            raise ValueError("part_weights: only with normalize_parts true")
+        if self.normalize_parts:
+            if self.baseline not in ("group_mean", "leave_one_out"):
+                raise ValueError(f"normalize_parts: not with baseline {self.baseline}")
+            if self.overlong_max_tokens is not None or (self.kl_coef and self.kl_in == "reward"):
+                raise ValueError(
+                    "normalize_parts: without overlong_max_tokens and with kl_in loss, "
+                    "for what they take from the reward is no part of it"
+                )
+        if self.max_resampling and self.baseline == "greedy":
+            raise ValueError("max_resampling: 0 with baseline greedy, which compares no group")
+        return self
 
 
 class ReinforceConfig(PolicyGradientConfig):
@@ -230,9 +268,13 @@ class ReinforceConfig(PolicyGradientConfig):
 
 
 class PpoConfig(PolicyGradientConfig):
-    """Proximal policy optimization: a critic and generalised advantage estimation."""
+    """Proximal policy optimization: a critic and generalised advantage estimation; and what
+    CRITIC_PRESETS makes of it.
+    """
 
-    name: Literal["ppo"] = Field("ppo", description="Selects PPO.")
+    name: Literal["ppo", "vapo"] = Field(
+        "ppo", description="Selects the algorithm, and with it the defaults of this section."
+    )
     kl_in: Literal["loss", "reward"] = Field(
         "reward",
         description="Where the KL enters. 'reward': a per-token penalty that the critic learns too.",
@@ -272,6 +314,22 @@ class PpoConfig(PolicyGradientConfig):
         ge=0,
         description="First steps that train the critic alone. 0: a critic from the policy's weights learns fast.",
     )
+    positive_lm_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the negative log-likelihood of the samples that pass, beside the objective. 0: off; VAPO's is 0.1.",
+    )
+    pass_reward: float = Field(
+        0.5,
+        description="Reward from which a sample passes, positive_lm_coef only. 0.5: between wrong, 0, and right, 1.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, values: object) -> object:
+        if isinstance(values, Mapping):
+            return CRITIC_PRESETS.get(str(values.get("name")), {}) | dict(values)
+        return values
 
 
 class CustomAlgorithmConfig(Section):
@@ -289,6 +347,8 @@ def _algorithm_tag(value: object) -> str | None:
     name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
     if name in get_args(GroupRelativeName):
         return "grpo"
+    if name in CRITIC_PRESETS:
+        return "ppo"
     if name in PAIR_PRESETS:
         return "dpo"
     if name in ALGORITHM_NAMES:
@@ -300,6 +360,7 @@ AlgorithmConfig = Annotated[
     Annotated[SftConfig, Tag("sft")]
     | Annotated[DpoConfig, Tag("dpo")]
     | Annotated[KtoConfig, Tag("kto")]
+    | Annotated[RewardModelConfig, Tag("reward_model")]
     | Annotated[GrpoConfig, Tag("grpo")]
     | Annotated[ReinforceConfig, Tag("reinforce_pp")]
     | Annotated[PpoConfig, Tag("ppo")]

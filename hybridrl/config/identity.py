@@ -15,6 +15,13 @@ from hybridrl.config.load import load_config
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
 
+# What says how rewards are computed, not which.
+_HOW_FAST: Any = {
+    "workers": True,
+    "timeout_s": True,
+    "functions": {"__all__": {"workers", "timeout_s"}},
+}
+
 
 def run_folder(config: Config) -> Path:
     """Returns the folder that everything of this run is written to."""
@@ -44,7 +51,7 @@ def identity(config: Config) -> dict[str, Any]:
         "model": config.model.model_dump(mode="json"),
         "algorithm": config.algorithm.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json", exclude={"eval_prompts", "eval_limit"}),
-        "reward": config.reward.model_dump(mode="json"),
+        "reward": config.reward.model_dump(mode="json", exclude=_HOW_FAST),
         "steps": {
             "prompts_per_step": steps.prompts_per_step,
             "samples_per_prompt": steps.samples_per_prompt,

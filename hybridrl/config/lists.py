@@ -23,6 +23,23 @@ Paths = Annotated[tuple[str, ...] | None, BeforeValidator(_as_paths)]
 """A file or a list of files in YAML; always a tuple (or None) in a Config."""
 
 
+def _as_weights(value: object) -> object:
+    """Turns a YAML list of numbers above 0 into the tuple that the field holds."""
+    if value is None:
+        return None
+    is_list = isinstance(value, list | tuple) and all(
+        isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf")
+        for x in value
+    )
+    if not is_list:
+        raise PydanticCustomError("weights", "a list of finite numbers above 0")
+    return tuple(float(x) for x in value)  # type: ignore[attr-defined]
+
+
+Weights = Annotated[tuple[float, ...] | None, BeforeValidator(_as_weights)]
+"""A list of weights in YAML; always a tuple (or None) in a Config."""
+
+
 def _as_steps(value: object) -> object:
     """Turns a step, a range 'A-B' or a list of both into the tuple that the field holds."""
     steps: list[int] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -146,7 +146,7 @@ def _violation(details: Any) -> UserError:
     """Turns one pydantic error into one with key, value, what is allowed and the remedy."""
     parts = [str(part) for part in details["loc"]]
     if parts[0] == "algorithm" and len(parts) > 1:
-        section: type[BaseModel] | None = _algorithm_sections()[parts.pop(1)]
+        section = _section_at(parts[2:-1], _algorithm_sections()[parts.pop(1)])
     else:
         section = _section_at(parts[:-1])
     key, kind = ".".join(parts), details["type"]
@@ -171,15 +171,16 @@ def _violation(details: Any) -> UserError:
     )
 
 
-def _section_at(parts: Sequence[str]) -> type[BaseModel] | None:
-    section: type[BaseModel] = Config
-    for part in parts:
-        field = section.model_fields.get(part)
-        if field is None or not isinstance(field.annotation, type):
+def _section_at(parts: Sequence[str], section: type[BaseModel] = Config) -> type[BaseModel] | None:
+    left = list(parts)
+    while left:
+        field = section.model_fields.get(left.pop(0))
+        kind = None if field is None else field.annotation
+        if get_origin(kind) is dict:  # sections by a name of the user's
+            kind, left = get_args(kind)[1], left[1:]
+        if not isinstance(kind, type) or not issubclass(kind, BaseModel):
             return None
-        if not issubclass(field.annotation, BaseModel):
-            return None
-        section = field.annotation
+        section = kind
     return section
 
 
@@ -210,6 +211,6 @@ def _likeness(name: str, key: str) -> tuple[bool, bool, float]:
 def _unknown_algorithm(given: object) -> UserError:
     name = given.get("name") if isinstance(given, Mapping) else given
     allowed = f"{', '.join(ALGORITHM_NAMES)} or a dotted path 'package.module:Class'"
-    close = difflib.get_close_matches(str(name), ALGORITHM_NAMES, n=1, cutoff=0.3)
+    close = difflib.get_close_matches(str(name).lower(), ALGORITHM_NAMES, n=1, cutoff=0.3)
     remedy = f"Did you mean '{close[0]}'?" if close else "Set algorithm.name."
     return UserError("algorithm.name", "nothing" if name is None else repr(name), allowed, remedy)

@@ -16,6 +16,7 @@ from hybridrl.config.schema import (
     KtoConfig,
     ModelConfig,
     PpoConfig,
+    RewardModelConfig,
     SupervisedConfig,
     TrainConfig,
 )
@@ -112,6 +113,13 @@ def _layout_rules(config: Config, world_size: int) -> Iterator[UserError]:
             "1 without pipeline parallelism",
             "Set train.vpp=1, or train.pp above 1.",
         )
+    if train.share_prompts and train.cp > 1:
+        yield UserError(
+            "train.share_prompts",
+            "true",
+            f"false with train.cp={train.cp}, which cuts every sequence over ranks",
+            "Set train.share_prompts=false, or train.cp=1.",
+        )
     yield from _order_rules(train)
 
 
@@ -152,11 +160,12 @@ def _order_rules(train: TrainConfig) -> Iterator[UserError]:
 
 def _step_rules(config: Config) -> Iterator[UserError]:
     steps, algorithm = config.steps, config.algorithm
-    if isinstance(algorithm, GrpoConfig) and steps.samples_per_prompt < 2:
+    if isinstance(algorithm, GrpoConfig) and steps.samples_per_prompt < algorithm.min_samples:
         yield UserError(
             "steps.samples_per_prompt",
             steps.samples_per_prompt,
-            f"2 or more with algorithm {algorithm.name}, which compares the samples of one prompt",
+            f"{algorithm.min_samples} or more with algorithm {algorithm.name}, which compares the "
+            "samples of one prompt",
             "Set steps.samples_per_prompt=8, or use ppo.",
         )
     if isinstance(algorithm, SupervisedConfig):
@@ -203,6 +212,22 @@ def _supervised_rules(config: Config, algorithm: SupervisedConfig) -> Iterator[U
             f"1 with algorithm {algorithm.name}, whose gradient is that at the step's start",
             "Set steps.updates_per_step=1, and steps.prompts_per_step lower.",
         )
+    if config.data.margin_key is not None and not isinstance(algorithm, RewardModelConfig):
+        yield UserError(
+            "data.margin_key",
+            config.data.margin_key,
+            f"nothing with algorithm {algorithm.name}",
+            "Remove it, or use reward_model.",
+        )
+    if isinstance(algorithm, RewardModelConfig):
+        for key in ("fuse_param_gather", "release_weights_in_rollout"):
+            if getattr(config.train, key):
+                yield UserError(
+                    f"train.{key}",
+                    "true",
+                    "false with algorithm reward_model, which trains no policy",
+                    f"Set train.{key}=false.",
+                )
     if isinstance(algorithm, KtoConfig) and steps.prompts_per_step < 2:
         yield UserError(
             "steps.prompts_per_step",
@@ -217,9 +242,25 @@ def _policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> I
         yield UserError(
             "train.cp",
             config.train.cp,
-            f"1 with algorithm.objective={algorithm.objective} and "
-            f"algorithm.aggregate={algorithm.aggregate}, which look at whole responses",
-            "Set train.cp=1, or choose a token objective and aggregate.",
+            f"1 with algorithm.objective={algorithm.objective}, "
+            f"algorithm.aggregate={algorithm.aggregate} and algorithm.correction of "
+            f"{algorithm.correction.weight} and {algorithm.correction.reject}, which look at whole "
+            "responses",
+            "Set train.cp=1, or choose a token objective, aggregate and correction.",
+        )
+    weights = {name: one.weight for name, one in config.reward.scorers().items()}
+    if (
+        isinstance(algorithm, GrpoConfig)
+        and algorithm.normalize_parts
+        and not algorithm.part_weights
+        and set(weights.values()) != {1.0}
+    ):
+        yield UserError(
+            "algorithm.part_weights",
+            "nothing",
+            f"weights of the compared parts, where those of the reward are {weights}: a part's own "
+            "are lost when it is normalised",
+            f"Set algorithm.part_weights={weights}, or others.",
         )
     if algorithm.objective == "plain" and config.steps.updates_per_step > 1:
         yield UserError(
@@ -236,9 +277,12 @@ def _training_rules(config: Config) -> Iterator[UserError]:
         ("steps.eval_every", steps.eval_every),
         ("steps.stop_at_accuracy", steps.stop_at_accuracy),
     ):
-        if wanted and config.data.eval_prompts is None:
+        if wanted and config.data.eval_prompts is None and not config.data.eval_share:
             yield UserError(
-                key, wanted, "nothing without data.eval_prompts", "Set data.eval_prompts to a file."
+                key,
+                wanted,
+                "nothing without data.eval_prompts or data.eval_share",
+                "Set data.eval_prompts to a file.",
             )
     if config.train.min_learning_rate > config.train.learning_rate:
         yield UserError(

@@ -16,9 +16,17 @@ from hybridrl.config.algorithm import (
     GrpoConfig,
     PpoConfig,
 )
-from hybridrl.config.lists import Paths, Steps
+from hybridrl.config.data import DataConfig
+from hybridrl.config.lists import Steps
+from hybridrl.config.reward import RewardConfig, ScorerConfig
 from hybridrl.config.section import Section
-from hybridrl.config.supervised import DpoConfig, KtoConfig, SftConfig, SupervisedConfig
+from hybridrl.config.supervised import (
+    DpoConfig,
+    KtoConfig,
+    RewardModelConfig,
+    SftConfig,
+    SupervisedConfig,
+)
 
 __all__ = [
     "AlgorithmConfig",
@@ -33,8 +41,10 @@ __all__ = [
     "ModelConfig",
     "PpoConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RunConfig",
+    "ScorerConfig",
     "Section",
     "SftConfig",
     "StepsConfig",
@@ -170,6 +180,14 @@ class TrainConfig(Section):
         "none",
         description="Activations recomputed in backward. 'none': the least compute; 'selective' makes the SwiGLU's output again, 'full' whole layers.",
     )
+    fp8: Literal["none", "hybrid"] = Field(
+        "none",
+        description="FP8 matrix products of transformer-engine. 'none': bf16, which the engine's log-probabilities are compared with.",
+    )
+    share_prompts: bool = Field(
+        False,
+        description="Samples of one prompt hold its tokens once in a micro-batch. False: not yet measured with transformer-engine.",
+    )
     fp32_residual: bool = Field(
         False,
         description="Stream between the layers in fp32. False: true costs memory and traffic, brings bf16 nearer fp32.",
@@ -248,66 +266,6 @@ class RolloutConfig(Section):
     eager: bool = Field(
         False,
         description="Run vLLM without torch.compile and CUDA graphs. False: both make GPUs decode faster.",
-    )
-
-
-class DataConfig(Section):
-    """Where prompts come from and which of their columns are used."""
-
-    prompts: Paths = Field(
-        None,
-        description="JSONL file or list of files to train on. None: only where prompts are passed from Python.",
-    )
-    prompt_key: str = Field(
-        "prompt", description="Column of the prompt text. 'prompt': the common name."
-    )
-    response_key: str = Field(
-        "response",
-        description="Column of the demonstration or labelled response (sft, kto). 'response': the common name.",
-    )
-    chosen_key: str = Field(
-        "chosen", description="Column of a pair's better response. 'chosen': the common name."
-    )
-    rejected_key: str = Field(
-        "rejected", description="Column of a pair's worse response. 'rejected': the common name."
-    )
-    label_key: str = Field(
-        "label",
-        description="Column that says if a response is good, true or false (kto). 'label': the common name.",
-    )
-    answer_key: str = Field(
-        "answer",
-        description="Column the exact_match reward compares with. 'answer': the common name.",
-    )
-    max_prompt_tokens: int = Field(
-        512,
-        ge=1,
-        description="Longer prompts are dropped and counted. 512: keeps nearly all of the usual math sets.",
-    )
-    shuffle: bool = Field(
-        True, description="New order each epoch, from the seed. True: files are often sorted."
-    )
-    eval_prompts: Paths = Field(
-        None,
-        description="JSONL file or list of files for accuracy. None: no evaluation during training.",
-    )
-    eval_limit: int | None = Field(
-        None,
-        ge=1,
-        description="Evaluate the first N prompts only. None: all, so that accuracies compare.",
-    )
-
-
-class RewardConfig(Section):
-    """How a response is scored."""
-
-    function: str = Field(
-        "exact_match",
-        description="A reward's name, or 'package.module:function'. 'exact_match': needs no judge.",
-    )
-    extract: str | None = Field(
-        None,
-        description="Regular expression whose last match's group 1 is the answer. None: the whole response.",
     )
 
 

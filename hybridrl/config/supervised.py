@@ -14,6 +14,9 @@ from hybridrl.config.section import Section
 Feedback = Literal["pairs", "labels"]
 """What rows say of responses: which of two is better, or whether one is good."""
 
+PAIR_MARGIN = "margin of the pair"
+"""The column of a prompt that has what `data.margin_key` names."""
+
 # What each name sets where the config says nothing; docs/algorithms.md has the source of each.
 PAIR_PRESETS: dict[str, dict[str, Any]] = {
     "dpo": {},
@@ -102,6 +105,25 @@ class DpoConfig(SupervisedConfig):
         if self.reference and self.loss == "odds_ratio":
             raise ValueError("reference: only false with loss odds_ratio, which compares odds")
         return self
+
+
+class RewardModelConfig(SupervisedConfig):
+    """A reward model from pairs (Bradley-Terry)."""
+
+    feedback: ClassVar[Feedback | None] = "pairs"
+    name: Literal["reward_model"] = Field(
+        "reward_model", description="Selects reward-model training."
+    )
+    margin: float = Field(
+        0.0,
+        ge=0,
+        description="By how much the better side should lead, beside data.margin_key. 0: as in the InstructGPT paper.",
+    )
+    center_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the squared sum of a pair's scores, which keeps them around 0. 0: as in the InstructGPT paper; 0.01 is usual.",
+    )
 
 
 class KtoConfig(SupervisedConfig):

@@ -13,6 +13,7 @@ from hybridrl.checkpoint.folders import HF_FILES, find_checkpoint, read_state
 from hybridrl.checkpoint.store import load_model, write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.export import export_hf
+from hybridrl.models.build import Head
 from hybridrl.models.directory import read_config
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import HfCheckpoint, load_hf
@@ -69,13 +70,17 @@ def _to_hf(world: World, source: Path, target: Path) -> None:
         family = resolve_family(state["family"], hf_config)
     dtype = getattr(torch, state["dtype"])
     model_source = ModelSource(family, hf_config, dtype, state["family"], folder / HF_FILES)
-    model = ParallelModel(world, model_source, "lm", TrainConfig())
-    load_model(folder / "policy", model, world)
+    # A reward model's checkpoint has no policy; HF's *ForSequenceClassification reads what comes.
+    head: Head = "lm" if (folder / "policy").is_dir() else "value"
+    if head == "value":
+        hf_config = {**hf_config, "num_labels": 1}
+    model = ParallelModel(world, model_source, head, TrainConfig())
+    load_model(folder / ("policy" if head == "lm" else "critic"), model, world)
     export_hf(
         target,
         [model.layout_of(rank) for rank in range(world.size)],
         model.weights(),
-        hf_shapes(family, model_source.shape),
+        hf_shapes(family, model_source.shape, head),
         dtype,
         hf_config,
         rank=world.rank,

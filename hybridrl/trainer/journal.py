@@ -87,8 +87,10 @@ class Journal:
 
     def describe(self, batch: ScoredBatch) -> dict[str, float]:
         """Returns what there is to say of sampled responses: rewards, and how many were cut off."""
-        rewards = batch.reward_B
+        rewards, parts = batch.reward_B, batch.reward_parts
+        names = parts if len(parts) > 1 else ()
         return {
+            **{f"reward/{name}/mean": float(parts[name].mean()) for name in names},
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std(correction=0)),
             "response_tokens/truncated": float((~batch.finished_B).float().mean()),
@@ -96,7 +98,7 @@ class Journal:
 
     def traced(self, step: int) -> AbstractContextManager[None]:
         """Writes a trace of the step in the block, if `run.profile` names it."""
-        return self.traces.step(step, self.timer.spans)
+        return self.traces.step(step, self.timer)
 
     def summarize(
         self, batch: ScoredBatch, values: Mapping[str, float], flops: Mapping[str, int]

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.algorithms.base import Algorithm
+from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
 from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.batch import Producer, ScoredBatch, TrainBatch
 from hybridrl.checkpoint.folders import find_checkpoint
@@ -25,22 +25,24 @@ from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.schema import Config
-from hybridrl.data.prompts import PromptSource
+from hybridrl.data.mixture import prompt_source
+from hybridrl.data.packing import even_sizes
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.phases import Phase
 from hybridrl.metrics.values import average
 from hybridrl.parallel.groups import start_process_group, stop_process_group
-from hybridrl.platform import Platform
+from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction
 from hybridrl.rollout.engine import Holding
 from hybridrl.trainer import ledger, probe, setup
 from hybridrl.trainer.evaluate import evaluate, is_due
 from hybridrl.trainer.journal import Journal
-from hybridrl.trainer.mismatch import MismatchWarning, mismatch_metrics
+from hybridrl.trainer.mismatch import MismatchWarning, behaviour_metrics
 from hybridrl.trainer.model import ParallelModel
+from hybridrl.trainer.resampling import sample_step
 from hybridrl.trainer.roles import make_roles
 from hybridrl.trainer.sampler import Sampler
 from hybridrl.trainer.skipped import SkippedSteps
@@ -70,6 +72,7 @@ class Trainer:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.config = config
+        start_kernels_in_order(config.train.tp, config.train.cp)
         self.platform = Platform.detect()
         self.platform.activate()
         start_process_group(self.platform, config.run.collective_timeout_s)
@@ -189,12 +192,17 @@ class Trainer:
         timer.start_step(self.step + 1)
         self._step_cursor = self.prompts.state()
         prompts = self.prompts.take(self.config.steps.prompts_per_step)
+        sampled: dict[str, float] = {}
         if self.algorithm.needs.rollouts:
-            with timer.phase("generate"):
-                rollouts = self.engine.generate(prompts, step=self.step)
-            self.enter_training()
-            with timer.phase("reward"):
-                scored = self.engine.score(rollouts)
+            scored, sampled = sample_step(
+                self.algorithm,
+                self.engine,
+                self.prompts,
+                prompts,
+                self.step,
+                timer,
+                self.enter_training,
+            )
         else:
             self.enter_training()
             scored = supervised_batch(prompts, self.algorithm.needs.feedback)
@@ -203,7 +211,9 @@ class Trainer:
         with timer.phase("advantages"):
             batch = self.algorithm.advantages(batch)
         with timer.phase("update"):
-            metrics = self.update(batch)
+            metrics = self.update(batch) | sampled
+        if isinstance(self.algorithm, AdaptiveAlgorithm):
+            metrics |= self.algorithm.after_step(batch)
         self.step += 1
         self._step_cursor = None
         if self.algorithm.needs.rollouts:
@@ -236,7 +246,8 @@ class Trainer:
             UserError: too many in a row could not be.
         """
         take, roles = self.skipped.update, self.roles
-        parts = batch.split(self.config.steps.updates_per_step)
+        # Responses may have been dropped.
+        parts = batch.split(even_sizes(batch.num_samples, self.config.steps.updates_per_step))
         metrics = average(
             [
                 take(self.step + 1, number, part, partial(roles.gradients, part, self.step))
@@ -244,7 +255,8 @@ class Trainer:
             ]
         )
         if self.algorithm.needs.rollouts and batch.old_logp_T is not None:
-            metrics |= mismatch_metrics(batch, batch.old_logp_T)  # correlations have no mean
+            # Correlations have no mean.
+            metrics |= behaviour_metrics(batch, batch.old_logp_T, self.algorithm)
         return metrics
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
@@ -291,6 +303,7 @@ class Trainer:
             "step": self.step,
             "prompts": self._step_cursor or self.prompts.state(),
             "rollouts": self.engine.state(),
+            "algorithm": self._algorithm_state(),
             "evaluations": self.evaluations,
             "seconds": self.seconds + time.monotonic() - self._started,
             "num_updates": {name: model.num_updates for name, model in self.trained.items()},
@@ -317,11 +330,17 @@ class Trainer:
         for name, count in state["num_updates"].items():
             self.trained[name].num_updates = count
         self.engine.load_state(state["rollouts"])
+        if isinstance(self.algorithm, AdaptiveAlgorithm):
+            self.algorithm.load_state(state.get("algorithm", {}))
         self.reshard()
+
+    def _algorithm_state(self) -> dict[str, float]:
+        return self.algorithm.state() if isinstance(self.algorithm, AdaptiveAlgorithm) else {}
 
     def close(self) -> None:
         """Ends the journal and leaves the process group."""
         self.journal.close()
+        self.scorer.close()
         self.hybrid_engine.close()
         self.raw_engine.close()
         stop_process_group()
@@ -340,7 +359,7 @@ class Trainer:
         with self.world.all_agree("reading the prompts"):
             loaded, self.eval_prompts = setup.load_data(config, self.tokenizer, needs, rows)
         self.journal.say(loaded.report())
-        self.prompts = PromptSource(loaded.prompts, seed=config.run.seed, shuffle=data.shuffle)
+        self.prompts = prompt_source(loaded, data, config.run.seed)
 
     def _make_engine(self) -> None:
         """Builds the engine and the plan that brings the policy's weights into it."""
@@ -360,6 +379,7 @@ class Trainer:
             self.config.steps.samples_per_prompt,
             self.config.run.seed,
         )
+        self.engine.judges = self.roles.judges
         self.hybrid_engine = HybridEngine(
             sources,
             model.weights_in_place(),

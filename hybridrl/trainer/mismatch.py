@@ -7,11 +7,15 @@ explains a mismatch is diagnose.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from hybridrl.algorithms.base import Algorithm
+from hybridrl.algorithms.correction import off_policy_metrics
+from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.batch import RolloutBatch
 
 MEAN = "mismatch/logprob_diff_mean"
@@ -72,6 +76,16 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
     }
 
 
+def behaviour_metrics(
+    batch: RolloutBatch, logp_T: torch.Tensor, algorithm: Algorithm
+) -> dict[str, float]:
+    """Returns `mismatch_metrics`, those of `off_policy_metrics`, and those of the algorithm's
+    correction.
+    """
+    correction = algorithm.correction if isinstance(algorithm, PolicyGradient) else None
+    return mismatch_metrics(batch, logp_T) | off_policy_metrics(batch, logp_T, correction)
+
+
 class MismatchWarning:
     """Says when a step's mean difference passes the bound: once, then every 50 steps at most.
 
@@ -86,7 +100,8 @@ class MismatchWarning:
     def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Returns what to tell the user after a step, if anything."""
         mean = metrics.get(MEAN)
-        if mean is None or mean <= self._bound:
+        # One that is not finite comes of a skipped step, which has its own message.
+        if mean is None or not math.isfinite(mean) or mean <= self._bound:
             return None
         if self._last_step is not None and step - self._last_step < WARN_EVERY_STEPS:
             return None

@@ -12,7 +12,7 @@ from hybridrl.algorithms.base import Algorithm, LossOutput
 from hybridrl.batch import TrainBatch
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.models.heads import LanguageModel, TokenStats
-from hybridrl.trainer.mismatch import mismatch_metrics
+from hybridrl.trainer.mismatch import behaviour_metrics
 from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.update import Gradients, kept, take
 
@@ -87,6 +87,6 @@ class Policy:
             old_T = batch.old_logp_T
             if old_T is None:
                 old_T = self.model.per_token(batch, works, logps)
-            found.metrics.update(mismatch_metrics(batch, old_T))
+            found.metrics.update(behaviour_metrics(batch, old_T, self.algorithm))
         found.metrics["policy/learning_rate"] = found.rate
         return found

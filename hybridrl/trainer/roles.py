@@ -6,7 +6,7 @@ collective like them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm
@@ -16,6 +16,7 @@ from hybridrl.metrics.flops import forward_flops, generate_flops, train_flops
 from hybridrl.parallel.groups import World
 from hybridrl.trainer import setup
 from hybridrl.trainer.critic import Critic
+from hybridrl.trainer.judge import Judge, make_judges
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.policy import Policy
 from hybridrl.trainer.update import Gradients
@@ -30,6 +31,7 @@ class Roles:
         policy, reference, critic: None where the algorithm has no such role.
         trained: the trained models by name.
         num_critic_warmup_steps: steps in which only the critic is trained.
+        judges: reward models that score what is sampled.
     """
 
     source: ModelSource
@@ -38,11 +40,16 @@ class Roles:
     critic: Critic | None
     trained: dict[str, ParallelModel]
     num_critic_warmup_steps: int
+    judges: Sequence[Judge] = ()
+
+    def trains_policy(self, num_steps_done: int) -> bool:
+        """Whether the policy is trained in the step after so many."""
+        return "policy" in self.trained and num_steps_done >= self.num_critic_warmup_steps
 
     def gradients(self, part: TrainBatch, num_steps_done: int) -> list[Gradients]:
         """Accumulates the gradients of every model that learns from this mini-batch."""
         found = [self.critic.gradients(part)] if self.critic is not None else []
-        if num_steps_done >= self.num_critic_warmup_steps:
+        if self.trains_policy(num_steps_done):
             found.append(self.policy.gradients(part))
         return found
 
@@ -62,7 +69,7 @@ class Roles:
         value = forward_flops(shape, lengths, responses, head_size=1)
         num_lm = sum(column is not None for column in (batch.old_logp_T, batch.reference_logp_T))
         has_critic = self.critic is not None
-        trains_policy = num_steps_done >= self.num_critic_warmup_steps
+        trains_policy = self.trains_policy(num_steps_done)
         return {
             "generate": generate_flops(shape, prompts, lengths, shared) if are_sampled else 0,
             "logprobs": num_lm * forward + has_critic * value,
@@ -87,7 +94,8 @@ def make_roles(
         algorithm: says which are needed.
         models: gets each as soon as it is there, by name, for the table of an out-of-memory error.
         say: tells the user, once.
-        has_reference: False leaves out the reference, where its column is known already.
+        has_reference: False leaves out the reference and reward models, where their columns are
+            known already.
     """
     needs = algorithm.needs
     source = setup.model_source(config.model, world.platform)
@@ -95,10 +103,14 @@ def make_roles(
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
     models["policy"] = model = setup.build_model(world, source, "lm", config)
     say(model.layers.said)
-    home = setup.weights_home(config, world, say)
-    model.make_trainable(config.train.learning_rate, home)
+    if needs.policy:
+        home = setup.weights_home(config, world, say)
+        model.make_trainable(config.train.learning_rate, home)
+    else:
+        model.freeze()
     policy = Policy(model, algorithm, num_updates, temperature)
-    trained, reference, critic = {"policy": model}, None, None
+    trained: dict[str, ParallelModel] = {"policy": model} if needs.policy else {}
+    reference, critic = None, None
     if needs.reference and has_reference:
         models["reference"] = frozen = setup.build_model(world, source, "lm", config)
         frozen.freeze()
@@ -111,4 +123,6 @@ def make_roles(
         critic = Critic(value, algorithm, num_updates)
     chosen = config.algorithm
     warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
-    return Roles(source, policy, reference, critic, trained, warmup)
+    is_scored = needs.rollouts and has_reference
+    judges = make_judges(config, world, source, models, needs.greedy) if is_scored else ()
+    return Roles(source, policy, reference, critic, trained, warmup, judges)

@@ -7,6 +7,10 @@ were so far (data/spread.py). Afterwards every rank holds the same batch, in the
 numbers: it comes through one collective, to which each rank of a replica gives its share of the
 rows.
 
+Where an algorithm compares with it, the greedy response to each prompt is generated and scored as
+one more sample of the group, under the number -1 - group; its reward becomes a reward part of the
+group's samples, and it leaves the batch.
+
 A checkpoint may be taken while a step's rollouts are under way: `state` holds what is finished and
 what is begun, and after `load_state` the next `generate` of that step goes on from there, on any
 number of replicas.
@@ -22,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
+from hybridrl.batch import GREEDY, Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
 from hybridrl.data.spread import ResponseLengths, group_work, spread
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
@@ -78,12 +82,17 @@ class Sampler:
         self._prompts: dict[int, Prompt] = {}
         self._owners: dict[int, tuple[Prompt, int]] = {}
         self._done: dict[int, Completion] = {}
+        self._earlier: dict[int, Completion] = {}  # of earlier calls of the step
         self._restored: dict[str, Any] = {"step": -1, "requests": [], "completions": []}
         self._lengths = ResponseLengths()
+        self._has_greedy = False
         # Seconds that this rank's engine worked since the last `score`; and of all replicas, by
         # `generate` call of the step, their mean and the longest.
         self._busy_s = 0.0
         self._busy_of_calls: list[tuple[float, float]] = []
+        # Reward models of this world: each adds its scores to a batch that all ranks have.
+        self.judges: Sequence[Callable[[ScoredBatch], ScoredBatch]] = ()
+        self._reward_counts: dict[str, int] = {}  # of the step, all ranks together
 
     def generate(
         self,
@@ -94,6 +103,7 @@ class Sampler:
         first_group: int = 0,
         sampling: SamplingParams | None = None,
         on_progress: Progress | None = None,
+        greedy: bool = False,
     ) -> RolloutBatch | None:
         """Generates this replica's share: the samples of the prompts that fall to it.
 
@@ -105,6 +115,7 @@ class Sampler:
                 from the first one's groups (dynamic sampling) gives how many those were.
             sampling: in place of the sampler's own (evaluation is greedy).
             on_progress: called with (finished, all) of this replica.
+            greedy: generates the greedy response to each prompt as well.
 
         Returns:
             The samples in order of their numbers; None where this replica has no prompt.
@@ -113,7 +124,7 @@ class Sampler:
             step, self._next_step = self._next_step, self._next_step + 1
         num_samples = samples_per_prompt or self.samples_per_prompt
         with self.world.all_agree("generation"):
-            self.submit(prompts, num_samples, step, first_group, sampling)
+            self.submit(prompts, num_samples, step, first_group, sampling, greedy)
             while self.engine.has_unfinished:
                 self.advance()
                 if on_progress is not None:
@@ -127,22 +138,26 @@ class Sampler:
         step: int,
         first_group: int = 0,
         sampling: SamplingParams | None = None,
+        greedy: bool = False,
     ) -> None:
         """Hands this replica's requests to its engine; those that a checkpoint knows go on from
         there.
         """
         self._step, self._owners, self._done = step, {}, {}
+        self._has_greedy = greedy
         if first_group == 0:
-            self._busy_of_calls = []
+            self._busy_of_calls, self._earlier, self._reward_counts = [], {}, {}
         self._prompts = dict(enumerate(prompts, first_group))
         is_restored = self._restored["step"] == step
         begun = {r["request_id"]: r for r in self._restored["requests"] if is_restored}
         finished = {c["request_id"]: c for c in self._restored["completions"] if is_restored}
         requests = []
-        longest = (sampling or self.sampling).max_new_tokens
-        for group in self._share(prompts, samples_per_prompt, first_group, longest):
-            for sample in range(samples_per_prompt):
-                sample_id = group * samples_per_prompt + sample
+        params = sampling or self.sampling
+        best = dataclasses.replace(params, temperature=0.0)
+        num, longest = samples_per_prompt + greedy, params.max_new_tokens
+        for group in self._share(prompts, num, first_group, longest):
+            first = group * samples_per_prompt
+            for sample_id in [*range(first, first + samples_per_prompt), *[-1 - group] * greedy]:
                 self._owners[sample_id] = (self._prompts[group], group)
                 if sample_id in finished:
                     fields = finished[sample_id]
@@ -152,8 +167,8 @@ class Sampler:
                     requests.append(Request.from_dict(begun[sample_id]))
                 else:
                     seed = request_seed(self.seed, step, sample_id)
-                    params = sampling or self.sampling
-                    requests.append(Request(sample_id, self._prompts[group].tokens, seed, params))
+                    how = best if sample_id < 0 else params
+                    requests.append(Request(sample_id, self._prompts[group].tokens, seed, how))
         self.engine.submit(requests)
 
     def _share(
@@ -170,15 +185,27 @@ class Sampler:
         return [first_group + i for i in spread(work, self.layout.replicas)[replica]]
 
     def advance(self) -> None:
-        """Lets the engine take one step and keeps what finished."""
+        """Lets the engine take one step, keeps what finished and has it scored meanwhile."""
         began = time.perf_counter()
         self.engine.step()  # returns with the tokens, so the device is done
         self._busy_s += time.perf_counter() - began
-        self._done |= {done.request_id: done for done in self.engine.collect()}
+        finished = self.engine.collect()
+        self._done |= {done.request_id: done for done in finished}
+        for done in finished:
+            prompt, group = self._owners[done.request_id]
+            if self._scores(group):
+                self.scorer.begin(done.request_id, prompt, done.tokens)
+
+    def _scores(self, group: int) -> bool:
+        """Whether the samples of a group are this rank's to score: each rank of a replica has its
+        share of whole groups.
+        """
+        return group % self.layout.tp == self.layout.assignment[self.world.rank][1]
 
     def collect(self) -> RolloutBatch | None:
         """Returns the finished samples of what was submitted; the engine must have nothing left."""
         owners, done = self._owners, self._done
+        self._earlier |= done
         self._step, self._owners, self._done = -1, {}, {}
         if not owners:
             return None
@@ -204,26 +231,36 @@ class Sampler:
         Raises:
             UserError, PeerError: the reward failed on some rank; raised on all of them.
         """
-        _, tp_rank = self.layout.assignment[self.world.rank]
         with self.world.all_agree("the reward") as agreement:
-            scored = None if local is None else self.scorer.score(local)
-            rows = range(tp_rank, scored.num_samples if scored else 0, self.layout.tp)
-            mine = _columns(scored.select(rows)) if scored and rows else None
-            agreement.told = (self._busy_s, mine)
-        self._note_busy([seconds for seconds, _ in agreement.heard])
-        found = [columns for _, columns in agreement.heard if columns is not None]
+            groups = [] if local is None else local.group_B.tolist()
+            rows = [i for i, group in enumerate(groups) if self._scores(group)]
+            scored = self.scorer.score(local.select(rows)) if local is not None and rows else None
+            if scored is not None and self._has_greedy:
+                scored = _compared_with_greedy(scored)
+            mine = None if scored is None else _columns(scored)
+            agreement.told = (self._busy_s, mine, self.scorer.take_counts())
+        self._note_busy([seconds for seconds, _, _ in agreement.heard])
+        for _, _, counts in agreement.heard:
+            for name, count in counts.items():
+                self._reward_counts[name] = self._reward_counts.get(name, 0) + count
+        found = [columns for _, columns, _ in agreement.heard if columns is not None]
+        if not found:
+            raise self.scorer.nothing_left()
         batch = ScoredBatch.concat([_rebuild(columns, self._prompts) for columns in found])
         batch = batch.select(torch.argsort(batch.sample_ids_B))
+        for judge in self.judges:
+            batch = judge(batch)
         self._observe(batch)
         return batch
 
     def metrics(self) -> dict[str, float]:
         """Returns `generate/idle_share`, the part of the generation of the last step that replicas
-        waited for the slowest, on average; the same on all ranks.
+        waited for the slowest, on average, and the scorers' counts; the same on all ranks.
         """
         worked = sum(mean for mean, _ in self._busy_of_calls)
         took = sum(longest for _, longest in self._busy_of_calls)
-        return {"generate/idle_share": 1 - worked / took if took > 0 else 0.0}
+        counts = {name: float(count) for name, count in self._reward_counts.items()}
+        return {"generate/idle_share": 1 - worked / took if took > 0 else 0.0, **counts}
 
     def _note_busy(self, seconds: Sequence[float]) -> None:
         self._busy_s = 0.0
@@ -245,7 +282,9 @@ class Sampler:
         is_first = self.layout.assignment[self.world.rank][1] == 0
         mine = {
             "requests": [dataclasses.asdict(r) for r in self.engine.pending()],
-            "completions": [dataclasses.asdict(done) for done in self._done.values()],
+            "completions": [
+                dataclasses.asdict(done) for done in (self._earlier | self._done).values()
+            ],
         }
         found = self.world.gather_objects(mine if is_first and self._step >= 0 else None)
         parts = [part for part in found if part is not None]
@@ -262,6 +301,25 @@ class Sampler:
         self._restored = dict(state)
         self._lengths.load_state(state.get("response_lengths", {}))
         self._next_step = int(state.get("next_step", 0))
+
+
+def _compared_with_greedy(batch: ScoredBatch) -> ScoredBatch | None:
+    """Makes the rewards of greedy responses a part of their groups' samples; without groups whose
+    greedy response has no reward.
+    """
+    is_greedy_B = batch.sample_ids_B < 0
+    groups = batch.group_B[is_greedy_B].tolist()
+    reward_of = dict(zip(groups, batch.reward_B[is_greedy_B].tolist(), strict=True))
+    rows = [
+        i
+        for i, group in enumerate(batch.group_B.tolist())
+        if not is_greedy_B[i] and group in reward_of
+    ]
+    if not rows:
+        return None
+    sampled = batch.select(rows)
+    greedy_B = torch.tensor([reward_of[group] for group in sampled.group_B.tolist()])
+    return sampled.with_parts({GREEDY: greedy_B})
 
 
 def _columns(batch: ScoredBatch) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from hybridrl.batch import Prompt
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config, ModelConfig, RolloutConfig
 from hybridrl.config.source import check_tokenizer_files, model_directory, read_model_config
+from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompts import LoadedPrompts, load_prompts
 from hybridrl.errors import ConfigError, ModelError, UserError
 from hybridrl.hybrid_engine.alias import TrainingShard
@@ -127,6 +128,9 @@ def load_data(
     data = config.data
     limit = None if needs.rollouts else config.rollout.max_new_tokens
     loaded = load_prompts(data, tokenizer, rows, max_response_tokens=limit, feedback=needs.feedback)
+    if data.eval_share:
+        loaded, held_out = hold_out(loaded, data.eval_share)
+        return loaded, held_out[: data.eval_limit]
     if not data.eval_prompts:
         return loaded, ()
     evaluated = load_prompts(data, tokenizer, data.eval_prompts, limit=data.eval_limit)

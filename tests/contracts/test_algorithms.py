@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, LossOutput
 from hybridrl.batch import (
+    GREEDY,
     MISMATCHED,
     BatchError,
     MicroBatch,
@@ -28,6 +29,7 @@ from hybridrl.batch import (
     TrainBatch,
 )
 from hybridrl.config.algorithm import PRESETS, PolicyGradientConfig, ReinforceConfig
+from hybridrl.config.correction import CorrectionConfig
 from hybridrl.config.schema import (
     DpoConfig,
     GrpoConfig,
@@ -53,7 +55,29 @@ CASES = {
     "clip_cov": GrpoConfig(
         name="clip_cov", cov_clip_fraction=0.2, cov_clip_low=0.05, whiten_advantages=True
     ),
+    "kl_cov": GrpoConfig(name="kl_cov", cov_kl_fraction=0.2, cov_kl_coef=0.7),
     "pass_at_k": GrpoConfig(name="pass_at_k", pass_k=2),
+    "gdpo-weights": GrpoConfig(name="gdpo", part_weights={"a": 0.3, "b": 2.0}, kl_coef=0.1),
+    "remax-kl": GrpoConfig(name="remax", kl_coef=0.1),
+    "grpo-tis": GrpoConfig(correction=CorrectionConfig(weight="token", max=1.2)),
+    "dapo-icepop": GrpoConfig(
+        clip_high=0.28, correction=CorrectionConfig(weight="token", bound="mask", min=0.7, max=1.5)
+    ),
+    "sapo-mis": GrpoConfig(
+        name="sapo",
+        correction=CorrectionConfig(weight="sequence", bound="mask", max=1.5, reject="token"),
+    ),
+    "grpo-geometric": GrpoConfig(
+        correction=CorrectionConfig(weight="geometric", reject="geometric", reject_max=1.2),
+    ),
+    "cispo-behaviour": GrpoConfig(
+        name="cispo", clip_high=0.1, correction=CorrectionConfig(proximal="behaviour")
+    ),
+    "ppo-behaviour-rejects": PpoConfig(
+        correction=CorrectionConfig(proximal="behaviour", reject="sequence")
+    ),
+    "vapo": PpoConfig(name="vapo"),
+    "ppo-adaptive-kl": PpoConfig(kl_coef=0.1, kl_target=6.0),
     "rloo-kl-entropy": GrpoConfig(name="rloo", kl_coef=0.1, entropy_coef=0.05),
     "gspo-kl-weighted": GrpoConfig(name="gspo", kl_coef=0.1, kl_importance_weighted=True),
     "grpo-dual-clip": GrpoConfig(dual_clip=1.1, aggregate="sequence_mean", kl_coef=0.1),
@@ -119,10 +143,13 @@ def make_batch(
     batch = RolloutBatch.from_rollouts(rollouts, groups, HERE)
     generator = torch.manual_seed(seed)
     noise_T = torch.randn(batch.num_tokens, generator=generator) * batch.response_mask_T
-    reward_B = torch.rand(len(rollouts), generator=generator)
-    train = batch.scored(reward_B, {}, HERE).to_train(HERE)
+    reward_B, a_B = torch.rand(2, len(rollouts), generator=generator)
+    parts = {"a": a_B, "b": reward_B - a_B, GREEDY: reward_B.flip(0)}
+    train = batch.scored(reward_B, parts, HERE).to_train(HERE)
     logp_T = current_logps(tables, train)
     mask_T = train.response_mask_T
+    other_T = torch.randn(batch.num_tokens, generator=generator) * mask_T
+    train = replace(train, behaviour_logp_T=logp_T + 0.3 * noise_T + 0.2 * other_T)
     return train.join_columns(
         HERE,
         old_logp_T=logp_T + 0.3 * noise_T,
@@ -228,7 +255,7 @@ def test_there_is_something_to_learn(case):
     grads, metrics = run(algorithm, tables, algorithm.advantages(batch), ALL)
     assert set(grads) == ({"policy", "critic"} if algorithm.needs.values else {"policy"})
     assert all(grad.abs().max() > 1e-4 for grad in grads.values())
-    if getattr(CASES[case], "objective", "plain") not in ("plain", "sapo"):
+    if getattr(CASES[case], "objective", "plain") not in ("plain", "sapo", "ratio"):
         assert 0 < metrics["policy/clip_fraction"] < int(batch.response_lengths_B.sum())
 
 
@@ -295,14 +322,17 @@ def test_the_order_of_samples_does_not_matter(case):
 def test_at_ratio_one_the_gradient_is_the_policy_gradient(case, old):
     config = CASES[case]
     if "kl_coef" in type(config).model_fields:
-        config = config.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0})
+        terms = ("kl_coef", "entropy_coef", "positive_lm_coef", "cov_kl_coef")
+        off = {name: 0.0 for name in terms if name in type(config).model_fields}
+        config = config.model_copy(update={**off, "kl_target": None})
     if has_feedback(case) and old == "absent":
         pytest.skip("needs the column")
     _, tables, batch = prepare(case)
     algorithm = make_algorithm(config)
     batch = algorithm.advantages(batch)
     logp_T = current_logps(tables, batch)
-    filled = replace(batch, old_logp_T=None if old == "absent" else logp_T)
+    old_logp_T = None if old == "absent" else logp_T
+    filled = replace(batch, old_logp_T=old_logp_T, behaviour_logp_T=logp_T)
     grads, metrics = run(algorithm, tables, filled, ALL)
     # The score function by its own path: sum of A_t grad log p(token t | token t - 1).
     previous_T, mask_T = batch.tokens_T.roll(1), batch.response_mask_T
@@ -335,19 +365,44 @@ def test_gradients_agree_with_finite_differences(case):
         )
 
 
-FLOATS = ("old_logp_S", "reference_logp_S", "advantages_S", "returns_S", "values_S")
+FLOATS = (
+    *("old_logp_S", "reference_logp_S", "behaviour_logp_S"),
+    *("advantages_S", "returns_S", "values_S", "term_weights_S"),
+)
 NEEDED = {
     "reference": "reference_logp_T",
     "values": "values_T",
     "old_logps": "old_logp_T",
     "rollouts": "reward_B",
+    "greedy": "reward_parts",
 }
+
+
+def without_need(batch: TrainBatch, need: str) -> TrainBatch:
+    if need != "greedy":
+        return replace(batch, **{NEEDED[need]: None})
+    return replace(batch, reward_parts={n: p for n, p in batch.reward_parts.items() if n != GREEDY})
+
+
+def with_other(batch: TrainBatch, need: str) -> TrainBatch:
+    """The batch with noise on what a need is about; rewards are the sum and its parts."""
+    if need == "greedy":
+        if GREEDY not in batch.reward_parts:
+            return batch
+        noise_B = torch.rand(batch.num_samples)
+        return batch.with_parts({GREEDY: batch.reward_parts[GREEDY] + noise_B})
+    column = batch.columns()[NEEDED[need]]
+    other = replace(batch, **{NEEDED[need]: column * (1 + torch.rand(column.shape))})
+    if need != "rollouts":
+        return other
+    noisy = {n: p * (1 + torch.rand(p.shape)) for n, p in batch.reward_parts.items()}
+    kept = {n: p for n, p in batch.reward_parts.items() if n in (GREEDY, MISMATCHED)}
+    return other.with_parts(noisy | kept)
 
 
 @pytest.mark.parametrize("need", NEEDED)
 def test_what_is_declared_is_used_and_what_is_not_is_not_needed(case, need):
     algorithm, tables, batch = prepare(case)
-    column = NEEDED[need]
 
     def gradient(given: TrainBatch, old_logp_T: Tensor | None) -> dict[str, Tensor]:
         # Only what `advantages` reads of the old policy is at stake: the loss may always use it.
@@ -358,16 +413,15 @@ def test_what_is_declared_is_used_and_what_is_not_is_not_needed(case, need):
         return run(algorithm, tables, filled, ALL)[0]
 
     expected = gradient(batch, batch.old_logp_T)
-    noise = torch.rand(batch.columns()[column].shape)
-    other = replace(batch, **{column: batch.columns()[column] * (1 + noise)})
-    found = gradient(other, batch.old_logp_T)
+    found = gradient(with_other(batch, need), batch.old_logp_T)
     is_used = any((found[n] - expected[n]).abs().max() > COLUMN for n in expected)
     assert is_used == getattr(algorithm.needs, need)
-    if column == "reward_B":
+    if need == "rollouts":
         return
-    without = replace(batch, **{column: None})
+    without = without_need(batch, need)
     if is_used:
-        with pytest.raises(BatchError, match=f"{column[:-1]}.*{algorithm.name}"):
+        named = "greedy" if need == "greedy" else NEEDED[need][:-1]
+        with pytest.raises(BatchError, match=f"{named}.*{algorithm.name}"):
             gradient(without, batch.old_logp_T)
     else:
         assert_same(gradient(without, batch.old_logp_T), expected, EXACT)
@@ -397,4 +451,5 @@ def test_advantages_leave_the_rest_of_the_batch_alone(case):
         assert torch.equal(batch.columns()[name], column)
     added = set(filled.columns()) - set(before)
     expected = {"advantages_T"} if algorithm.needs.rollouts or has_feedback(case) else set()
-    assert added == expected | ({"returns_T"} if algorithm.needs.values else set())
+    expected |= {"returns_T"} if algorithm.needs.values else set()
+    assert added == expected | ({"term_weights_T"} if case in ("kl_cov", "vapo") else set())

@@ -181,7 +181,28 @@ def check_step(trainer: Trainer) -> None:
     wanted = expected(batches[0], old_T)
     check_same(metrics, {n: v for n, v in wanted.items() if n != "mismatch/kl"}, "step")
     assert 0 <= metrics["mismatch/kl"] < 1e-9
+    check_on_policy_step(trainer, batches)
     trainer.update = update  # type: ignore[method-assign]
+
+
+def check_on_policy_step(trainer: Trainer, batches: list[TrainBatch]) -> None:
+    """One update: the policy makes no pass for old log-probabilities, which are its own."""
+    steps = trainer.config.steps.model_copy(update={"updates_per_step": 1})
+    trainer.config = trainer.config.model_copy(update={"steps": steps})
+    passes: list[int] = []
+    model = trainer.policy.model
+    forward_all = model.forward_all
+
+    def forward_and_count(works: Any) -> Any:
+        passes.append(len(works))
+        return forward_all(works)
+
+    model.forward_all = forward_and_count  # type: ignore[method-assign]
+    metrics = trainer.train_step()
+    model.forward_all = forward_all  # type: ignore[method-assign]
+    assert passes == [] and batches[-1].old_logp_T is None
+    assert metrics["flops/logprobs"] == 0 and metrics["flops/update"] > 0
+    assert 0 <= metrics["mismatch/logprob_diff_mean"] < 1e-4
 
 
 def check_diagnosis(engine: str, model: str, folder: Path) -> None:

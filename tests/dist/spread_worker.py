@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -12,7 +13,7 @@ import torch
 from command_line import QUICKSTART
 
 from hybridrl import Trainer
-from hybridrl.batch import Prompt, ScoredBatch
+from hybridrl.batch import GREEDY, Prompt, ScoredBatch
 from hybridrl.data.spread import PROMPT_TOKEN_WORK
 
 OVERRIDES = (
@@ -79,8 +80,17 @@ def main() -> None:
     for begin, end in ((0, 3), (3, 7)):
         groups = shares(trainer, prompts[begin:end], begin)
         assert sorted(groups[0] + groups[1]) == list(range(begin, end))
+        done = sampler.state()["completions"]
+        assert len(done) == 3 * begin, "a checkpoint has the step's earlier calls"
         parts.append(finish(trainer))
     assert same(ScoredBatch.concat(parts), first)
+
+    best = dataclasses.replace(sampler.sampling, temperature=0.0)
+    greedy = sampler.score(sampler.generate(prompts, samples_per_prompt=1, step=1, sampling=best))
+    beside = sampler.score(sampler.generate(prompts, step=0, greedy=True))
+    assert same(beside, first) and sorted(beside.sample_ids_B.tolist()) == list(range(21))
+    assert torch.equal(beside.reward_parts[GREEDY], greedy.reward_B.repeat_interleave(3))
+    assert set(first.reward_parts) == set(beside.reward_parts) - {GREEDY}
 
     step = sampler.engine.step
 

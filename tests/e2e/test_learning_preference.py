@@ -13,8 +13,10 @@ from statistics import mean
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from command_line import QUICKSTART, run
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 NUM_STEPS = 30
 ACCURACY = 0.9
@@ -61,6 +63,7 @@ LATER = pytest.mark.learning
     [
         pytest.param({"name": "dpo", "beta": 0.3}, id="dpo"),
         pytest.param({"name": "kto", "beta": 0.3}, id="kto"),
+        pytest.param({"name": "reward_model"}, id="reward_model"),
         *(
             pytest.param({"name": name}, id=name, marks=LATER)
             for name in ("dpo_norm", "cdpo", "ipo", "simpo", "orpo")
@@ -81,7 +84,12 @@ def test_new_pairs_are_separated(tmp_path: Path, algorithm: dict[str, Any]) -> N
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "layout"), [("dpo", ("train.tp=2", "train.pp=2")), ("kto", ("train.cp=2",))]
+    ("name", "layout"),
+    [
+        ("dpo", ("train.tp=2", "train.pp=2")),
+        ("kto", ("train.cp=2",)),
+        ("reward_model", ("train.tp=2", "train.pp=2")),
+    ],
 )
 def test_four_ranks_take_the_steps_of_one(
     tmp_path: Path, name: str, layout: tuple[str, ...]
@@ -112,3 +120,63 @@ def test_rows_that_prefer_nothing_are_refused_before_any_rank(tmp_path: Path) ->
     rows.write_text('{"prompt": "1+1=", "response": "2", "label": true}\n' * 2)
     said = run("train", config, "algorithm={name: kto}", expect=2)
     assert "no row with label = false" in said and "Add rows" in said
+
+
+def test_a_trained_reward_model_is_a_sequence_classifier_of_transformers(tmp_path: Path) -> None:
+    """Its checkpoint is exported, and transformers' scores separate unseen pairs."""
+    config = write_run(tmp_path, {"name": "reward_model"})
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    unseen = rows[-100:]
+    kept = "".join(json.dumps({**row, "lead": 0.5}) + "\n" for row in rows[:-100])
+    (tmp_path / "rows.jsonl").write_text(kept)
+    run("train", config, "steps.num_steps=12", "data.margin_key=lead")
+    run("convert", tmp_path / "mine", tmp_path / "hf", "--to", "hf")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    right = 0
+    for row in unseen:
+        scores = []
+        for side in ("chosen", "rejected"):
+            ids = tokenizer(row["prompt"] + row[side], add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                scores.append(float(model(torch.tensor([ids])).logits))
+        right += scores[0] > scores[1]
+    assert right / len(unseen) > ACCURACY
+    judges_what_a_run_samples(tmp_path, model, tokenizer)
+
+
+def judges_what_a_run_samples(folder: Path, model: Any, tokenizer: Any) -> None:
+    """The same directory, served in a GRPO run on two ranks, gives transformers' scores."""
+    functions = {
+        "judge": {"function": "reward_model", "options": {"path": str(folder / "hf")}},
+        "digits": {"function": "scripted_reward:digits", "weight": 0.5},
+    }
+    content = {
+        "run": {"name": "judged", "dir": str(folder)},
+        "model": {"init": str(QUICKSTART / "model")},
+        "train": {"tp": 2, "learning_rate": 1e-3},
+        "rollout": {"max_new_tokens": 12},
+        "algorithm": {"name": "grpo"},
+        "data": {"prompts": str(QUICKSTART / "train.jsonl"), "max_prompt_tokens": 6},
+        "reward": {"functions": functions},
+        "steps": {"prompts_per_step": 8, "samples_per_prompt": 8, "num_steps": 1},
+        "log": {"rollouts_every": 1},
+    }
+    (folder / "judged.yaml").write_text(yaml.safe_dump(content))
+    run("train", folder / "judged.yaml", "--world", "2")
+    record = json.loads((folder / "judged" / "metrics.jsonl").read_text().splitlines()[0])
+    mean_reward = record["reward/judge/mean"] + 0.5 * record["reward/digits/mean"]
+    assert record["reward/mean"] == pytest.approx(mean_reward, abs=1e-4)
+    dump = next((folder / "judged" / "rollouts").glob("*1.jsonl"))
+    num_compared = 0
+    for sample in map(json.loads, dump.read_text().splitlines()):
+        text = sample["prompt"] + sample["response"]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) != 6 + 12:
+            continue  # special tokens are not in the text
+        with torch.no_grad():
+            score = float(model(torch.tensor([ids[:-1]])).logits)
+        digits = sum(c.isdigit() for c in sample["response"]) / max(len(sample["response"]), 1)
+        assert sample["reward"] == pytest.approx(score + 0.5 * digits, abs=1e-3)
+        num_compared += 1
+    assert num_compared > 2

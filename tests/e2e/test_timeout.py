@@ -23,6 +23,7 @@ def test_hanging_rank_ends_the_command_after_the_collective_timeout(tmp_path: Pa
         "steps.eval_every=0",
         "steps.prompts_per_step=4",
         "reward.function=scripted_reward:hangs_on_rank_1",
+        "reward.isolated=false",
         "reward.extract=null",
         "run.collective_timeout_s=8",
         f"run.dir={tmp_path}",

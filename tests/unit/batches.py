@@ -10,7 +10,10 @@ from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
 from hybridrl.config.supervised import Feedback
 from hybridrl.data.supervised import supervised_batch
 
-LOGP_COLUMNS = ("old_logp_T", "reference_logp_T", "values_T", "advantages_T", "returns_T")
+LOGP_COLUMNS = (
+    *("old_logp_T", "reference_logp_T", "values_T"),
+    *("advantages_T", "returns_T", "term_weights_T"),
+)
 
 
 def rollouts(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0) -> list[Rollout]:

@@ -17,8 +17,8 @@ from batches import train_batch
 from test_algorithms_advantage import gae_by_definition, responses
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.batch import BatchError, Producer, TrainBatch
-from hybridrl.config.algorithm import PRESETS, ReinforceConfig
+from hybridrl.batch import GREEDY, BatchError, Producer, TrainBatch
+from hybridrl.config.algorithm import CRITIC_PRESETS, PRESETS, ReinforceConfig
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import GrpoConfig, PpoConfig
 from hybridrl.data.collate import micro_batch
@@ -36,8 +36,11 @@ CONFIGS = {
     "dapo": GrpoConfig(name="dapo", overlong_max_tokens=6, overlong_buffer_tokens=4),
     "rloo": GrpoConfig(name="rloo", kl_coef=0.2),
     "pass_at_k": GrpoConfig(name="pass_at_k", pass_k=2),
+    "kl_cov": GrpoConfig(name="kl_cov", cov_kl_fraction=0.1, cov_kl_coef=0.7),
+    "gdpo": GrpoConfig(name="gdpo", part_weights={"a": 1.0, "b": 0.25}),
     "reinforce_pp": ReinforceConfig(kl_coef=0.3),
-    "vapo": PpoConfig(gae_length_alpha=0.5, critic_gae_lambda=1.0),
+    "ppo": PpoConfig(),
+    "vapo": PpoConfig(name="vapo", gae_length_alpha=0.5),
 }
 
 
@@ -50,7 +53,9 @@ def batches() -> list[TrainBatch]:
         if seed % 2:
             right = np.random.default_rng(seed).integers(0, 2, batch.num_samples)
             batch = replace(batch, reward_B=torch.from_numpy(right).float())
-        found.append(batch)
+        names = ("a", "b", GREEDY)
+        parts = torch.randn(3, batch.num_samples, generator=torch.manual_seed(seed))
+        found.append(batch.with_parts(dict(zip(names, parts, strict=True))))
     return found
 
 
@@ -113,6 +118,14 @@ def pass_at_k(reward, lengths, old, reference):
     return np.array(found)
 
 
+def covariance_of(batch: TrainBatch, a: list[np.ndarray]) -> np.ndarray:
+    logp = np.concatenate(responses(batch, batch.old_logp_T))
+    flat = np.concatenate(a)
+    return np.array(
+        [(x - logp.mean()) * (y - flat.mean()) for x, y in zip(logp, flat, strict=True)]
+    )
+
+
 def whitened(rows: list[np.ndarray]) -> list[np.ndarray]:
     every = np.concatenate(rows)
     return [(row - every.mean()) / (every.std(ddof=1) + 1e-8) for row in rows]
@@ -130,10 +143,20 @@ def expected_advantages(name: str, batch: TrainBatch) -> list[np.ndarray]:
             penalty = 0.3 * (o - q)
             rows.append(np.array([r - penalty[t:].sum() for t in range(len(o))]))
         return whitened(rows)
-    if name == "vapo":
+    if name == "remax":
+        greedy = batch.reward_parts[GREEDY].double().numpy()
+        return [np.full(n, r - g) for n, r, g in zip(lengths, reward, greedy, strict=True)]
+    if name == "gdpo":
+        each = [
+            weight * grpo(batch.reward_parts[part].double().numpy(), lengths, old, reference)
+            for part, weight in (("a", 1.0), ("b", 0.25))
+        ]
+        sample = sum(each).reshape(-1)
+        return whitened([np.full(n, a) for n, a in zip(lengths, sample, strict=True)])
+    if name in ("ppo", "vapo"):
         rows = []
         for r, v in zip(reward, values, strict=True):
-            lam = max(1 - 1 / (0.5 * len(v)), 0)
+            lam = max(1 - 1 / (0.5 * len(v)), 0) if name == "vapo" else 0.95
             rows.append(gae_by_definition([0.0] * (len(v) - 1) + [r], v, 1.0, lam))
         return whitened(rows)
     rule = {
@@ -160,12 +183,33 @@ def test_advantages_are_those_of_the_paper(name, batches):
                 np.testing.assert_allclose(row, r, rtol=F32, atol=F32)  # lambda 1: r itself
 
 
-def objective(name, ratio, logp, a):
+def term_weights(name: str, batch: TrainBatch) -> list[np.ndarray]:
+    """The second number of a token: KL-Cov's coefficient, or VAPO's for what is right."""
+    lengths = [len(row) for row in responses(batch, batch.old_logp_T)]
+    found = [np.zeros(n) for n in lengths]
+    if name == "kl_cov":
+        flat = covariance_of(batch, expected_advantages("grpo", batch))
+        count = max(int(0.1 * len(flat)), 1)
+        chosen = np.zeros(len(flat))
+        chosen[sorted(range(len(flat)), key=lambda t: -flat[t])[:count]] = 0.7
+        found = np.split(chosen, np.cumsum(lengths)[:-1])
+    if name == "vapo":
+        right = [r >= 0.5 for r in batch.reward_B.tolist()]
+        num_right = sum(n for n, is_right in zip(lengths, right, strict=True) if is_right)
+        for row, is_right in zip(found, right, strict=True):
+            row[:] = 0.1 * sum(lengths) / num_right if is_right else 0.0
+    return found
+
+
+def objective(name, ratio, logp, a, term):
     """Objective of each token of a response and its derivative by each token's logp, where the
     loss is the mean over the response.
     """
     n = len(ratio)
-    low, high = (0.0, 1.28) if name == "cispo" else (0.8, 1.28 if name == "dapo" else 1.2)
+    low, high = (0.0, 1.28) if name == "cispo" else (0.8, 1.28 if name in ("dapo", "vapo") else 1.2)
+    if name == "kl_cov":
+        gap = np.log(ratio)
+        return ratio * a - term * abs(gap), ratio * a - term * np.sign(gap)
     if name == "gspo":
         s = math.exp(np.log(ratio).sum() / n)
         bounded = min(max(s, 1 - 3e-4), 1 + 4e-4)
@@ -191,12 +235,14 @@ def objective(name, ratio, logp, a):
             gate = 1 / (1 + math.exp(-tau * (r - 1)))
             values.append(4 / tau * gate * x)
             slopes.append(4 * gate * (1 - gate) * r * x)
-        elif name in ("rloo", "opo", "gpg"):
+        elif name in ("rloo", "opo", "gpg", "remax"):
             values.append(lp * x)
             slopes.append(x)
         else:
             values.append(min(r * x, bounded * x))
             slopes.append(0 if bounded * x < r * x else r * x)
+    if name == "vapo":
+        return np.array(values) + term * logp, np.array(slopes) + term
     return values, slopes
 
 
@@ -218,19 +264,21 @@ def test_losses_and_their_gradients_are_those_of_the_paper(name, batches):
         loss.backward()
         total, slopes = 0.0, []
         rows = [responses(batch, c) for c in (now_T, batch.old_logp_T, filled.advantages_T)]
+        rows.append(term_weights(name, batch))
         num_tokens = sum(len(row) for row in rows[0])
-        for now, old, a in zip(*rows, strict=True):
-            values, slope = objective(name, np.exp(now - old), now, a)
+        for now, old, a, term in zip(*rows, strict=True):
+            values, slope = objective(name, np.exp(now - old), now, a, term)
             weight = 1 / num_tokens
             if name in ("gspo", "gmpo", "sapo"):
                 weight = 1 / (batch.num_samples * len(now))
-            elif name in ("dr_grpo", "rloo", "opo"):
+            elif name in ("dr_grpo", "rloo", "opo", "remax"):
                 weight = 1 / batch.num_samples
             total -= weight * sum(values)
             slopes += [-weight * x for x in slope]
-        assert loss.item() == pytest.approx(total, rel=EXACT, abs=EXACT)
+        exact = F32 if name in ("kl_cov", "vapo") else EXACT  # their weights are float32
+        assert loss.item() == pytest.approx(total, rel=exact, abs=exact)
         found = logp_S.grad[micro.loss_mask_S].numpy()
-        np.testing.assert_allclose(found, slopes, rtol=EXACT, atol=EXACT)
+        np.testing.assert_allclose(found, slopes, rtol=exact, atol=exact)
 
 
 def test_clip_cov_draws_its_tokens_among_those_of_high_covariance(batches):
@@ -257,7 +305,7 @@ def test_clip_cov_draws_its_tokens_among_those_of_high_covariance(batches):
     assert num_left > NUM_BATCHES / 4  # another step draws other tokens
 
 
-GROUP_NAMES = ["grpo", *PRESETS]
+GROUP_NAMES = ["grpo", *(name for name in PRESETS if name != "remax")]
 
 
 @pytest.mark.parametrize("name", GROUP_NAMES)
@@ -278,10 +326,47 @@ def test_pass_at_k_refuses_fewer_samples_than_k():
 def test_rewards_that_are_all_equal_teach_nothing(name, reward):
     batch = train_batch(3, GROUP)
     batch = replace(batch, reward_B=torch.full((batch.num_samples,), reward))
+    batch = batch.with_parts({"part": batch.reward_B})
     config = ReinforceConfig() if name == "reinforce_pp" else GrpoConfig(name=name)
     advantages_T = make_algorithm(config).advantages(batch).advantages_T
     # Rounding of a mean of equal numbers, 1e-16 of them, over the epsilon of a deviation.
     assert advantages_T.abs().max() <= 1e-6 * max(1.0, abs(reward) * 1e-9)
+
+
+def test_remax_takes_one_sample_and_says_where_its_baseline_comes_from():
+    algorithm = make_algorithm(GrpoConfig(name="remax"))
+    batch = train_batch(3, 1)
+    with pytest.raises(BatchError, match=r"part 'greedy'.*engine.generate\(prompts, greedy=True\)"):
+        algorithm.advantages(batch)
+    greedy_B = batch.reward_B + torch.tensor([0.0, 0.5, -1.0])
+    filled = algorithm.advantages(batch.with_parts({GREEDY: greedy_B}))
+    for row, a in zip(responses(batch, filled.advantages_T), [0.0, -0.5, 1.0], strict=True):
+        np.testing.assert_allclose(row, a, atol=F32)
+
+
+def test_gdpo_names_the_parts_there_are_and_compares_all_of_them_by_default():
+    batch = train_batch(3, 4).with_parts({GREEDY: torch.ones(12)})
+    with pytest.raises(BatchError, match=r"no part 'lenght', expected greedy, part"):
+        make_algorithm(GrpoConfig(name="gdpo", part_weights={"lenght": 1.0})).advantages(batch)
+    with pytest.raises(BatchError, match=r"no parts, expected one part or more"):
+        make_algorithm(GrpoConfig(name="gdpo")).advantages(replace(batch, reward_parts={}))
+    batches = (batch, batch.with_parts({"part": batch.reward_parts["part"] * 70 - 5}))
+    found = [make_algorithm(GrpoConfig(name="gdpo")).advantages(b).advantages_T for b in batches]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)  # epsilon over deviation
+
+
+def test_vapo_without_a_right_sample_has_no_further_term():
+    batch = replace(train_batch(3, 4), reward_B=torch.zeros(12))
+    filled = make_algorithm(PpoConfig(name="vapo")).advantages(batch)
+    assert (filled.term_weights_T == 0).all()
+
+
+def test_advantages_without_variance_stay_zero_when_whitened():
+    batch = train_batch(3, 1)
+    zeros_T = torch.zeros(batch.num_tokens)
+    batch = replace(batch, reward_B=torch.zeros(3), values_T=zeros_T)
+    for config in (PpoConfig(), ReinforceConfig()):
+        assert (make_algorithm(config).advantages(batch).advantages_T == 0).all()
 
 
 @pytest.mark.parametrize("reward", [math.inf, -math.inf, math.nan])
@@ -305,6 +390,9 @@ def config_of(**algorithm: object) -> object:
         ("gspoo", "gspo"),
         ("reinforce++", "reinforce_pp"),
         ("cipso", "cispo"),
+        ("kl_conv", "kl_cov"),
+        ("re_max", "remax"),
+        ("VAPO", "vapo"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(given, nearest):
@@ -319,8 +407,12 @@ def test_a_preset_gives_defaults_and_yields_to_what_is_set():
     for name, preset in PRESETS.items():
         made = config_of(name=name)
         assert {key: getattr(made, key) for key in preset} == preset
-        changed = {k for k, v in made.model_dump().items() if v != getattr(GrpoConfig(), k)}
+        plain = GrpoConfig().model_dump()
+        changed = {k for k, v in made.model_dump().items() if v != plain[k]}
         assert changed - {"name"} == {k for k in preset if preset[k] != getattr(GrpoConfig(), k)}
+    for name, preset in CRITIC_PRESETS.items():
+        made = config_of(name=name)
+        assert {key: getattr(made, key) for key in preset} == preset
 
 
 @pytest.mark.parametrize(
@@ -331,6 +423,19 @@ def test_a_preset_gives_defaults_and_yields_to_what_is_set():
         ({"kl_in": "reward", "kl_importance_weighted": True}, "only with kl_in loss, not reward"),
         ({"name": "dapo", "clip_lo": 0.1}, "Did you mean 'algorithm.clip_low'"),
         ({"dual_clip": 1.0}, "algorithm.dual_clip"),
+        ({"kl_target": 6.0}, "kl_target: only with kl_coef above 0"),
+        ({"part_weights": {"a": 1.0}}, "part_weights: only with normalize_parts true"),
+        ({"name": "gdpo", "baseline": "pass_at_k"}, "normalize_parts: not with baseline pass_at_k"),
+        ({"name": "gdpo", "kl_coef": 0.1, "kl_in": "reward"}, "normalize_parts: .* kl_in loss"),
+        ({"name": "remax", "max_resampling": 1}, "max_resampling: 0 with baseline greedy"),
+        ({"name": "kl_cov", "cov_clip_fraction": 0.1}, "cov_kl_fraction: 0 with cov_clip"),
+        ({"correction": {"wieght": "token"}}, "Did you mean 'algorithm.correction.weight'"),
+        ({"correction": {"min": 3.0}}, "correction.min: below correction.max = 2.0, not 3.0"),
+        ({"correction": {"reject_max": 0.9}}, "correction.reject_min: below .* = 0.9"),
+        (
+            {"correction": {"weight": "token", "proximal": "behaviour"}},
+            "correction.weight: none with correction.proximal behaviour, not token",
+        ),
     ],
 )
 def test_knobs_that_do_not_fit_together_are_refused(given, message):

@@ -32,6 +32,8 @@ def keys(*overrides: str, world: int = 8, shape: dict[str, Any] | None = None) -
 def test_valid_config_has_no_violation() -> None:
     assert keys() == []
     assert keys("train.tp=2", "train.pp=2", "train.vpp=2", "train.cp=2") == []
+    assert keys("algorithm.name=remax", "steps.samples_per_prompt=1") == []
+    assert keys("algorithm.correction.weight=token", "train.cp=2") == []
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,15 @@ def test_valid_config_has_no_violation() -> None:
         (["train.tp=8"], "train.tp"),
         (["train.ep=2"], "train.ep"),
         (["steps.samples_per_prompt=1"], "steps.samples_per_prompt"),
+        (["algorithm.name=pass_at_k", "steps.samples_per_prompt=3"], "steps.samples_per_prompt"),
+        (["algorithm.name=remax", "rollout.temperature=0"], "rollout.temperature"),
+        (["algorithm.correction.weight=sequence", "train.cp=2"], "train.cp"),
+        (["algorithm.correction.reject=geometric", "train.cp=2"], "train.cp"),
+        (["algorithm.name=gdpo", "reward.weight=2"], "algorithm.part_weights"),
+        (
+            ["algorithm.name=vapo", "algorithm.critic_warmup_steps=101"],
+            "algorithm.critic_warmup_steps",
+        ),
         (["algorithm.name=sft"], "steps.samples_per_prompt"),
         (["algorithm.name=dpo"], "steps.samples_per_prompt"),
         (

@@ -102,7 +102,13 @@ def test_warning_comes_once_and_then_every_50_steps() -> None:
     told = [step for step in range(4, 160) if warning.text(step, large) is not None]
     assert told == [53, 103, 153]
     assert MismatchWarning(torch.float32).text(1, {MEAN: 0.002}) is not None
-    assert MismatchWarning(torch.float32).text(1, {MEAN: float("nan")}) is not None
+
+
+@pytest.mark.parametrize("mean", [math.nan, math.inf])
+def test_warning_is_silent_after_a_skipped_step_and_stays_able_to_speak(mean: float) -> None:
+    warning = MismatchWarning(torch.float32)
+    assert warning.text(1, {MEAN: mean}) is None
+    assert warning.text(2, {MEAN: 0.002}) is not None
 
 
 def test_relative_rms_counts_every_token_alike() -> None:

@@ -1,0 +1,28 @@
+"""The adaptive coefficient of the KL penalty: a proportional controller. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_ERROR = 0.2
+
+
+@dataclass(frozen=True)
+class AdaptiveKl:
+    """Steers the KL to a target (Ziegler et al. 2019, arXiv 1909.08593, sec. 2.2).
+
+    e = clip(KL / target - 1, -0.2, 0.2); coefficient <- coefficient (1 + e n / horizon), n samples
+    seen, as in the authors' code (openai/lm-human-preferences); the paper's K_beta is n / horizon.
+
+    Args:
+        target: nats a response.
+        horizon: samples.
+    """
+
+    target: float
+    horizon: int
+
+    def next(self, coefficient: float, kl: float, num_samples: int) -> float:
+        """Returns the coefficient after a step whose samples had this mean KL."""
+        error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
+        return coefficient * (1 + error * num_samples / self.horizon)

@@ -1,0 +1,87 @@
+"""The section `algorithm.correction`: what is done about samples that another policy drew. No
+torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from hybridrl.config.section import Section
+
+Level = Literal["none", "token", "sequence", "geometric"]
+"""Over what a ratio of two policies is taken: one token, the product over a response, or its
+geometric mean."""
+
+REJECT_MAX = {"none": 2.0, "token": 2.0, "sequence": 2.0, "geometric": 1.001}
+
+
+class CorrectionConfig(Section):
+    """Importance weights and rejection by the ratio k = old / behaviour: the policy at the start of
+    the step against what the engine sampled from.
+    """
+
+    weight: Level = Field(
+        "none",
+        description="Multiply the objective by k at this level. 'none': every algorithm is as its paper has it; the mismatch is measured either way.",
+    )
+    bound: Literal["truncate", "mask"] = Field(
+        "truncate",
+        description="Outside of min and max a weight is truncated, or masked, 0. 'truncate': TIS, which loses no sample.",
+    )
+    max: float = Field(
+        2.0, gt=0, description="Largest weight. 2: the value of TIS; IcePop masks from 5."
+    )
+    min: float = Field(
+        0.0, ge=0, description="Smallest weight. 0: none, as in TIS; IcePop masks below 0.5."
+    )
+    reject: Level = Field(
+        "none",
+        description="Learn nothing where k at this level is outside of reject_min and reject_max. 'none': rejection loses samples.",
+    )
+    reject_max: float | None = Field(
+        None,
+        gt=0,
+        description="Largest k that is kept. None: 2, and 1.001 for geometric, as in verl's rollout correction.",
+    )
+    reject_min: float | None = Field(
+        None, ge=0, description="Smallest k that is kept. None: 1 / reject_max; 0 is no bound."
+    )
+    proximal: Literal["old", "behaviour"] = Field(
+        "old",
+        description="Policy that the objective's ratio is taken to. 'old': decoupled from the behaviour policy, so that clipping bounds the step alone.",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it changes a loss by anything but the proximal policy."""
+        return self.weight != "none" or self.reject != "none"
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """Whether a ratio is taken over whole responses."""
+        return not {self.weight, self.reject} <= {"none", "token"}
+
+    @property
+    def reject_bounds(self) -> tuple[float, float]:
+        """The smallest and the largest k that is kept."""
+        high = REJECT_MAX[self.reject] if self.reject_max is None else self.reject_max
+        return 1 / high if self.reject_min is None else self.reject_min, high
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.min >= self.max:
+            raise ValueError(f"correction.min: below correction.max = {self.max}, not {self.min}")
+        low, high = self.reject_bounds
+        if low >= high:
+            raise ValueError(
+                f"correction.reject_min: below correction.reject_max = {high}, not {low:g}; "
+                "reject_max is above 1 where reject_min is left out"
+            )
+        if self.weight != "none" and self.proximal == "behaviour":
+            raise ValueError(
+                f"correction.weight: none with correction.proximal behaviour, not {self.weight}: "
+                "the objective's ratio holds the weight already"
+            )
+        return self

@@ -1,0 +1,95 @@
+"""The samples of a step: generated, scored, and, where an algorithm asks for it, groups of equal
+rewards replaced by further prompts' (dynamic sampling, DAPO, Yu et al. 2025, arXiv 2503.14476,
+sec. 3.2).
+
+Collective: every rank sees the same rewards, so all replace the same groups by the same prompts,
+which are the next ones of the source. A step always has as many groups as without: what is still
+uninformative after the last round stays, and is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hybridrl.algorithms.base import Algorithm, GroupAlgorithm
+from hybridrl.batch import Prompt, ScoredBatch
+from hybridrl.data.prompts import PromptSource
+from hybridrl.metrics.timing import PhaseTimer
+from hybridrl.trainer.sampler import Sampler
+
+Respond = Callable[[Sequence[Prompt], int], ScoredBatch]
+"""Returns the scored samples of prompts, the first of which has this group number."""
+
+
+def sample_step(
+    algorithm: Algorithm,
+    sampler: Sampler,
+    source: PromptSource,
+    prompts: Sequence[Prompt],
+    step: int,
+    timer: PhaseTimer,
+    enter_training: Callable[[], None],
+) -> tuple[ScoredBatch, dict[str, float]]:
+    """Returns the samples of a step and their metrics; afterwards the engine is at rest.
+
+    Args:
+        source: of further prompts.
+        prompts: of the step.
+        enter_training: ends the rollout phase; called before the reward where nothing is generated
+            after it.
+    """
+    has_rounds = isinstance(algorithm, GroupAlgorithm) and algorithm.max_resampling > 0
+
+    def respond(prompts: Sequence[Prompt], first_group: int) -> ScoredBatch:
+        greedy = algorithm.needs.greedy
+        with timer.phase("generate"):
+            local = sampler.generate(prompts, step=step, first_group=first_group, greedy=greedy)
+        if not has_rounds:
+            enter_training()
+        with timer.phase("reward"):
+            return sampler.score(local)
+
+    metrics: dict[str, float] = {}
+    scored = respond(prompts, 0)
+    if isinstance(algorithm, GroupAlgorithm):
+        scored, metrics = resampled(algorithm, scored, source, respond, len(prompts))
+    enter_training()
+    return scored, metrics
+
+
+def resampled(
+    algorithm: GroupAlgorithm,
+    batch: ScoredBatch,
+    source: PromptSource,
+    respond: Respond,
+    next_group: int,
+) -> tuple[ScoredBatch, dict[str, float]]:
+    """Replaces uninformative groups by informative ones of the next prompts, as many rounds as
+    `algorithm.max_resampling`.
+
+    Returns:
+        The batch, in order of sample numbers, and `reward/uniform_groups`, the share of its groups
+        that teach nothing, `generate/resampled_groups`, how many more were generated, and
+        `generate/resampling_rounds`.
+    """
+    first_group, rounds = next_group, 0
+    is_lost_B = algorithm.uninformative(batch)
+    while rounds < algorithm.max_resampling and bool(is_lost_B.any()):
+        lost = batch.group_B[is_lost_B].unique()
+        new = respond(source.take(len(lost)), next_group)
+        next_group, rounds = next_group + len(lost), rounds + 1
+        good = (~algorithm.uninformative(new)).nonzero()[:, 0]
+        if len(good):
+            found = new.select(good)
+            stays_B = ~torch.isin(batch.group_B, lost[: len(found.group_B.unique())])
+            stays = stays_B.nonzero()[:, 0]
+            batch = ScoredBatch.concat([batch.select(stays), found] if len(stays) else [found])
+        is_lost_B = algorithm.uninformative(batch)
+    num_lost = len(batch.group_B[is_lost_B].unique())
+    return batch, {
+        "reward/uniform_groups": num_lost / len(batch.group_B.unique()),
+        "generate/resampled_groups": float(next_group - first_group),
+        "generate/resampling_rounds": float(rounds),
+    }

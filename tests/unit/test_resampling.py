@@ -1,0 +1,95 @@
+"""Groups of equal rewards give way to further prompts: which, how often, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridrl.algorithms import make_algorithm
+from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
+from hybridrl.config.schema import GrpoConfig
+from hybridrl.data.prompts import PromptSource
+from hybridrl.trainer.resampling import resampled
+
+HERE = Producer.here("test")
+NUM_SAMPLES = 3
+
+
+class Responses:
+    """Answers prompts; those whose number is in `informative` get unequal rewards."""
+
+    def __init__(self, informative: set[int]) -> None:
+        self.informative = informative
+        self.asked: list[tuple[list[int], int]] = []
+
+    def __call__(self, prompts: Sequence[Prompt], first_group: int) -> ScoredBatch:
+        self.asked.append(([prompt.prompt_id for prompt in prompts], first_group))
+        rollouts, groups, rewards = [], [], []
+        for group, prompt in enumerate(prompts, first_group):
+            for sample in range(NUM_SAMPLES):
+                number = group * NUM_SAMPLES + sample
+                rollouts.append(Rollout(number, prompt, (1, 2), (-1.0, -1.0), "stop", 0))
+                groups.append(group)
+                rewards.append(float(prompt.prompt_id in self.informative and sample == 0))
+        batch = RolloutBatch.from_rollouts(rollouts, groups, HERE)
+        reward_B = torch.tensor(rewards)
+        return batch.scored(reward_B, {"a": reward_B, "b": -reward_B}, HERE)
+
+
+def run(informative: set[int], max_resampling: int, name: str = "grpo", num: int = 4):
+    source = PromptSource([Prompt(i, f"{i}", (i + 1,)) for i in range(100)], seed=0, shuffle=False)
+    respond = Responses(informative)
+    algorithm = make_algorithm(GrpoConfig(name=name, max_resampling=max_resampling))
+    first = respond(source.take(num), 0)
+    batch, metrics = resampled(algorithm, first, source, respond, num)
+    return batch, metrics, respond.asked[1:], source
+
+
+def prompts_of(batch: ScoredBatch) -> list[int]:
+    return [prompt.prompt_id for prompt in batch.prompts[::NUM_SAMPLES]]
+
+
+def test_uninformative_groups_are_replaced_until_there_are_none() -> None:
+    batch, metrics, asked, source = run({0, 3, 5, 8}, 10)
+    assert asked == [([4, 5], 4), ([6], 6), ([7], 7), ([8], 8)]
+    assert prompts_of(batch) == [0, 3, 5, 8]
+    assert batch.sample_ids_B.tolist() == sorted(batch.sample_ids_B.tolist())
+    assert batch.group_B.unique().tolist() == [0, 3, 5, 8]
+    assert metrics == {
+        "reward/uniform_groups": 0.0,
+        "generate/resampled_groups": 5.0,
+        "generate/resampling_rounds": 4.0,
+    }
+    assert source.take(1)[0].prompt_id == 9, "nothing is skipped and nothing taken twice"
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+def test_rounds_are_bounded_and_what_stays_is_counted(rounds: int) -> None:
+    batch, metrics, asked, _ = run({1}, rounds)
+    assert len(asked) == rounds
+    assert prompts_of(batch) == [0, 1, 2, 3], "a full batch all the same"
+    assert metrics["reward/uniform_groups"] == 0.75
+    assert metrics["generate/resampled_groups"] == 3 * rounds
+
+
+def test_all_groups_uninformative_are_counted_and_all_replaced_where_that_is_possible() -> None:
+    batch, metrics, *_ = run(set(), 2)
+    assert metrics["reward/uniform_groups"] == 1.0
+    assert batch.num_samples == 4 * NUM_SAMPLES
+    batch, metrics, *_ = run({4, 5, 6, 7}, 1)
+    assert prompts_of(batch) == [4, 5, 6, 7]
+    assert metrics["reward/uniform_groups"] == 0.0
+
+
+def test_a_sum_of_unequal_parts_is_informative_for_gdpo_alone() -> None:
+    source = PromptSource([Prompt(i, "", (1,)) for i in range(9)], seed=0, shuffle=False)
+    batch = Responses({0, 1})(source.take(2), 0)
+    batch = batch.with_parts({"b": torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 0.0])})
+    flat = replace(batch, reward_B=torch.ones(6))
+    lost = [
+        make_algorithm(GrpoConfig(name=n)).uninformative(flat).tolist() for n in ("grpo", "gdpo")
+    ]
+    assert lost == [[True] * 6, [False] * 6]
