@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 MAX_ERROR = 0.2
@@ -13,6 +14,7 @@ class AdaptiveKl:
 
     e = clip(KL / target - 1, -0.2, 0.2); coefficient <- coefficient (1 + e n / horizon), n samples
     seen, as in the authors' code (openai/lm-human-preferences); the paper's K_beta is n / horizon.
+    n counts as the horizon at most, so that the coefficient stays positive.
 
     Args:
         target: nats a response.
@@ -23,6 +25,10 @@ class AdaptiveKl:
     horizon: int
 
     def next(self, coefficient: float, kl: float, num_samples: int) -> float:
-        """Returns the coefficient after a step whose samples had this mean KL."""
+        """Returns the coefficient after a step whose samples had this mean KL; as it was where that
+        is not finite, since such a step is skipped.
+        """
+        if not math.isfinite(kl):
+            return coefficient
         error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
-        return coefficient * (1 + error * num_samples / self.horizon)
+        return coefficient * (1 + error * min(num_samples / self.horizon, 1.0))

@@ -23,6 +23,10 @@ from hybridrl.errors import ConfigError, UserError
 
 NULLS = ("", "null", "~", "none", "None", "NULL", "Null")
 
+# Characters of a list of keys that one message can hold, and how many it has instead.
+MOST_ALLOWED = 300
+NUM_LIKELY = 8
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies overrides, and validates each value alone.
@@ -199,7 +203,12 @@ def _unknown_key(key: str, name: str, section: type[BaseModel]) -> UserError:
         elsewhere = [k for k in knobs() if k.rpartition(".")[2] == name and "[" not in k]
         likeliest = max(known, key=lambda k: _likeness(name, k))
         nearest = elsewhere[0] if elsewhere else prefix + likeliest
-    return UserError(key, "an unknown key", ", ".join(known), f"Did you mean '{nearest}'?")
+    allowed = ", ".join(known)
+    if len(allowed) > MOST_ALLOWED:  # the likeliest, in the schema's order
+        likely = sorted(known, key=lambda k: _likeness(name, k))[-NUM_LIKELY:]
+        shown = ", ".join(k for k in known if k in likely)
+        allowed = f"{shown} and {len(known) - NUM_LIKELY} more"
+    return UserError(key, "an unknown key", allowed, f"Did you mean '{nearest}'?")
 
 
 def _likeness(name: str, key: str) -> tuple[bool, bool, float]:

@@ -339,5 +339,5 @@ class GatherKeys(torch.autograd.Function):
 
 def _rows(tokens_THD: torch.Tensor, index_NL: torch.Tensor) -> torch.Tensor:
     """Gathers packed tokens [t, heads, d] into rows [n, heads, l, d]."""
-    rows = tokens_THD.index_select(0, index_NL.flatten().to(tokens_THD.device))
+    rows = GatherKeys.apply(tokens_THD, index_NL.flatten().to(tokens_THD.device))
     return rows.view(*index_NL.shape, *tokens_THD.shape[1:]).transpose(1, 2)

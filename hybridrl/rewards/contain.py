@@ -30,6 +30,10 @@ NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC, NEWUTS = (
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY = 442, -100, 0x8000, 1
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+# Sockets and files of others, to which a read-only file system is no bar; devices but for the plain
+# ones.
+HIDDEN = ("/tmp", "/var/tmp", "/home", "/root", "/mnt", "/media", "/srv")
+DEVICES = ("null", "zero", "full", "random", "urandom")
 NOT_CONTAINED = 97  # exit code: it could not be arranged, and the program did not run
 FIRST_UID = 0x20000000  # of processes that root starts: nobody else's
 
@@ -79,16 +83,23 @@ def _be_first_process(limits: dict[str, int], program: str, folder: str) -> None
     while time.monotonic() < until:  # it also takes over orphans, which are none of its business
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == running:
-            os._exit(_code(status))
+            code = _code(status)
+            os._exit(1 if code == NOT_CONTAINED else code)  # that code is not the program's to give
         time.sleep(0.002)
     os._exit(128 + signal.SIGALRM)
 
 
 def _arrange_files(limits: dict[str, int], program: str, folder: str) -> None:
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
+    prefixes = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
     if os.geteuid() == 0:
-        for prefix in {sys.prefix, sys.base_prefix}:
-            _uncover(os.path.realpath(prefix))
+        for prefix in prefixes:
+            _uncover(prefix)
+    for hidden in HIDDEN:
+        if os.path.isdir(hidden) and not os.path.islink(hidden):
+            _cover(hidden, [p for p in prefixes if (p + "/").startswith(hidden + "/")])
+    _cover("/dev", [f"/dev/{name}" for name in DEVICES])
+    os.makedirs(folder, exist_ok=True)
     attributes = (ctypes.c_uint64 * 4)(ATTR_RDONLY, 0, 0, 0)
     done = libc.syscall(
         SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes)
@@ -105,6 +116,19 @@ def _arrange_files(limits: dict[str, int], program: str, folder: str) -> None:
     os.chdir(folder)
     with open("main.py", "w", encoding="utf-8") as file:
         file.write(program)
+
+
+def _cover(hidden: str, kept: list[str]) -> None:
+    """Puts an empty folder over one, in which only what is kept can be reached."""
+    files = {path: os.open(path, os.O_PATH) for path in kept if os.path.exists(path)}
+    _mount("tmpfs", hidden, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path, file in files.items():
+        if os.path.isdir(f"/proc/self/fd/{file}"):
+            os.makedirs(path, exist_ok=True)
+        else:
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o666))
+        _mount(f"/proc/self/fd/{file}", path, None, MS_BIND | MS_REC)
+        os.close(file)
 
 
 def _uncover(prefix: str) -> None:

@@ -31,6 +31,18 @@ from hybridrl.rewards.outcome import Noted
 
 MOST_OUTPUT = 1 << 20
 LIMITS = "limits"
+# Runs a program and its asserts, which stand in standard input, and then prints a mark.
+ASSERTS = """
+import json, sys
+
+def run():
+    text, mark = json.load(sys.stdin)
+    exec(compile(text, "main.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+    print()
+    print(mark)
+
+run()
+"""
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _NUMBERS = itertools.count()
 
@@ -115,9 +127,10 @@ class Code:
 
     def _passes(self, program: str, test: str | Mapping[str, Any]) -> tuple[bool, Ended]:
         if isinstance(test, str):
-            # Printed when all asserts have run, and not to be guessed.
+            # Printed when all asserts have run, and neither to be guessed nor in a file.
             mark = secrets.token_hex(16)
-            ended = run_program(f"{program}\n{test}\nprint()\nprint({mark!r})\n", "", self._limits)
+            parts = json.dumps([f"{program}\n{test}\n", mark])
+            ended = run_program(ASSERTS, parts, self._limits)
             is_right = ended.code == 0 and ended.output.rstrip().endswith(f"\n{mark}")
         else:
             ended = run_program(program, str(test["input"]), self._limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from test_algorithms_advantage import responses
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm
+from hybridrl.algorithms.kl_control import AdaptiveKl
 from hybridrl.config.schema import GrpoConfig, PpoConfig, SftConfig
 from hybridrl.data.collate import micro_batch
 
@@ -71,3 +73,11 @@ def test_a_fixed_coefficient_has_no_state_and_measures_nothing() -> None:
     algorithm.load_state({"kl_coef": 7.0})
     assert algorithm.kl_coef == 0.1
     assert not isinstance(make_algorithm(SftConfig()), AdaptiveAlgorithm)
+
+
+def test_the_coefficient_stays_positive_and_survives_a_step_that_is_skipped() -> None:
+    control = AdaptiveKl(target=6.0, horizon=1000)
+    assert control.next(0.2, 0.0, 8192) == pytest.approx(0.2 * 0.8)
+    assert control.next(0.2, 60.0, 8192) == pytest.approx(0.2 * 1.2)
+    for kl in (math.nan, math.inf):
+        assert control.next(0.2, kl, 64) == 0.2

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ from batches import rollout_batch
 from hybridrl.config.schema import RewardConfig, ScorerConfig
 from hybridrl.errors import DataError, UserError
 from hybridrl.rewards.base import Scorer
+from hybridrl.rewards.contain import DEVICES
 from hybridrl.rewards.functions import find_reward
 from hybridrl.rewards.outcome import Noted
 from hybridrl.rewards.sandbox import Code, run_program
@@ -32,6 +36,14 @@ def code() -> Code:
 
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+READS_MARK = """
+import os, re
+for name in os.listdir("."):
+    for found in re.findall("[0-9a-f]{32}", open(name).read()):
+        print()
+        print(found, flush=True)
+os._exit(0)
+"""
 ASSERTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 DOUBLE = "print(2 * int(input()))"
 PAIRS = [{"input": "3\n", "output": "6"}, {"input": "4", "output": "8\n\n"}]
@@ -49,7 +61,8 @@ PAIRS = [{"input": "3\n", "output": "6"}, {"input": "4", "output": "8\n\n"}]
         ("not a program", ASSERTS, 0),
         ("", ASSERTS, 0),
         ("\0", ASSERTS, 0),
-        ("#" * 200_000, "assert True", 0),
+        ("#" * 200_000, "assert True", 1),
+        (ADD, "#" * 200_000 + "\nassert add(1, 2) == 3", 1),
         (DOUBLE, PAIRS, 1),
         ("print(6)", PAIRS, 0),
         (DOUBLE + "; raise SystemExit(1)", PAIRS, 0),
@@ -57,7 +70,9 @@ PAIRS = [{"input": "3\n", "output": "6"}, {"input": "4", "output": "8\n\n"}]
         ("import sys; sys.exit(0)", ASSERTS, 0),
         ("import os; os._exit(0)", ASSERTS, 0),
         ("if False:\n  '''", ASSERTS, 0),
-        ("print = lambda *a: None\ndef add(a, b): return a + b", ASSERTS, 0),
+        ("print = lambda *a: None\ndef add(a, b): return a + b", ASSERTS, 1),
+        ("import sys; sys.exit(97)", ASSERTS, 0),  # the code of what could not be contained
+        (READS_MARK, ASSERTS, 0),
         ("import builtins; builtins.AssertionError = 1; add = None", ASSERTS, 0),
     ],
 )
@@ -131,7 +146,6 @@ NETWORK = {
 
 @pytest.mark.parametrize("way", NETWORK)
 def test_nothing_outside_can_be_reached(code, way):
-    import socket
 
     server, abstract = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
     abstract.bind("\0hybridrl-test")
@@ -155,6 +169,24 @@ def test_no_file_outside_can_be_written(code, place):
     assert ended.code == 1, ended
     assert "Read-only file system" in ended.error or "No such file" in ended.error
     assert not Path(place).exists()
+
+
+def test_neither_sockets_nor_devices_nor_files_of_others_are_in_sight(code):
+    """A read-only file system is no bar to a socket that everybody may write to."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as server:
+        os.chmod(folder, 0o777)
+        path = f"{folder}/socket"
+        server.bind(path)
+        server.listen()
+        os.chmod(path, 0o777)
+        connects = f"import socket\nsocket.socket(socket.AF_UNIX).connect({path!r})"
+        subprocess.run([sys.executable, "-c", connects], check=True)
+        limits = {"time_s": 10, "memory_mib": 256, "disk_mib": 1, "processes": 4}
+        assert "FileNotFoundError" in run_program(connects, "", limits).error
+        listed = run_program(
+            f"import os; print(os.path.exists({folder!r}), sorted(os.listdir('/dev')))", "", limits
+        )
+    assert listed.output.split() == ["False", *str(sorted(DEVICES)).split()]
 
 
 def test_a_program_sees_no_environment_and_no_other_process(code, monkeypatch):
@@ -226,7 +258,6 @@ def test_limits_are_counted_beside_the_reward(scorer):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_user_without_privileges_can_contain_too(code, tmp_path):
     """The script itself, as nobody, with an interpreter that everybody may read."""
-    import subprocess
 
     from hybridrl.rewards import contain
 
