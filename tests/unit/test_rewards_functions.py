@@ -47,12 +47,12 @@ def test_a_pattern_without_a_group_is_an_error(extract):
 
 @pytest.fixture
 def own_module(tmp_path, monkeypatch):
-    (tmp_path / "own_rewards.py").write_text("LIMIT = 3\ndef length(p, r, c): return len(r)\n")
+    (tmp_path / "written_rewards.py").write_text("LIMIT = 3\ndef length(p, r, c): return len(r)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def test_a_dotted_path_gives_the_function(own_module):
-    assert find_reward(RewardConfig(function="own_rewards:length"))("", "abc", {}) == 3
+    assert find_reward(RewardConfig(function="written_rewards:length"))("", "abc", {}) == 3
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_a_dotted_path_gives_the_function(own_module):
         ("exact_mach", "Did you mean 'exact_match'"),
         ("accuracy", "Check the name"),
         ("no_such_module:f", "no_such_module"),
-        ("own_rewards:width", "width"),
-        ("own_rewards:LIMIT", "a int, which cannot be called"),
+        ("written_rewards:width", "width"),
+        ("written_rewards:LIMIT", "a int, which cannot be called"),
     ],
 )
 def test_a_name_that_gives_no_function_is_an_error(own_module, function, reason):
