@@ -12,7 +12,9 @@ A case is MODEL/TRAIN: a file benchmarks/models/qwen2.5-MODEL.json and training 
 is the number of GPUs. Before anything is timed the loss of a step must be finite and the update
 must change the log-probabilities. --tails adds lengths with a long tail, where what counts is
 tokens that are no padding: packed and balanced, against samples in order of arrival, padded to the
-longest of their micro-batch. Times are of the slowest rank; OUT.json is written anew after each
+longest of their micro-batch. --samples G gives each prompt G samples and times the passes a second
+time with shared prompts (train.share_prompts), whose MFU counts the FLOPs of samples that are not.
+Times are of the slowest rank; OUT.json is written anew after each
 case.
 """
 
@@ -72,6 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=4, help="of a replica, in a step")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--tails", action="store_true", help="also lengths with a long tail")
+    parser.add_argument("--samples", type=int, default=1, help="of each prompt")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")
     parser.add_argument("--limit-s", type=float, default=150, help="of one case")
@@ -110,6 +113,7 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 "response_tokens",
                 "micro_batch_tokens",
                 "micro_batches",
+                "samples",
                 "iterations",
                 "tails",
                 "set",
@@ -158,6 +162,8 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
             )
         if "packed_to_padded" in case:
             yield f"{case['case']:14} packed to padded: {case['packed_to_padded']:.2f} x"
+        for name, ratio in case.get("shared_to_not", {}).items():
+            yield f"{case['case']:14} {name}, prompts shared to not: {ratio:.2f} x"
         if "error" in case:
             yield f"{case['case']:14} {case['error']}"
 

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ WARMUPS = 2
 # Of the logarithm of response lengths with a long tail; lengths beyond the budget are cut.
 TAIL_SIGMA = 1.0
 LEARNING_RATE = 1e-3
+# Nats, on average: both round to bf16, and another order of sums rounds otherwise.
+MAX_SHARED_DIFFERENCE = 0.02
 
 
 def run_case(job: Mapping[str, Any]) -> None:
@@ -43,8 +46,11 @@ def run_case(job: Mapping[str, Any]) -> None:
     case.check()
     batch, world = case.uniform_batch(), job["world"]
     sizes = case.flop_sizes(batch)
-    case.attempt("logprobs", batch, case.logprobs, forward_flops(*sizes) / world)
-    case.attempt("update", batch, case.update, train_flops(*sizes) / world)
+    flops = {"logprobs": forward_flops(*sizes) / world, "update": train_flops(*sizes) / world}
+    for name, each in flops.items():
+        case.attempt(name, batch, getattr(case, name), each)
+    if job["samples"] > 1:
+        case.measure_shared(batch, flops)
     if job["tails"]:
         case.measure_tails()
     case.result["is_complete"] = True
@@ -142,6 +148,24 @@ class Case(CaseRecord):
         self.save(name, said)
         return found
 
+    def measure_shared(self, batch: TrainBatch, flops: Mapping[str, float]) -> None:
+        """Times the same passes where samples of one prompt share its tokens."""
+        model = self.policy.model
+        logps_T, self.result["shared_to_not"] = self.policy.logprobs(batch), {}
+        model.train = model.train.model_copy(update={"share_prompts": True})
+        away = float((self.policy.logprobs(batch) - logps_T).abs().mean())
+        if away > MAX_SHARED_DIFFERENCE:
+            raise RuntimeError(
+                f"log-probabilities with shared prompts are {away} nats from those without"
+            )
+        self.result["shared_difference"] = away
+        for name, each in flops.items():
+            found = self.attempt(f"{name}, shared", batch, getattr(self, name), each)
+            if "ms" in found:
+                ratio = self.result["passes"][name]["ms"] / found["ms"]
+                self.result["shared_to_not"][name] = ratio
+                self.save(name, f"{ratio:.2f} x with shared prompts")
+
     def measure_tails(self) -> None:
         """Compares packed, balanced micro-batches of unequal samples with padded ones."""
         sizes = self.tailed_sizes()
@@ -168,12 +192,12 @@ class Case(CaseRecord):
         return shape, batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
 
     def uniform_batch(self) -> TrainBatch:
-        """Returns samples of one length that fill every micro-batch."""
+        """Returns samples of one length that fill every micro-batch, of whole groups."""
         prompt, response = self.job["prompt_tokens"], self.job["response_tokens"]
         each = self.job["micro_batch_tokens"] // (prompt + response)
-        return self.batch_of(
-            [(prompt, response)] * each * self.job["micro_batches"] * self.job["replicas"]
-        )
+        number = each * self.job["micro_batches"] * self.job["replicas"]
+        number -= number % self.job["samples"]
+        return self.batch_of([(prompt, response)] * number, self.job["samples"])
 
     def tailed_sizes(self) -> list[tuple[int, int]]:
         """Returns about as many tokens with responses of log-normal lengths, the same each time."""
@@ -188,20 +212,24 @@ class Case(CaseRecord):
             total += sum(sizes[-1])
         return sizes
 
-    def batch_of(self, sizes: Sequence[tuple[int, int]]) -> TrainBatch:
-        """Returns a batch of random tokens: prompts and responses of these sizes."""
+    def batch_of(self, sizes: Sequence[tuple[int, int]], samples: int = 1) -> TrainBatch:
+        """Returns a batch of random tokens: prompts and responses of these sizes; so many samples
+        after each other have the first one's prompt.
+        """
         draw = torch.Generator().manual_seed(3)
         vocab = self.policy.model.source.shape.vocab_size
 
         def tokens(count: int) -> tuple[int, ...]:
             return tuple(torch.randint(vocab, (count,), generator=draw).tolist())
 
+        asked = [tokens(prompt) for prompt, _ in sizes[::samples]]
         prompts = [
-            Prompt(index, "", tokens(prompt), {}, tokens(response))
-            for index, (prompt, response) in enumerate(sizes)
+            Prompt(index, "", asked[index // samples], {}, tokens(response))
+            for index, (_, response) in enumerate(sizes)
         ]
         who = Producer.here("the benchmark")
         batch = TrainBatch.supervised(prompts, who)
+        batch = replace(batch, group_B=torch.arange(len(sizes)) // samples)
         advantages_T = torch.randn(batch.num_tokens, generator=draw) * batch.response_mask_T
         uniform_T = -math.log(vocab) * batch.response_mask_T  # about what random weights give
         return batch.join_columns(

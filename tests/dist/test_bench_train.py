@@ -21,15 +21,18 @@ def test_training_benchmark_times_passes_and_compares_packing(tmp_path: Path) ->
     (tmp_path / "qwen2.5-tiny.json").write_text(json.dumps(model))
     command = [sys.executable, str(BENCHMARK), "tiny/tp1dp2", "--out", str(out), "--tails"]
     command += ["--models", str(tmp_path), "--iterations", "2", "--micro-batches", "2"]
-    command += ["--prompt-tokens", "8", "--response-tokens", "24", "--micro-batch-tokens", "128"]
-    command += ["--set", "train.recompute=selective"]
+    command += ["--prompt-tokens", "8", "--response-tokens", "24", "--micro-batch-tokens", "256"]
+    command += ["--set", "train.recompute=selective", "--samples", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (case,) = json.loads(out.read_text())["cases"]
     passes = case["passes"]
-    assert passes.keys() == {"logprobs", "update", "tails packed", "tails padded"}
+    shared = {"logprobs, shared", "update, shared"}
+    assert passes.keys() == {"logprobs", "update", *shared, "tails packed", "tails padded"}
+    assert case["shared_to_not"].keys() == {"logprobs", "update"}
+    assert 0 < case["shared_difference"] < 1e-4  # fp32, another order of sums
     assert all(0 < found["mfu"] < 1.5 and found["peak_bytes"] > 0 for found in passes.values())
-    assert passes["update"]["tokens"] == 2 * 2 * 128  # micro-batches of both replicas, all full
+    assert passes["update"]["tokens"] == 2 * 2 * 256  # micro-batches of both replicas, all full
     assert passes["update"]["ms"] > passes["logprobs"]["ms"]
     assert (
         passes["tails packed"]["share_of_padding"] == 0 < passes["tails padded"]["share_of_padding"]
