@@ -68,8 +68,10 @@ class Case(CaseRecord):
             tokenizer=word_tokenizer(vocab_size),
         )
         self.clock = Clock(trainer.platform.device, trainer.world.gather_objects)
+        self.memory.mark("trainer and engine made")
         self.save("trainer and engine made")
         trainer.check_engine()
+        self.memory.mark("weights verified")
         self.lengths = response_lengths(job)
         force_lengths(trainer, self.lengths)
         self.tokens = sum(self.lengths) + len(self.lengths) * job["prompt_tokens"]
@@ -118,10 +120,12 @@ class Case(CaseRecord):
             if is_warm:  # earlier ones still make NCCL's buffers
                 self.memory.note_peaks(self.trainer)
             self.memory.note_others()
+            self.memory.mark(f"step {number + 1}")
             taken += is_warm
             self.result["steps"].append(found)
             if taken:
                 self.result["median"] = self.median()
+            self.result["memory_course"] = self.memory.course
             self.result["attention_backend"] = attention_backend()
             shown = ", ".join(f"{part} {found['parts_s'][part]:.2f}" for part in PARTS)
             self.save(f"step {number + 1}", f"{found['step_s']:.2f} s: {shown}")
@@ -248,12 +252,14 @@ class DeviceMemory:
         others_bytes: in use beside torch's allocator.
         asleep_bytes: that torch counts and the driver does not, while training.
         peaks: most bytes by phase.
+        course: at each point of the start, bytes in use and those that torch's allocator holds.
     """
 
     context_bytes: int = 0
     others_bytes: int = 0
     asleep_bytes: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
+    course: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def of_this_rank(cls) -> DeviceMemory:
@@ -273,6 +279,11 @@ class DeviceMemory:
             torch.cuda.synchronize()
             counted = self.others_bytes + torch.cuda.memory_reserved()
             self.asleep_bytes = max(0, counted - used_bytes())
+
+    def mark(self, point: str) -> None:
+        """Takes in how full the device is at a point of the start."""
+        if torch.cuda.is_available():
+            self.course[point] = used_bytes(), torch.cuda.memory_reserved()
 
     def note_others(self) -> None:
         """Takes in what is in use beside torch's allocator; the engine is awake."""
