@@ -31,6 +31,7 @@ from hybridrl.hybrid_engine.phases import (
 from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.hybrid_engine.quantized import check_scales
+from hybridrl.hybrid_engine.room import Room
 from hybridrl.hybrid_engine.target import WeightTarget, scales_of
 from hybridrl.hybrid_engine.transport import (
     Traffic,
@@ -59,6 +60,7 @@ class ReshardStats:
         total_messages: what all ranks sent; none where they read each other's memory.
         slowest_gb_per_s: bytes received a second by the rank that took longest, 1e9 bytes a second.
         verify_seconds: spent on comparing both ends, 0 when it was not time to.
+        keeps_memory: the next change of phases frees nothing: the device has room for both.
     """
 
     version: int
@@ -72,6 +74,7 @@ class ReshardStats:
     total_messages: int
     slowest_gb_per_s: float
     verify_seconds: float
+    keeps_memory: bool
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of a step, the same on every rank."""
@@ -82,6 +85,7 @@ class ReshardStats:
             "reshard/node_received_bytes": float(self.total_node_received_bytes),
             "reshard/messages": float(self.total_messages),
             "reshard/gb_per_s": self.slowest_gb_per_s,
+            "reshard/keeps_memory": float(self.keeps_memory),
             **({"reshard/verify_s": self.verify_seconds} if self.verify_seconds else {}),
         }
 
@@ -134,6 +138,7 @@ class HybridEngine:
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
         self._size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.phases = PhaseSwitch()
+        self._room, self._is_released = Room(), False
         self.version = -1
         targets = gather_layouts(target.layout(), group)
         wire_dtype = agree_wire_dtype(source, target.tensors(), group)
@@ -189,9 +194,7 @@ class HybridEngine:
         self.phases.enter(Phase.ROLLOUT)
         self.version = self.version + 1 if version is None else version
         start = time.perf_counter()
-        for memory in self._training:
-            memory.release()
-        _give_blocks_back()
+        self._make_room()
         self._target.begin_update()
         traffic = self._move()
         is_due = self._verify_every > 0 and self.version % self._verify_every == 0
@@ -208,10 +211,11 @@ class HybridEngine:
             verify_seconds = self._timed_verify()
         seconds = time.perf_counter() - start - verify_seconds
         moved = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes)
-        own = (*moved, traffic.messages, seconds)
+        own = (*moved, traffic.messages, seconds, self._room.spare_bytes())
         # A sync point: the sums are metrics, and no rank generates before all are complete.
         ranks = gather_objects(own, self._group)
-        slowest = max(ranks, key=lambda rank: rank[-1])
+        self._room.decide([rank[5] for rank in ranks])
+        slowest = max(ranks, key=lambda rank: rank[4])
         return ReshardStats(
             version=self.version,
             received_bytes=traffic.received_bytes,
@@ -222,9 +226,22 @@ class HybridEngine:
             total_received_bytes=sum(rank[1] for rank in ranks),
             total_node_received_bytes=sum(rank[2] for rank in ranks),
             total_messages=sum(rank[3] for rank in ranks),
-            slowest_gb_per_s=slowest[1] / max(slowest[-1], 1e-9) / 1e9,
+            slowest_gb_per_s=slowest[1] / max(slowest[4], 1e-9) / 1e9,
             verify_seconds=verify_seconds,
+            keeps_memory=self._room.is_enough,
         )
+
+    def _make_room(self) -> None:
+        """Frees what only training needs, unless there is room for all."""
+        frees = any(copy.is_freed for copy in self._copies)
+        self._room.note_training(not frees and all(m.may_stay for m in self._training))
+        if self._room.is_enough:
+            return
+        for memory in self._training:
+            memory.release()
+        self._is_released = True
+        _give_blocks_back()
+        self._room.note_freed()
 
     def _move(self) -> Traffic:
         """Runs the transport and waits until this rank's parameters are complete.
@@ -279,16 +296,23 @@ class HybridEngine:
         self.verify()
         return time.perf_counter() - start
 
-    def to_train(self) -> None:
-        """Enters the training phase; the engine sleeps, and keeps unfinished requests.
+    def to_train(self, frees_memory: bool = False) -> None:
+        """Enters the training phase; the engine sleeps, and keeps unfinished requests. Its memory
+        is freed unless there is room for all (room.py).
+
+        Args:
+            frees_memory: frees it in any case, for what needs much memory and is rare.
 
         Raises:
             PhaseError: it is the training phase already.
         """
         self.phases.enter(Phase.TRAIN)
-        self._target.sleep()
-        for memory in (*self._training, *self._copies):  # the copies may be made from the others
+        self._room.is_enough &= not frees_memory
+        self._target.sleep(keeps_memory=self._room.is_enough)
+        # The copies may be made from the others.
+        for memory in (*(self._training if self._is_released else ()), *self._copies):
             memory.restore()
+        self._is_released = False
 
 
 def _give_blocks_back() -> None:

@@ -22,7 +22,7 @@ class PhaseError(RuntimeError):
     """Something was asked for that the current phase does not offer."""
 
 
-class TrainingMemory(Protocol):
+class Restorable(Protocol):
     """Device memory that is needed only while training; the calls alternate."""
 
     def release(self) -> None:
@@ -34,7 +34,18 @@ class TrainingMemory(Protocol):
         ...
 
 
-class WeightCopy(TrainingMemory, Protocol):
+class TrainingMemory(Restorable, Protocol):
+    """What the trainer holds only while it trains."""
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether it may as well stay during rollout: an update has allocated all of it, and
+        nobody has asked for it to be moved away.
+        """
+        ...
+
+
+class WeightCopy(Restorable, Protocol):
     """The trainer's weights, which the engine is written from."""
 
     @property

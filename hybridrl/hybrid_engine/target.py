@@ -25,8 +25,12 @@ class WeightTarget(Protocol):
         """Makes the parameters writable; until `finish_update` the engine does not generate."""
         ...
 
-    def sleep(self) -> None:
-        """Gives rollout memory back for training; generates again only after the next update."""
+    def sleep(self, keeps_memory: bool = False) -> None:
+        """Stops generation until the next update has finished.
+
+        Args:
+            keeps_memory: else weights and caches give their memory back for training.
+        """
         ...
 
     def finish_update(self, version: int) -> None:

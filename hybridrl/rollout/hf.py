@@ -78,8 +78,8 @@ class HfEngine:
         self._running.clear()
         self._cache.free()
 
-    def sleep(self) -> None:
-        """Frees the KV cache; the weights stay, and are written in place by the next update."""
+    def sleep(self, keeps_memory: bool = False) -> None:
+        """Frees the KV cache, which is soon made again; the weights stay for the next update."""
         self.begin_update()
 
     def finish_update(self, version: int) -> None:

@@ -60,7 +60,7 @@ class ScriptedEngine:
         """Stops generation."""
         self._is_updating = True
 
-    def sleep(self) -> None:
+    def sleep(self, keeps_memory: bool = False) -> None:
         """Stops generation; there is no memory to give back."""
         self._is_updating = True
 

@@ -113,7 +113,7 @@ class VllmEngine:
         self._finished: list[Completion] = []
         self._version = -1
         self._is_updating = True
-        self._is_asleep = False
+        self._is_asleep = self._keeps_memory = False
         self.sleep()  # a run begins in the training phase
         self._kept_bytes = free_bytes - self._free_bytes()
 
@@ -133,14 +133,15 @@ class VllmEngine:
         """Returns the live parameters, which generation reads; written in place, never replaced."""
         return self._tensors
 
-    def sleep(self) -> None:
+    def sleep(self, keeps_memory: bool = False) -> None:
         """Stops generation and gives weights and KV cache back; running requests keep their tokens.
 
         The addresses stay reserved, so parameters and CUDA graphs are valid again after the next
         update. On CPU everything fits at once, and nothing is given back.
         """
         self._stop_generation()
-        if self._device.type != "cpu" and not self._is_asleep:
+        self._keeps_memory = keeps_memory
+        if not keeps_memory and self._device.type != "cpu" and not self._is_asleep:
             self._live.llm.sleep(level=2)  # 2: no copy of weights that are about to be replaced
             self._is_asleep = True
 
@@ -175,7 +176,7 @@ class VllmEngine:
         sizes = {name: t.numel() * t.element_size() for name, t in self._tensors.items()}
         shared = sum(sizes[name] for name in self.shared)
         caches = self._live.llm.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_tensors
-        never_sleeps = self._device.type == "cpu"
+        never_sleeps = self._device.type == "cpu" or self._keeps_memory
         return {
             "weights": Holding(sum(sizes.values()) - shared, never_sleeps),
             "weights shared with the trainer": Holding(shared, is_shared=True),

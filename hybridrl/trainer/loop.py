@@ -283,12 +283,10 @@ class Trainer:
         self.journal.say(self.memory_table())
         self.reshard()
 
-    def enter_training(self) -> None:
-        """Ends the rollout phase, if it is the current one; the engine must have nothing left to
-        generate.
-        """
+    def enter_training(self, frees_memory: bool = False) -> None:
+        """Ends the rollout phase, if it is the current one; the engine has nothing to generate."""
         if self.hybrid_engine.phases.phase is Phase.ROLLOUT:
-            self.hybrid_engine.to_train()
+            self.hybrid_engine.to_train(frees_memory)
 
     def evaluate(self) -> float:
         """Returns the mean reward of greedy responses to the evaluation prompts."""
@@ -309,7 +307,8 @@ class Trainer:
             "num_updates": {name: model.num_updates for name, model in self.trained.items()},
         }
         was_rollout = self.hybrid_engine.phases.phase is Phase.ROLLOUT
-        self.enter_training()  # gathering optimizer states takes the memory that the engine holds
+        # Gathering optimizer states takes the memory that the engine holds.
+        self.enter_training(frees_memory=True)
         with self.journal.timer.phase("checkpoint"):
             folder = self.store.save(self.step, self.trained, state, self.source.files)
         if was_rollout:

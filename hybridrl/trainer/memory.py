@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.hybrid_engine.phases import TrainingMemory
+from hybridrl.hybrid_engine.phases import Restorable
 
 MOMENT_BYTES = 8  # Adam's two, fp32, for each parameter that this rank's optimizer owns
 ALIGNMENT = 512  # bytes, of a storage's place in the host buffer
@@ -114,6 +114,11 @@ class TrainedModelMemory:
         """Whether the optimizer's state leaves the device during rollout."""
         return self._host is not None
 
+    @property
+    def may_stay(self) -> bool:
+        """Whether an update has allocated all, and the state is not to leave the device."""
+        return self._host is None and self.bytes_to_come() == 0
+
     def bytes_to_come(self) -> int:
         """Returns what the optimizer will hold during rollout beyond what it holds now."""
         return 0 if self._host is not None else self.state_bytes()[1]
@@ -136,7 +141,7 @@ class TrainedModelMemory:
 
 
 @contextmanager
-def released(memories: Sequence[TrainingMemory]) -> Iterator[None]:
+def released(memories: Sequence[Restorable]) -> Iterator[None]:
     """Keeps the memory of training free during the block.
 
     If the block fails it stays free: to restore it may take all ranks.

@@ -57,7 +57,7 @@ class Engine:
     def scales(self) -> Mapping[str, torch.Tensor]:
         return self._scales
 
-    def sleep(self) -> None:
+    def sleep(self, keeps_memory: bool = False) -> None:
         pass
 
     def begin_update(self) -> None:

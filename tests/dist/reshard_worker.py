@@ -54,7 +54,7 @@ class Engine:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
 
-    def sleep(self) -> None:
+    def sleep(self, keeps_memory: bool = False) -> None:
         self.calls.append("sleep")
 
     def begin_update(self) -> None:

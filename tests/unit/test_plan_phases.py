@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.phases import Phase, PhaseError, PhaseSwitch
 from hybridrl.hybrid_engine.plan import PlanError
+from hybridrl.hybrid_engine.room import Room
 from hybridrl.models.weights import RankLayout, hf_layout
 
 
@@ -26,8 +28,8 @@ class Engine:
     def tensors(self) -> Mapping[str, Tensor]:
         return self.live
 
-    def sleep(self) -> None:
-        self.said.append("sleep")
+    def sleep(self, keeps_memory: bool = False) -> None:
+        self.said.append("stop" if keeps_memory else "sleep")
 
     def begin_update(self) -> None:
         self.said.append("map weights")
@@ -38,8 +40,8 @@ class Engine:
 
 
 class Gradients:
-    def __init__(self, said: list[str]) -> None:
-        self.said = said
+    def __init__(self, said: list[str], may_stay: bool = False) -> None:
+        self.said, self.may_stay = said, may_stay
 
     def release(self) -> None:
         self.said.append("release")
@@ -97,3 +99,78 @@ def test_each_side_gives_memory_back_before_the_other_takes_it() -> None:
     hybrid.to_train()
     into_rollout = ["release", "map weights", "map KV cache"]
     assert engine.said == [*into_rollout, "sleep", "restore"]
+
+
+class Device:
+    """Of 100 bytes, of which the engine takes 20 while it is awake."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+        self.said, self.in_training, self.heard = said, 0, 0
+        made = partial(Room, self.measure)
+        monkeypatch.setattr("hybridrl.hybrid_engine.engine.Room", made)
+
+    def measure(self) -> tuple[int, int]:
+        last = {word: i for i, word in enumerate(self.said)}
+        awake = last.get("map KV cache", -1) > last.get("sleep", -1)
+        freed = last.get("release", -1) > last.get("restore", -1)
+        return 100 - 20 * awake - (0 if freed else self.in_training), 100
+
+
+def test_nothing_is_freed_once_a_whole_step_has_left_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, weights = Engine(), {"w": torch.ones(3, 2)}
+    device, gradients = Device(monkeypatch, engine.said), Gradients(engine.said)
+    layouts = [hf_layout({"w": (3, 2)})]
+    hybrid = HybridEngine(layouts, weights, engine, staging_bytes=64, training=[gradients])
+    into_rollout = ["release", "map weights", "map KV cache"]
+
+    def step(used: int) -> bool:
+        """Trains with so many bytes; returns whether all stays afterwards."""
+        hybrid.to_train()
+        device.in_training = used
+        return hybrid.to_rollout().keeps_memory
+
+    def said() -> list[str]:
+        """Returns what was said since the last time."""
+        start, device.heard = device.heard, len(engine.said)
+        return engine.said[start:]
+
+    assert not hybrid.to_rollout().keeps_memory  # nothing has been updated yet
+    gradients.may_stay = True
+    assert not step(71)  # 71 + 20 for the engine, and less than 10 to spare
+    assert said() == [*into_rollout, "sleep", "restore", *into_rollout]
+    assert step(70)
+    assert said() == ["sleep", "restore", *into_rollout]
+    assert step(70)
+    assert said() == ["stop", "restore", "map weights", "map KV cache"]
+    assert step(75)  # less to spare than at first, but the engine is there
+    assert said() == ["stop", "map weights", "map KV cache"]
+    assert not step(76)  # less than 5 left: both take turns again
+    hybrid.to_train()
+    assert said() == ["stop", "map weights", "map KV cache", "sleep"]
+    hybrid.to_rollout()
+    assert step(70)
+    said()
+    hybrid.to_train(frees_memory=True)  # for what is large and rare
+    assert said() == ["sleep", "restore"]
+    assert torch.equal(engine.live["w"], weights["w"])
+
+
+def test_memory_that_someone_wants_freed_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, weights = Engine(), {"w": torch.ones(3, 2)}
+    Device(monkeypatch, engine.said)
+    layouts, gradients = [hf_layout({"w": (3, 2)})], Gradients(engine.said, may_stay=True)
+
+    class Copy:
+        is_freed = True
+
+        def release(self) -> None: ...
+        def restore(self) -> None: ...
+
+    hybrid = HybridEngine(
+        layouts, weights, engine, staging_bytes=64, training=[gradients], copies=[Copy()]
+    )
+    assert not any(hybrid.to_rollout().keeps_memory for _ in range(3))
+    hybrid = HybridEngine(layouts, weights, engine, staging_bytes=64, training=[gradients])
+    assert [hybrid.to_rollout().keeps_memory for _ in range(2)] == [True, True]
