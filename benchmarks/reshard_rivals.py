@@ -194,7 +194,11 @@ class AllGatherWay(FullTensors):
         """Turns the parts of a Megatron parameter, one a rank, into HF tensors."""
         shape, name = self.place.shape, parameter.name.partition("/")[2]
         layer, kind = f"model.layers.{parameter.layer}.", name.rpartition(".")[2]
-        if "linear_qkv" in name:
+        # transformer-engine's layers hold the norm of their input.
+        fused = {"linear_qkv": "input_layernorm", "linear_fc1": "post_attention_layernorm"}
+        if kind == "layer_norm_weight":
+            yield f"{layer}{fused[name.split('.')[-2]]}.weight", parts[0]
+        elif "linear_qkv" in name:
             whole = torch.cat(list(parts))
             groups = whole.view(shape.num_kv_heads, -1, shape.head_dim, *whole.shape[1:])
             queries = shape.num_heads // shape.num_kv_heads

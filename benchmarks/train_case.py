@@ -152,7 +152,7 @@ class Case(CaseRecord):
         """Times the same passes where samples of one prompt share its tokens."""
         model = self.policy.model
         logps_T, self.result["shared_to_not"] = self.policy.logprobs(batch), {}
-        model.train = model.train.model_copy(update={"share_prompts": True})
+        model.shares_prompts = True
         away = float((self.policy.logprobs(batch) - logps_T).abs().mean())
         if away > MAX_SHARED_DIFFERENCE:
             raise RuntimeError(
@@ -280,6 +280,7 @@ def config_of(job: Mapping[str, Any]) -> Any:
             **job["train"],
             "micro_batch_tokens": job["micro_batch_tokens"],
             "layers": job["layers"],
+            "share_prompts": False,  # until `measure_shared`
             "learning_rate": LEARNING_RATE,
         },
         "rollout": {"engine": "hf"},

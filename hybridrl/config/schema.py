@@ -184,9 +184,9 @@ class TrainConfig(Section):
         "none",
         description="FP8 matrix products of transformer-engine. 'none': bf16, which the engine's log-probabilities are compared with.",
     )
-    share_prompts: bool = Field(
-        False,
-        description="Samples of one prompt hold its tokens once in a micro-batch. False: not yet measured with transformer-engine.",
+    share_prompts: bool | None = Field(
+        None,
+        description="Samples of one prompt hold its tokens once in a micro-batch. None: with transformer-engine's layers and on CPU, where it is faster, unless train.cp cuts sequences.",
     )
     fp32_residual: bool = Field(
         False,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -236,21 +237,35 @@ def transformer_engine_attention() -> type:
     return Attention
 
 
-def check_shared_prompts(module: torch.nn.Module) -> None:
-    """Refuses attention that does not know of shared prompts, as a user's own layers may bring.
+def shares_prompts(
+    wanted: bool | None, cp: int, kind: Kind, is_cpu: bool, modules: Iterable[torch.nn.Module]
+) -> bool:
+    """Returns whether samples of one prompt share its tokens in these modules' micro-batches.
+
+    Args:
+        wanted: None: wherever it can be and is known to pay; torch's attention would make its mask
+            on the host, for a GPU too.
+        cp: context parallel size, which cuts every sequence.
+        kind, is_cpu: what the layers are, and where.
+        modules: of the model.
 
     Raises:
-        UserError: naming its class.
+        UserError: it is wanted, but an attention does not know of it, as a user's own layers may
+            not; names its class.
     """
-    for part in module.modules():
-        attention = getattr(part, "core_attention", None)
-        if attention is not None and not getattr(attention, "takes_shared_prompts", False):
-            raise UserError(
-                "train.share_prompts",
-                "true",
-                f"false with {type(attention).__name__}, which attends within a sequence only",
-                "Set train.share_prompts=false, or build layers with hybridrl's PackedAttention.",
-            )
+    if wanted is None and (cp > 1 or not (is_cpu or kind == "transformer_engine")):
+        return False
+    parts = [part for module in modules for part in module.modules()]
+    found = [a for part in parts if (a := getattr(part, "core_attention", None)) is not None]
+    others = [type(a).__name__ for a in found if not getattr(a, "takes_shared_prompts", False)]
+    if wanted and others:
+        raise UserError(
+            "train.share_prompts",
+            "true",
+            f"false with {others[0]}, which attends within a sequence only",
+            "Set train.share_prompts=false, or build layers with hybridrl's PackedAttention.",
+        )
+    return wanted is not False and not others
 
 
 def add_weight_gradients_in_place(module: torch.nn.Module) -> None:

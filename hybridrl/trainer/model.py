@@ -29,7 +29,7 @@ from hybridrl.micro_batch import MicroBatch
 from hybridrl.models.attention import PackedSequences, SharedPrompts
 from hybridrl.models.build import Head, build_chunks, named_weights, transformer_config
 from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.layers import check_shared_prompts, choose_layers
+from hybridrl.models.layers import choose_layers, shares_prompts
 from hybridrl.models.weights import RankLayout, megatron_layout
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.peer_memory import PeerMemory
@@ -141,9 +141,13 @@ class ParallelModel:
                 self.layers.kind,
                 train.recompute,
             )
-        if train.share_prompts:
-            for chunk in self._chunks:
-                check_shared_prompts(chunk)
+        self.shares_prompts = shares_prompts(
+            train.share_prompts,
+            world.layout.cp,
+            self.layers.kind,
+            world.platform.is_cpu,
+            self._chunks,
+        )
         self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
         self._optimizer: Any = None
         self.memory: TrainedModelMemory | None = None
@@ -261,7 +265,7 @@ class ParallelModel:
         pad_each = 2 * layout.cp if layout.cp > 1 else 1
         plan = self._schedule(batch, pad_each)
         same_on_all_ranks(self.world, "the micro-batch schedule", schedule_hash(plan))
-        works, shares = [], self.train.share_prompts
+        works, shares = [], self.shares_prompts
         pad_total = layout.tp * pad_each * (1 if self.train.fp8 == "none" else FP8_TOKENS)
         for indices in plan[self.world.where.dp]:
             whole = micro_batch(batch, indices, pad_each, pad_total, shares)
@@ -284,7 +288,7 @@ class ParallelModel:
         multiple = layout.pp if layout.vpp > 1 else 1
         attention = attention_length(self.source.shape)
         lengths = [round_up(length, pad_each) for length in batch.lengths_B.tolist()]
-        if not self.train.share_prompts:
+        if not self.shares_prompts:
             return schedule(lengths, layout.dp, budget, multiple, attention_length=attention)
         check_lengths(lengths, budget)
         groups, prompts = batch.group_B.tolist(), batch.prompt_lengths_B.tolist()

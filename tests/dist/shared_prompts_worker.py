@@ -68,10 +68,14 @@ def run(
     and the positions that hold a token.
     """
     settings = TrainConfig(
-        micro_batch_tokens=BUDGET, recompute=recompute, share_prompts=shares, tp=world.layout.tp
+        micro_batch_tokens=BUDGET,
+        recompute=recompute,
+        share_prompts=None if shares else False,  # they are by default
+        tp=world.layout.tp,
     )
     world.platform.seed(1)
     model = ParallelModel(world, source, head, settings)
+    assert model.shares_prompts == shares
     shapes = hf_shapes(source.family, source.shape)
     if head == "lm":
         load_hf(source.directory, model.layout(), model.weights(), shapes)
@@ -122,6 +126,9 @@ def check_refused(world: World, source: ModelSource) -> None:
         ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=48, share_prompts=True))
     except UserError as error:
         assert "train.share_prompts" in str(error) and "PackedAttention" in str(error)
+        # Nobody asked for it: such layers are trained without.
+        own = ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=48))
+        assert not own.shares_prompts
     else:
         raise AssertionError("not refused")
     finally:
