@@ -12,6 +12,7 @@ import statistics
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,14 +136,15 @@ class Case(CaseRecord):
         trainer, held = self.trainer, self.memory
         synchronize, reference = trainer.platform.synchronize, trainer.reference
         kept: dict[str, float] = {}
-        assert reference is not None  # the algorithm has one
+        # Without algorithm.kl_coef there is none.
+        none = nullcontext({"logprobs": 0.0})
 
         def step() -> None:
             kept.update(trainer.train_step())
 
         with (
             timed_calls(trainer.policy, ("logprobs",), synchronize) as old,
-            timed_calls(reference, ("logprobs",), synchronize) as referred,
+            timed_calls(reference, ("logprobs",), synchronize) if reference else none as referred,
             timed_calls(trainer, ("enter_training",), synchronize) as entered,
             held.watching(trainer),
         ):
@@ -184,8 +186,8 @@ class Case(CaseRecord):
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Refuses a step that is not what it should be."""
-        names = ("policy/loss", "policy/grad_norm", "policy/kl", "mismatch/logprob_diff_mean")
-        loss, norm, kl, mismatch = (metrics[name] for name in names)
+        names = ("policy/loss", "policy/grad_norm", "mismatch/logprob_diff_mean", "policy/kl")
+        loss, norm, mismatch, kl = (metrics.get(name, 0.0) for name in names)
         length, wanted = metrics["response_tokens/mean"], statistics.mean(self.lengths)
         if (
             not all(math.isfinite(value) for value in (loss, norm, kl))
@@ -194,7 +196,7 @@ class Case(CaseRecord):
             or metrics["train/skipped_steps"] > 0
             or not math.isclose(length, wanted, rel_tol=1e-5)
         ):
-            found = {name: metrics[name] for name in names}
+            found = {name: metrics[name] for name in names if name in metrics}
             raise RuntimeError(f"a wrong step: {found}, responses of {length} tokens, not {wanted}")
 
     def median(self) -> dict[str, Any]:

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# The trainer on 4 GPUs: gradients of transformer-engine's layers in bf16 against fp32 of torch's, in several layouts, and
-# what share of the GPUs' peak the passes reach. Run from the root, hybridrl installed:
-#   tests/gpu/train.sh OUT [parity] [bench]      (parity: about 3 minutes; bench: about 6)
+# The trainer on 4 GPUs: gradients of transformer-engine's layers in bf16 against fp32 of torch's, in several layouts; what
+# share of the GPUs' peak the passes reach; whole GRPO steps. Run from the root, hybridrl and vLLM installed:
+#   tests/gpu/train.sh OUT [parity] [bench] [step]      (about 3, 6 and 10 minutes; a case of step starts for 80 to 110 s)
 set -uo pipefail
 OUT=$1
 shift
-PARTS=" ${*:-parity bench} "
+PARTS=" ${*:-parity bench step} "
 wants() { [[ $PARTS == *" $1 "* ]]; }
 export OMP_NUM_THREADS=4 PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/dist:${PYTHONPATH:-}"
 export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" CUDA_DEVICE_MAX_CONNECTIONS=1
-worker() { timeout 100 torchrun --standalone --nproc-per-node="$1" tests/gpu/train_worker.py "${@:2}"; }
+worker() { timeout 130 torchrun --standalone --nproc-per-node="$1" tests/gpu/train_worker.py "${@:2}"; }
 bench() { python benchmarks/bench_train.py --out "$@"; }
+step() { python benchmarks/bench_step.py --out "$@"; }
 mkdir -p "$OUT"
 if wants parity; then
   REFERENCE=$(mktemp -d)
@@ -20,8 +21,15 @@ if wants parity; then
 fi
 if wants bench; then
   # Whole activations of 16,384 tokens, beside weights, gradients and a quarter of the optimizer, are more than one GPU has.
-  bench "$OUT/train_7b_dp4.json" 7b/tp1dp4 --set train.recompute=selective
+  bench "$OUT/train_7b_dp4.json" 7b/tp1dp4 --set train.recompute=selective --samples 8 --prompt-tokens 512
   bench "$OUT/train_7b_tp.json" 7b/tp2dp2 7b/tp4 --tails
   bench "$OUT/train_0.5b.json" 0.5b/dp4 --tails
   bench "$OUT/train_7b_torch.json" 7b/tp2dp2 --layers torch --iterations 3
+fi
+if wants step; then
+  step "$OUT/step_7b.json" 7b/dp4/tp1 7b/tp4/tp1 --limit-s 240
+  step "$OUT/step_0.5b.json" 0.5b/dp4/tp1 --limit-s 180
+  # One GPU holds a 7B model's training with its optimizer's state in host memory while it generates.
+  step "$OUT/step_7b_alone.json" 7b/dp1/tp1 --limit-s 240 --warmups 1 --steps 2 --prompts 8 --micro-batch-tokens 2048 \
+    --set train.offload_optimizer=true --set train.recompute=full --set algorithm.kl_coef=0
 fi
