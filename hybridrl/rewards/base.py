@@ -122,6 +122,11 @@ class Scorer:
         self._producer = self.parts[0].producer if self.parts else Producer.here(SERVED)
         self._counts = dict.fromkeys(self._count_names(), 0)
 
+    @property
+    def drops(self) -> bool:
+        """Whether samples that have no score are left out."""
+        return self._config.on_error == "drop"
+
     def responses(self, batch: RolloutBatch) -> list[str]:
         """Returns the text of each sample's response, without special tokens."""
         return [self._text(tokens) for tokens in _response_tokens(batch)]
@@ -160,7 +165,7 @@ class Scorer:
             total_B += part.weight * scores[part.name]
         floats = {name: score_B.float() for name, score_B in scores.items()}
         scored = batch.scored(total_B.float(), floats, self._producer)
-        if not failed or self._config.on_error != "drop":
+        if not failed or not self.drops:
             return scored
         rest = _comparable(batch.group_B.tolist(), failed)
         return scored.select(rest) if rest else None

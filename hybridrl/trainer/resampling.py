@@ -19,8 +19,9 @@ from hybridrl.data.prompts import PromptSource
 from hybridrl.metrics.timing import PhaseTimer
 from hybridrl.trainer.sampler import Sampler
 
-Respond = Callable[[Sequence[Prompt], int], ScoredBatch]
-"""Returns the scored samples of prompts, the first of which has this group number."""
+Respond = Callable[[Sequence[Prompt], int], ScoredBatch | None]
+"""Returns the scored samples of prompts, the first of which has this group number; None where no
+response has a score."""
 
 
 def sample_step(
@@ -39,20 +40,25 @@ def sample_step(
         prompts: of the step.
         enter_training: ends the rollout phase; called before the reward where nothing is generated
             after it.
+
+    Raises:
+        UserError: no response to the step's own prompts has a score.
     """
     has_rounds = isinstance(algorithm, GroupAlgorithm) and algorithm.max_resampling > 0
 
-    def respond(prompts: Sequence[Prompt], first_group: int) -> ScoredBatch:
+    def respond(prompts: Sequence[Prompt], first_group: int) -> ScoredBatch | None:
         greedy = algorithm.needs.greedy
         with timer.phase("generate"):
             local = sampler.generate(prompts, step=step, first_group=first_group, greedy=greedy)
         if not has_rounds:
             enter_training()
         with timer.phase("reward"):
-            return sampler.score(local)
+            return sampler.score_left(local)
 
     metrics: dict[str, float] = {}
     scored = respond(prompts, 0)
+    if scored is None:
+        raise sampler.scorer.nothing_left()
     if isinstance(algorithm, GroupAlgorithm):
         scored, metrics = resampled(algorithm, scored, source, respond, len(prompts))
     enter_training()
@@ -67,7 +73,7 @@ def resampled(
     next_group: int,
 ) -> tuple[ScoredBatch, dict[str, float]]:
     """Replaces uninformative groups by informative ones of the next prompts, as many rounds as
-    `algorithm.max_resampling`.
+    `algorithm.max_resampling`; a round of which no response has a score brings none.
 
     Returns:
         The batch, in order of sample numbers, and `reward/uniform_groups`, the share of its groups
@@ -80,8 +86,8 @@ def resampled(
         lost = batch.group_B[is_lost_B].unique()
         new = respond(source.take(len(lost)), next_group)
         next_group, rounds = next_group + len(lost), rounds + 1
-        good = (~algorithm.uninformative(new)).nonzero()[:, 0]
-        if len(good):
+        good = [] if new is None else (~algorithm.uninformative(new)).nonzero()[:, 0].tolist()
+        if new is not None and good:
             found = new.select(good)
             stays_B = ~torch.isin(batch.group_B, lost[: len(found.group_B.unique())])
             stays = stays_B.nonzero()[:, 0]

@@ -50,6 +50,7 @@ COLUMNS = (
     "finished_B",
     "reward_B",
 )
+DROPPED_GROUPS = "reward/dropped_groups"  # of which no sample is left
 Progress = Callable[[int, int], None]
 
 
@@ -229,8 +230,15 @@ class Sampler:
         rank, ordered by sample number.
 
         Raises:
-            UserError, PeerError: the reward failed on some rank; raised on all of them.
+            UserError, PeerError: the reward failed on some rank, or no response has a score; raised
+                on all of them.
         """
+        if (scored := self.score_left(local)) is None:
+            raise self.scorer.nothing_left()
+        return scored
+
+    def score_left(self, local: RolloutBatch | None) -> ScoredBatch | None:
+        """Returns what `score` does, but None, on all ranks, where no response has a score."""
         with self.world.all_agree("the reward") as agreement:
             groups = [] if local is None else local.group_B.tolist()
             rows = [i for i, group in enumerate(groups) if self._scores(group)]
@@ -240,12 +248,14 @@ class Sampler:
             mine = None if scored is None else _columns(scored)
             agreement.told = (self._busy_s, mine, self.scorer.take_counts())
         self._note_busy([seconds for seconds, _, _ in agreement.heard])
-        for _, _, counts in agreement.heard:
-            for name, count in counts.items():
-                self._reward_counts[name] = self._reward_counts.get(name, 0) + count
         found = [columns for _, columns, _ in agreement.heard if columns is not None]
+        for _, _, counts in agreement.heard:
+            self._count(counts)
+        if self.scorer.drops:
+            left = {group for columns in found for group in columns["group_B"].tolist()}
+            self._count({DROPPED_GROUPS: len(self._prompts) - len(left)})
         if not found:
-            raise self.scorer.nothing_left()
+            return None
         batch = ScoredBatch.concat([_rebuild(columns, self._prompts) for columns in found])
         batch = batch.select(torch.argsort(batch.sample_ids_B))
         for judge in self.judges:
@@ -261,6 +271,10 @@ class Sampler:
         took = sum(longest for _, longest in self._busy_of_calls)
         counts = {name: float(count) for name, count in self._reward_counts.items()}
         return {"generate/idle_share": 1 - worked / took if took > 0 else 0.0, **counts}
+
+    def _count(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            self._reward_counts[name] = self._reward_counts.get(name, 0) + count
 
     def _note_busy(self, seconds: Sequence[float]) -> None:
         self._busy_s = 0.0

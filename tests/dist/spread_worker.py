@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from command_line import QUICKSTART
 
 from hybridrl import Trainer
 from hybridrl.batch import GREEDY, Prompt, ScoredBatch
+from hybridrl.config.reward import RewardConfig
 from hybridrl.data.spread import PROMPT_TOKEN_WORK
+from hybridrl.rewards.base import Scorer
 
 OVERRIDES = (
     "model.path=null",
@@ -60,6 +63,28 @@ def check_division(found: list[list[int]], batch: ScoredBatch, prompts: list[Pro
     assert abs(loads[0] - loads[1]) <= min(work[group] for group in more) + 1e-4
 
 
+def check_dropped_groups(trainer: Trainer, prompts: list[Prompt]) -> None:
+    """Every rank counts the groups that lost all samples, and goes on where all of them did."""
+    sampler, scorer = trainer.engine, trainer.engine.scorer
+    lost = {prompts[0].text, prompts[4].text}
+
+    def refuses(prompt: str, response: str, columns: Mapping[str, object]) -> float:
+        if prompt in lost:
+            raise ValueError("no score")
+        return 1.0
+
+    sampler.scorer = Scorer(RewardConfig(on_error="drop"), trainer.tokenizer, refuses)
+    rest = sampler.score(sampler.generate(prompts, step=0))
+    assert rest.group_B.unique().tolist() == [1, 2, 3, 5, 6]
+    assert sampler.metrics()["reward/dropped_groups"] == 2
+    lost |= {prompt.text for prompt in prompts}
+    assert sampler.score_left(sampler.generate(prompts[:3], step=0, first_group=7)) is None
+    shown = trainer.world.gather_objects(sampler.metrics())
+    assert [one["reward/dropped_groups"] for one in shown] == [5, 5]
+    assert [one["reward/refuses/errors"] for one in shown] == [15, 15]
+    sampler.scorer = scorer
+
+
 def main() -> None:
     trainer = Trainer.from_config(
         QUICKSTART / "grpo.yaml", [*OVERRIDES, f"run.dir={Path(sys.argv[1])}"]
@@ -92,6 +117,7 @@ def main() -> None:
     assert torch.equal(beside.reward_parts[GREEDY], greedy.reward_B.repeat_interleave(3))
     assert set(first.reward_parts) == set(beside.reward_parts) - {GREEDY}
 
+    check_dropped_groups(trainer, prompts)
     step = sampler.engine.step
 
     def slow_step() -> None:

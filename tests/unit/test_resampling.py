@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,14 +19,19 @@ NUM_SAMPLES = 3
 
 
 class Responses:
-    """Answers prompts; those whose number is in `informative` get unequal rewards."""
+    """Answers prompts; those whose number is in `informative` get unequal rewards, those in `lost`
+    no response with a score.
+    """
 
-    def __init__(self, informative: set[int]) -> None:
-        self.informative = informative
+    def __init__(self, informative: set[int], lost: Collection[int] = ()) -> None:
+        self.informative, self.lost = informative, lost
         self.asked: list[tuple[list[int], int]] = []
 
-    def __call__(self, prompts: Sequence[Prompt], first_group: int) -> ScoredBatch:
+    def __call__(self, prompts: Sequence[Prompt], first_group: int) -> ScoredBatch | None:
         self.asked.append(([prompt.prompt_id for prompt in prompts], first_group))
+        prompts = [prompt for prompt in prompts if prompt.prompt_id not in self.lost]
+        if not prompts:
+            return None
         rollouts, groups, rewards = [], [], []
         for group, prompt in enumerate(prompts, first_group):
             for sample in range(NUM_SAMPLES):
@@ -39,9 +44,15 @@ class Responses:
         return batch.scored(reward_B, {"a": reward_B, "b": -reward_B}, HERE)
 
 
-def run(informative: set[int], max_resampling: int, name: str = "grpo", num: int = 4):
+def run(
+    informative: set[int],
+    max_resampling: int,
+    name: str = "grpo",
+    num: int = 4,
+    lost: Collection[int] = (),
+):
     source = PromptSource([Prompt(i, f"{i}", (i + 1,)) for i in range(100)], seed=0, shuffle=False)
-    respond = Responses(informative)
+    respond = Responses(informative, lost)
     algorithm = make_algorithm(GrpoConfig(name=name, max_resampling=max_resampling))
     first = respond(source.take(num), 0)
     batch, metrics = resampled(algorithm, first, source, respond, num)
@@ -82,6 +93,16 @@ def test_all_groups_uninformative_are_counted_and_all_replaced_where_that_is_pos
     batch, metrics, *_ = run({4, 5, 6, 7}, 1)
     assert prompts_of(batch) == [4, 5, 6, 7]
     assert metrics["reward/uniform_groups"] == 0.0
+
+
+def test_a_round_without_scores_brings_nothing_and_ends_nothing() -> None:
+    batch, metrics, asked, source = run({0, 3, 8}, 3, lost=range(4, 8))
+    # Of the second round none is left, of the third prompt 8 alone.
+    assert asked == [([4, 5], 4), ([6, 7], 6), ([8, 9], 8)]
+    assert prompts_of(batch) == [0, 2, 3, 8]
+    assert metrics["generate/resampled_groups"] == 6.0
+    assert metrics["generate/resampling_rounds"] == 3.0
+    assert metrics["reward/uniform_groups"] == 0.25
 
 
 def test_a_sum_of_unequal_parts_is_informative_for_gdpo_alone() -> None:
