@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, as_completed
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -27,6 +28,8 @@ from hybridrl.rewards.outcome import WHERE, Job, Noted, Outcome, ScorerFailure, 
 from hybridrl.rewards.pool import Pool, Worker
 
 logger = logging.getLogger(__name__)
+Key = tuple[int, tuple[int, ...]]
+"""A sample: its number and its response's tokens."""
 
 
 class TextDecoder(Protocol):
@@ -61,32 +64,41 @@ class Part:
             self._pool = Pool(partial(Worker, config), config.workers, name)
         elif config is not None and place == "thread":
             self._pool = Pool(lambda: partial(outcomes, function), config.workers, name)
-        self._begun: dict[tuple[int, tuple[int, ...]], Future[list[Outcome]]] = {}
+        self._begun: dict[Key, Future[list[Outcome]]] = {}
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the calling thread scores."""
+        return self._pool is None
 
     @property
     def can_begin(self) -> bool:
         """Whether single samples can be scored beside the calling thread."""
-        return self._pool is not None and not self.is_batched
+        return not self.is_in_place and not self.is_batched
 
     def begin(self, sample: int, tokens: tuple[int, ...], job: Job) -> None:
         """Hands over one sample."""
         assert self._pool is not None
         self._begun[sample, tokens] = self._pool.submit(job)
 
-    def outcomes(self, keys: Sequence[tuple[int, tuple[int, ...]]], job: Job) -> list[Outcome]:
-        """Returns what came of these samples, of which some may have begun; forgets all others."""
+    def start(self, keys: Sequence[Key], job: Job) -> list[Future[list[Outcome]]]:
+        """Hands over these samples, of which some may have begun, and forgets all others.
+
+        Returns:
+            What comes of each sample, or of all at once; nothing if it scores in place.
+        """
         begun, self._begun = self._begun, {}
         if self._pool is None:
-            return outcomes(self.function, job)
+            return []
         if self.is_batched:
-            return self._pool.submit(job).result()
+            return [self._pool.submit(job)]
         futures = []
         for key, *arguments in zip(keys, *job, strict=True):
             one: Job = tuple([argument] for argument in arguments)  # type: ignore[assignment]
             futures.append(begun.pop(key) if key in begun else self._pool.submit(one))
         for late in begun.values():
             late.cancel()
-        return [future.result()[0] for future in futures]
+        return futures
 
     def close(self) -> None:
         """Ends its processes and threads."""
@@ -150,7 +162,8 @@ class Scorer:
             which can be compared with no other; None if there are none left.
 
         Raises:
-            BatchError: a scorer failed, and `reward.on_error` is 'stop'.
+            BatchError: a scorer failed, and `reward.on_error` is 'stop'; at the first failure,
+                without waiting for the other samples.
         """
         tokens = _response_tokens(batch)
         keys = list(zip(batch.sample_ids_B.tolist(), map(tuple, tokens), strict=True))
@@ -158,8 +171,7 @@ class Scorer:
         job = ([p.text for p in prompts], self.responses(batch), [p.columns for p in prompts])
         total_B, scores = torch.zeros(batch.num_samples, dtype=torch.float64), {}
         failed: set[int] = set()
-        for part in self.parts:
-            found = part.outcomes(keys, job)
+        for part, found in zip(self.parts, self._outcomes(keys, job), strict=True):
             failed |= self._settle(part, batch, found)
             scores[part.name] = torch.tensor([self._number(x) for x in found], dtype=torch.float64)
             total_B += part.weight * scores[part.name]
@@ -191,6 +203,30 @@ class Scorer:
             "Look into logs/rank_N.log for the scorer's errors, or set reward.on_error=stop.",
         )
 
+    def _outcomes(self, keys: Sequence[Key], job: Job) -> list[list[Outcome]]:
+        """Returns what each scorer made of the samples; where a failure stops the run, what there
+        is when the first is known, with a number for what is not.
+        """
+        stops = self._config.on_error == "stop"
+        started = [part.start(keys, job) for part in self.parts]
+        waiting = list(chain.from_iterable(started))
+        try:
+            here = [
+                outcomes(part.function, job, stops) if part.is_in_place else []
+                for part in self.parts
+            ]
+            has_failed = stops and any(_has_failed(found) for found in here)
+            ended = as_completed(waiting)
+            while not has_failed and (future := next(ended, None)) is not None:
+                has_failed = _has_failed(future.result()) and stops
+        finally:
+            for future in waiting:
+                future.cancel()
+        return [
+            found or list(chain.from_iterable(map(_known, futures)))
+            for found, futures in zip(here, started, strict=True)
+        ]
+
     def _settle(self, part: Part, batch: RolloutBatch, found: Sequence[Outcome]) -> set[int]:
         """Counts what failed and was noted; returns the failed samples, or raises the first."""
         failed = {i for i, outcome in enumerate(found) if isinstance(outcome, ScorerFailure)}
@@ -219,6 +255,15 @@ class Scorer:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def _has_failed(found: Sequence[Outcome]) -> bool:
+    return any(isinstance(outcome, ScorerFailure) for outcome in found)
+
+
+def _known(future: Future[list[Outcome]]) -> list[Outcome]:
+    is_known = future.done() and not future.cancelled()
+    return future.result() if is_known else [0.0]
 
 
 def _comparable(groups: Sequence[int], failed: set[int]) -> list[int]:

@@ -54,8 +54,13 @@ Job = tuple[Sequence[str], Sequence[str], Sequence[Mapping[str, object]]]
 Run = Callable[[Job], list[Outcome]]
 
 
-def outcomes(function: Callable[..., Any], job: Job) -> list[Outcome]:
+def outcomes(function: Callable[..., Any], job: Job, stops: bool = False) -> list[Outcome]:
     """Calls a reward function on these samples: one call each, or one for all if it is batched.
+
+    Args:
+        function: that scores.
+        job: the samples.
+        stops: call it no more after the first failure, the last outcome then.
 
     Raises:
         UserError: from the function, which says itself what is wrong.
@@ -63,7 +68,12 @@ def outcomes(function: Callable[..., Any], job: Job) -> list[Outcome]:
     # A reward function that is a plain callable need not have the attribute.
     if getattr(function, "batched", False):
         return _batched(function, job)
-    return [_single(function, *arguments) for arguments in zip(*job, strict=True)]
+    found = []
+    for arguments in zip(*job, strict=True):
+        found.append(_single(function, *arguments))
+        if stops and isinstance(found[-1], ScorerFailure):
+            break
+    return found
 
 
 def _single(function: Callable[..., Any], *arguments: object) -> Outcome:

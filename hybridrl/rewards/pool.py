@@ -58,11 +58,14 @@ class Pool:
         return future
 
     def close(self) -> None:
-        """Ends the threads after the jobs they are at, and their processes with them."""
+        """Ends the threads after the jobs they are at, and their processes with them; waits a
+        second for it.
+        """
         for _ in self._threads:
             self._jobs.put(None)
+        until = time.monotonic() + 1.0
         for thread in self._threads:
-            thread.join(timeout=1.0)
+            thread.join(timeout=max(0.0, until - time.monotonic()))
         self._threads = []
 
     def _work(self) -> None:

@@ -78,6 +78,32 @@ def test_a_scorer_that_fails_stops_the_step_and_says_how(made, bad):
     assert "own_rewards.py:" in str(caught.value)
 
 
+SLOW = {"function": "own_rewards:obeys", "timeout_s": 60.0}
+# With workers for two samples at a time, of whom one hangs; beside another scorer that does; in
+# place, where the samples behind the failed one would hang.
+FAILING = {
+    "one of several": ({**SLOW, "on_error": "stop"}, ["hang", "raise", *["hang"] * 4]),
+    "another scorer": (
+        {"functions": {"slow": SLOW, "bad": {"function": "exact_match"}}},
+        ["hang"] * 6,
+    ),
+    "in place": ({**SLOW, "isolated": False}, ["raise", *["hang"] * 5]),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_the_first_failure_stops_without_waiting_for_other_samples(made, case):
+    section, texts = FAILING[case]
+    batch = rollout_batch()
+    if case == "another scorer":  # whose rows have no answer
+        batch = replace(batch, prompts=tuple(replace(p, columns={}) for p in batch.prompts))
+    began = time.monotonic()
+    with pytest.raises((BatchError, DataError)):
+        scored(made, texts, batch, **section)
+    made.pop().close()
+    assert time.monotonic() - began < 20, "a process may take seconds to start"
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_a_failure_is_a_value_and_is_counted(made, bad):
     texts = [RIGHT, bad, *[RIGHT] * 4]
