@@ -1,8 +1,8 @@
 """A scorer behind HTTP: another process or host gives the score. No torch.
 
 One POST a sample, `{"prompt", "response", "columns"}` as JSON; the answer is a JSON object whose
-"reward" is a finite number. Invariant: no attempt outlasts its wall-clock limit, however slowly the
-server sends.
+"reward" is a finite number. Invariant: no attempt outlasts its wall-clock limit, whatever keeps it:
+looking up the name, connecting, a TLS handshake, or a server that sends slowly.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import http.client
 import json
 import math
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from hybridrl.errors import UserError
 
@@ -69,6 +70,7 @@ class Remote:
         self._attempt_s, self._retries, self._wait_s = attempt_s, retries, wait_s
         self._headers = {**(headers or {}), "Content-Type": "application/json"}
         self._key = reward_key
+        self._context = ssl.create_default_context() if self._url.scheme == "https" else None
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Returns the score.
@@ -94,36 +96,23 @@ class Remote:
         raise RemoteError(f"no score in {self._retries + 1} attempts, the last: {last}")
 
     def _post(self, data: bytes) -> tuple[int, bytes]:
-        url = self._url
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(str(url.hostname), url.port, timeout=self._attempt_s)
-        connection.connect()
-        # Kept: http.client forgets it when it has the head of an answer.
-        connected, late = connection.sock, threading.Event()
+        """Returns status and body, within the limit.
 
-        def stop() -> None:
-            late.set()
-            with contextlib.suppress(OSError):
-                connected.shutdown(socket.SHUT_RDWR)  # wakes whoever reads
-
-        timer = threading.Timer(self._attempt_s, stop)
-        timer.daemon = True
-        timer.start()
-        try:
-            path = (url.path or "/") + (f"?{url.query}" if url.query else "")
-            connection.request("POST", path, data, self._headers)
-            answer = connection.getresponse()
-            found = answer.read(MOST_BYTES + 1)
-            if late.is_set():
-                raise TimeoutError(f"no whole answer in {self._attempt_s:g} s")
-            return answer.status, found
-        except (OSError, http.client.HTTPException) as error:
-            if late.is_set():
-                raise TimeoutError(f"no whole answer in {self._attempt_s:g} s") from error
-            raise
-        finally:
-            timer.cancel()
-            connection.close()
+        A thread of its own makes the attempt: neither the resolver nor a TLS handshake knows a
+        limit of wall-clock time. One that is late is left behind with its socket shut, and ends by
+        itself, in a resolver at the latest when that gives up.
+        """
+        attempt = _Attempt(self._url, self._context, data, self._headers, self._attempt_s)
+        thread = threading.Thread(target=attempt.run, name="reward remote", daemon=True)
+        thread.start()
+        thread.join(self._attempt_s)
+        if thread.is_alive():
+            attempt.stop()
+            raise TimeoutError(f"no whole answer in {self._attempt_s:g} s")
+        if attempt.error is not None:
+            raise attempt.error
+        assert attempt.answer is not None
+        return attempt.answer
 
     def _score(self, answer: bytes) -> float:
         try:
@@ -136,3 +125,61 @@ class Remote:
         if not math.isfinite(value):
             raise RemoteError(f"answered {self._key} = {value}, which is not finite")
         return float(value)
+
+
+class _Attempt:
+    """One POST: `answer` or `error` afterwards."""
+
+    def __init__(
+        self,
+        url: SplitResult,
+        context: ssl.SSLContext | None,
+        data: bytes,
+        headers: Mapping[str, str],
+        limit_s: float,
+    ) -> None:
+        self._url, self._context, self._data = url, context, data
+        self._headers, self._limit_s = headers, limit_s
+        self.answer: tuple[int, bytes] | None = None
+        self.error: Exception | None = None
+        # A second handle of the connection: TLS takes the first one over.
+        self._handle: socket.socket | None = None
+        self._is_stopped = False
+
+    def run(self) -> None:
+        """Makes the attempt."""
+        try:
+            self.answer = self._ask()
+        except Exception as error:  # goes to whom waits for the thread
+            self.error = error
+        finally:
+            if self._handle is not None:
+                self._handle.close()
+
+    def stop(self) -> None:
+        """Wakes the thread where it waits for the server."""
+        self._is_stopped = True
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                self._handle.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self) -> tuple[int, bytes]:
+        url, context, host = self._url, self._context, str(self._url.hostname)
+        connection = (
+            http.client.HTTPConnection(host, url.port)
+            if context is None
+            else http.client.HTTPSConnection(host, url.port, context=context)
+        )
+        connection.sock = socket.create_connection((host, connection.port), self._limit_s)
+        try:
+            self._handle = connection.sock.dup()
+            if self._is_stopped:
+                raise TimeoutError
+            if context is not None:
+                connection.sock = context.wrap_socket(connection.sock, server_hostname=host)
+            path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+            connection.request("POST", path, self._data, dict(self._headers))
+            answer = connection.getresponse()
+            return answer.status, answer.read(MOST_BYTES + 1)
+        finally:
+            connection.close()

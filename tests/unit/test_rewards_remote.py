@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -74,6 +79,22 @@ def test_a_sample_is_posted_and_its_score_returned(server):
     assert ask(server, reward_key="score") == 2
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_a_server_with_a_certificate_is_asked_over_tls(server, tmp_path, monkeypatch):
+    pair, key = tmp_path / "pair.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost"
+    command += f" -addext subjectAltName=DNS:localhost -keyout {key} -out {pair}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair, key)
+    server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
+    server.url = f"https://localhost:{server.http.server_port}/score"
+    with pytest.raises(RemoteError, match="CERTIFICATE_VERIFY_FAILED"):
+        ask(server, retries=0, attempt_s=10)
+    monkeypatch.setenv("SSL_CERT_FILE", str(pair))
+    assert ask(server, attempt_s=10) == 0.5
+
+
 def test_what_may_pass_is_tried_again(server):
     def answer(handler, body):
         code = {1: 503, 2: 429}.get(len(server.asked), 200)
@@ -129,6 +150,64 @@ def test_no_attempt_outlasts_its_limit(server, answer):
     began = time.monotonic()
     with pytest.raises(RemoteError, match="2 attempts, the last: .*[tT]ime"):
         ask(server, retries=1, attempt_s=0.3)
+    assert time.monotonic() - began < 1.5
+
+
+@contextlib.contextmanager
+def listening(answer: bytes) -> Iterator[int]:
+    """A port that takes connections and sends this, byte by byte, and then nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip(connection: socket.socket) -> None:
+            with connection, contextlib.suppress(OSError):
+                for byte in answer:
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.05)
+                connection.recv(1 << 20)
+                time.sleep(5)
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    threading.Thread(target=drip, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+# A TLS record of 16 KiB, of which the server sends the head and, slowly, some bytes.
+RECORD = b"\x16\x03\x03\x40\x00" + b"\x02" * 60
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("answer", [b"", RECORD], ids=["silent", "drips"])
+def test_no_handshake_outlasts_the_limit_and_no_thread_stays(scheme, answer):
+    with listening(answer) as port:
+        began = time.monotonic()
+        remote = Remote(f"{scheme}://127.0.0.1:{port}/", retries=1, wait_s=0.01, attempt_s=0.4)
+        with pytest.raises(RemoteError, match="2 attempts, the last: .*[tT]ime"):
+            remote("", "", {})
+        assert time.monotonic() - began < 2
+        until = time.monotonic() + 5
+        while late() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not late()
+
+
+def late() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "reward remote"]
+
+
+def test_no_name_lookup_outlasts_the_limit(monkeypatch):
+    def slow(*arguments: object, **more: object) -> list:
+        time.sleep(3)
+        raise socket.gaierror("nobody knows")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    began = time.monotonic()
+    with pytest.raises(RemoteError, match="TimeoutError: no whole answer in 0.2 s"):
+        Remote("http://scores.invalid/", retries=1, wait_s=0.01, attempt_s=0.2)("", "", {})
     assert time.monotonic() - began < 1.5
 
 
