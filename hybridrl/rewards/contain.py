@@ -4,7 +4,8 @@ sandbox.py as `python -I contain.py LIMITS PROGRAM FOLDER`.
 Three processes: the outer one enters new namespaces (mounts, processes, network, IPC; as a user
 also a user namespace), the inner one is process 1 there and arranges the file system (all of it
 read-only, but for a small file system in memory at FOLDER), the third becomes the program, without
-privileges and within its limits. When process 1 ends the kernel kills all others of its namespace,
+privileges, within its limits, and without the system calls that give memory which no limit counts.
+When process 1 ends the kernel kills all others of its namespace,
 so neither daemons nor fork bombs outlive it; it ends with the outer one, and that with its starter.
 Linux only; imports nothing of hybridrl.
 """
@@ -12,10 +13,12 @@ Linux only; imports nothing of hybridrl.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import resource
 import signal
+import struct
 import sys
 import time
 
@@ -34,8 +37,22 @@ PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 # ones.
 HIDDEN = ("/tmp", "/var/tmp", "/home", "/root", "/mnt", "/media", "/srv")
 DEVICES = ("null", "zero", "full", "random", "urandom")
+RLIMIT_MSGQUEUE = 12  # bytes of POSIX message queues; not in the module resource
 NOT_CONTAINED = 97  # exit code: it could not be arranged, and the program did not run
 FIRST_UID = 0x20000000  # of processes that root starts: nobody else's
+
+# System calls that are refused to the program, by machine: audit number, those that give memory
+# which no limit counts (System V shared memory and messages, memory files, io_uring) and namespaces
+# of its own (a tmpfs in one may take half of the host's memory), then clone and clone3.
+# linux/audit.h, arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h.
+REFUSED: dict[str, tuple[int, tuple[int, ...], int, int]] = {
+    "x86_64": (0xC000003E, (29, 30, 68, 69, 319, 447, 425, 272, 308, 165, 428, 430), 56, 435),
+    "aarch64": (0xC00000B7, (194, 196, 186, 189, 279, 447, 425, 97, 268, 40, 428, 430), 220, 435),
+}
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
+ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000  # linux/seccomp.h; the latter with an errno
+X32_CALLS = 0x40000000  # x86-64 has a second table of calls from here
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -155,6 +172,7 @@ def _become_program(limits: dict[str, int], folder: str) -> None:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _refuse_calls()
     mib = 1 << 20
     for kind, most in (
         (resource.RLIMIT_CPU, limits["time_s"] + 1),
@@ -162,6 +180,7 @@ def _become_program(limits: dict[str, int], folder: str) -> None:
         (resource.RLIMIT_FSIZE, limits["disk_mib"] * mib),
         (resource.RLIMIT_NPROC, limits["processes"]),
         (resource.RLIMIT_NOFILE, 64),
+        (RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (most, most))
@@ -174,6 +193,41 @@ def _become_program(limits: dict[str, int], folder: str) -> None:
         "OPENBLAS_NUM_THREADS": "1",
     }
     os.execve(sys.executable, [sys.executable, "-I", "main.py"], environment)
+
+
+def _refuse_calls() -> None:
+    """Makes the calls of REFUSED fail, for this process and all that it starts; on machines that
+    are not in it none.
+    """
+    if (known := REFUSED.get(os.uname().machine)) is None:
+        return
+    audit, refused, clone, clone3 = known
+    refuse, missing = FAIL_WITH | errno.EPERM, FAIL_WITH | errno.ENOSYS
+    # (code, jump if true, jump if false, operand): linux/filter.h; data as of struct seccomp_data.
+    lines = [
+        (LOAD, 0, 0, 4),  # the machine: another has other numbers
+        (EQUAL, 1, 0, audit),
+        (RETURN, 0, 0, refuse),
+        (LOAD, 0, 0, 0),  # the call
+        (AT_LEAST, 0, 1, X32_CALLS),
+        (RETURN, 0, 0, refuse),
+    ]
+    for call in refused:
+        lines += [(EQUAL, 0, 1, call), (RETURN, 0, 0, refuse)]
+    lines += [
+        (EQUAL, 0, 1, clone3),  # its flags lie in memory; the C library falls back to clone
+        (RETURN, 0, 0, missing),
+        (EQUAL, 0, 3, clone),
+        (LOAD, 0, 0, 16),  # the first argument, lower half
+        (ANY_BIT, 0, 1, NEWUSER),
+        (RETURN, 0, 0, refuse),
+        (RETURN, 0, 0, ALLOW),
+    ]
+    code = b"".join(struct.pack("=HBBI", *line) for line in lines)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = ctypes.create_string_buffer(struct.pack("@HP", len(lines), ctypes.addressof(buffer)))
+    done = libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0)
+    _check(done, "seccomp")
 
 
 def _wait_for(pid: int) -> int:

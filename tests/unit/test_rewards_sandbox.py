@@ -17,7 +17,7 @@ from batches import rollout_batch
 from hybridrl.config.schema import RewardConfig, ScorerConfig
 from hybridrl.errors import DataError, UserError
 from hybridrl.rewards.base import Scorer
-from hybridrl.rewards.contain import DEVICES
+from hybridrl.rewards.contain import DEVICES, REFUSED
 from hybridrl.rewards.functions import find_reward
 from hybridrl.rewards.outcome import Noted
 from hybridrl.rewards.sandbox import Code, run_program
@@ -108,6 +108,45 @@ BOMBS = {
     "files": "for i in range(99): open(f'b{i}', 'wb').write(b'0' * (1 << 20))",
     "output": "while True: print('x' * 10000)",
 }
+
+
+# What a program prints that tries to get memory which none of its other limits counts.
+HOARDS = {
+    "memory file": "import os\nos.memfd_create('x')",
+    "shared memory": "call(libc.shmget, 0, ctypes.c_size_t(1 << 30), 0o1600)",
+    "messages": "call(libc.msgget, 0, 0o1600)",
+    "message queue": "call(libc.mq_open, b'/x', 0o102, 0o600, None)",
+    "io_uring": "call(libc.syscall, 425, 4, ctypes.create_string_buffer(256))",
+    "namespace": "call(libc.unshare, 0x10020000)",
+    "namespace of a child": "call(libc.syscall, CLONE, 0x10000000 | 17, 0, 0, 0, 0)",
+}
+CALLS = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
+def call(function, *arguments):
+    if function(*arguments) == -1:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+"""
+
+
+@pytest.mark.skipif(os.uname().machine not in REFUSED, reason="no table of calls")
+@pytest.mark.parametrize("way", HOARDS)
+def test_memory_that_no_limit_counts_is_refused(code, way):
+    ended = run_program(f"{CALLS}\n{HOARDS[way]}", "", LIMITS)
+    wanted = "Errno 24]" if way == "message queue" else "Errno 1]"
+    assert ended.code == 1 and wanted in ended.error, ended
+
+
+def test_threads_and_processes_work_within_the_limits(code):
+    program = (
+        "import subprocess, sys, threading\n"
+        "thread = threading.Thread(target=lambda: print('thread', flush=True))\n"
+        "thread.start(); thread.join()\n"
+        "subprocess.run([sys.executable, '-c', 'print(2)'], check=True)\n"
+    )
+    ended = run_program(program, "", {**LIMITS, "memory_mib": 256})
+    assert (ended.code, ended.output.split()) == (0, ["thread", "2"]), ended
 
 
 def descendants_left() -> list[str]:
