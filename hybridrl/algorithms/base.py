@@ -32,6 +32,8 @@ class Needs:
             itself takes the policy's own detached log-probabilities where the column is None.
         policy: the policy is trained; False trains the critic alone.
         greedy: the reward part `batch.GREEDY`, from one more response to each prompt.
+        group_samples: responses to a prompt of which enough are left to compare, where some got no
+            score (`reward.on_error` drop); with fewer left all of them are dropped.
     """
 
     rollouts: bool = True
@@ -41,6 +43,7 @@ class Needs:
     old_logps: bool = False
     greedy: bool = False
     policy: bool = True
+    group_samples: int = 2
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class Grpo(PolicyGradient):
             self.needs,
             old_logps=self.needs.old_logps or self._finds_covariance,
             greedy=config.baseline == "greedy",
+            group_samples=max(2, config.min_samples),
         )
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:

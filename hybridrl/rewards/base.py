@@ -113,6 +113,7 @@ class Scorer:
         config: names the functions.
         tokenizer: decodes responses; special tokens are left out of the text.
         function: a function to use instead (from Python), called as functions.py says.
+        fewest: samples of a group that can be compared with each other.
 
     Raises:
         UserError: `config` names no function.
@@ -123,8 +124,9 @@ class Scorer:
         config: RewardConfig,
         tokenizer: TextDecoder,
         function: RewardFunction | None = None,
+        fewest: int = 2,
     ) -> None:
-        self._config, self._tokenizer = config, tokenizer
+        self._config, self._tokenizer, self._fewest = config, tokenizer, fewest
         if function is not None:
             self.parts = [Part(_name_of(function), function)]
         else:
@@ -158,8 +160,8 @@ class Scorer:
             batch: of whole groups, which a batched scorer may want to see.
 
         Returns:
-            The samples, but for those that `reward.on_error` drops, with the last one of a group,
-            which can be compared with no other; None if there are none left.
+            The samples, but for those that `reward.on_error` drops, with the rest of a group that
+            has too few left to compare; None if there are none left.
 
         Raises:
             BatchError: a scorer failed, and `reward.on_error` is 'stop'; at the first failure,
@@ -179,7 +181,7 @@ class Scorer:
         scored = batch.scored(total_B.float(), floats, self._producer)
         if not failed or not self.drops:
             return scored
-        rest = _comparable(batch.group_B.tolist(), failed)
+        rest = _comparable(batch.group_B.tolist(), failed, self._fewest)
         return scored.select(rest) if rest else None
 
     def take_counts(self) -> dict[str, int]:
@@ -199,7 +201,7 @@ class Scorer:
         return UserError(
             f"reward {self.name!r}",
             "no score for any response of a step, all dropped",
-            "at least two scores for a prompt",
+            f"at least {self._fewest} scores for a prompt that has as many responses",
             "Look into logs/rank_N.log for the scorer's errors, or set reward.on_error=stop.",
         )
 
@@ -266,14 +268,14 @@ def _known(future: Future[list[Outcome]]) -> list[Outcome]:
     return future.result() if is_known else [0.0]
 
 
-def _comparable(groups: Sequence[int], failed: set[int]) -> list[int]:
-    """Returns the samples that did not fail, but for the last one of a group of several."""
+def _comparable(groups: Sequence[int], failed: set[int], fewest: int) -> list[int]:
+    """Returns the samples that did not fail, but for those of a group that fell below `fewest`."""
     before = Counter(groups)
     left = Counter(group for i, group in enumerate(groups) if i not in failed)
     return [
         i
         for i, group in enumerate(groups)
-        if i not in failed and (left[group] > 1 or before[group] == 1)
+        if i not in failed and (left[group] >= fewest or left[group] == before[group])
     ]
 
 

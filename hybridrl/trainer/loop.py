@@ -353,8 +353,8 @@ class Trainer:
         config, data = self.config, self.config.data
         self.algorithm: Algorithm = make_algorithm(config.algorithm)
         self.tokenizer = tokenizer or setup.load_tokenizer(config.model)
-        self.scorer = Scorer(config.reward, self.tokenizer, reward)
         needs = self.algorithm.needs
+        self.scorer = Scorer(config.reward, self.tokenizer, reward, needs.group_samples)
         with self.world.all_agree("reading the prompts"):
             loaded, self.eval_prompts = setup.load_data(config, self.tokenizer, needs, rows)
         self.journal.say(loaded.report())

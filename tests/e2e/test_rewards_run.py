@@ -5,6 +5,7 @@ work; and what the run says of them.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,22 @@ def test_failures_are_dropped_counted_and_trained_around(tmp_path: Path) -> None
         parts = [record[f"reward/{name}/mean"] for name in ("digits", "flaky", "short")]
         assert record["reward/mean"] == pytest.approx(2 * parts[0] + parts[1] + parts[2], abs=1e-5)
         assert record["policy/grad_norm"] > 0
+
+
+@pytest.mark.dist
+def test_pass_at_k_leaves_out_groups_of_fewer_than_k(tmp_path: Path) -> None:
+    config = write_run(tmp_path, functions=FUNCTIONS, on_error="drop")
+    more = ("algorithm.name=pass_at_k", "algorithm.pass_k=3")
+    run("train", config, *more, f"steps.prompts_per_step={2 * NUM_PROMPTS}", "--world", "2")
+    dropped = 0
+    for step, record in enumerate(records(tmp_path), 1):
+        dump = next((tmp_path / "mine" / "rollouts").glob(f"*{step}.jsonl"))
+        lines = [json.loads(line)["sample"] for line in dump.read_text().splitlines()]
+        groups = Counter(sample // NUM_SAMPLES for sample in lines)
+        assert set(groups.values()) <= {3, 4}
+        assert record["reward/dropped_groups"] == 2 * NUM_PROMPTS - len(groups)
+        dropped += 2 * NUM_PROMPTS - len(groups)
+    assert dropped > 0
 
 
 def test_a_failing_scorer_stops_the_run_or_gets_its_value(tmp_path: Path) -> None:

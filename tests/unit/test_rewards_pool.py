@@ -121,6 +121,14 @@ def test_a_failed_sample_is_dropped_with_the_last_one_of_its_group(made):
     assert counts == {"reward/own_rewards:obeys/errors": 3}
 
 
+def test_a_group_with_too_few_left_to_compare_is_dropped(made):
+    texts = [*[RIGHT] * 4, "nan", *[RIGHT] * 3, "nan", "nan", *[RIGHT] * 2]
+    config = RewardConfig.model_validate({**OBEYS, "on_error": "drop"})
+    for fewest, expected in ((2, [*range(4), 5, 6, 7, 10, 11]), (3, [*range(4), 5, 6, 7])):
+        made.append(Scorer(config, Words(texts), fewest=fewest))
+        assert made[-1].score(rollout_batch(3, 4)).sample_ids_B.tolist() == expected
+
+
 def test_nothing_is_left_where_all_fail(made):
     batch, counts = scored(made, ["nan"] * 6, rollout_batch(), **OBEYS, on_error="drop")
     assert batch is None
