@@ -85,19 +85,26 @@ def train_flops(
     return TRAIN_PASSES * forward_flops(shape, lengths, head_tokens, head_size)
 
 
-def generate_flops(
-    shape: ModelShape, prompt_lengths: Iterable[int], lengths: Iterable[int], shared: Iterable[int]
-) -> int:
+GeneratedLengths = dict[int, tuple[int, list[int]]]
+"""Of each group its prompt's tokens, and those of prompt and response of each of its samples."""
+
+
+def num_generated(generated: GeneratedLengths) -> int:
+    """Returns the tokens of prompts and responses, a prompt counted for each of its samples."""
+    return sum(sum(lengths) for _, lengths in generated.values())
+
+
+def generate_flops(shape: ModelShape, generated: GeneratedLengths) -> int:
     """Returns the FLOPs of generating: each prompt computed once, each response token once, logits
     of the response tokens only.
 
     Args:
         shape: sizes of the model.
-        prompt_lengths: tokens of the prompt of each sample.
-        lengths: tokens of prompt and response of each sample.
-        shared: tokens of each different prompt.
+        generated: what there is of each prompt.
     """
-    prompts, wholes = list(prompt_lengths), list(lengths)
+    shared = [prompt for prompt, _ in generated.values()]
+    prompts = [prompt for prompt, lengths in generated.values() for _ in lengths]
+    wholes = [length for _, lengths in generated.values() for length in lengths]
     again = forward_flops(shape, prompts, 0) - forward_flops(shape, shared, 0)
     return forward_flops(shape, wholes, sum(wholes) - sum(prompts)) - again
 

@@ -44,6 +44,7 @@ STEP_KEYS = (
     "memory/peak_gib",
 )
 ACCURACY = "eval/accuracy"
+GENERATED_TOKENS = "generate/tokens"  # prompts and responses, those not trained on included
 SKIPPED = "train/skipped_steps"  # optimizer steps, not taken for a loss or gradient not finite
 
 
@@ -92,7 +93,8 @@ def step_metrics(
     Args:
         values: by name, as in STEP_KEYS.
         seconds: of each phase and, as "step", of the whole step; a phase that did not run counts 0.
-        num_tokens: prompt and response tokens of the whole step, all ranks together.
+        num_tokens: prompt and response tokens that the whole step took in or generated, all ranks
+            together.
         world_size: number of ranks, each a GPU (or a process on CPU).
         peak_bytes: largest memory in use on any rank, as "run" in all of the run and, where that is
             known, in each phase.

@@ -27,7 +27,7 @@ from hybridrl.metrics.sinks import (
     read_records,
 )
 from hybridrl.metrics.timing import PhaseTimer
-from hybridrl.metrics.values import recent_mean, step_metrics
+from hybridrl.metrics.values import GENERATED_TOKENS, recent_mean, step_metrics
 from hybridrl.parallel.groups import World
 from hybridrl.trainer.trace import StepTraces
 
@@ -110,7 +110,7 @@ class Journal:
         return step_metrics(
             {**values, "response_tokens/mean": float(lengths.mean())},
             self._largest(self.timer.seconds()),
-            batch.num_tokens,
+            int(values.get(GENERATED_TOKENS, batch.num_tokens)),
             self.world.size,
             {phase: int(size) for phase, size in self._largest(self._peaks()).items()},
             flops,

@@ -222,7 +222,7 @@ class Trainer:
                 self.journal.dump_samples(self.step, batch, self.scorer.responses(batch))
             metrics |= self.journal.describe(batch) | self.engine.metrics()
         metrics |= feedback_metrics(batch) if self.algorithm.needs.feedback else {}
-        flops = self.roles.flops(batch, self.step - 1, self.algorithm.needs.rollouts)
+        flops = self.roles.flops(batch, self.step - 1, self.engine.generated)
         return self.journal.summarize(batch, metrics, flops)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm
 from hybridrl.batch import TrainBatch
 from hybridrl.config.schema import Config, PpoConfig
-from hybridrl.metrics.flops import forward_flops, generate_flops, train_flops
+from hybridrl.metrics.flops import (
+    GeneratedLengths,
+    forward_flops,
+    generate_flops,
+    train_flops,
+)
 from hybridrl.parallel.groups import World
 from hybridrl.trainer import setup
 from hybridrl.trainer.critic import Critic
@@ -53,25 +58,26 @@ class Roles:
             found.append(self.policy.gradients(part))
         return found
 
-    def flops(self, batch: TrainBatch, num_steps_done: int, are_sampled: bool) -> dict[str, int]:
+    def flops(
+        self, batch: TrainBatch, num_steps_done: int, generated: GeneratedLengths
+    ) -> dict[str, int]:
         """Returns the model FLOPs of a step's phases, all ranks together; output heads count for
         response tokens only, which alone have a loss.
 
         Args:
             batch: of the step, with all its columns.
             num_steps_done: before it.
-            are_sampled: whether its responses were generated.
+            generated: all that was generated for it.
         """
         shape, lengths = self.source.shape, batch.lengths_B.tolist()
-        prompts, responses = batch.prompt_lengths_B.tolist(), int(batch.response_lengths_B.sum())
-        shared = dict(zip(batch.group_B.tolist(), prompts, strict=True)).values()
+        responses = int(batch.response_lengths_B.sum())
         forward = forward_flops(shape, lengths, responses)
         value = forward_flops(shape, lengths, responses, head_size=1)
         num_lm = sum(column is not None for column in (batch.old_logp_T, batch.reference_logp_T))
         has_critic = self.critic is not None
         trains_policy = self.trains_policy(num_steps_done)
         return {
-            "generate": generate_flops(shape, prompts, lengths, shared) if are_sampled else 0,
+            "generate": generate_flops(shape, generated),
             "logprobs": num_lm * forward + has_critic * value,
             "update": trains_policy * train_flops(shape, lengths, responses)
             + has_critic * train_flops(shape, lengths, responses, head_size=1),

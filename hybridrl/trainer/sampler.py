@@ -28,6 +28,8 @@ import torch
 
 from hybridrl.batch import GREEDY, Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
 from hybridrl.data.spread import ResponseLengths, group_work, spread
+from hybridrl.metrics.flops import GeneratedLengths, num_generated
+from hybridrl.metrics.values import GENERATED_TOKENS
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rewards.base import Scorer
@@ -94,6 +96,10 @@ class Sampler:
         # Reward models of this world: each adds its scores to a batch that all ranks have.
         self.judges: Sequence[Callable[[ScoredBatch], ScoredBatch]] = ()
         self._reward_counts: dict[str, int] = {}  # of the step, all ranks together
+        # What was generated for the last step, on all replicas, with greedy responses and those
+        # that were replaced or dropped; not for evaluations.
+        self.generated: GeneratedLengths = {}
+        self._is_evaluation = False
 
     def generate(
         self,
@@ -148,6 +154,9 @@ class Sampler:
         self._has_greedy = greedy
         if first_group == 0:
             self._busy_of_calls, self._earlier, self._reward_counts = [], {}, {}
+            self._is_evaluation = step < 0
+            if not self._is_evaluation:
+                self.generated = {}
         self._prompts = dict(enumerate(prompts, first_group))
         is_restored = self._restored["step"] == step
         begun = {r["request_id"]: r for r in self._restored["requests"] if is_restored}
@@ -246,11 +255,17 @@ class Sampler:
             if scored is not None and self._has_greedy:
                 scored = _compared_with_greedy(scored)
             mine = None if scored is None else _columns(scored)
-            agreement.told = (self._busy_s, mine, self.scorer.take_counts())
-        self._note_busy([seconds for seconds, _, _ in agreement.heard])
-        found = [columns for _, columns, _ in agreement.heard if columns is not None]
-        for _, _, counts in agreement.heard:
+            agreement.told = (
+                self._busy_s,
+                mine,
+                self.scorer.take_counts(),
+                self._lengths_of(local),
+            )
+        self._note_busy([seconds for seconds, *_ in agreement.heard])
+        found = [columns for _, columns, *_ in agreement.heard if columns is not None]
+        for *_, counts, lengths in agreement.heard:
             self._count(counts)
+            self.generated |= lengths
         if self.scorer.drops:
             left = {group for columns in found for group in columns["group_B"].tolist()}
             self._count({DROPPED_GROUPS: len(self._prompts) - len(left)})
@@ -263,14 +278,29 @@ class Sampler:
         self._observe(batch)
         return batch
 
+    def _lengths_of(self, local: RolloutBatch | None) -> GeneratedLengths:
+        """Returns what this rank's replica has generated, if this rank is its first."""
+        if local is None or self._is_evaluation or self.layout.assignment[self.world.rank][1]:
+            return {}
+        found: GeneratedLengths = {}
+        columns = (local.group_B, local.prompt_lengths_B, local.lengths_B)
+        for group, prompt, length in zip(*(column.tolist() for column in columns), strict=True):
+            found.setdefault(group, (prompt, []))[1].append(length)
+        return found
+
     def metrics(self) -> dict[str, float]:
         """Returns `generate/idle_share`, the part of the generation of the last step that replicas
-        waited for the slowest, on average, and the scorers' counts; the same on all ranks.
+        waited for the slowest, on average, `generate/tokens`, of all prompts and responses that
+        there were, and the scorers' counts; the same on all ranks.
         """
         worked = sum(mean for mean, _ in self._busy_of_calls)
         took = sum(longest for _, longest in self._busy_of_calls)
         counts = {name: float(count) for name, count in self._reward_counts.items()}
-        return {"generate/idle_share": 1 - worked / took if took > 0 else 0.0, **counts}
+        return {
+            "generate/idle_share": 1 - worked / took if took > 0 else 0.0,
+            GENERATED_TOKENS: float(num_generated(self.generated)),
+            **counts,
+        }
 
     def _count(self, counts: Mapping[str, int]) -> None:
         for name, count in counts.items():

@@ -18,6 +18,7 @@ from hybridrl.batch import GREEDY, Prompt, ScoredBatch
 from hybridrl.config.reward import RewardConfig
 from hybridrl.data.spread import PROMPT_TOKEN_WORK
 from hybridrl.rewards.base import Scorer
+from hybridrl.trainer.evaluate import evaluate
 
 OVERRIDES = (
     "model.path=null",
@@ -82,6 +83,7 @@ def check_dropped_groups(trainer: Trainer, prompts: list[Prompt]) -> None:
     shown = trainer.world.gather_objects(sampler.metrics())
     assert [one["reward/dropped_groups"] for one in shown] == [5, 5]
     assert [one["reward/refuses/errors"] for one in shown] == [15, 15]
+    assert len(sampler.generated) == 10, "what was dropped was generated too"
     sampler.scorer = scorer
 
 
@@ -110,6 +112,11 @@ def main() -> None:
         parts.append(finish(trainer))
     assert same(ScoredBatch.concat(parts), first)
 
+    lengths = dict(enumerate(zip(prompts, first.lengths_B.view(7, 3).tolist(), strict=True)))
+    expected = {group: (len(p.tokens), found) for group, (p, found) in lengths.items()}
+    assert sampler.generated == expected, "of both calls of the step"
+    evaluate(sampler, prompts)
+    assert sampler.generated == expected
     best = dataclasses.replace(sampler.sampling, temperature=0.0)
     greedy = sampler.score(sampler.generate(prompts, samples_per_prompt=1, step=1, sampling=best))
     beside = sampler.score(sampler.generate(prompts, step=0, greedy=True))

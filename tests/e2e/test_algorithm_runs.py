@@ -58,6 +58,11 @@ def test_resampling_and_the_kl_coefficient_go_on_after_a_stop_as_without_one(
     assert sum(record["generate/resampled_groups"] for record in whole) > 0
     assert all(0 <= record["reward/uniform_groups"] < 1 for record in whole)
     assert all(record["generate/resampling_rounds"] <= 2 for record in whole)
+    for record in whole:  # as many tokens a sample, but for what the dropped ones had
+        share = record["generate/tokens"] / (18 + 3 * record["generate/resampled_groups"])
+        assert share == pytest.approx(6 + record["response_tokens/mean"], rel=0.2)
+        rate = record["throughput/tokens_per_s_per_gpu"] * record["time_s/step"] * 2
+        assert rate == pytest.approx(record["generate/tokens"])
     coefficients = [record["policy/kl_coef"] for record in whole]
     assert coefficients[0] == 0.05 and len(set(coefficients)) == 4
     # 18 samples a step: at most a fifth of 18 / 100 more or less.

@@ -9,6 +9,7 @@ from hybridrl.metrics.flops import (
     forward_flops,
     generate_flops,
     layer_matmul_params,
+    num_generated,
     peak_flops_per_s,
     train_flops,
 )
@@ -58,7 +59,9 @@ def test_generate_flops_counts_a_shared_prompt_once() -> None:
     body, pair, head = 2 * 24 * 14_909_440, 24 * 4 * 896, 2 * 151_936 * 896
     # Prompt of 2 (3 pairs); responses of 1 and 2 tokens: positions 3 (3 pairs), and 3, 4 (3 + 4).
     expected = (2 + 1 + 2) * body + (3 + 3 + 7) * pair + 3 * head
-    assert generate_flops(model, [2, 2], [3, 4], shared=[2]) == expected
+    assert generate_flops(model, {0: (2, [3, 4])}) == expected
+    assert generate_flops(model, {0: (2, [3, 4]), 7: (2, [3, 4])}) == 2 * expected
+    assert (generate_flops(model, {}), num_generated({0: (2, [3, 4])})) == (0, 7)
 
 
 @pytest.mark.parametrize(
