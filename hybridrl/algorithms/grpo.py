@@ -134,8 +134,7 @@ class Grpo(PolicyGradient):
             allowed = ", ".join(sorted(found)) or "one part or more"
             remedy = "Name only such parts in algorithm.part_weights, or add one to the reward."
             raise BatchError(batch.producer, "reward_parts", got, allowed, remedy)
-        names = wanted or [name for name in found if name != GREEDY]
-        return {name: found[name] for name in names}
+        return {name: found[name] for name in wanted or found}
 
     def _compared(self, reward_B: Tensor, batch: TrainBatch) -> Tensor:
         config, group_B = self.config, batch.group_B

@@ -146,6 +146,10 @@ class PolicyGradientConfig(Section):
             raise ValueError(f"dual_clip: only with objective clip, not {self.objective}")
         if self.kl_importance_weighted and self.kl_in != "loss":
             raise ValueError(f"kl_importance_weighted: only with kl_in loss, not {self.kl_in}")
+        if self.objective == "plain" and self.correction.proximal == "behaviour":
+            raise ValueError(
+                "correction.proximal: old with objective plain, which has no ratio, not behaviour"
+            )
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("kl_target: only with kl_coef above 0, from which it starts")
         return self

@@ -71,6 +71,16 @@ class CorrectionConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        for level, names in (
+            ("weight", ("bound", "max", "min")),
+            ("reject", ("reject_max", "reject_min")),
+        ):
+            for name in names:
+                value, field = getattr(self, name), type(self).model_fields[name]
+                if getattr(self, level) == "none" and value != field.get_default():
+                    raise ValueError(
+                        f"correction.{name}: nothing while correction.{level} is none, not {value}"
+                    )
         if self.min >= self.max:
             raise ValueError(f"correction.min: below correction.max = {self.max}, not {self.min}")
         low, high = self.reject_bounds

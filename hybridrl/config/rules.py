@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridrl.config.algorithm import PolicyGradientConfig, ReinforceConfig
+from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
 from hybridrl.config.schema import (
     Config,
     GrpoConfig,
-    KtoConfig,
     ModelConfig,
     PpoConfig,
-    RewardModelConfig,
     SupervisedConfig,
     TrainConfig,
 )
@@ -169,7 +168,7 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             "Set steps.samples_per_prompt=8, or use ppo.",
         )
     if isinstance(algorithm, SupervisedConfig):
-        yield from _supervised_rules(config, algorithm)
+        yield from supervised_rules(config, algorithm)
     if isinstance(algorithm, GrpoConfig) and config.rollout.temperature == 0:
         yield UserError(
             "rollout.temperature",
@@ -185,7 +184,7 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             "Set rollout.temperature=0.01, or rollout.engine=hf.",
         )
     if isinstance(algorithm, PolicyGradientConfig):
-        yield from _policy_gradient_rules(config, algorithm)
+        yield from policy_gradient_rules(config, algorithm)
     samples = steps.prompts_per_step * steps.samples_per_prompt
     if samples % steps.updates_per_step:
         yield UserError(
@@ -193,81 +192,6 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             steps.updates_per_step,
             f"a divisor of prompts_per_step * samples_per_prompt = {samples}",
             "Change one of the three.",
-        )
-
-
-def _supervised_rules(config: Config, algorithm: SupervisedConfig) -> Iterator[UserError]:
-    steps = config.steps
-    if steps.samples_per_prompt != 1:
-        yield UserError(
-            "steps.samples_per_prompt",
-            steps.samples_per_prompt,
-            f"1 with algorithm {algorithm.name}, which has the responses of the data",
-            "Set steps.samples_per_prompt=1.",
-        )
-    if algorithm.feedback is not None and steps.updates_per_step > 1:
-        yield UserError(
-            "steps.updates_per_step",
-            steps.updates_per_step,
-            f"1 with algorithm {algorithm.name}, whose gradient is that at the step's start",
-            "Set steps.updates_per_step=1, and steps.prompts_per_step lower.",
-        )
-    if config.data.margin_key is not None and not isinstance(algorithm, RewardModelConfig):
-        yield UserError(
-            "data.margin_key",
-            config.data.margin_key,
-            f"nothing with algorithm {algorithm.name}",
-            "Remove it, or use reward_model.",
-        )
-    if isinstance(algorithm, RewardModelConfig):
-        for key in ("fuse_param_gather", "release_weights_in_rollout"):
-            if getattr(config.train, key):
-                yield UserError(
-                    f"train.{key}",
-                    "true",
-                    "false with algorithm reward_model, which trains no policy",
-                    f"Set train.{key}=false.",
-                )
-    if isinstance(algorithm, KtoConfig) and steps.prompts_per_step < 2:
-        yield UserError(
-            "steps.prompts_per_step",
-            steps.prompts_per_step,
-            "2 or more with algorithm kto, which estimates the KL from responses to other prompts",
-            "Set steps.prompts_per_step=32.",
-        )
-
-
-def _policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> Iterator[UserError]:
-    if algorithm.needs_whole_sequences and config.train.cp > 1:
-        yield UserError(
-            "train.cp",
-            config.train.cp,
-            f"1 with algorithm.objective={algorithm.objective}, "
-            f"algorithm.aggregate={algorithm.aggregate} and algorithm.correction of "
-            f"{algorithm.correction.weight} and {algorithm.correction.reject}, which look at whole "
-            "responses",
-            "Set train.cp=1, or choose a token objective, aggregate and correction.",
-        )
-    weights = {name: one.weight for name, one in config.reward.scorers().items()}
-    if (
-        isinstance(algorithm, GrpoConfig)
-        and algorithm.normalize_parts
-        and not algorithm.part_weights
-        and set(weights.values()) != {1.0}
-    ):
-        yield UserError(
-            "algorithm.part_weights",
-            "nothing",
-            f"weights of the compared parts, where those of the reward are {weights}: a part's own "
-            "are lost when it is normalised",
-            f"Set algorithm.part_weights={weights}, or others.",
-        )
-    if algorithm.objective == "plain" and config.steps.updates_per_step > 1:
-        yield UserError(
-            "steps.updates_per_step",
-            config.steps.updates_per_step,
-            "1 with algorithm.objective=plain, which takes all samples as the policy's own",
-            "Set steps.updates_per_step=1, or algorithm.objective=clip.",
         )
 
 

@@ -84,7 +84,9 @@ def find_reward(config: ScorerConfig) -> RewardFunction:
         if name == "exact_match" and config.extract is not None:
             options["extract"] = config.extract
         _check_options(name, REWARDS[name], options)
-        return REWARDS[name](**options)
+        made = REWARDS[name](**options)
+        _check_run(config, made)
+        return made
     module, colon, attribute = name.partition(":")
     if not colon:
         near = get_close_matches(name, REWARDS, 1)
@@ -98,6 +100,7 @@ def find_reward(config: ScorerConfig) -> RewardFunction:
     found: RewardFunction = function
     if config.options:
         found = functools.wraps(function)(functools.partial(function, **config.options))
+    _check_run(config, found)
     return found
 
 
@@ -119,6 +122,30 @@ def where(config: ScorerConfig, function: RewardFunction) -> str:
     if config.isolated is None or usual in ("thread", "world"):
         return str(usual)
     return "process" if config.isolated else "here"
+
+
+def _check_run(config: ScorerConfig, function: RewardFunction) -> None:
+    """Raises UserError if the section says how the function is run, and it is not run so."""
+    place = where(config, function)
+    remedies = {
+        "here": "Remove it, or set isolated=true, which gives the function processes.",
+        "thread": "Remove it: the function's own options bound it.",
+    }
+    unread = {"here": ("timeout_s", "workers"), "thread": ("timeout_s", "isolated")}
+    knobs = unread.get(place, ("timeout_s", "workers", "isolated") if place == "world" else ())
+    if config.function != "exact_match":
+        knobs = (*knobs, "extract")
+    for knob in knobs:
+        value = getattr(config, knob)
+        if value != ScorerConfig.model_fields[knob].get_default():
+            places = {"here": "in place", "thread": "in threads", "world": "in the trainer's world"}
+            raise UserError(
+                f"reward.{knob}",
+                value,
+                f"nothing with function {config.function}"
+                + ("" if knob == "extract" else f", which is called {places[place]}"),
+                "Remove it." if knob == "extract" else remedies.get(place, "Remove it."),
+            )
 
 
 def _check_options(name: str, made: Callable[..., Any], options: dict[str, Any]) -> None:

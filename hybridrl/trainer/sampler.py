@@ -28,6 +28,7 @@ import torch
 
 from hybridrl.batch import GREEDY, Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
 from hybridrl.data.spread import ResponseLengths, group_work, spread
+from hybridrl.errors import UserError
 from hybridrl.metrics.flops import GeneratedLengths, num_generated
 from hybridrl.metrics.values import GENERATED_TOKENS
 from hybridrl.parallel.groups import World
@@ -149,7 +150,17 @@ class Sampler:
     ) -> None:
         """Hands this replica's requests to its engine; those that a checkpoint knows go on from
         there.
+
+        Raises:
+            UserError: a greedy response is asked for, and a scorer has the name of its part.
         """
+        if greedy and GREEDY in (part.name for part in self.scorer.parts):
+            raise UserError(
+                "reward",
+                f"a scorer named {GREEDY!r}",
+                "another name where greedy responses are compared with",
+                "Rename that scorer.",
+            )
         self._step, self._owners, self._done = step, {}, {}
         self._has_greedy = greedy
         if first_group == 0:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from command_line import QUICKSTART
 
@@ -17,6 +18,7 @@ from hybridrl import Trainer
 from hybridrl.batch import GREEDY, Prompt, ScoredBatch
 from hybridrl.config.reward import RewardConfig
 from hybridrl.data.spread import PROMPT_TOKEN_WORK
+from hybridrl.errors import UserError
 from hybridrl.rewards.base import Scorer
 from hybridrl.trainer.evaluate import evaluate
 
@@ -84,6 +86,13 @@ def check_dropped_groups(trainer: Trainer, prompts: list[Prompt]) -> None:
     assert [one["reward/dropped_groups"] for one in shown] == [5, 5]
     assert [one["reward/refuses/errors"] for one in shown] == [15, 15]
     assert len(sampler.generated) == 10, "what was dropped was generated too"
+
+    def greedy(prompt: str, response: str, columns: Mapping[str, object]) -> float:
+        return 1.0
+
+    sampler.scorer = Scorer(RewardConfig(), trainer.tokenizer, greedy)
+    with pytest.raises(UserError, match="a scorer named 'greedy'"):
+        sampler.submit(prompts, 3, 0, greedy=True)
     sampler.scorer = scorer
 
 

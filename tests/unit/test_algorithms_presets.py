@@ -430,8 +430,24 @@ def test_a_preset_gives_defaults_and_yields_to_what_is_set():
         ({"name": "remax", "max_resampling": 1}, "max_resampling: 0 with baseline greedy"),
         ({"name": "kl_cov", "cov_clip_fraction": 0.1}, "cov_kl_fraction: 0 with cov_clip"),
         ({"correction": {"wieght": "token"}}, "Did you mean 'algorithm.correction.weight'"),
-        ({"correction": {"min": 3.0}}, "correction.min: below correction.max = 2.0, not 3.0"),
-        ({"correction": {"reject_max": 0.9}}, "correction.reject_min: below .* = 0.9"),
+        (
+            {"correction": {"weight": "token", "min": 3.0}},
+            "correction.min: below correction.max = 2.0, not 3.0",
+        ),
+        (
+            {"correction": {"reject": "token", "reject_max": 0.9}},
+            "correction.reject_min: below .* = 0.9",
+        ),
+        ({"correction": {"max": 5.0}}, "correction.max: nothing while correction.weight is none"),
+        ({"correction": {"bound": "mask"}}, "correction.bound: nothing while .*weight is none"),
+        (
+            {"correction": {"weight": "token", "reject_min": 0.5}},
+            "reject_min: nothing while .*reject",
+        ),
+        (
+            {"name": "rloo", "correction": {"proximal": "behaviour"}},
+            "correction.proximal: old with objective plain",
+        ),
         (
             {"correction": {"weight": "token", "proximal": "behaviour"}},
             "correction.weight: none with correction.proximal behaviour, not token",

@@ -34,6 +34,11 @@ def test_valid_config_has_no_violation() -> None:
     assert keys("train.tp=2", "train.pp=2", "train.vpp=2", "train.cp=2") == []
     assert keys("algorithm.name=remax", "steps.samples_per_prompt=1") == []
     assert keys("algorithm.correction.weight=token", "train.cp=2") == []
+    assert keys("algorithm.name=gspo", "algorithm.objective=ratio") == []
+    assert keys("algorithm.name=kl_cov", "steps.updates_per_step=2") == []
+    # Covariances are of the step's start: these two do something in a single update too.
+    assert keys("algorithm.name=clip_cov") == []
+    assert keys("algorithm.name=gdpo", "reward.functions.greedy.weight=1") == []
 
 
 @pytest.mark.parametrize(
@@ -55,6 +60,13 @@ def test_valid_config_has_no_violation() -> None:
         (["algorithm.correction.weight=sequence", "train.cp=2"], "train.cp"),
         (["algorithm.correction.reject=geometric", "train.cp=2"], "train.cp"),
         (["algorithm.name=gdpo", "reward.weight=2"], "algorithm.part_weights"),
+        (["algorithm.name=remax", "reward.functions.greedy.weight=1"], "reward.functions"),
+        (["algorithm.name=kl_cov"], "steps.updates_per_step"),
+        (["algorithm.name=rloo", "algorithm.clip_high=0.3"], "algorithm.clip_high"),
+        (["algorithm.sapo_tau_negative=2"], "algorithm.sapo_tau_negative"),
+        (["algorithm.fixed_length=12"], "algorithm.fixed_length"),
+        (["algorithm.name=ppo", "algorithm.fixed_length=12"], "algorithm.fixed_length"),
+        (["algorithm.pass_k=8"], "algorithm.pass_k"),
         (
             ["algorithm.name=vapo", "algorithm.critic_warmup_steps=101"],
             "algorithm.critic_warmup_steps",

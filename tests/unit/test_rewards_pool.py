@@ -19,6 +19,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import RewardConfig
 from hybridrl.errors import ConfigError, DataError, UserError
 from hybridrl.rewards.base import Scorer
+from hybridrl.rewards.functions import check_rewards
 
 RIGHT = "fine"
 
@@ -102,6 +103,22 @@ def test_the_first_failure_stops_without_waiting_for_other_samples(made, case):
         scored(made, texts, batch, **section)
     made.pop().close()
     assert time.monotonic() - began < 20, "a process may take seconds to start"
+
+
+UNREAD = {
+    "timeout_s": {"function": "exact_match", "timeout_s": 5.0},
+    "workers": {"function": "own_rewards:ranks", "workers": 4},
+    "isolated": {"function": "remote", "options": {"url": "http://a/"}, "isolated": True},
+    "extract": {"function": "own_rewards:length", "extract": "(a)"},
+}
+
+
+@pytest.mark.parametrize("knob", UNREAD)
+def test_a_knob_that_the_scorer_does_not_read_is_refused(knob):
+    (error,) = check_rewards(RewardConfig.model_validate(UNREAD[knob]))
+    assert (error.name, "nothing with function" in error.allowed) == (f"reward.{knob}", True)
+    isolated = RewardConfig(function="own_rewards:ranks", workers=4, timeout_s=5, isolated=True)
+    assert check_rewards(isolated) == []
 
 
 @pytest.mark.parametrize("bad", BAD)

@@ -1,0 +1,144 @@
+"""Rules between an algorithm's knobs and those of other sections. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridrl.config.algorithm import PolicyGradientConfig
+from hybridrl.config.schema import (
+    Config,
+    GrpoConfig,
+    KtoConfig,
+    RewardModelConfig,
+    SupervisedConfig,
+)
+from hybridrl.errors import UserError
+
+GREEDY = "greedy"  # batch.GREEDY: the part of the reward that baseline greedy adds
+
+
+def supervised_rules(config: Config, algorithm: SupervisedConfig) -> Iterator[UserError]:
+    """Rules of algorithms that have the data's responses."""
+    steps = config.steps
+    if steps.samples_per_prompt != 1:
+        yield UserError(
+            "steps.samples_per_prompt",
+            steps.samples_per_prompt,
+            f"1 with algorithm {algorithm.name}, which has the responses of the data",
+            "Set steps.samples_per_prompt=1.",
+        )
+    if algorithm.feedback is not None and steps.updates_per_step > 1:
+        yield UserError(
+            "steps.updates_per_step",
+            steps.updates_per_step,
+            f"1 with algorithm {algorithm.name}, whose gradient is that at the step's start",
+            "Set steps.updates_per_step=1, and steps.prompts_per_step lower.",
+        )
+    if config.data.margin_key is not None and not isinstance(algorithm, RewardModelConfig):
+        yield UserError(
+            "data.margin_key",
+            config.data.margin_key,
+            f"nothing with algorithm {algorithm.name}",
+            "Remove it, or use reward_model.",
+        )
+    if isinstance(algorithm, RewardModelConfig):
+        for key in ("fuse_param_gather", "release_weights_in_rollout"):
+            if getattr(config.train, key):
+                yield UserError(
+                    f"train.{key}",
+                    "true",
+                    "false with algorithm reward_model, which trains no policy",
+                    f"Set train.{key}=false.",
+                )
+    if isinstance(algorithm, KtoConfig) and steps.prompts_per_step < 2:
+        yield UserError(
+            "steps.prompts_per_step",
+            steps.prompts_per_step,
+            "2 or more with algorithm kto, which estimates the KL from responses to other prompts",
+            "Set steps.prompts_per_step=32.",
+        )
+
+
+def unread_rules(algorithm: PolicyGradientConfig) -> Iterator[UserError]:
+    """Rules of knobs that were set and that nothing reads as the others are."""
+    read_with = {
+        "objective": {
+            "clip_low": {"clip", "sequence_clip", "geometric_mean", "cispo"},
+            "clip_high": {"clip", "sequence_clip", "geometric_mean", "cispo"},
+            "sapo_tau_positive": {"sapo"},
+            "sapo_tau_negative": {"sapo"},
+        },
+        "aggregate": {"fixed_length": {"fixed"}},
+        "baseline": {"pass_k": {"pass_at_k"}, "pass_reward": {"pass_at_k"}},
+    }
+    usual = type(algorithm)(name=algorithm.name)
+    for key, knobs in read_with.items():
+        for knob, wanted in knobs.items():
+            if not {key, knob} <= set(type(algorithm).model_fields):
+                continue
+            value, other = getattr(algorithm, knob), getattr(algorithm, key)
+            if other not in wanted and value != getattr(usual, knob):
+                yield UserError(
+                    f"algorithm.{knob}",
+                    value,
+                    f"nothing with algorithm.{key}={other}",
+                    f"Remove it, or set algorithm.{key} to {' or '.join(sorted(wanted))}.",
+                )
+
+
+def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> Iterator[UserError]:
+    """Rules of algorithms with rollouts."""
+    yield from unread_rules(algorithm)
+    if algorithm.needs_whole_sequences and config.train.cp > 1:
+        yield UserError(
+            "train.cp",
+            config.train.cp,
+            f"1 with algorithm.objective={algorithm.objective}, "
+            f"algorithm.aggregate={algorithm.aggregate} and algorithm.correction of "
+            f"{algorithm.correction.weight} and {algorithm.correction.reject}, which look at whole "
+            "responses",
+            "Set train.cp=1, or choose a token objective, aggregate and correction.",
+        )
+    weights = {name: one.weight for name, one in config.reward.scorers().items()}
+    if (
+        isinstance(algorithm, GrpoConfig)
+        and algorithm.normalize_parts
+        and not algorithm.part_weights
+        and set(weights.values()) != {1.0}
+    ):
+        yield UserError(
+            "algorithm.part_weights",
+            "nothing",
+            f"weights of the compared parts, where those of the reward are {weights}: a part's own "
+            "are lost when it is normalised",
+            f"Set algorithm.part_weights={weights}, or others.",
+        )
+    if algorithm.objective == "plain" and config.steps.updates_per_step > 1:
+        yield UserError(
+            "steps.updates_per_step",
+            config.steps.updates_per_step,
+            "1 with algorithm.objective=plain, which takes all samples as the policy's own",
+            "Set steps.updates_per_step=1, or algorithm.objective=clip.",
+        )
+    if isinstance(algorithm, GrpoConfig):
+        yield from _group_rules(config, algorithm, set(weights))
+
+
+def _group_rules(config: Config, algorithm: GrpoConfig, scorers: set[str]) -> Iterator[UserError]:
+    if algorithm.baseline == "greedy" and GREEDY in scorers:
+        yield UserError(
+            "reward.functions",
+            f"one named {GREEDY!r}",
+            f"another name with algorithm.baseline=greedy (algorithm {algorithm.name}), whose own "
+            "part of the reward has this one",
+            "Rename that scorer.",
+        )
+    if algorithm.cov_kl_fraction > 0 and config.steps.updates_per_step == 1:
+        yield UserError(
+            "steps.updates_per_step",
+            1,
+            f"2 or more with algorithm.cov_kl_fraction={algorithm.cov_kl_fraction:g} (algorithm "
+            f"{algorithm.name}), which bounds the way from the step's start: at its first update "
+            "there is none",
+            "Set steps.updates_per_step=2, or use clip_cov.",
+        )
