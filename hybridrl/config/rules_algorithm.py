@@ -9,6 +9,7 @@ from hybridrl.config.schema import (
     Config,
     GrpoConfig,
     KtoConfig,
+    PpoConfig,
     RewardModelConfig,
     SupervisedConfig,
 )
@@ -119,6 +120,16 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
             config.steps.updates_per_step,
             "1 with algorithm.objective=plain, which takes all samples as the policy's own",
             "Set steps.updates_per_step=1, or algorithm.objective=clip.",
+        )
+    longest = config.rollout.max_new_tokens
+    alpha = algorithm.gae_length_alpha if isinstance(algorithm, PpoConfig) else None
+    if alpha is not None and alpha * longest <= 1:
+        yield UserError(
+            "algorithm.gae_length_alpha",
+            alpha,
+            f"above 1 / rollout.max_new_tokens = {1 / longest:.3g}: 1 - 1 / (alpha length), "
+            "lambda, is 0 for all responses, which learn from the critic's guesses alone",
+            "Set it to 20 / the usual length, for a lambda of 0.95.",
         )
     if isinstance(algorithm, GrpoConfig):
         yield from _group_rules(config, algorithm, set(weights))

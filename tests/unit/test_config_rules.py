@@ -35,6 +35,8 @@ def test_valid_config_has_no_violation() -> None:
     assert keys("algorithm.name=remax", "steps.samples_per_prompt=1") == []
     assert keys("algorithm.correction.weight=token", "train.cp=2") == []
     assert keys("algorithm.name=gspo", "algorithm.objective=ratio") == []
+    assert keys("algorithm.name=vapo", "rollout.max_new_tokens=21") == []
+    assert keys("algorithm.name=ppo", "rollout.max_new_tokens=1") == []
     assert keys("algorithm.name=kl_cov", "steps.updates_per_step=2") == []
     # Covariances are of the step's start: these two do something in a single update too.
     assert keys("algorithm.name=clip_cov") == []
@@ -67,6 +69,7 @@ def test_valid_config_has_no_violation() -> None:
         (["algorithm.fixed_length=12"], "algorithm.fixed_length"),
         (["algorithm.name=ppo", "algorithm.fixed_length=12"], "algorithm.fixed_length"),
         (["algorithm.pass_k=8"], "algorithm.pass_k"),
+        (["algorithm.name=vapo", "rollout.max_new_tokens=20"], "algorithm.gae_length_alpha"),
         (
             ["algorithm.name=vapo", "algorithm.critic_warmup_steps=101"],
             "algorithm.critic_warmup_steps",

@@ -1,7 +1,7 @@
 """Losses and gradients of the preference algorithms against TRL's own code, where TRL is installed.
 
-TRL brings datasets, pandas and pyarrow, 280 MB, so that continuous integration runs without it:
-`pip install trl`. Its trainers' methods get our log-probabilities in place of a model's.
+The extra `test` has it, so that `make test` runs this. Its trainers' methods get our
+log-probabilities in place of a model's.
 """
 
 from __future__ import annotations
