@@ -127,7 +127,9 @@ class Grpo(PolicyGradient):
 
     def _parts(self, batch: ScoredBatch) -> dict[str, Tensor]:
         """Returns the parts that are compared, by name."""
-        found, wanted = batch.reward_parts, self.config.part_weights
+        # The greedy response's is the same for a group, and not this algorithm's.
+        found = {name: part_B for name, part_B in batch.reward_parts.items() if name != GREEDY}
+        wanted = self.config.part_weights
         unknown = sorted(set(wanted) - set(found))
         if unknown or not found:
             got = f"returned no part {unknown[0]!r}" if unknown else "returned no parts"

@@ -136,12 +136,12 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
 
 
 def _group_rules(config: Config, algorithm: GrpoConfig, scorers: set[str]) -> Iterator[UserError]:
-    if algorithm.baseline == "greedy" and GREEDY in scorers:
+    if (algorithm.baseline == "greedy" or algorithm.normalize_parts) and GREEDY in scorers:
         yield UserError(
             "reward.functions",
             f"one named {GREEDY!r}",
-            f"another name with algorithm.baseline=greedy (algorithm {algorithm.name}), whose own "
-            "part of the reward has this one",
+            f"another name with algorithm {algorithm.name}, which reads parts of the reward: this "
+            "one is that of greedy responses",
             "Rename that scorer.",
         )
     if algorithm.cov_kl_fraction > 0 and config.steps.updates_per_step == 1:

@@ -40,7 +40,7 @@ def test_valid_config_has_no_violation() -> None:
     assert keys("algorithm.name=kl_cov", "steps.updates_per_step=2") == []
     # Covariances are of the step's start: these two do something in a single update too.
     assert keys("algorithm.name=clip_cov") == []
-    assert keys("algorithm.name=gdpo", "reward.functions.greedy.weight=1") == []
+    assert keys("reward.functions.greedy.weight=1") == []
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,7 @@ def test_valid_config_has_no_violation() -> None:
         (["algorithm.correction.reject=geometric", "train.cp=2"], "train.cp"),
         (["algorithm.name=gdpo", "reward.weight=2"], "algorithm.part_weights"),
         (["algorithm.name=remax", "reward.functions.greedy.weight=1"], "reward.functions"),
+        (["algorithm.name=gdpo", "reward.functions.greedy.weight=1"], "reward.functions"),
         (["algorithm.name=kl_cov"], "steps.updates_per_step"),
         (["algorithm.name=rloo", "algorithm.clip_high=0.3"], "algorithm.clip_high"),
         (["algorithm.sapo_tau_negative=2"], "algorithm.sapo_tau_negative"),
