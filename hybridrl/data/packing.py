@@ -98,5 +98,5 @@ def pack(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
 
 
 def even_sizes(total: int, parts: int) -> list[int]:
-    """Returns the sizes of parts that differ by at most one, the larger first."""
-    return [(total + parts - 1 - i) // parts for i in range(parts)]
+    """Returns the sizes of parts that differ by at most one, the larger first, and none empty."""
+    return [(total + parts - 1 - i) // parts for i in range(min(parts, total))]

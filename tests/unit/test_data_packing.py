@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.data.packing import pack, packed_bounds
+from hybridrl.data.packing import even_sizes, pack, packed_bounds
 from hybridrl.errors import DataError
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
@@ -62,3 +62,8 @@ def test_max_seqlen_is_the_total_only_for_a_single_sequence(lengths, cp, tp):
 def test_packed_bounds_refuse_a_total_that_cuts_a_sequence():
     with pytest.raises(ValueError, match="multiple of pad_each=4"):
         packed_bounds([3], 4, 6)
+
+
+def test_even_sizes_differ_by_one_and_none_is_empty() -> None:
+    assert even_sizes(10, 4) == [3, 3, 2, 2]
+    assert even_sizes(2, 4) == [1, 1], "what dropped responses may leave of a step of four updates"
