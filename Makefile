@@ -1,5 +1,5 @@
 # make demo: install and run the main job.  make test: install and run every check.  make lint: style and types only.
-# make test-learning: the whole quickstart with every engine and layout, to its accuracy; every preference loss.
+# make test-learning: the whole quickstart with every engine and layout, to its accuracy; every algorithm.
 # The environment is .venv; TORCH names the torch to install first, so that nothing pulls CUDA packages on CPU machines.
 
 SHELL := /bin/bash
@@ -28,7 +28,8 @@ test: lint $(if $(HAS_GPU),,.venv/installed-vllm)
 	$(BIN)/python -m pytest
 
 test-learning: .venv/installed-test $(if $(HAS_GPU),,.venv/installed-vllm)
-	$(BIN)/python -m pytest -m learning -rP tests/e2e/test_learning_vllm.py tests/e2e/test_learning_preference.py
+	$(BIN)/python -m pytest -m learning -rP tests/e2e/test_learning_vllm.py \
+		tests/e2e/test_learning_algorithms.py tests/e2e/test_learning_preference.py
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

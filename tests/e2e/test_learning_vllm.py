@@ -36,15 +36,6 @@ VLLM_TP2 = pytest.param("vllm", 2, marks=NEEDS_VLLM, id="vllm-tp2")
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture(scope="session")
-def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The HF directory that part 1 of the quickstart leaves."""
-    folder = tmp_path_factory.mktemp("warm_start")
-    run("train", QUICKSTART / "sft.yaml", f"run.dir={folder}", timeout_s=600)
-    run("convert", folder / "quickstart-sft", folder / "hf", "--to", "hf")
-    return folder / "hf"
-
-
 Learned = Callable[[str, int], Path]
 
 
