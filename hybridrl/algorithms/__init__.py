@@ -39,6 +39,7 @@ ALGORITHMS = {
     "simpo": "hybridrl.algorithms.preference:Dpo",
     "orpo": "hybridrl.algorithms.preference:Dpo",
     "kto": "hybridrl.algorithms.preference:Kto",
+    "online_dpo": "hybridrl.algorithms.online_dpo:OnlineDpo",
     "reward_model": "hybridrl.algorithms.reward_model:RewardModel",
 }
 _METHODS = ("name", "needs", "advantages", "denominator", "loss")

@@ -25,7 +25,8 @@ class Needs:
     Args:
         rollouts: sampled responses and rewards; False takes the data's own responses.
         feedback: what the data says of these: which of two is better ('pairs'), or whether one is
-            good ('labels'); data/supervised.py has the batch. None: they are demonstrations.
+            good ('labels'); data/supervised.py has the batch. None: they are demonstrations. With
+            rollouts, 'pairs' are made of the samples by their rewards.
         reference: `reference_logp_T`, from the frozen first weights.
         values: `values_T`, from a critic; the algorithm is then a CriticAlgorithm.
         old_logps: `old_logp_T` even when a step makes one update, for the advantages. The loss
@@ -125,6 +126,17 @@ class GroupAlgorithm(Algorithm, Protocol):
 
     def uninformative(self, batch: ScoredBatch) -> Tensor:
         """Returns which samples are in such groups, all of a group or none: (B,) bool."""
+        ...
+
+
+@runtime_checkable
+class SelectiveAlgorithm(Algorithm, Protocol):
+    """An algorithm that learns from some of a step's samples only."""
+
+    def selected(self, batch: ScoredBatch) -> Tensor:
+        """Returns the indices of those samples, at least one: (N,) int64. `advantages` takes either
+        the whole batch or these alone.
+        """
         ...
 
 

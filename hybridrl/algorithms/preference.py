@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hybridrl.algorithms.base import LossOutput, Needs
 from hybridrl.batch import MISMATCHED, BatchError, MicroBatch, Producer, TrainBatch
-from hybridrl.config.supervised import DpoConfig, KtoConfig
+from hybridrl.config.supervised import DpoConfig, KtoConfig, OnlineDpoConfig
 
 # Parts of the reward that `advantages` adds for the metrics: beta times the (mean) log-ratio, the
 # sample's share of the loss, and KTO's estimate of the KL.
@@ -87,7 +88,7 @@ class Dpo:
     plus sft_coef times -logp_chosen / length_chosen; the mean is over pairs.
     """
 
-    def __init__(self, config: DpoConfig) -> None:
+    def __init__(self, config: DpoConfig | OnlineDpoConfig) -> None:
         self.config = config
         self.name = config.name
         self.needs = Needs(
@@ -194,18 +195,18 @@ def pairs(batch: TrainBatch) -> tuple[Tensor, Tensor]:
     """Returns which samples are the better and which the worse ones, in the same order of groups.
 
     Raises:
-        BatchError: a group is not one better and one worse sample.
+        BatchError: a group is not two samples of which one has the higher reward.
     """
-    found = []
-    for is_side_B in (batch.reward_B > 0, batch.reward_B <= 0):
-        index = is_side_B.nonzero()[:, 0]
-        found.append(index[batch.group_B[index].argsort()])
-    groups = [batch.group_B[index] for index in found]
-    if not torch.equal(*groups) or len(groups[0].unique()) < len(groups[0]):
-        better, worse = (group.tolist()[:8] for group in groups)
-        got = f"returned groups {better} of better, {worse} of worse samples"
+    groups, counts = batch.group_B.unique(return_counts=True)
+    order_B = torch.from_numpy(np.lexsort((batch.reward_B.numpy(), batch.group_B.numpy())))
+    wrong = groups[counts != 2]
+    if not len(wrong):
+        worse_P, better_P = order_B.view(-1, 2).unbind(1)
+        wrong = groups[batch.reward_B[better_P] <= batch.reward_B[worse_P]]
+    if len(wrong):
+        got = f"returned groups {wrong.tolist()[:8]} of other samples"
         raise BatchError(batch.producer, "group_B", got, "one better and one worse sample a group")
-    return found[0], found[1]
+    return better_P, worse_P
 
 
 def response_sums(column_T: Tensor, batch: TrainBatch) -> Tensor:
@@ -234,29 +235,28 @@ def feedback_metrics(batch: TrainBatch) -> dict[str, float]:
     parts = batch.reward_parts
     if IMPLICIT not in parts:
         return {}
-    reward_B, is_good_B = parts[IMPLICIT].double(), batch.reward_B > 0
-    good, bad = reward_B[is_good_B], reward_B[~is_good_B]
+    reward_B = parts[IMPLICIT].double()
+    sides = (batch.reward_B > 0, batch.reward_B <= 0) if KL in parts else pairs(batch)
+    good, bad = (reward_B[side] for side in sides)
     metrics: dict[str, float] = {}
     for name, rewards in (("chosen", good), ("rejected", bad)):
         if len(rewards):
             metrics[f"preference/{name}_reward"] = float(rewards.mean())
     if len(good) and len(bad):
         metrics["preference/margin"] = float(good.mean() - bad.mean())
-        metrics["preference/accuracy"] = _accuracy(reward_B, good, bad, batch)
+        metrics["preference/accuracy"] = _accuracy(good, bad, KL not in parts)
     num_losses = batch.num_samples / 2
     if KL in parts:
         num_losses = batch.num_samples
         metrics["preference/kl"] = float(parts[KL][0])
-        metrics["preference/desirable_fraction"] = float(is_good_B.double().mean())
+        metrics["preference/desirable_fraction"] = len(good) / batch.num_samples
     metrics["policy/loss"] = float(parts[LOSS].double().sum()) / num_losses
     return metrics
 
 
-def _accuracy(reward_B: Tensor, good: Tensor, bad: Tensor, batch: TrainBatch) -> float:
-    if KL not in batch.reward_parts:
-        chosen_P, rejected_P = pairs(batch)
-        gap_P = reward_B[chosen_P] - reward_B[rejected_P]
-        return float((gap_P.sign() + 1).mean() / 2)
+def _accuracy(good: Tensor, bad: Tensor, are_pairs: bool) -> float:
+    if are_pairs:
+        return float(((good - bad).sign() + 1).mean() / 2)
     bad = bad.sort().values
     below, not_above = (torch.searchsorted(bad, good, right=right) for right in (False, True))
     return float((below + not_above).double().mean()) / (2 * len(bad))

@@ -18,7 +18,7 @@ from yaml import YAMLError
 from hybridrl.cli.validate import model_violations
 from hybridrl.config.algorithm import PolicyGradientConfig, PpoConfig
 from hybridrl.config.schema import Config
-from hybridrl.config.supervised import DpoConfig, KtoConfig
+from hybridrl.config.supervised import KtoConfig, PairLossConfig
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.alias import shared_names
 from hybridrl.hybrid_engine.assign import Assignment, assign, judge, order_without_loss
@@ -363,10 +363,12 @@ def _activation_bytes(config: Config, shape: ModelShape, layout: TrainLayout) ->
 
 
 def _has_reference(config: Config) -> bool:
-    chosen = config.algorithm
-    if isinstance(chosen, PolicyGradientConfig):
-        return chosen.kl_coef > 0
-    return isinstance(chosen, KtoConfig) or (isinstance(chosen, DpoConfig) and chosen.reference)
+    return any(
+        (isinstance(chosen, PolicyGradientConfig) and chosen.kl_coef > 0)
+        or (isinstance(chosen, PairLossConfig) and chosen.reference)
+        or isinstance(chosen, KtoConfig)
+        for chosen in (config.algorithm, *(term.algorithm for term in config.mix.values()))
+    )
 
 
 def _num_elements(layout: RankLayout) -> int:

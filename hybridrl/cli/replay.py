@@ -36,17 +36,22 @@ def replay_text(report: dict[str, Any]) -> str:
     ]
     if report["changed"]:
         lines.append(f"other than in the run: {', '.join(report['changed'])}")
+    for name in report.get("terms_left_out", ()):
+        lines.append(f"left out: the term {name}, which the configuration has no more")
     if not report["has_random_states"]:
         lines.append("random states: others than in the run, which had another world or device")
     for name, told in report["models"].items():
-        lines.append(f"{name}: loss {told['loss']:.6g}, gradient norm {told['grad_norm']:.6g}")
+        norm = f"gradient norm {told['grad_norm']:.6g}"
+        if "loss_of" in told:
+            norm = f"a term of the loss of {told['loss_of']}, whose norm is that of all together"
+        lines.append(f"{name}: loss {told['loss']:.6g}, {norm}")
         for micro in told["micro_batches"]:
             mark = "  <- not finite" if micro["is_bad"] else ""
             lines.append(
                 f"  rank {micro['rank']} micro-batch {micro['micro_batch']}: loss "
                 f"{micro['loss']:.6g}, {len(micro['rows'])} rows{mark}"
             )
-        if told["parameter"]:
+        if told["parameter"] and "loss_of" not in told:
             lines.append(f"  first gradient that is not finite: {told['parameter']}")
         for row in told["rows"]:
             lines.append(

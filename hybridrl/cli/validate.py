@@ -72,6 +72,12 @@ def validate_training(config: Config, world_size: int) -> None:
         found += _responses(data, data.prompts, algorithm.feedback)
     else:
         found += _files(data, data.prompts, answer)
+    for term in config.mix.values():
+        paths = term.data.prompts or ()  # a rule asks for some
+        if paths and isinstance(term.algorithm, SupervisedConfig):
+            found += _responses(term.data, paths, term.algorithm.feedback)
+        else:
+            found += _files(term.data, paths, [])
     if data.eval_prompts is not None:
         found += _files(data, data.eval_prompts, answer)
     _raise_all(found)
@@ -241,10 +247,12 @@ def _vllm(model: ModelConfig, hf_config: dict[str, Any]) -> Iterator[UserError]:
 def _own_code(config: Config) -> Iterator[UserError]:
     """Looks for the user's own functions; an algorithm is not imported, for it imports torch."""
     yield from check_rewards(config.reward)
-    module, colon, _ = config.algorithm.name.partition(":")
-    if colon and not _is_importable(module):
-        allowed = "package.module:Class that can be imported"
-        yield UserError("algorithm.name", config.algorithm.name, allowed, f"No {module!r} here.")
+    terms = {f"mix.{name}.algorithm": term.algorithm for name, term in config.mix.items()}
+    for key, algorithm in {"algorithm": config.algorithm, **terms}.items():
+        module, colon, _ = algorithm.name.partition(":")
+        if colon and not _is_importable(module):
+            allowed = "package.module:Class that can be imported"
+            yield UserError(f"{key}.name", algorithm.name, allowed, f"No {module!r} here.")
 
 
 def _is_importable(module: str) -> bool:

@@ -1,6 +1,6 @@
 """The section `algorithm`: one set of knobs for each algorithm, chosen by its name. No torch.
 
-Those without rollouts are in supervised.py.
+Those without rollouts, and online DPO, are in supervised.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hybridrl.config.supervised import (
     PAIR_PRESETS,
     DpoConfig,
     KtoConfig,
+    OnlineDpoConfig,
     RewardModelConfig,
     SftConfig,
 )
@@ -29,7 +30,7 @@ GroupRelativeName = Literal[
 
 ALGORITHM_NAMES = (
     *("grpo", "ppo", "sft", "reinforce_pp"),
-    *(*PRESETS, *CRITIC_PRESETS, *PAIR_PRESETS, "kto", "reward_model"),
+    *(*PRESETS, *CRITIC_PRESETS, *PAIR_PRESETS, "kto", "reward_model", "online_dpo"),
 )
 
 
@@ -364,6 +365,7 @@ AlgorithmConfig = Annotated[
     Annotated[SftConfig, Tag("sft")]
     | Annotated[DpoConfig, Tag("dpo")]
     | Annotated[KtoConfig, Tag("kto")]
+    | Annotated[OnlineDpoConfig, Tag("online_dpo")]
     | Annotated[RewardModelConfig, Tag("reward_model")]
     | Annotated[GrpoConfig, Tag("grpo")]
     | Annotated[ReinforceConfig, Tag("reinforce_pp")]

@@ -23,6 +23,10 @@ _HOW_FAST: Any = {
 }
 
 
+# What only evaluates changes no weight.
+_EVALUATES = {"eval_prompts", "eval_limit"}
+
+
 def run_folder(config: Config) -> Path:
     """Returns the folder that everything of this run is written to."""
     return Path(config.run.dir) / config.run.name
@@ -42,15 +46,15 @@ def check_run_folder(config: Config) -> None:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Returns what a run folder belongs to: model, algorithm, data, reward, batch numbers, seed.
-
-    What only evaluates (`data.eval_prompts`, `data.eval_limit`) changes no weight and may change.
+    """Returns what a run folder belongs to: model, algorithm, data, reward, batch numbers, seed and
+    further terms of the loss.
     """
     steps = config.steps
+    terms = {f"mix.{name}": term.model_dump(mode="json") for name, term in config.mix.items()}
     return {
         "model": config.model.model_dump(mode="json"),
         "algorithm": config.algorithm.model_dump(mode="json"),
-        "data": config.data.model_dump(mode="json", exclude={"eval_prompts", "eval_limit"}),
+        "data": config.data.model_dump(mode="json", exclude=_EVALUATES),
         "reward": config.reward.model_dump(mode="json", exclude=_HOW_FAST),
         "steps": {
             "prompts_per_step": steps.prompts_per_step,
@@ -58,6 +62,7 @@ def identity(config: Config) -> dict[str, Any]:
             "updates_per_step": steps.updates_per_step,
         },
         "run": {"seed": config.run.seed},
+        **terms,
     }
 
 

@@ -149,8 +149,9 @@ def _apply(values: dict[str, Any], override: str) -> list[UserError]:
 def _violation(details: Any) -> UserError:
     """Turns one pydantic error into one with key, value, what is allowed and the remedy."""
     parts = [str(part) for part in details["loc"]]
-    if parts[0] == "algorithm" and len(parts) > 1:
-        section = _section_at(parts[2:-1], _algorithm_sections()[parts.pop(1)])
+    at = parts.index("algorithm") + 1 if "algorithm" in parts else len(parts)
+    if at < len(parts):  # of main or of a term; its name is no key
+        section = _section_at(parts[at + 1 : -1], _algorithm_sections()[parts.pop(at)])
     else:
         section = _section_at(parts[:-1])
     key, kind = ".".join(parts), details["type"]
@@ -161,7 +162,7 @@ def _violation(details: Any) -> UserError:
             key, "nothing", "a value", f"Set {key} in the config.{_meaning(section, parts[-1])}"
         )
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return _unknown_algorithm(details["input"])
+        return _unknown_algorithm(f"{key}.name", details["input"])
     if kind in ("model_type", "model_attributes_type"):
         return UserError(
             key,
@@ -217,9 +218,9 @@ def _likeness(name: str, key: str) -> tuple[bool, bool, float]:
     return initials == name, key.startswith(name), difflib.SequenceMatcher(None, name, key).ratio()
 
 
-def _unknown_algorithm(given: object) -> UserError:
+def _unknown_algorithm(key: str, given: object) -> UserError:
     name = given.get("name") if isinstance(given, Mapping) else given
     allowed = f"{', '.join(ALGORITHM_NAMES)} or a dotted path 'package.module:Class'"
     close = difflib.get_close_matches(str(name).lower(), ALGORITHM_NAMES, n=1, cutoff=0.3)
-    remedy = f"Did you mean '{close[0]}'?" if close else "Set algorithm.name."
-    return UserError("algorithm.name", "nothing" if name is None else repr(name), allowed, remedy)
+    remedy = f"Did you mean '{close[0]}'?" if close else f"Set {key}."
+    return UserError(key, "nothing" if name is None else repr(name), allowed, remedy)

@@ -11,6 +11,7 @@ from typing import Any
 
 from hybridrl.config.algorithm import PolicyGradientConfig, ReinforceConfig
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
+from hybridrl.config.rules_mix import mix_rules, online_rules
 from hybridrl.config.schema import (
     Config,
     GrpoConfig,
@@ -51,6 +52,8 @@ def check(
         *_model_rules(config.model),
         *_layout_rules(config, world_size),
         *_step_rules(config),
+        *online_rules(config),
+        *mix_rules(config),
         *_training_rules(config),
         *_release_rules(config, default_dtype),
         *_token_rules(config, model_config or {}),
@@ -308,10 +311,8 @@ def layer_rules(
 def split_rules(key: str, tp: int, shape: Mapping[str, Any]) -> Iterator[UserError]:
     """Rules of splitting one layer over `tp` ranks, which `key` asks for."""
     heads, kv_heads = shape.get("num_attention_heads"), shape.get("num_key_value_heads")
-    for name, size in (
-        ("attention heads", heads),
-        ("feed-forward units", shape.get("intermediate_size")),
-    ):
+    units = shape.get("intermediate_size")
+    for name, size in (("attention heads", heads), ("feed-forward units", units)):
         if isinstance(size, int) and size % tp:
             yield UserError(key, tp, f"a divisor of the model's {size} {name}", f"Change {key}.")
     if isinstance(kv_heads, int) and kv_heads % tp and tp % kv_heads:

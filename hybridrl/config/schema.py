@@ -18,11 +18,13 @@ from hybridrl.config.algorithm import (
 )
 from hybridrl.config.data import DataConfig
 from hybridrl.config.lists import Steps
+from hybridrl.config.mix import TermConfig
 from hybridrl.config.reward import RewardConfig, ScorerConfig
 from hybridrl.config.section import Section
 from hybridrl.config.supervised import (
     DpoConfig,
     KtoConfig,
+    OnlineDpoConfig,
     RewardModelConfig,
     SftConfig,
     SupervisedConfig,
@@ -39,6 +41,7 @@ __all__ = [
     "KtoConfig",
     "LogConfig",
     "ModelConfig",
+    "OnlineDpoConfig",
     "PpoConfig",
     "RewardConfig",
     "RewardModelConfig",
@@ -49,6 +52,7 @@ __all__ = [
     "SftConfig",
     "StepsConfig",
     "SupervisedConfig",
+    "TermConfig",
     "TrainConfig",
 ]
 
@@ -328,13 +332,14 @@ class CheckpointConfig(Section):
 
 
 class Config(Section):
-    """A whole configuration: one file, ten sections."""
+    """A whole configuration: one file, eleven sections."""
 
     run: RunConfig
     model: ModelConfig
     train: TrainConfig = TrainConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig
+    mix: dict[str, TermConfig] = Field(default_factory=dict)
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     steps: StepsConfig = StepsConfig()

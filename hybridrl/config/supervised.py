@@ -1,5 +1,5 @@
-"""The section `algorithm` of what learns from the data's own responses: demonstrations, preference
-pairs, labelled responses. No torch.
+"""The section `algorithm` of what learns from the data's own responses, demonstrations, preference
+pairs, labelled responses, and from pairs that are sampled. No torch.
 """
 
 from __future__ import annotations
@@ -46,13 +46,9 @@ class SftConfig(SupervisedConfig):
     name: Literal["sft"] = Field("sft", description="Selects supervised fine-tuning.")
 
 
-class DpoConfig(SupervisedConfig):
-    """Direct preference optimization on pairs, and what PAIR_PRESETS makes of it."""
+class PairLossConfig(Section):
+    """The loss of a pair, whoever made it; PAIR_PRESETS has what names set."""
 
-    feedback: ClassVar[Feedback | None] = "pairs"
-    name: Literal["dpo", "dpo_norm", "cdpo", "ipo", "simpo", "orpo"] = Field(
-        "dpo", description="Selects the algorithm, and with it the defaults of this section."
-    )
     loss: Literal["sigmoid", "squared", "odds_ratio"] = Field(
         "sigmoid",
         description="Loss of a pair. 'sigmoid': the log-likelihood of the preference, as in the DPO paper.",
@@ -105,6 +101,28 @@ class DpoConfig(SupervisedConfig):
         if self.reference and self.loss == "odds_ratio":
             raise ValueError("reference: only false with loss odds_ratio, which compares odds")
         return self
+
+
+class DpoConfig(PairLossConfig, SupervisedConfig):
+    """Direct preference optimization on the data's pairs, and what PAIR_PRESETS makes of it."""
+
+    feedback: ClassVar[Feedback | None] = "pairs"
+    name: Literal["dpo", "dpo_norm", "cdpo", "ipo", "simpo", "orpo"] = Field(
+        "dpo", description="Selects the algorithm, and with it the defaults of this section."
+    )
+
+
+class OnlineDpoConfig(PairLossConfig):
+    """Direct preference optimization on pairs of the policy's own samples: of each prompt's, those
+    of the highest and the lowest reward.
+    """
+
+    name: Literal["online_dpo"] = Field("online_dpo", description="Selects online DPO.")
+    max_resampling: int = Field(
+        0,
+        ge=0,
+        description="Rounds in which groups of equal rewards, which make no pair, are replaced by further prompts. 0: off, a step then has fewer pairs.",
+    )
 
 
 class RewardModelConfig(SupervisedConfig):

@@ -199,3 +199,19 @@ def _segments(
         continues.append(first if prefix else -1)
         segments.append(length - prefix)
     return segments, own, prefix_of, continues
+
+
+def context_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Returns which packed positions one context-parallel rank holds, int64.
+
+    Each sequence is cut into 2 * cp_size chunks; rank r holds chunk r and chunk 2 * cp_size - 1 -
+    r, so that all ranks have the same causal work (Megatron's order).
+    """
+    if cp_size == 1:
+        return torch.arange(int(cu_seqlens[-1]))
+    held = []
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        chunk = (end - start) // (2 * cp_size)
+        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            held.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+    return torch.cat(held)

@@ -9,6 +9,8 @@ through the head's products.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -183,6 +185,21 @@ class LanguageModel(PackedModel):
         target_N = target_N.masked_fill((target_N < 0) | (target_N >= num_columns), -1)
         hidden_SD, head = hidden_states.flatten(0, 1), (self.temperature, num_columns, group)
         return TokenStats(*_TokenStatsFunction.apply(hidden_SD, weight, target_N, rows_N, *head))
+
+
+@contextmanager
+def head_temperature(chunk: torch.nn.Module, temperature: float | None) -> Iterator[None]:
+    """Divides the logits of a chunk, wrapped or not, by this within the block; None: by its own."""
+    modules = [] if temperature is None else chunk.modules()  # the outer ones come first
+    head = next((module for module in modules if isinstance(module, LanguageModel)), None)
+    if head is None or temperature is None:
+        yield
+        return
+    own, head.temperature = head.temperature, temperature
+    try:
+        yield
+    finally:
+        head.temperature = own
 
 
 class ValueHead(MegatronModule):

@@ -10,7 +10,7 @@ from hybridrl.algorithms.base import CriticAlgorithm, LossOutput
 from hybridrl.batch import TrainBatch
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.trainer.model import ParallelModel
-from hybridrl.trainer.update import Gradients, kept, take
+from hybridrl.trainer.update import Gradients, Share, kept, take
 
 
 class Critic:
@@ -49,8 +49,8 @@ class Critic:
 
         works = self.model.plan_work(batch)
         results: list[LossOutput] = self.model.accumulate(works, loss)
-        num_updates = self.num_updates_in_run
-        return Gradients.of("critic", self.model, batch, works, results, num_updates)
+        share = Share.of("critic", self.model, batch, works, results)
+        return Gradients.of("critic", self.model, [share], self.num_updates_in_run)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """Takes one optimizer step, or none if loss or gradient is not finite; returns metrics."""

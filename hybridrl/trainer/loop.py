@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
 from hybridrl.algorithms.preference import feedback_metrics
-from hybridrl.batch import Producer, ScoredBatch, TrainBatch
+from hybridrl.batch import ScoredBatch, TrainBatch
 from hybridrl.checkpoint.folders import find_checkpoint
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
@@ -41,6 +41,7 @@ from hybridrl.trainer import ledger, probe, setup
 from hybridrl.trainer.evaluate import evaluate, is_due
 from hybridrl.trainer.journal import Journal
 from hybridrl.trainer.mismatch import MismatchWarning, behaviour_metrics
+from hybridrl.trainer.mix import Mix
 from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.resampling import sample_step
 from hybridrl.trainer.roles import make_roles
@@ -219,28 +220,23 @@ class Trainer:
         if self.algorithm.needs.rollouts:
             metrics |= self.reshard()
             if self.journal.dump.is_due(self.step):
-                self.journal.dump_samples(self.step, batch, self.scorer.responses(batch))
-            metrics |= self.journal.describe(batch) | self.engine.metrics()
+                self.journal.dump_samples(self.step, scored, self.scorer.responses(scored))
+            metrics |= self.journal.describe(scored) | self.engine.metrics()
         metrics |= feedback_metrics(batch) if self.algorithm.needs.feedback else {}
-        flops = self.roles.flops(batch, self.step - 1, self.engine.generated)
-        return self.journal.summarize(batch, metrics, flops)
+        flops = self.roles.flops(batch, self.step - 1, self.engine.generated, self.mix.taken)
+        shown = scored if self.algorithm.needs.rollouts else batch
+        return self.journal.summarize(shown, metrics, flops)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
-        """Adds what the algorithm reads: old and reference log-probabilities, values."""
-        batch = scored.to_train(Producer.here("the trainer"))
-        columns: dict[str, torch.Tensor] = {}
-        needs = self.algorithm.needs
-        if needs.old_logps or (needs.rollouts and self.config.steps.updates_per_step > 1):
-            columns["old_logp_T"] = self.policy.logprobs(batch)
-        if self.reference is not None:
-            columns["reference_logp_T"] = self.reference.logprobs(batch)
-        if self.critic is not None:
-            columns["values_T"] = self.critic.values(batch)
-        return batch.join_columns(Producer.here("the trainer"), **columns)
+        """Returns the samples that the algorithm learns from, with what it reads: old and reference
+        log-probabilities, values.
+        """
+        is_reused = self.algorithm.needs.rollouts and self.config.steps.updates_per_step > 1
+        return self.roles.add_columns(self.algorithm, scored, is_reused)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """Takes `steps.updates_per_step` optimizer steps over equal parts of the batch, but for
-        those that cannot be trusted; returns mean metrics.
+        those that cannot be trusted, each with its part of further terms; returns mean metrics.
 
         Raises:
             UserError: too many in a row could not be.
@@ -248,12 +244,12 @@ class Trainer:
         take, roles = self.skipped.update, self.roles
         # Responses may have been dropped.
         parts = batch.split(even_sizes(batch.num_samples, self.config.steps.updates_per_step))
-        metrics = average(
-            [
-                take(self.step + 1, number, part, partial(roles.gradients, part, self.step))
-                for number, part in enumerate(parts)
-            ]
-        )
+        mixed = self.mix.batches(roles, len(parts), roles.trains_policy(self.step))
+        found = []
+        for number, (part, terms) in enumerate(zip(parts, mixed, strict=True)):
+            gradients = partial(roles.gradients, part, self.step, terms)
+            found.append(take(self.step + 1, number, part, gradients, terms))
+        metrics = average(found)
         if self.algorithm.needs.rollouts and batch.old_logp_T is not None:
             # Correlations have no mean.
             metrics |= behaviour_metrics(batch, batch.old_logp_T, self.algorithm)
@@ -300,6 +296,7 @@ class Trainer:
         state = {
             "step": self.step,
             "prompts": self._step_cursor or self.prompts.state(),
+            "mix": self.mix.state(),
             "rollouts": self.engine.state(),
             "algorithm": self._algorithm_state(),
             "evaluations": self.evaluations,
@@ -326,6 +323,7 @@ class Trainer:
         self.step, self.evaluations = int(state["step"]), state["evaluations"]
         self.seconds = float(state["seconds"])
         self.prompts.load_state(state["prompts"])
+        self.mix.load_state(state.get("mix", {}))
         for name, count in state["num_updates"].items():
             self.trained[name].num_updates = count
         self.engine.load_state(state["rollouts"])
@@ -357,6 +355,7 @@ class Trainer:
         self.scorer = Scorer(config.reward, self.tokenizer, reward, needs.group_samples)
         with self.world.all_agree("reading the prompts"):
             loaded, self.eval_prompts = setup.load_data(config, self.tokenizer, needs, rows)
+            self.mix = Mix(config, self.tokenizer, self.journal.say)
         self.journal.say(loaded.report())
         self.prompts = prompt_source(loaded, data, config.run.seed)
 

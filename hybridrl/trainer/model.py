@@ -19,7 +19,7 @@ from hybridrl.batch import TrainBatch
 from hybridrl.checkpoint.store import ModelFiles
 from hybridrl.config.schema import TrainConfig
 from hybridrl.data.balance import Schedule, schedule, schedule_hash
-from hybridrl.data.collate import micro_batch, unpack
+from hybridrl.data.collate import context_positions, micro_batch, unpack
 from hybridrl.data.packing import check_lengths, round_up
 from hybridrl.data.sharing import make_units
 from hybridrl.hybrid_engine.engine import gather_layouts
@@ -29,6 +29,7 @@ from hybridrl.micro_batch import MicroBatch
 from hybridrl.models.attention import PackedSequences, SharedPrompts
 from hybridrl.models.build import Head, build_chunks, named_weights, transformer_config
 from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.heads import head_temperature
 from hybridrl.models.layers import choose_layers, shares_prompts
 from hybridrl.models.weights import RankLayout, megatron_layout
 from hybridrl.parallel.groups import World, same_on_all_ranks
@@ -45,6 +46,7 @@ from hybridrl.trainer.optimizer import (
 from hybridrl.trainer.peer_weights import PeerWeights
 from hybridrl.trainer.trained_weights import TrainedWeights
 
+Loss = Callable[[Any, MicroBatch], tuple[torch.Tensor, Any]]  # of the last chunk's output
 FP8_TOKENS = 16  # FP8 matrix products take multiples of this
 
 
@@ -83,7 +85,7 @@ class Work:
     """One micro-batch: whole, and the positions of it that this context-parallel rank computes.
 
     `scored_N` are those of its own positions, ascending, whose outputs are read: they predict a
-    response token, and the vocabulary head computes no others.
+    response token, and the vocabulary head computes no others; its temperature, None: its own.
     """
 
     whole: MicroBatch
@@ -91,6 +93,7 @@ class Work:
     held_S: torch.Tensor
     scored_N: torch.Tensor
     packed: PackedSequences
+    temperature: float | None = None
 
     def expand(self, local_S: torch.Tensor) -> torch.Tensor:
         """Returns this rank's results at their places in the whole micro-batch, zero elsewhere."""
@@ -326,17 +329,20 @@ class ParallelModel:
         return forward_only(self.forward_chunks, works, _forward)
 
     def accumulate(
-        self, works: Sequence[Work], loss: Callable[[Any, MicroBatch], tuple[torch.Tensor, Any]]
+        self, works: Sequence[Work], loss: Loss, *more: tuple[Sequence[Work], Loss]
     ) -> list[Any]:
-        """Runs forward and backward over every micro-batch into cleared gradients; returns the
-        losses' extras.
+        """Runs forward and backward over every micro-batch, and `more` with losses of their own,
+        into the same cleared gradients; returns the losses' extras.
         """
-        chunks = self.forward_chunks
+        chunks, passes = self.forward_chunks, [(works, loss), *more]
         for chunk in chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
         self._optimizer.zero_grad()  # forgets views of gradients; the state may still be on its way
         return forward_backward(
-            chunks, works, _forward, lambda output, work: loss(output, work.local)
+            chunks,
+            [(work, loss) for works, loss in passes for work in works],
+            lambda chunk, pair: _forward(chunk, pair[0]),
+            lambda output, pair: pair[1](output, pair[0].local),
         )
 
     def grad_norm(self) -> float:
@@ -366,14 +372,15 @@ class ParallelModel:
 
 def _forward(chunk: torch.nn.Module, work: Work) -> Any:
     local = work.local
-    return chunk(
-        input_ids=local.tokens_S[None],
-        position_ids=local.positions_S[None],
-        attention_mask=None,
-        labels=local.targets_S[None],
-        loss_mask=work.scored_N,
-        packed_seq_params=work.packed,
-    )
+    with head_temperature(chunk, work.temperature):
+        return chunk(
+            input_ids=local.tokens_S[None],
+            position_ids=local.positions_S[None],
+            attention_mask=None,
+            labels=local.targets_S[None],
+            loss_mask=work.scored_N,
+            packed_seq_params=work.packed,
+        )
 
 
 def shared_prompts(micro: MicroBatch, positions_S: torch.Tensor) -> SharedPrompts | None:
@@ -381,19 +388,3 @@ def shared_prompts(micro: MicroBatch, positions_S: torch.Tensor) -> SharedPrompt
     if micro.continues is None:
         return None
     return SharedPrompts(tuple(micro.cu_seqlens.tolist()), micro.continues, positions_S)
-
-
-def context_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Returns which packed positions one context-parallel rank holds, int64.
-
-    Each sequence is cut into 2 * cp_size chunks; rank r holds chunk r and chunk 2 * cp_size - 1 -
-    r, so that all ranks have the same causal work (Megatron's order).
-    """
-    if cp_size == 1:
-        return torch.arange(int(cu_seqlens[-1]))
-    held = []
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        chunk = (end - start) // (2 * cp_size)
-        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            held.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
-    return torch.cat(held)

@@ -6,15 +6,40 @@ Collective: every rank calls with the same batch (all samples of the step) and g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import torch
 
 from hybridrl.algorithms.base import Algorithm, LossOutput
+from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.batch import TrainBatch
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.models.heads import LanguageModel, TokenStats
 from hybridrl.trainer.mismatch import behaviour_metrics
-from hybridrl.trainer.model import ParallelModel
-from hybridrl.trainer.update import Gradients, kept, take
+from hybridrl.trainer.model import Loss, ParallelModel, Work
+from hybridrl.trainer.update import Gradients, Share, kept, take
+
+OF_TERMS = 1.0
+"""The temperature of what is not sampled: a term's likelihood is the model's own."""
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A further term of the policy's loss, on responses of its own.
+
+    Args:
+        name: first part of its metrics' names.
+        algorithm: gives its loss and the global denominator.
+        weight: of that loss.
+        batch: all its samples, with the columns that the algorithm reads, log-probabilities at the
+            temperature OF_TERMS.
+    """
+
+    name: str
+    algorithm: Algorithm
+    weight: float
+    batch: TrainBatch
 
 
 class Policy:
@@ -36,57 +61,105 @@ class Policy:
         temperature: float = 1.0,
     ) -> None:
         self.model, self.algorithm = model, algorithm
-        self.num_updates_in_run = num_updates_in_run
+        self.num_updates_in_run, self.temperature = num_updates_in_run, temperature
         for chunk in model.chunks:
             if isinstance(chunk, LanguageModel):
                 chunk.temperature = temperature
 
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def logprobs(self, batch: TrainBatch, temperature: float | None = None) -> torch.Tensor:
         """Returns the log-probability of each response token, nats, (T,) fp32, zero on prompt
-        tokens.
+        tokens; at the policy's own temperature, or at this one.
         """
-        works = self.model.plan_work(batch)
+        works = self._plan(batch, self.temperature if temperature is None else temperature)
         outputs: list[TokenStats] = self.model.forward_all(works)
         logp_T = self.model.per_token(batch, works, [output.logp_S for output in outputs])
         return logp_T * batch.response_mask_T
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
+    def update(self, batch: TrainBatch, terms: Sequence[LossTerm] = ()) -> dict[str, float]:
         """Takes one optimizer step on a mini-batch, or none if its loss or gradient is not finite.
 
         Args:
             batch: all samples of the mini-batch, with the columns that the algorithm reads.
+            terms: what is added to the loss.
 
         Returns:
             `policy/loss`, `policy/grad_norm`, `policy/learning_rate`, `train/skipped_steps`,
-            `mismatch/*` (of sampled responses) and the algorithm's own metrics, over all ranks.
+            `mismatch/*` (of sampled responses) and the algorithm's own metrics, over all ranks;
+            those of terms, `NAME/loss` among them.
         """
-        return take([self.gradients(batch)])
+        return take([self.gradients(batch, terms=terms)])
 
-    def gradients(self, batch: TrainBatch, denominator: float | None = None) -> Gradients:
-        """Accumulates the gradients of a mini-batch.
+    def gradients(
+        self,
+        batch: TrainBatch,
+        denominator: float | None = None,
+        terms: Sequence[LossTerm] = (),
+    ) -> Gradients:
+        """Accumulates the gradients of a mini-batch, and of weighted terms in the same passes.
 
         Args:
-            batch: as of `update`.
-            denominator: of the loss; None: as the algorithm has it for this batch.
+            batch, terms: as of `update`.
+            denominator: of the mini-batch's loss; None: as the algorithm has it for this batch.
         """
         if denominator is None:
             denominator = self.algorithm.denominator(batch)
         logps: list[torch.Tensor] = []
-
-        def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
-            result = self.algorithm.loss(output.logp_S, output.entropy_S, micro, denominator)
-            logps.append(output.logp_S.detach())
-            return result.loss, kept(result)
-
-        works = self.model.plan_work(batch)
-        results: list[LossOutput] = self.model.accumulate(works, loss)
-        num_updates = self.num_updates_in_run
-        found = Gradients.of("policy", self.model, batch, works, results, num_updates)
+        works = self._plan(batch, self.temperature)
+        more = [(self._plan(term.batch, OF_TERMS), _loss_of_term(term)) for term in terms]
+        main = _loss(self.algorithm, denominator, logps)
+        results: list[LossOutput] = self.model.accumulate(works, main, *more)
+        shares = [Share.of("policy", self.model, batch, works, results[: len(works)])]
+        done = len(works)
+        for term, (planned, _) in zip(terms, more, strict=True):
+            part, done = results[done : done + len(planned)], done + len(planned)
+            shares.append(Share.of(term.name, self.model, term.batch, planned, part))
+        found = Gradients.of("policy", self.model, shares, self.num_updates_in_run)
         if self.algorithm.needs.rollouts:
             # Without the column this forward's log-probabilities are those of the step's start.
             old_T = batch.old_logp_T
             if old_T is None:
                 old_T = self.model.per_token(batch, works, logps)
             found.metrics.update(behaviour_metrics(batch, old_T, self.algorithm))
+        for term, share in zip(terms, shares[1:], strict=True):
+            found.metrics.update(_term_metrics(term, share))
         found.metrics["policy/learning_rate"] = found.rate
         return found
+
+    def _plan(self, batch: TrainBatch, temperature: float) -> list[Work]:
+        return [replace(work, temperature=temperature) for work in self.model.plan_work(batch)]
+
+
+def _loss(
+    algorithm: Algorithm,
+    denominator: float,
+    logps: list[torch.Tensor] | None = None,
+    weight: float = 1.0,
+) -> Loss:
+    """Returns the loss of a micro-batch; it keeps the log-probabilities in `logps`."""
+
+    def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
+        result = algorithm.loss(output.logp_S, output.entropy_S, micro, denominator)
+        if logps is not None:
+            logps.append(output.logp_S.detach())
+        return result.loss if weight == 1 else weight * result.loss, kept(result)
+
+    return loss
+
+
+def _loss_of_term(term: LossTerm) -> Loss:
+    return _loss(term.algorithm, term.algorithm.denominator(term.batch), weight=term.weight)
+
+
+def _term_metrics(term: LossTerm, share: Share) -> dict[str, float]:
+    """Returns a term's metrics under its own name: `policy/kl` becomes `NAME/kl`."""
+    found = {**share.metrics}
+    if term.algorithm.needs.feedback is not None:
+        found |= {  # the loss itself, where `loss` is its change
+            name.replace("policy/", f"{term.name}/"): value
+            for name, value in feedback_metrics(term.batch).items()
+        }
+    prefix = f"{term.name}/"
+    return {
+        name if name.startswith(prefix) else prefix + name.removeprefix("policy/"): value
+        for name, value in found.items()
+    }

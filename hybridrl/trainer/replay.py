@@ -17,7 +17,7 @@ from typing import Any
 from yaml import safe_load
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.algorithms.base import AdaptiveAlgorithm
+from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
 from hybridrl.batch import TrainBatch
 from hybridrl.checkpoint.folders import step_folders
 from hybridrl.checkpoint.store import CheckpointStore, set_rng_state
@@ -27,10 +27,11 @@ from hybridrl.config.schema import Config
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.trainer import setup
+from hybridrl.trainer.policy import OF_TERMS, Policy
 from hybridrl.trainer.roles import Roles, make_roles
 from hybridrl.trainer.saved_batch import SavedBatch
 from hybridrl.trainer.skipped import first_cause
-from hybridrl.trainer.update import Gradients
+from hybridrl.trainer.update import Gradients, Share
 
 MAX_ROWS = 8  # found before the search ends
 
@@ -48,9 +49,10 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
         The report, for JSON, the same on all ranks: `is_finite`, `step`, `update` (also by how many
         optimizer steps of the step the weights are older), `saved_reason`, `checkpoint` (None:
         initial weights) and `num_steps_between` it and the step, `changed` knobs,
-        `has_random_states` of the run, `cause` (None if finite), and for each of `models` its
-        `loss`, `grad_norm`, `micro_batches`, the first `parameter` with a bad gradient, and bad
-        `rows`.
+        `has_random_states` of the run, `terms_left_out`, saved ones that the config has no more,
+        `cause` (None if finite), and for each of `models`, and for each further term of the
+        policy's loss (`loss_of`), its `loss`, the model's `grad_norm`, `micro_batches`, the first
+        `parameter` with a bad gradient, and bad `rows`.
     """
     # Weights go nowhere; they stay where Megatron allocates them.
     rollout = config.rollout.model_copy(update={"transport": "packed"})
@@ -82,26 +84,40 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
 
 def replay(world: World, roles: Roles, saved: SavedBatch) -> dict[str, Any]:
     """Accumulates the gradients of a saved batch, takes no step, and reports; collective."""
-    found = roles.gradients(saved.batch, saved.step - 1)
-    passes: dict[str, Passes] = {"policy": roles.policy.gradients}
-    if roles.critic is not None:
-        passes["critic"] = roles.critic.gradients
+    terms = {name: batch for name, batch in saved.terms.items() if name in roles.terms}
+    found = roles.gradients(saved.batch, saved.step - 1, terms)
     is_finite = all(one.is_finite for one in found)
     cause = None if is_finite else first_cause(world, found)
     # Told before the search, which makes other gradients.
-    models = {one.name: _told(world, one) for one in found}
-    for one in found:
-        if not one.is_finite:
-            rows = _suspects(models[one.name], saved.batch)
-            models[one.name]["rows"] = _bad_rows(passes[one.name], roles, saved.batch, rows)
+    models = {
+        share.name: _told(world, one, share) | ({"loss_of": one.name} if number else {})
+        for one in found
+        for number, share in enumerate(one.shares)
+    }
+    for name, told in models.items():
+        of_model = next(one for one in found if one.name == told.get("loss_of", name))
+        if not of_model.is_finite:
+            batch = terms.get(name, saved.batch)
+            told["rows"] = _bad_rows(*_search(roles, name), batch, _suspects(told, batch))
     return {
         "is_finite": is_finite,
         "step": saved.step,
         "update": saved.update,
         "saved_reason": saved.reason,
+        "terms_left_out": sorted(set(saved.terms) - set(terms)),
         "cause": cause,
         "models": models,
     }
+
+
+def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
+    """Returns how to compute a loss alone, a model's or a term's, and its algorithm."""
+    if name in roles.terms:
+        algorithm = roles.terms[name].algorithm
+        policy = Policy(roles.policy.model, algorithm, roles.policy.num_updates_in_run, OF_TERMS)
+        return policy.gradients, algorithm
+    passes = roles.critic.gradients if name == "critic" and roles.critic else roles.policy.gradients
+    return passes, roles.policy.algorithm
 
 
 def _load_before(config: Config, world: World, roles: Roles, step: int) -> Path | None:
@@ -118,18 +134,18 @@ def _load_before(config: Config, world: World, roles: Roles, step: int) -> Path 
     return folders[-1]
 
 
-def _told(world: World, one: Gradients) -> dict[str, Any]:
-    """Returns the loss of every micro-batch, by rank, and the sum and norm over all."""
+def _told(world: World, one: Gradients, share: Share) -> dict[str, Any]:
+    """Returns the loss of every micro-batch, by rank, their sum, and the model's gradient norm."""
     mine = [
         {"rank": world.rank, "micro_batch": index, "loss": result.loss.item()}
-        | {"rows": list(one.rows(index)), "is_bad": index in one.bad_micro_batches()}
-        for index, result in enumerate(one.results if world.reports else [])
+        | {"rows": list(share.rows(index)), "is_bad": index in share.bad_micro_batches()}
+        for index, result in enumerate(share.results if world.reports else [])
     ]
     micro_batches = [row for rows in world.gather_objects(mine) for row in rows]
     name = one.model.bad_gradient()
     parameters = world.gather_objects(None if name is None else f"{name} on rank {world.rank}")
     return {
-        "loss": one.loss,
+        "loss": share.loss,
         "grad_norm": one.grad_norm,
         "micro_batches": micro_batches,
         "parameter": next((name for name in parameters if name is not None), None),
@@ -144,13 +160,13 @@ def _suspects(told: dict[str, Any], batch: TrainBatch) -> list[int]:
 
 
 def _bad_rows(
-    passes: Passes, roles: Roles, batch: TrainBatch, rows: Sequence[int]
+    passes: Passes, algorithm: Algorithm, batch: TrainBatch, rows: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Returns the first rows that by themselves give what is not finite, divided as in the whole
     batch; by halves, so that a row is found in about log2 of their number passes. A loss of the
     algorithms here is a sum over rows, but for an overflow of their sum, which no row has.
     """
-    denominator = roles.policy.algorithm.denominator(batch)
+    denominator = algorithm.denominator(batch)
     found: list[dict[str, Any]] = []
     to_do = [list(rows)]
     while to_do and len(found) < MAX_ROWS:

@@ -6,11 +6,14 @@ collective like them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from hybridrl.algorithms.base import Algorithm, CriticAlgorithm
-from hybridrl.batch import TrainBatch
+import torch
+
+from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, SelectiveAlgorithm
+from hybridrl.batch import Producer, ScoredBatch, TrainBatch
 from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.metrics.flops import (
     GeneratedLengths,
@@ -18,12 +21,14 @@ from hybridrl.metrics.flops import (
     generate_flops,
     train_flops,
 )
+from hybridrl.models.family import ModelShape
 from hybridrl.parallel.groups import World
 from hybridrl.trainer import setup
 from hybridrl.trainer.critic import Critic
 from hybridrl.trainer.judge import Judge, make_judges
+from hybridrl.trainer.mix import Term, make_terms
 from hybridrl.trainer.model import ModelSource, ParallelModel
-from hybridrl.trainer.policy import Policy
+from hybridrl.trainer.policy import LossTerm, Policy
 from hybridrl.trainer.update import Gradients
 
 
@@ -37,6 +42,7 @@ class Roles:
         trained: the trained models by name.
         num_critic_warmup_steps: steps in which only the critic is trained.
         judges: reward models that score what is sampled.
+        terms: further terms of the policy's loss, by name.
     """
 
     source: ModelSource
@@ -46,20 +52,62 @@ class Roles:
     trained: dict[str, ParallelModel]
     num_critic_warmup_steps: int
     judges: Sequence[Judge] = ()
+    terms: Mapping[str, Term] = field(default_factory=dict)
 
     def trains_policy(self, num_steps_done: int) -> bool:
         """Whether the policy is trained in the step after so many."""
         return "policy" in self.trained and num_steps_done >= self.num_critic_warmup_steps
 
-    def gradients(self, part: TrainBatch, num_steps_done: int) -> list[Gradients]:
-        """Accumulates the gradients of every model that learns from this mini-batch."""
+    def gradients(
+        self,
+        part: TrainBatch,
+        num_steps_done: int,
+        terms: Mapping[str, TrainBatch] = MappingProxyType({}),
+    ) -> list[Gradients]:
+        """Accumulates the gradients of every model that learns from this mini-batch, and of the
+        policy from those of further terms, by name.
+        """
         found = [self.critic.gradients(part)] if self.critic is not None else []
         if self.trains_policy(num_steps_done):
-            found.append(self.policy.gradients(part))
+            more = [
+                LossTerm(name, self.terms[name].algorithm, self.terms[name].weight, batch)
+                for name, batch in terms.items()
+            ]
+            found.append(self.policy.gradients(part, terms=more))
         return found
 
+    def add_columns(
+        self,
+        algorithm: Algorithm,
+        scored: ScoredBatch,
+        has_old_logps: bool = False,
+        temperature: float | None = None,
+    ) -> TrainBatch:
+        """Returns the samples that an algorithm learns from, with what it reads: old and reference
+        log-probabilities, values.
+
+        Args:
+            has_old_logps: adds the former, even if the algorithm does without.
+            temperature: of log-probabilities; None: that of the main algorithm's samples.
+        """
+        if isinstance(algorithm, SelectiveAlgorithm):
+            scored = scored.select(algorithm.selected(scored))
+        batch, needs = scored.to_train(Producer.here("the trainer")), algorithm.needs
+        columns: dict[str, torch.Tensor] = {}
+        if needs.old_logps or has_old_logps:
+            columns["old_logp_T"] = self.policy.logprobs(batch, temperature)
+        if self.reference is not None and needs.reference:
+            columns["reference_logp_T"] = self.reference.logprobs(batch, temperature)
+        if self.critic is not None and needs.values:
+            columns["values_T"] = self.critic.values(batch)
+        return batch.join_columns(Producer.here("the trainer"), **columns)
+
     def flops(
-        self, batch: TrainBatch, num_steps_done: int, generated: GeneratedLengths
+        self,
+        batch: TrainBatch,
+        num_steps_done: int,
+        generated: GeneratedLengths,
+        terms: Sequence[TrainBatch] = (),
     ) -> dict[str, int]:
         """Returns the model FLOPs of a step's phases, all ranks together; output heads count for
         response tokens only, which alone have a loss.
@@ -68,20 +116,29 @@ class Roles:
             batch: of the step, with all its columns.
             num_steps_done: before it.
             generated: all that was generated for it.
+            terms: batches of further terms, whose columns are made in the update too.
         """
-        shape, lengths = self.source.shape, batch.lengths_B.tolist()
-        responses = int(batch.response_lengths_B.sum())
-        forward = forward_flops(shape, lengths, responses)
+        shape = self.source.shape
+        has_critic, trains_policy = self.critic is not None, self.trains_policy(num_steps_done)
+        lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
         value = forward_flops(shape, lengths, responses, head_size=1)
-        num_lm = sum(column is not None for column in (batch.old_logp_T, batch.reference_logp_T))
-        has_critic = self.critic is not None
-        trains_policy = self.trains_policy(num_steps_done)
+        value_update = train_flops(shape, lengths, responses, head_size=1)
+        lookups, update = _lm_flops(shape, batch)
         return {
             "generate": generate_flops(shape, generated),
-            "logprobs": num_lm * forward + has_critic * value,
-            "update": trains_policy * train_flops(shape, lengths, responses)
-            + has_critic * train_flops(shape, lengths, responses, head_size=1),
+            "logprobs": lookups + has_critic * value,
+            "update": trains_policy * update
+            + has_critic * value_update
+            + sum(sum(_lm_flops(shape, term)) for term in terms),
         }
+
+
+def _lm_flops(shape: ModelShape, batch: TrainBatch) -> tuple[int, int]:
+    """Returns what a batch's columns of log-probabilities took, and its update of the policy."""
+    lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
+    num = sum(column is not None for column in (batch.old_logp_T, batch.reference_logp_T))
+    forward = forward_flops(shape, lengths, responses)
+    return num * forward, train_flops(shape, lengths, responses)
 
 
 def make_roles(
@@ -103,7 +160,8 @@ def make_roles(
         has_reference: False leaves out the reference and reward models, where their columns are
             known already.
     """
-    needs = algorithm.needs
+    needs, terms = algorithm.needs, make_terms(config)
+    is_compared = needs.reference or any(t.algorithm.needs.reference for t in terms.values())
     source = setup.model_source(config.model, world.platform)
     num_updates = config.steps.num_steps * config.steps.updates_per_step
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
@@ -117,7 +175,7 @@ def make_roles(
     policy = Policy(model, algorithm, num_updates, temperature)
     trained: dict[str, ParallelModel] = {"policy": model} if needs.policy else {}
     reference, critic = None, None
-    if needs.reference and has_reference:
+    if is_compared and has_reference:
         models["reference"] = frozen = setup.build_model(world, source, "lm", config)
         frozen.freeze()
         reference = Policy(frozen, algorithm, num_updates, temperature)
@@ -131,4 +189,4 @@ def make_roles(
     warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
     is_scored = needs.rollouts and has_reference
     judges = make_judges(config, world, source, models, needs.greedy) if is_scored else ()
-    return Roles(source, policy, reference, critic, trained, warmup, judges)
+    return Roles(source, policy, reference, critic, trained, warmup, judges, terms)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -26,21 +26,29 @@ from hybridrl.batch import BatchError, Producer, Prompt, TrainBatch
 from hybridrl.errors import DataError
 
 FILE_NAME = re.compile(r"step_\d{6,}_update_\d{3,}\.safetensors")
-_FORMAT = {"hybridrl": "replay 2"}  # the header's metadata
+_FORMAT = {"hybridrl": "replay 3"}  # the header's metadata
 _LENGTHS = ("lengths_B", "prompt_lengths_B")
 _TOKENS = ("tokens", "response_tokens", "rejected_tokens")
 _PART, _RNG, _COLUMN, _PROMPTS, _TOLD = "reward_parts.", "rng.", "column.", "prompts.", "told"
+_TERM = "term."
+
+
+class _ToldBatch(BaseModel, extra="forbid"):
+    """What such a file holds of a batch as JSON; of a prompt its number, text and columns."""
+
+    producer: Producer
+    prompts: list[tuple[int, str, dict[str, Any]]]
 
 
 class _Told(BaseModel, extra="forbid"):
-    """What such a file holds as JSON; of a prompt its number, text and columns."""
+    """What such a file holds as JSON."""
 
     step: int = Field(ge=1)
     update: int = Field(ge=0)
     reason: str
     config: str
-    producer: Producer
-    prompts: list[tuple[int, str, dict[str, Any]]]
+    batch: _ToldBatch
+    terms: dict[str, _ToldBatch]
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class SavedBatch:
         reason: what was not finite.
         config: the run's, as YAML.
         rng: the random states of each rank before the passes.
+        terms: the mini-batches of further terms of the policy's loss, by name.
     """
 
     batch: TrainBatch
@@ -62,6 +71,7 @@ class SavedBatch:
     reason: str
     config: str
     rng: Sequence[Mapping[str, torch.Tensor]]
+    terms: Mapping[str, TrainBatch] = field(default_factory=dict)
 
     @property
     def file_name(self) -> str:
@@ -70,24 +80,20 @@ class SavedBatch:
 
     def write(self, path: Path) -> None:
         """Writes the file; it has its name only when it is complete."""
-        batch = self.batch
-        tensors = {_COLUMN + name: value for name, value in batch.columns().items()}
-        tensors |= {_COLUMN + name: getattr(batch, name) for name in _LENGTHS}
-        tensors |= {_PART + name: value for name, value in batch.reward_parts.items()}
-        for rank, states in enumerate(self.rng):
-            tensors |= {f"{_RNG}{rank}.{name}": value for name, value in states.items()}
-        prompts, index = _distinct(batch.prompts)
-        tensors[_PROMPTS + "index"] = torch.tensor(index)
-        for name in _TOKENS:
-            tensors |= _flat(_PROMPTS + name, [getattr(prompt, name) for prompt in prompts])
-        content = {
+        tensors, told_batch = _parts(self.batch)
+        content: dict[str, Any] = {
             "step": self.step,
             "update": self.update,
             "reason": self.reason,
             "config": self.config,
-            "producer": asdict(batch.producer),
-            "prompts": [_about(prompt) for prompt in prompts],
+            "batch": told_batch,
+            "terms": {},
         }
+        for name, batch in self.terms.items():
+            of_term, content["terms"][name] = _parts(batch)
+            tensors |= {f"{_TERM}{name}.{key}": value for key, value in of_term.items()}
+        for rank, states in enumerate(self.rng):
+            tensors |= {f"{_RNG}{rank}.{name}": value for name, value in states.items()}
         told = bytearray(json.dumps(content, default=str), "ascii")
         tensors[_TOLD] = torch.frombuffer(told, dtype=torch.uint8)
         partial = path.with_name(path.name + ".partial")
@@ -132,6 +138,36 @@ def _assembled(tensors: Mapping[str, torch.Tensor]) -> SavedBatch:
     told = _Told.model_validate(json.loads(tensors[_TOLD].numpy().tobytes()))
     if not isinstance(safe_load(told.config), dict):
         raise ValueError("its configuration has no sections")
+    states = _starting(tensors, _RNG)
+    ranks = {name.split(".")[0] for name in states}
+    if ranks != {str(rank) for rank in range(len(ranks))}:
+        raise ValueError(f"random states of the ranks {sorted(ranks)}")
+    rng = [_starting(states, f"{rank}.") for rank in range(len(ranks))]
+    batch = _batch(tensors, told.batch)
+    terms = {
+        name: _batch(_starting(tensors, f"{_TERM}{name}."), about)
+        for name, about in told.terms.items()
+    }
+    return SavedBatch(batch, told.step, told.update, told.reason, told.config, rng, terms)
+
+
+def _parts(batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Returns a batch as tensors by name and what goes into JSON."""
+    tensors = {_COLUMN + name: value for name, value in batch.columns().items()}
+    tensors |= {_COLUMN + name: getattr(batch, name) for name in _LENGTHS}
+    tensors |= {_PART + name: value for name, value in batch.reward_parts.items()}
+    prompts, index = _distinct(batch.prompts)
+    tensors[_PROMPTS + "index"] = torch.tensor(index)
+    for name in _TOKENS:
+        tensors |= _flat(_PROMPTS + name, [getattr(prompt, name) for prompt in prompts])
+    return tensors, {
+        "producer": asdict(batch.producer),
+        "prompts": [_about(prompt) for prompt in prompts],
+    }
+
+
+def _batch(tensors: Mapping[str, torch.Tensor], told: _ToldBatch) -> TrainBatch:
+    """Returns what `_parts` was given."""
     tokens = zip(*(_ragged(tensors, _PROMPTS + name) for name in _TOKENS), strict=True)
     distinct = [
         Prompt(number, text, own or (), columns, response, rejected)
@@ -142,18 +178,12 @@ def _assembled(tensors: Mapping[str, torch.Tensor]) -> SavedBatch:
     index = _integers(tensors, _PROMPTS + "index")
     if index and not 0 <= min(index) <= max(index) < len(distinct):
         raise ValueError(f"a sample of prompt {min(index)} or {max(index)} of {len(distinct)}")
-    batch = TrainBatch(
+    return TrainBatch(
         prompts=tuple(distinct[number] for number in index),
         producer=told.producer,
         reward_parts=_starting(tensors, _PART),
         **_starting(tensors, _COLUMN),
     )
-    states = _starting(tensors, _RNG)
-    ranks = {name.split(".")[0] for name in states}
-    if ranks != {str(rank) for rank in range(len(ranks))}:
-        raise ValueError(f"random states of the ranks {sorted(ranks)}")
-    rng = [_starting(states, f"{rank}.") for rank in range(len(ranks))]
-    return SavedBatch(batch, told.step, told.update, told.reason, told.config, rng)
 
 
 def _about(prompt: Prompt) -> tuple[int, str, dict[str, object]]:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hybridrl.algorithms.base import Needs
 from hybridrl.batch import Prompt
 from hybridrl.config.rules import check
-from hybridrl.config.schema import Config, ModelConfig, RolloutConfig
+from hybridrl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from hybridrl.config.source import check_tokenizer_files, model_directory, read_model_config
 from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompts import LoadedPrompts, load_prompts
@@ -126,8 +126,7 @@ def load_data(
     those of the evaluation.
     """
     data = config.data
-    limit = None if needs.rollouts else config.rollout.max_new_tokens
-    loaded = load_prompts(data, tokenizer, rows, max_response_tokens=limit, feedback=needs.feedback)
+    loaded = load_rows(data, config.rollout, tokenizer, needs, rows)
     if data.eval_share:
         loaded, held_out = hold_out(loaded, data.eval_share)
         return loaded, held_out[: data.eval_limit]
@@ -135,6 +134,20 @@ def load_data(
         return loaded, ()
     evaluated = load_prompts(data, tokenizer, data.eval_prompts, limit=data.eval_limit)
     return loaded, evaluated.prompts
+
+
+def load_rows(
+    data: DataConfig,
+    rollout: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    needs: Needs,
+    rows: Iterable[Mapping[str, object]] | None = None,
+) -> LoadedPrompts:
+    """Reads prompts, or `rows` in their place, with the responses that an algorithm needs."""
+    if needs.rollouts:
+        return load_prompts(data, tokenizer, rows)
+    limit, feedback = rollout.max_new_tokens, needs.feedback
+    return load_prompts(data, tokenizer, rows, max_response_tokens=limit, feedback=feedback)
 
 
 def rollout_layout(model: ParallelModel, tp: int, sources: Sequence[RankLayout]) -> RolloutLayout:

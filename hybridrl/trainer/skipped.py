@@ -8,8 +8,9 @@ end because it could not. Invariant: of the batches that runs save, the folder h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -42,7 +43,12 @@ class SkippedSteps:
         self.in_a_row = 0
 
     def update(
-        self, step: int, update: int, part: TrainBatch, gradients: Callable[[], list[Gradients]]
+        self,
+        step: int,
+        update: int,
+        part: TrainBatch,
+        gradients: Callable[[], list[Gradients]],
+        terms: Mapping[str, TrainBatch] = MappingProxyType({}),
     ) -> dict[str, float]:
         """Takes one optimizer step of all models, or of none; returns the metrics.
 
@@ -51,6 +57,7 @@ class SkippedSteps:
             update: number of the optimizer step within it, from 0.
             part: its mini-batch.
             gradients: accumulates them.
+            terms: the mini-batches of further terms of the policy's loss, by name.
 
         Raises:
             UserError: `train.max_skipped_steps` in a row were skipped.
@@ -65,7 +72,7 @@ class SkippedSteps:
         reason = first_cause(self._world, found)
         rng = self._world.gather_objects({name: state.numpy() for name, state in before.items()})
         states = [{name: torch.from_numpy(state) for name, state in one.items()} for one in rng]
-        saved = SavedBatch(part, step, update, reason, to_yaml(self._config), states)
+        saved = SavedBatch(part, step, update, reason, to_yaml(self._config), states, terms)
         file = self._folder / saved.file_name
         fault = self._save(saved, file)
         told = f"saved to {file}" if fault is None else f"not saved: {fault}"
@@ -108,19 +115,21 @@ def first_cause(world: World, found: Sequence[Gradients]) -> str:
     replicas, so that theirs is the first rank that has one, not always the one it began on.
     """
     mine: list[tuple[int, int, int, int, str]] = []
-    for order, one in enumerate(found):
-        for index in one.bad_micro_batches():
-            loss, rows = float(one.results[index].loss), list(one.rows(index))
-            text = f"{one.name}/loss is {loss} in micro-batch {index} on rank {world.rank}"
+    shares = [(one, share) for one in found for share in one.shares]
+    for order, (one, share) in enumerate(shares):
+        for index in share.bad_micro_batches():
+            loss, rows = float(share.results[index].loss), list(share.rows(index))
+            text = f"{share.name}/loss is {loss} in micro-batch {index} on rank {world.rank}"
             mine.append((0, index, order, world.rank, f"{text}, of the batch's rows {rows}"))
-        if (name := one.model.bad_gradient()) is not None:
+        if share is one.shares[0] and (name := one.model.bad_gradient()) is not None:
             text = f"the gradient of {one.name} {name} is not finite, first on rank {world.rank}"
             mine.append((1, 0, order, world.rank, text))
     causes = [cause for causes in world.gather_objects(mine) for cause in causes]
     if causes:
         return min(causes)[-1]
     bad = next(one for one in found if not one.is_finite)
+    losses = ", ".join(f"{share.name}/loss is {share.loss:g}" for share in bad.shares)
     return (
-        f"{bad.name}/loss is {bad.loss:g} and {bad.name}/grad_norm {bad.grad_norm:g}, though each "
+        f"{losses} and {bad.name}/grad_norm {bad.grad_norm:g}, though each "
         "micro-batch's loss and each gradient is finite: together they are beyond fp32"
     )

@@ -21,23 +21,19 @@ from hybridrl.trainer.optimizer import learning_rate
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """What one model's passes over a mini-batch left in its gradient buffers, not yet applied.
+class Share:
+    """What one batch gives to the loss of a model.
 
     Args:
-        name: of the model, first part of its metrics' names.
-        model: holds the gradients.
+        name: first part of its metrics' names: the model's, or of a further term of its loss.
         works, results: micro-batches of this rank; what losses returned, on the last stage.
-        metrics: the same on all ranks, `NAME/loss` and `NAME/grad_norm` among them.
-        rate: learning rate to apply them with.
+        metrics: the same on all ranks, `NAME/loss` among them.
     """
 
     name: str
-    model: ParallelModel
     works: Sequence[Work]
     results: Sequence[LossOutput]
-    metrics: dict[str, float]
-    rate: float
+    metrics: Mapping[str, float]
 
     @staticmethod
     def of(
@@ -46,36 +42,15 @@ class Gradients:
         batch: TrainBatch,
         works: Sequence[Work],
         results: Sequence[LossOutput],
-        num_updates_in_run: int,
-    ) -> Gradients:
-        """Combines the losses of all ranks and takes the gradients' norm.
-
-        Args:
-            name, model, works, results: as above.
-            batch: the whole mini-batch.
-            num_updates_in_run: length of the learning-rate course.
-        """
-        loss_name = f"{name}/loss"
-        metrics = reduce_losses(model, loss_name, results, num_response_tokens(batch))
-        metrics[f"{name}/grad_norm"] = model.grad_norm()
-        done, peak = model.num_updates, model.peak_learning_rate
-        rate = learning_rate(model.train, peak, done, num_updates_in_run)
-        return Gradients(name, model, works, results, metrics, rate)
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether loss and gradients are, on all ranks."""
-        return all(map(math.isfinite, (self.loss, self.grad_norm)))
+    ) -> Share:
+        """Combines the losses of all ranks; arguments as above, `batch` the whole mini-batch."""
+        metrics = reduce_losses(model, f"{name}/loss", results, num_response_tokens(batch))
+        return Share(name, works, results, metrics)
 
     @property
     def loss(self) -> float:
         """The mini-batch's, over all ranks."""
         return self.metrics[f"{self.name}/loss"]
-
-    @property
-    def grad_norm(self) -> float:
-        """Of all ranks' gradients, before clipping."""
-        return self.metrics[f"{self.name}/grad_norm"]
 
     def bad_micro_batches(self) -> list[int]:
         """Returns which micro-batches of this rank have a loss that is not finite."""
@@ -85,6 +60,55 @@ class Gradients:
     def rows(self, index: int) -> tuple[int, ...]:
         """Returns which samples of the mini-batch a micro-batch holds."""
         return self.works[index].whole.sample_indices
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one model's passes over a mini-batch left in its gradient buffers, not yet applied.
+
+    Args:
+        name: of the model, first part of its metrics' names.
+        model: holds the gradients.
+        shares: of the mini-batch, and of further terms of the loss.
+        metrics: the same on all ranks, `NAME/loss` and `NAME/grad_norm` among them.
+        rate: learning rate to apply them with.
+    """
+
+    name: str
+    model: ParallelModel
+    shares: Sequence[Share]
+    metrics: dict[str, float]
+    rate: float
+
+    @staticmethod
+    def of(
+        name: str, model: ParallelModel, shares: Sequence[Share], num_updates_in_run: int
+    ) -> Gradients:
+        """Takes the gradients' norm; the metrics are the first share's.
+
+        Args:
+            name, model, shares: as above.
+            num_updates_in_run: length of the learning-rate course.
+        """
+        metrics = {**shares[0].metrics, f"{name}/grad_norm": model.grad_norm()}
+        done, peak = model.num_updates, model.peak_learning_rate
+        rate = learning_rate(model.train, peak, done, num_updates_in_run)
+        return Gradients(name, model, shares, metrics, rate)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether losses and gradients are, on all ranks."""
+        return all(map(math.isfinite, (self.grad_norm, *(share.loss for share in self.shares))))
+
+    @property
+    def loss(self) -> float:
+        """The mini-batch's, over all ranks, without further terms."""
+        return self.shares[0].loss
+
+    @property
+    def grad_norm(self) -> float:
+        """Of all ranks' gradients, before clipping."""
+        return self.metrics[f"{self.name}/grad_norm"]
 
 
 def take(found: Sequence[Gradients]) -> dict[str, float]:

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, LossOutput
+from hybridrl.algorithms.base import (
+    Algorithm,
+    CriticAlgorithm,
+    LossOutput,
+    SelectiveAlgorithm,
+)
 from hybridrl.batch import (
     GREEDY,
     MISMATCHED,
@@ -34,6 +39,7 @@ from hybridrl.config.schema import (
     DpoConfig,
     GrpoConfig,
     KtoConfig,
+    OnlineDpoConfig,
     PpoConfig,
     SftConfig,
     SupervisedConfig,
@@ -48,6 +54,9 @@ CASES = {
     "dpo-sft": DpoConfig(sft_coef=0.3, beta=0.7, target_margin=0.2, label_smoothing=0.1),
     "kto": KtoConfig(),
     "kto-weights": KtoConfig(beta=0.5, desirable_weight=1.3, undesirable_weight=0.7),
+    "online_dpo": OnlineDpoConfig(),
+    "online_dpo-ipo": OnlineDpoConfig(loss="squared", length_normalized=True, sft_coef=0.2),
+    "online_dpo-simpo": OnlineDpoConfig(reference=False, length_normalized=True, beta=2.0),
     "grpo": GrpoConfig(),
     **{name: GrpoConfig(name=name) for name in PRESETS},
     # The presets' own numbers are for thousands of tokens; here some must be in reach.
@@ -173,8 +182,15 @@ def make_feedback_batch(case: str, tables: Tables, seed: int = 0) -> TrainBatch:
 
 
 def has_feedback(case: str) -> bool:
-    config = CASES[case]
-    return isinstance(config, SupervisedConfig) and config.feedback is not None
+    """Whether the loss is of preferences, be they the data's or made of samples."""
+    return make_algorithm(CASES[case]).needs.feedback is not None
+
+
+def kept(algorithm: Algorithm, batch: TrainBatch) -> TrainBatch:
+    """The samples that the algorithm learns from: kto's mismatched ones are behind the others."""
+    if isinstance(algorithm, SelectiveAlgorithm):
+        return batch.select(algorithm.selected(batch))
+    return batch.select(range(min(batch.num_samples, 12)))
 
 
 def current_logps(tables: Tables, batch: TrainBatch) -> Tensor:
@@ -217,8 +233,12 @@ def run(
 
 def prepare(case: str, seed: int = 0) -> tuple[Algorithm, Tables, TrainBatch]:
     tables = Tables.random(seed)
-    make = make_feedback_batch if has_feedback(case) else lambda _, *given: make_batch(*given)
-    return make_algorithm(CASES[case]), tables, make(case, tables, seed)
+    algorithm, config = make_algorithm(CASES[case]), CASES[case]
+    if isinstance(config, SupervisedConfig) and config.feedback is not None:
+        return algorithm, tables, make_feedback_batch(case, tables, seed)
+    # Of three samples a pair is kept; every case is to learn from twelve.
+    num_prompts = 6 if isinstance(algorithm, SelectiveAlgorithm) else 4
+    return algorithm, tables, make_batch(tables, seed, num_prompts)
 
 
 def assert_same(found: dict, expected: dict, tolerance: float) -> None:
@@ -408,7 +428,7 @@ def test_what_is_declared_is_used_and_what_is_not_is_not_needed(case, need):
         # Only what `advantages` reads of the old policy is at stake: the loss may always use it.
         filled = algorithm.advantages(given)
         if old_logp_T is not None:
-            old_logp_T = old_logp_T[: filled.num_tokens]  # kto's mismatched samples are behind
+            old_logp_T = kept(algorithm, replace(given, old_logp_T=old_logp_T)).old_logp_T
         filled = replace(filled, old_logp_T=old_logp_T)
         return run(algorithm, tables, filled, ALL)[0]
 
@@ -445,9 +465,9 @@ def test_advantages_leave_the_rest_of_the_batch_alone(case):
     algorithm, _, batch = prepare(case)
     before = {name: column.clone() for name, column in batch.columns().items()}
     filled = algorithm.advantages(batch)
-    kept = batch.select(range(filled.num_samples))  # but for kto, all
+    learned = kept(algorithm, batch)
     for name, column in before.items():
-        assert torch.equal(filled.columns()[name], kept.columns()[name])
+        assert torch.equal(filled.columns()[name], learned.columns()[name])
         assert torch.equal(batch.columns()[name], column)
     added = set(filled.columns()) - set(before)
     expected = {"advantages_T"} if algorithm.needs.rollouts or has_feedback(case) else set()

@@ -16,6 +16,7 @@ from hybridrl.config.schema import (
     DpoConfig,
     GrpoConfig,
     KtoConfig,
+    OnlineDpoConfig,
     PpoConfig,
     SftConfig,
 )
@@ -65,6 +66,8 @@ def test_every_name_has_its_formula_and_its_defaults_in_the_docs():
         (DpoConfig(name="simpo"), Needs(False, "pairs", old_logps=True)),
         (DpoConfig(name="orpo"), Needs(False, "pairs", old_logps=True)),
         (KtoConfig(), Needs(False, "labels", reference=True, old_logps=True)),
+        (OnlineDpoConfig(), Needs(feedback="pairs", reference=True, old_logps=True)),
+        (OnlineDpoConfig(reference=False), Needs(feedback="pairs", old_logps=True)),
         (GrpoConfig(), Needs()),
         (GrpoConfig(kl_coef=0.1), Needs(reference=True)),
         (GrpoConfig(kl_coef=0.1, kl_in="reward"), Needs(reference=True, old_logps=True)),

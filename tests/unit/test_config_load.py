@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hybridrl.config.identity import (
     check_run_folder,
@@ -201,3 +202,37 @@ def test_run_folder_of_another_identity_is_refused(tmp_path: Path) -> None:
     check_run_folder(load_config_dict(MINIMAL, [here, "steps.num_steps=3"]))
     with pytest.raises(ConfigError, match=r"run\.seed: got 4; allowed: 0"):
         check_run_folder(load_config_dict(MINIMAL, [here, "run.seed=4"]))
+
+
+def test_faults_of_a_term_are_named_in_full() -> None:
+    term = "mix={sft: {algorithm: {name: ALGORITHM}, data: {prompts: a}}}"
+
+    def said(*overrides: str, name: str = "dpo") -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_config_dict(MINIMAL, [term.replace("ALGORITHM", name), *overrides])
+        return str(caught.value)
+
+    assert "mix.sft.algorithm.name: got 'dpoo'" in said(name="dpoo") and "'dpo'?" in said(
+        name="dpoo"
+    )
+    text = said("mix.sft.algorithm.betta=1")
+    assert "mix.sft.algorithm.betta" in text and "Did you mean 'mix.sft.algorithm.beta'?" in text
+    assert "mix.sft.algorithm.beta: got -1" in said("mix.sft.algorithm.beta=-1")
+    text = said("mix.sft.wieght=1")
+    assert "mix.sft.wieght" in text and "Did you mean 'mix.sft.weight'?" in text
+    assert "mix.sft.data.promts" in said("mix.sft.data.promts=a")
+    assert "mix.sft.weight: got -0.5" in said("mix.sft.weight=-0.5")
+    assert "mix.other.algorithm: got nothing" in said("mix.other.weight=1")
+
+
+def test_a_run_belongs_to_its_terms() -> None:
+    term = "mix={sft: {algorithm: {name: sft}, data: {prompts: a}}}"
+    plain, mixed = load_config_dict(MINIMAL), load_config_dict(MINIMAL, [term])
+    other = load_config_dict(MINIMAL, [term, "mix.sft.weight=0.5"])
+    assert identity_hash(plain) != identity_hash(mixed)
+    found = identity_violations(identity_of(mixed), other)
+    assert [(one.name, one.value) for one in found] == [("mix.sft.weight", "0.5")]
+    assert {one.name for one in identity_violations(identity_of(plain), mixed)} == {
+        f"mix.sft.{key}" for key in ("algorithm", "data", "weight", "prompts_per_step")
+    }
+    assert load_config_dict(yaml.safe_load(to_yaml(mixed))) == mixed

@@ -160,3 +160,51 @@ def test_default_world_size_is_the_gpus_or_what_the_layout_needs() -> None:
     assert default_world_size(config, 16) == 16
     assert default_world_size(config, 0) == 8
     assert default_world_size(load_config_dict(VALID, ["train.cp=3"]), 0) == 3
+
+
+ONLINE = ("algorithm={name: online_dpo}",)
+MIX = ("mix={sft: {algorithm: {name: sft}, data: {prompts: a.jsonl}, prompts_per_step: 8}}",)
+
+
+def test_valid_online_dpo_and_terms_have_no_violation() -> None:
+    assert keys(*ONLINE, "steps.samples_per_prompt=2") == []
+    assert keys(*MIX) == []
+    assert keys(*MIX, "mix.sft.algorithm={name: kto, beta: 0.2}", "steps.updates_per_step=4") == []
+    assert keys(*MIX, "mix.sft.algorithm.name=own.module:Mine", "algorithm={name: dpo}") == [
+        "steps.samples_per_prompt"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ([*ONLINE, "steps.samples_per_prompt=1"], "steps.samples_per_prompt"),
+        ([*ONLINE, "rollout.temperature=0"], "rollout.temperature"),
+        ([*ONLINE, "steps.updates_per_step=2"], "steps.updates_per_step"),
+        ([*ONLINE, "train.critic_learning_rate=1"], "train.critic_learning_rate"),
+        (["mix={reward: {algorithm: {name: sft}, data: {prompts: a}}}"], "mix"),
+        (["mix={Sft: {algorithm: {name: sft}, data: {prompts: a}}}"], "mix"),
+        ([*MIX, "mix.sft.algorithm={name: grpo}"], "mix.sft.algorithm.name"),
+        ([*MIX, "mix.sft.algorithm={name: online_dpo}"], "mix.sft.algorithm.name"),
+        ([*MIX, "mix.sft.algorithm={name: reward_model}"], "mix.sft.algorithm.name"),
+        (
+            [*MIX, "algorithm={name: reward_model}", "steps.samples_per_prompt=1"],
+            "mix.sft",
+        ),
+        (
+            [*MIX, "mix.sft.prompts_per_step=6", "steps.updates_per_step=4"],
+            "mix.sft.prompts_per_step",
+        ),
+        (
+            [*MIX, "mix.sft.algorithm={name: kto}", "steps.updates_per_step=8"],
+            "mix.sft.prompts_per_step",
+        ),
+        ([*MIX, "mix.sft.data.max_prompt_tokens=3900"], "train.micro_batch_tokens"),
+        ([*MIX, "mix.sft.data.prompts=null"], "mix.sft.data.prompts"),
+        ([*MIX, "mix.sft.data.eval_prompts=b"], "mix.sft.data.eval_prompts"),
+        ([*MIX, "mix.sft.data.eval_share=0.5"], "mix.sft.data.eval_share"),
+        ([*MIX, "mix.sft.data.margin_key=m"], "mix.sft.data.margin_key"),
+    ],
+)
+def test_online_dpo_and_terms_are_judged(overrides: list[str], key: str) -> None:
+    assert keys(*overrides) == [key]

@@ -28,7 +28,9 @@ MINIMAL = {"run": {"name": "any"}, "model": {"init": "any"}, "algorithm": {"name
 
 def saved_batch(batch: TrainBatch, ranks: int = 2) -> SavedBatch:
     rng = [{"torch": torch.tensor([rank], dtype=torch.uint8)} for rank in range(ranks)]
-    return SavedBatch(batch, 7, 1, "policy/loss is nan", to_yaml(load_config_dict(MINIMAL)), rng)
+    terms = {"pairs": feedback_batch("pairs", 4, 1), "sft": train_batch(num_prompts=1)}
+    config = to_yaml(load_config_dict(MINIMAL))
+    return SavedBatch(batch, 7, 1, "policy/loss is nan", config, rng, terms)
 
 
 @pytest.mark.parametrize("batch", [train_batch(), feedback_batch("pairs", 3, 0)])
@@ -38,11 +40,16 @@ def test_saved_batch_reads_back_equal(batch: TrainBatch, tmp_path: Path) -> None
     saved.write(tmp_path / saved.file_name)
     assert [file.name for file in tmp_path.iterdir()] == [saved.file_name]
     found = SavedBatch.read(tmp_path / saved.file_name)
-    assert found.batch.prompts == batch.prompts
-    assert found.batch.producer == batch.producer
-    for name, value in batch.columns().items():
-        assert torch.equal(found.batch.columns()[name], value), name
-    assert found.batch.reward_parts.keys() == batch.reward_parts.keys()
+    assert found.terms.keys() == saved.terms.keys()
+    for one, other in (
+        (found.batch, batch),
+        *((found.terms[n], saved.terms[n]) for n in saved.terms),
+    ):
+        assert one.prompts == other.prompts
+        assert one.producer == other.producer
+        for name, value in other.columns().items():
+            assert torch.equal(one.columns()[name], value), name
+        assert one.reward_parts.keys() == other.reward_parts.keys()
     assert (found.step, found.update, found.reason) == (7, 1, "policy/loss is nan")
     assert found.config == saved.config
     assert [states["torch"].tolist() for states in found.rng] == [[0], [1]]
@@ -61,7 +68,7 @@ def test_saved_batch_has_each_prompt_once_and_a_small_header(tmp_path: Path) -> 
     assert SavedBatch.read(file).batch.prompts == prompts
     content = file.read_bytes()
     # A header of more than 100 MB is refused by safetensors; what grows must be outside.
-    assert int.from_bytes(content[:8], "little") < 5_000
+    assert int.from_bytes(content[:8], "little") < 15_000  # it has two terms
     for text in texts:
         assert content.count(text.encode()) == 1
 
@@ -77,11 +84,15 @@ Parts = tuple[dict[str, str], dict[str, Any], dict[str, torch.Tensor]]
 
 
 def of_header(header: dict[str, str], told: dict[str, Any], tensors: dict[str, Any]) -> None:
-    header["hybridrl"] = "replay 1"
+    header["hybridrl"] = "replay 2"
 
 
 def of_told(**values: Any) -> Callable[..., None]:
     return lambda header, told, tensors: told.update(values)
+
+
+def of_batch(**values: Any) -> Callable[..., None]:
+    return lambda header, told, tensors: told["batch"].update(values)
 
 
 def of_tensors(**values: Any) -> Callable[..., None]:
@@ -106,9 +117,11 @@ ONE = torch.zeros(1, dtype=torch.int64)
         (without("reason"), "reason"),
         (of_told(config="- 1"), "has no sections"),
         (of_told(config="a: ["), "a: \\["),
-        (of_told(producer={"what": "x", "file": "y", "line": 1, "more": 2}), "producer"),
-        (of_told(prompts=[[0, "text", {}, "more"]]), "prompts"),
-        (of_told(prompts=[]), "argument"),
+        (of_batch(producer={"what": "x", "file": "y", "line": 1, "more": 2}), "producer"),
+        (of_batch(prompts=[[0, "text", {}, "more"]]), "prompts"),
+        (of_batch(prompts=[]), "argument"),
+        (of_told(terms={"sft": 1}), "terms"),
+        (without("term.pairs.column.reward_B"), "reward_B"),
         (without("prompts.index"), "prompts.index"),
         (of_tensors(prompts__index=ONE - 1), "prompt -1"),
         (of_tensors(prompts__index=ONE + 3), "prompt 3"),

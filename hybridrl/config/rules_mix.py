@@ -1,0 +1,135 @@
+"""Rules of online DPO, and of further terms of the loss (the section `mix`). No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from hybridrl.config.algorithm import CustomAlgorithmConfig
+from hybridrl.config.mix import TERM_ALGORITHMS, TermConfig
+from hybridrl.config.schema import Config, KtoConfig, OnlineDpoConfig, RewardModelConfig
+from hybridrl.config.supervised import PAIR_PRESETS
+from hybridrl.errors import UserError
+
+# First parts of metrics' names, which a term's name is too.
+TAKEN = (
+    *("policy", "critic", "reward", "response_tokens", "generate", "mismatch", "correction"),
+    *("preference", "train", "eval", "reshard", "memory", "throughput"),
+    *("time_s", "time_share", "flops", "mfu", "step"),
+)
+
+
+def online_rules(config: Config) -> Iterator[UserError]:
+    """Rules of online DPO."""
+    steps = config.steps
+    if not isinstance(config.algorithm, OnlineDpoConfig):
+        return
+    if steps.samples_per_prompt < 2:
+        yield UserError(
+            "steps.samples_per_prompt",
+            steps.samples_per_prompt,
+            "2 or more with algorithm online_dpo, which makes a pair of a prompt's samples",
+            "Set steps.samples_per_prompt=2.",
+        )
+    if config.rollout.temperature == 0:
+        yield UserError(
+            "rollout.temperature",
+            config.rollout.temperature,
+            "above 0 with algorithm online_dpo: greedy samples of a prompt are all the same",
+            "Set rollout.temperature=1.",
+        )
+    if steps.updates_per_step > 1:
+        yield UserError(
+            "steps.updates_per_step",
+            steps.updates_per_step,
+            "1 with algorithm online_dpo, whose gradient is that at the step's start",
+            "Set steps.updates_per_step=1, and steps.prompts_per_step lower.",
+        )
+    if config.train.critic_learning_rate is not None:
+        yield UserError(
+            "train.critic_learning_rate",
+            config.train.critic_learning_rate,
+            "nothing with algorithm online_dpo, which has no critic",
+            "Remove it, or use ppo.",
+        )
+
+
+def mix_rules(config: Config) -> Iterator[UserError]:
+    """Rules of further terms of the loss."""
+    for name, term in config.mix.items():
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in TAKEN:
+            yield UserError(
+                "mix",
+                f"a term {name!r}",
+                "names of small letters, digits and _, other than the first parts of metrics: "
+                + ", ".join(TAKEN),
+                "Rename the term.",
+            )
+        yield from _algorithm_rules(config, f"mix.{name}", term)
+        yield from _number_rules(config, f"mix.{name}", term)
+        yield from _data_rules(f"mix.{name}.data", term)
+
+
+def _algorithm_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserError]:
+    if not isinstance(term.algorithm, (*TERM_ALGORITHMS, CustomAlgorithmConfig)):
+        yield UserError(
+            f"{key}.algorithm.name",
+            term.algorithm.name,
+            f"one that learns from responses of the data: sft, {', '.join(PAIR_PRESETS)}, kto",
+            "Make it the main algorithm, and the other one a term.",
+        )
+    if isinstance(config.algorithm, RewardModelConfig):
+        yield UserError(
+            key,
+            "a term",
+            "nothing with algorithm reward_model, which trains no policy",
+            f"Remove {key}.",
+        )
+
+
+def _number_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserError]:
+    updates, rows = config.steps.updates_per_step, term.prompts_per_step
+    if rows % updates:
+        yield UserError(
+            f"{key}.prompts_per_step",
+            rows,
+            f"a multiple of steps.updates_per_step = {updates}, each of which takes its part",
+            f"Set {key}.prompts_per_step={-(-rows // updates) * updates}.",
+        )
+    elif isinstance(term.algorithm, KtoConfig) and rows // updates < 2:
+        yield UserError(
+            f"{key}.prompts_per_step",
+            rows,
+            "2 or more for each optimizer step with algorithm kto, which estimates the KL from "
+            "responses to other prompts",
+            f"Set {key}.prompts_per_step={32 * updates}.",
+        )
+    longest = term.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if config.train.micro_batch_tokens < longest:
+        yield UserError(
+            "train.micro_batch_tokens",
+            config.train.micro_batch_tokens,
+            f"at least {key}.data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
+            "Raise it, or lower one of the two: every sample must fit.",
+        )
+
+
+def _data_rules(key: str, term: TermConfig) -> Iterator[UserError]:
+    data = term.data
+    if data.prompts is None:
+        yield UserError(f"{key}.prompts", "nothing", "a source of rows", f"Set {key}.prompts.")
+    for knob in ("eval_prompts", "eval_share", "eval_limit"):
+        if getattr(data, knob):
+            yield UserError(
+                f"{key}.{knob}",
+                getattr(data, knob),
+                "nothing in a term: the run is evaluated on the prompts of the section data",
+                f"Set data.{knob}.",
+            )
+    if data.margin_key is not None:
+        yield UserError(
+            f"{key}.margin_key",
+            data.margin_key,
+            "nothing in a term: a margin is of reward_model",
+            "Remove it.",
+        )

@@ -1,0 +1,146 @@
+"""Further terms of the policy's loss, each with prompts of its own: which rows come when, and the
+columns that their algorithms read.
+
+The loss of an optimizer step is the main one plus the sum over terms of weight times loss, each
+divided by its own global denominator; the passes of all add to one gradient, of one norm, which is
+applied or skipped as one (update.py). An optimizer step takes its part of a term's rows, and looks
+them up with the weights that it begins with, so that also a preference loss, which is linear in
+them, has its exact gradient in every one. Collective; every rank takes the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.algorithms import make_algorithm
+from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
+from hybridrl.batch import TrainBatch
+from hybridrl.config.schema import Config
+from hybridrl.data.mixture import prompt_source
+from hybridrl.data.supervised import supervised_batch
+from hybridrl.errors import DataError, UserError
+from hybridrl.trainer import setup
+from hybridrl.trainer.policy import OF_TERMS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hybridrl.trainer.roles import Roles
+
+
+@dataclass(frozen=True)
+class Term:
+    """What a term is, without its rows.
+
+    Args:
+        algorithm: gives its loss.
+        weight: of it.
+    """
+
+    algorithm: Algorithm
+    weight: float
+
+
+def make_terms(config: Config) -> dict[str, Term]:
+    """Makes the terms of the section `mix`, by name.
+
+    Raises:
+        UserError: a user's own algorithm cannot be a term.
+    """
+    terms = {}
+    for name, section in config.mix.items():
+        algorithm = make_algorithm(section.algorithm)
+        needs = algorithm.needs
+        others = (needs.rollouts, needs.values, needs.greedy, not needs.policy)
+        if any(others) or isinstance(algorithm, AdaptiveAlgorithm):
+            raise UserError(
+                f"mix.{name}.algorithm.name",
+                section.algorithm.name,
+                "an algorithm of the policy alone, without rollouts, critic and state",
+                "Make it the main algorithm.",
+            )
+        terms[name] = Term(algorithm, section.weight)
+    return terms
+
+
+class Mix:
+    """The rows of all terms.
+
+    Attributes:
+        taken: the batches of the step's optimizer steps so far, with their columns.
+
+    Args:
+        config: of the run.
+        tokenizer: for the rows.
+        say: tells the user, once.
+    """
+
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
+    ) -> None:
+        self._terms, self._sections = make_terms(config), config.mix
+        self._sources = {}
+        for name, term in self._terms.items():
+            data = config.mix[name].data
+            with _named(name):
+                loaded = setup.load_rows(data, config.rollout, tokenizer, term.algorithm.needs)
+                self._sources[name] = prompt_source(loaded, data, config.run.seed)
+            say(f"mix.{name}: {loaded.report()}")
+        self.taken: list[TrainBatch] = []
+
+    def batches(
+        self, roles: Roles, num_updates: int, trains_policy: bool
+    ) -> Iterator[dict[str, TrainBatch]]:
+        """Yields the batches of each optimizer step of a step, by name, with their columns as of
+        the weights when they are asked for.
+
+        Args:
+            roles: compute the columns.
+            num_updates: optimizer steps of the step.
+            trains_policy: without it nothing is taken.
+        """
+        self.taken = []
+        rows = {
+            name: source.take(self._sections[name].prompts_per_step)
+            for name, source in self._sources.items()
+            if trains_policy
+        }
+        for number in range(num_updates):
+            found = {}
+            for name, taken in rows.items():
+                size, algorithm = len(taken) // num_updates, self._terms[name].algorithm
+                part = taken[number * size : (number + 1) * size]
+                batch = supervised_batch(part, algorithm.needs.feedback)
+                batch = roles.add_columns(algorithm, batch, temperature=OF_TERMS)
+                found[name] = algorithm.advantages(batch)
+            self.taken += found.values()
+            yield found
+
+    def state(self) -> dict[str, Any]:
+        """Returns what `load_state` needs, for JSON."""
+        return {name: source.state() for name, source in self._sources.items()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the terms stood.
+
+        Raises:
+            DataError: they were of other rows, or others.
+        """
+        for name, source in self._sources.items():
+            with _named(name):
+                source.load_state(state.get(name, {"fingerprint": "none"}))
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Makes errors of the section `data` those of a term's."""
+    try:
+        yield
+    except DataError as error:
+        if not error.name.startswith("data."):
+            raise
+        key = f"mix.{name}.{error.name}"
+        raise DataError(key, error.value, error.allowed, error.remedy) from error
