@@ -15,7 +15,8 @@ from refusals import QUICKSTART, TESTS
 
 ROOT = TESTS.parent
 CUSTOM_LOOP = ROOT / "examples" / "custom_loop.py"
-MAX_LOOP_LINES = 40
+BEST_OF_N = ROOT / "examples" / "best_of_n.py"
+MAX_LOOP_LINES, MAX_BEST_OF_N_LINES = 40, 80
 
 
 def python(*arguments: str | Path, cwd: Path) -> str:
@@ -103,28 +104,43 @@ def test_mistakes_are_exceptions_that_can_be_mended(told: dict[str, Any], folder
     assert told["last"]["seconds"] > 0
 
 
+EASY = [
+    "model.path=null",
+    f"model.init={QUICKSTART / 'model'}",
+    f"data.prompts={QUICKSTART / 'train.jsonl'}",
+    "data.eval_prompts=null",
+    "steps.eval_every=0",
+    "train.tp=1",
+    "train.pp=1",
+    "train.learning_rate=3e-3",
+    "train.warmup_steps=0",
+    "steps.prompts_per_step=16",
+    "steps.samples_per_prompt=4",
+    "steps.num_steps=8",
+    "reward.function=scripted_reward:digits",  # the first steps can learn this one
+    "reward.extract=null",
+]
+
+
 def test_custom_loop_trains(tmp_path: Path) -> None:
     assert len(CUSTOM_LOOP.read_text().splitlines()) <= MAX_LOOP_LINES
-    knobs = [
-        "model.path=null",
-        f"model.init={QUICKSTART / 'model'}",
-        f"data.prompts={QUICKSTART / 'train.jsonl'}",
-        "data.eval_prompts=null",
-        "steps.eval_every=0",
-        "train.tp=1",
-        "train.pp=1",
-        "train.learning_rate=3e-3",
-        "train.warmup_steps=0",
-        "steps.prompts_per_step=16",
-        "steps.samples_per_prompt=4",
-        "steps.num_steps=8",
-        "reward.function=scripted_reward:digits",  # the first steps can learn this one
-        "reward.extract=null",
-    ]
-    printed = python(CUSTOM_LOOP, QUICKSTART / "grpo.yaml", *knobs, cwd=tmp_path)
+    printed = python(CUSTOM_LOOP, QUICKSTART / "grpo.yaml", *EASY, cwd=tmp_path)
     line = r"^step (\d+) kept (\d+) reward ([\d.]+) loss (-?[\d.]+)$"
     steps = re.findall(line, printed, re.MULTILINE)
     assert [int(step) for step, *_ in steps] == list(range(1, 9))
     assert all(0 <= int(kept) <= 64 and int(kept) % 4 == 0 for _, kept, _, _ in steps)
     rewards = [float(reward) for _, _, reward, _ in steps]
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1
+
+
+def test_best_of_n_distils_the_best_samples(tmp_path: Path) -> None:
+    """Of its samples alone: the mean reward follows the best of four."""
+    assert len(BEST_OF_N.read_text().splitlines()) <= MAX_BEST_OF_N_LINES
+    printed = python(BEST_OF_N, QUICKSTART / "grpo.yaml", *EASY, cwd=tmp_path)
+    line = r"^step (\d+) kept (\d+) reward ([\d.]+) loss ([\d.]+)$"
+    steps = re.findall(line, printed, re.MULTILINE)
+    assert [int(step) for step, *_ in steps] == list(range(1, 9))
+    assert all(0 < int(kept) <= 16 for _, kept, _, _ in steps)
+    rewards, losses = ([float(values[i]) for values in steps] for i in (2, 3))
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1
+    assert losses[-1] < losses[0]

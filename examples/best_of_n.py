@@ -1,0 +1,45 @@
+"""Best-of-n distillation from the public parts: sample, and imitate each prompt's best response.
+
+python examples/best_of_n.py CONFIG [KEY=VALUE ...], or under torchrun with the same arguments.
+
+The config is one with rollouts, such as examples/quickstart/grpo.yaml; of its algorithm only the
+samples are taken, and each step is one of SFT on those best responses that some other was worse
+than (as in RAFT, Dong et al. 2023, arXiv 2304.06767, which keeps the best of every prompt).
+"""
+
+import sys
+
+from hybridrl import Trainer
+from hybridrl.algorithms import make_algorithm
+from hybridrl.batch import Producer, ScoredBatch
+from hybridrl.config.schema import SftConfig
+from hybridrl.trainer.policy import Policy
+
+
+def best_of_groups(scored: ScoredBatch) -> list[int]:
+    """Returns the index of the best sample of each prompt whose samples differ in reward."""
+    groups: dict[int, list[int]] = {}
+    for index, group in enumerate(scored.group_B.tolist()):
+        groups.setdefault(group, []).append(index)
+    rewards = scored.reward_B.tolist()
+    best = {max(group, key=rewards.__getitem__): group for group in groups.values()}
+    return [top for top, group in best.items() if rewards[top] > min(rewards[i] for i in group)]
+
+
+trainer = Trainer.from_config(sys.argv[1], sys.argv[2:])
+steps, engine, loop = trainer.config.steps, trainer.engine, Producer.here("best of n")
+# The same weights under another loss.
+student = Policy(trainer.policy.model, make_algorithm(SftConfig()), steps.num_steps)
+trainer.hybrid_engine.to_rollout()
+for step in range(steps.num_steps):
+    prompts = trainer.prompts.take(steps.prompts_per_step)
+    scored = engine.score(engine.generate(prompts))  # all samples, the same on every rank
+    trainer.hybrid_engine.to_train()
+    best, metrics = best_of_groups(scored), {"policy/loss": 0.0}
+    if best:
+        metrics = student.update(scored.select(best).to_train(loop))
+    trainer.hybrid_engine.to_rollout()
+    if trainer.world.rank == 0:
+        told = f"kept {len(best)} reward {scored.reward_B.mean():.3f}"
+        print(f"step {step + 1} {told} loss {metrics['policy/loss']:.4f}", flush=True)
+trainer.close()
