@@ -149,8 +149,8 @@ def _apply(values: dict[str, Any], override: str) -> list[UserError]:
 def _violation(details: Any) -> UserError:
     """Turns one pydantic error into one with key, value, what is allowed and the remedy."""
     parts = [str(part) for part in details["loc"]]
-    at = parts.index("algorithm") + 1 if "algorithm" in parts else len(parts)
-    if at < len(parts):  # of main or of a term; its name is no key
+    at = 3 if parts[0] == "mix" else 1
+    if parts[at - 1 : at] == ["algorithm"] and len(parts) > at:  # a tag, which is no key
         section = _section_at(parts[at + 1 : -1], _algorithm_sections()[parts.pop(at)])
     else:
         section = _section_at(parts[:-1])

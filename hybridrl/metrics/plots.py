@@ -97,6 +97,7 @@ PLOTS = (
     ),
     Plot("Skipped optimizer steps", {"skipped": SKIPPED}, starts_at_zero=True),
 )
+OF_MODELS = {"policy/loss", "critic/loss"}
 TIMES = "Time of a step"
 
 
@@ -113,9 +114,16 @@ def figures(runs: Runs) -> list[tuple[str, bytes]]:
     """Returns the title and the SVG of every figure that has something to show."""
     # Between two dollar signs of a run's name matplotlib would read a formula.
     runs = {run.replace("$", r"\$"): records for run, records in runs.items()}
-    found = [(p.title, _lines(p, lines)) for p in PLOTS if (lines := p.of(runs))]
+    plots = (*PLOTS, _losses_of_terms(runs))
+    found = [(p.title, _lines(p, lines)) for p in plots if (lines := p.of(runs))]
     stacks = {run: stack for run, records in runs.items() if (stack := _stack(records))}
     return [*found, (TIMES, _stacks(stacks))] if stacks else found
+
+
+def _losses_of_terms(runs: Runs) -> Plot:
+    names = {name for records in runs.values() for record in records for name in record}
+    found = sorted(name for name in names - OF_MODELS if name.endswith("/loss"))
+    return Plot("Losses of further terms", {name.removesuffix("/loss"): name for name in found})
 
 
 def _lines(plot: Plot, lines: Mapping[str, Mapping[str, list[tuple[int, float]]]]) -> bytes:

@@ -173,6 +173,7 @@ def check_resumed(folder: Path) -> None:
         saved = trainer.save_checkpoint()
         whole = [trainer.train_step() for _ in range(2)]
         expected = state_of(trainer)
+        check_parts(trainer)
     with trainer_of(folder, "again", mix, steps=steps) as trainer:
         trainer.load_checkpoint(saved)
         again = [trainer.train_step() for _ in range(2)]
@@ -189,6 +190,21 @@ def check_resumed(folder: Path) -> None:
             assert error.name == "mix.sft.data.prompts", error
         else:
             raise AssertionError("went on with other rows")
+
+
+def check_parts(trainer: Trainer) -> None:
+    """Each optimizer step has other rows of a term, looked up with the weights that it begins with."""
+    trainer.enter_training()
+    model, algorithm = trainer.policy.model, trainer.roles.terms["pairs"].algorithm
+    parts = trainer.mix.batches(trainer.roles, 2, True)
+    first = next(parts)["pairs"]
+    Policy(model, algorithm, 10, OF_TERMS).update(first)
+    second = next(parts)["pairs"]
+    assert first.num_samples == second.num_samples == 8, "both sides of four pairs"
+    ids = [{prompt.prompt_id for prompt in part.prompts} for part in (first, second)]
+    assert not ids[0] & ids[1], ids
+    assert torch.equal(second.old_logp_T, trainer.policy.logprobs(second, OF_TERMS))
+    assert not torch.equal(first.old_logp_T, trainer.policy.logprobs(first, OF_TERMS))
 
 
 def check_warmup(folder: Path) -> None:

@@ -223,6 +223,10 @@ def test_faults_of_a_term_are_named_in_full() -> None:
     assert "mix.sft.data.promts" in said("mix.sft.data.promts=a")
     assert "mix.sft.weight: got -0.5" in said("mix.sft.weight=-0.5")
     assert "mix.other.algorithm: got nothing" in said("mix.other.weight=1")
+    assert "mix.algorithm.weight: got -1" in said("mix.algorithm={weight: -1}")
+    assert "reward.functions.algorithm.weight: got 'x'" in said(
+        "reward.functions.algorithm.weight=x"
+    )
 
 
 def test_a_run_belongs_to_its_terms() -> None:

@@ -191,6 +191,16 @@ def test_report_has_a_figure_of_every_metric_that_a_run_may_have(tmp_path: Path)
     assert all(f"<!-- {phase} -->" in memory for phase in ("generate", "update", "run so far"))
 
 
+def test_report_shows_the_losses_of_further_terms(tmp_path: Path) -> None:
+    losses = ("policy/loss", "critic/loss", "sft/loss", "pairs/loss")
+    lines = [json.dumps({"step": step, **dict.fromkeys(losses, 1.0 / step)}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    page = Page(write_report(tmp_path))
+    figure = page.images["Losses of further terms"]
+    assert all(f"<!-- {name} -->" in figure for name in ("sft", "pairs"))
+    assert not any(f"<!-- {name} -->" in figure for name in ("policy", "critic"))
+
+
 @pytest.mark.parametrize("content", [None, "", '{"step": 1, "rew'])
 def test_report_refuses_a_folder_without_metrics(tmp_path: Path, content: str | None) -> None:
     if content is not None:
