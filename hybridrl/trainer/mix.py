@@ -23,7 +23,7 @@ from hybridrl.data.mixture import prompt_source
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import DataError, UserError
 from hybridrl.trainer import setup
-from hybridrl.trainer.policy import OF_TERMS
+from hybridrl.trainer.policy import TERM_TEMPERATURE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,7 +114,7 @@ class Mix:
                 size, algorithm = len(taken) // num_updates, self._terms[name].algorithm
                 part = taken[number * size : (number + 1) * size]
                 batch = supervised_batch(part, algorithm.needs.feedback)
-                batch = roles.add_columns(algorithm, batch, temperature=OF_TERMS)
+                batch = roles.add_columns(algorithm, batch, temperature=TERM_TEMPERATURE)
                 found[name] = algorithm.advantages(batch)
             self.taken += found.values()
             yield found

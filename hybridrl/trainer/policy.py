@@ -20,7 +20,7 @@ from hybridrl.trainer.mismatch import behaviour_metrics
 from hybridrl.trainer.model import Loss, ParallelModel, Work
 from hybridrl.trainer.update import Gradients, Share, kept, take
 
-OF_TERMS = 1.0
+TERM_TEMPERATURE = 1.0
 """The temperature of what is not sampled: a term's likelihood is the model's own."""
 
 
@@ -33,7 +33,7 @@ class LossTerm:
         algorithm: gives its loss and the global denominator.
         weight: of that loss.
         batch: all its samples, with the columns that the algorithm reads, log-probabilities at the
-            temperature OF_TERMS.
+            temperature TERM_TEMPERATURE.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Policy:
             denominator = self.algorithm.denominator(batch)
         logps: list[torch.Tensor] = []
         works = self._plan(batch, self.temperature)
-        more = [(self._plan(term.batch, OF_TERMS), _loss_of_term(term)) for term in terms]
+        more = [(self._plan(term.batch, TERM_TEMPERATURE), _loss_of_term(term)) for term in terms]
         main = _loss(self.algorithm, denominator, logps)
         results: list[LossOutput] = self.model.accumulate(works, main, *more)
         shares = [Share.of("policy", self.model, batch, works, results[: len(works)])]

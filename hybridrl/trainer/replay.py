@@ -27,7 +27,7 @@ from hybridrl.config.schema import Config
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.trainer import setup
-from hybridrl.trainer.policy import OF_TERMS, Policy
+from hybridrl.trainer.policy import TERM_TEMPERATURE, Policy
 from hybridrl.trainer.roles import Roles, make_roles
 from hybridrl.trainer.saved_batch import SavedBatch
 from hybridrl.trainer.skipped import first_cause
@@ -114,7 +114,9 @@ def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
     """Returns how to compute a loss alone, a model's or a term's, and its algorithm."""
     if name in roles.terms:
         algorithm = roles.terms[name].algorithm
-        policy = Policy(roles.policy.model, algorithm, roles.policy.num_updates_in_run, OF_TERMS)
+        policy = Policy(
+            roles.policy.model, algorithm, roles.policy.num_updates_in_run, TERM_TEMPERATURE
+        )
         return policy.gradients, algorithm
     passes = roles.critic.gradients if name == "critic" and roles.critic else roles.policy.gradients
     return passes, roles.policy.algorithm

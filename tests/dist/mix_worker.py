@@ -22,7 +22,7 @@ from hybridrl.errors import DataError, UserError
 from hybridrl.metrics.values import SKIPPED
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
-from hybridrl.trainer.policy import OF_TERMS, LossTerm, Policy
+from hybridrl.trainer.policy import TERM_TEMPERATURE, LossTerm, Policy
 from hybridrl.trainer.replay import replay
 from hybridrl.trainer.saved_batch import SavedBatch
 
@@ -127,7 +127,7 @@ def check_gradients(folder: Path, name: str, **changes: Any) -> None:
             if key not in ("policy/grad_norm", "policy/learning_rate"):
                 assert metrics[key] == value, (key, metrics[key], value)
         for term in mixed:
-            own = Policy(policy.model, term.algorithm, 10, OF_TERMS).gradients(term.batch)
+            own = Policy(policy.model, term.algorithm, 10, TERM_TEMPERATURE).gradients(term.batch)
             part = held(trainer)
             sizes[term.name] = largest(part) * term.weight
             expected = {n: g + term.weight * part[n] for n, g in expected.items()}
@@ -144,7 +144,7 @@ def check_gradients(folder: Path, name: str, **changes: Any) -> None:
         print(f"{name}: {worst / size:.1e} of the largest gradient; {sizes}", flush=True)
         after_T = policy.logprobs(batch)
         assert torch.equal(before_T, after_T), "the temperature is the policy's own again"
-        assert not torch.equal(before_T, policy.logprobs(batch, OF_TERMS))
+        assert not torch.equal(before_T, policy.logprobs(batch, TERM_TEMPERATURE))
 
 
 def largest(gradients: Mapping[str, torch.Tensor]) -> float:
@@ -198,13 +198,13 @@ def check_parts(trainer: Trainer) -> None:
     model, algorithm = trainer.policy.model, trainer.roles.terms["pairs"].algorithm
     parts = trainer.mix.batches(trainer.roles, 2, True)
     first = next(parts)["pairs"]
-    Policy(model, algorithm, 10, OF_TERMS).update(first)
+    Policy(model, algorithm, 10, TERM_TEMPERATURE).update(first)
     second = next(parts)["pairs"]
     assert first.num_samples == second.num_samples == 8, "both sides of four pairs"
     ids = [{prompt.prompt_id for prompt in part.prompts} for part in (first, second)]
     assert not ids[0] & ids[1], ids
-    assert torch.equal(second.old_logp_T, trainer.policy.logprobs(second, OF_TERMS))
-    assert not torch.equal(first.old_logp_T, trainer.policy.logprobs(first, OF_TERMS))
+    assert torch.equal(second.old_logp_T, trainer.policy.logprobs(second, TERM_TEMPERATURE))
+    assert not torch.equal(first.old_logp_T, trainer.policy.logprobs(first, TERM_TEMPERATURE))
 
 
 def check_warmup(folder: Path) -> None:
