@@ -284,7 +284,7 @@ def main() -> None:
     check_gradients(folder, "tp2-dp2")
     check_gradients(folder, "pp2-dp2", train={"tp": 1, "pp": 2, "vpp": 2, "micro_batch_tokens": 24})
     check_gradients(folder, "cp2-tp2", train={"cp": 2})
-    check_gradients(folder, "shared", train={"share_prompts": True})
+    check_gradients(folder, "unshared", train={"share_prompts": False})
     check_weight_zero(folder)
     check_resumed(folder)
     check_warmup(folder)
