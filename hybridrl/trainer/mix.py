@@ -111,8 +111,10 @@ class Mix:
         for number in range(num_updates):
             found = {}
             for name, taken in rows.items():
-                size, algorithm = len(taken) // num_updates, self._terms[name].algorithm
-                part = taken[number * size : (number + 1) * size]
+                algorithm = self._terms[name].algorithm
+                # Nearly equal parts: dropped responses may leave a step fewer updates than usual.
+                ends = [len(taken) * end // num_updates for end in (number, number + 1)]
+                part = taken[slice(*ends)]
                 batch = supervised_batch(part, algorithm.needs.feedback)
                 batch = roles.add_columns(algorithm, batch, temperature=TERM_TEMPERATURE)
                 found[name] = algorithm.advantages(batch)
