@@ -32,6 +32,9 @@ class Needs:
             itself takes the policy's own detached log-probabilities where the column is None.
         policy: the policy is trained; False trains the critic alone.
         greedy: the reward part `batch.GREEDY`, from one more response to each prompt.
+        teacher: `teacher_logp_T`, from the model `algorithm.teacher`.
+        teacher_top: of so many tokens, the teacher's likeliest in each place, `teacher_logp_TK` and
+            `teacher_tokens_TK`; the loss then gets the policy's log-probabilities of the same.
     """
 
     rollouts: bool = True
@@ -41,6 +44,8 @@ class Needs:
     old_logps: bool = False
     greedy: bool = False
     policy: bool = True
+    teacher: bool = False
+    teacher_top: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,8 @@ class Algorithm(Protocol):
         """Returns the policy's loss on the positions of a micro-batch.
 
         Args:
-            logp_S: log-probability of each position's target under the policy, with a gradient.
+            logp_S: log-probability of each position's target under the policy, with a gradient; an
+                algorithm with `needs.teacher_top` gets those of `micro.teacher_tokens_SK`, (S, K).
             entropy_S: entropy of the policy at each position, nats.
             micro: the columns at the same positions; only `loss_mask_S` may count.
             denominator: as `denominator` gave it for the whole mini-batch.

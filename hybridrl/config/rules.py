@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridrl.config.algorithm import PolicyGradientConfig, ReinforceConfig
+from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.config.schema import (
     Config,
+    CustomAlgorithmConfig,
     GrpoConfig,
     KtoConfig,
     ModelConfig,
@@ -291,8 +292,8 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             f"at most train.learning_rate = {config.train.learning_rate}",
             "Lower it.",
         )
-    if config.train.critic_learning_rate is not None and isinstance(
-        algorithm, SupervisedConfig | GrpoConfig | ReinforceConfig
+    if config.train.critic_learning_rate is not None and not isinstance(
+        algorithm, PpoConfig | CustomAlgorithmConfig
     ):
         yield UserError(
             "train.critic_learning_rate",
