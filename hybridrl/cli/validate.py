@@ -23,7 +23,7 @@ from hybridrl.config.rules import ONE_RANK_ENGINES, check, layer_rules, split_ru
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, SupervisedConfig
 from hybridrl.config.source import check_tokenizer_files, read_model_config
 from hybridrl.config.supervised import Feedback
-from hybridrl.config.teacher import is_scored, teacher_model, teacher_rules
+from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
 from hybridrl.data.chats import chat_column
 from hybridrl.data.feedback import checked, label_columns, response_columns
 from hybridrl.data.rows import read_rows, validate_file
@@ -56,8 +56,7 @@ def model_violations(config: Config, world_size: int) -> tuple[dict[str, Any], l
                 fused_layout(family, shape, rollout.tp, 0)  # the rules know no vocabulary
         except UserError as error:
             found.append(error)
-    rules = (*check(config, world_size, hf_config), *teacher_rules(config, hf_config))
-    return hf_config, [*rules, *found]
+    return hf_config, [*check(config, world_size, hf_config), *_teacher(config, hf_config), *found]
 
 
 def validate_training(config: Config, world_size: int) -> None:
@@ -158,6 +157,17 @@ def _common(config: Config, world_size: int) -> list[UserError]:
             except UserError as error:
                 found.append(error)
     return [*found, *_tokenizer(config.model), *_engine(config, hf_config), *_own_code(config)]
+
+
+def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
+    """Judges the teacher by its config.json and its family."""
+    found = list(teacher_rules(config, policy))
+    yield from found
+    try:
+        if not found and (hf_config := read_teacher(config)) is not None:
+            resolve_family(None, hf_config).shape(hf_config)
+    except UserError as error:
+        yield error
 
 
 def _check_run(config: Config) -> None:

@@ -68,7 +68,7 @@ def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserErr
         yield UserError(
             "steps.samples_per_prompt",
             config.steps.samples_per_prompt,
-            "2 or more with algorithm.reward_coef above 0, which compares the samples of one prompt",
+            "2 or more with algorithm.reward_coef above 0, which compares a prompt's samples",
             "Set steps.samples_per_prompt=8, or algorithm.reward_coef=0.",
         )
     try:
