@@ -30,12 +30,13 @@ LEAST_REST = 1e-6
 
 
 class OnPolicyDistillation(PolicyGradient):
-    """Reverse KL to the teacher on the policy's own responses (Gu et al. 2023, MiniLLM, arXiv
-    2306.08543, sec. 2.2; Agarwal et al. 2023, GKD, arXiv 2306.13649, with lambda = 1).
+    """Reverse KL to the teacher on the policy's own responses (Lu 2025,
+    thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2023, GKD, arXiv 2306.13649).
 
-    A token earns log p_teacher - log p_old, the single-step part of MiniLLM's gradient (eq. 4);
-    gamma 1 adds its long part, so that the gradient is that of the responses' KL (eq. 2). With
-    `reward_coef` the advantage of GRPO is added, times that.
+    A token earns log p_teacher - log p_old: the single-step part of MiniLLM's gradient, of the
+    sampled token alone (Gu et al. 2023, arXiv 2306.08543, sec. 2.2). gamma 1 adds the long part,
+    so that the gradient is that of the responses' KL. With `reward_coef` the advantage of GRPO is
+    added, times that.
     """
 
     def __init__(self, config: OnPolicyDistillationConfig) -> None:
@@ -74,7 +75,7 @@ class OnPolicyDistillation(PolicyGradient):
 
 class Distillation:
     """Forward KL of the policy from the teacher, the mean over response tokens (Hinton et al. 2015,
-    arXiv 1503.02531, at temperature 1; GKD, Agarwal et al. 2023, arXiv 2306.13649, eq. 1 and 5).
+    arXiv 1503.02531; on sampled responses GKD's, Agarwal et al. 2023, arXiv 2306.13649).
 
     Of each distribution the teacher's k likeliest tokens are looked at, and all the others as one
     outcome: sum_k p_k (log p_k - log q_k) + p_rest (log p_rest - log q_rest), p_rest = 1 - sum_k

@@ -243,7 +243,8 @@ class LanguageModel(PackedModel):
             tokens_NC = torch.cat((tokens_NC[:, :1], top_NK), 1)
         columns_NC = tokens_NC - start
         columns_NC = columns_NC.masked_fill((columns_NC < 0) | (columns_NC >= num_columns), -1)
-        stats = _TokenStatsFunction.apply(hidden_SD, weight, columns_NC[:, 0], rows_N, *head)
+        target_N = columns_NC[:, 0].contiguous()  # as kernels take it
+        stats = _TokenStatsFunction.apply(hidden_SD, weight, target_N, rows_N, *head)
         if tokens_NC.size(1) == 1:
             return TokenStats(*stats)
         logits_NC = _ChosenLogits.apply(hidden_SD, weight, columns_NC, rows_N, *head)
