@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hybridrl.algorithms.base import Needs
 from hybridrl.cli.plan import plan_report
 from hybridrl.cli.validate import model_violations, validate_training
 from hybridrl.config.identity import identity as identity_of
@@ -15,7 +16,8 @@ from hybridrl.config.identity import identity_violations
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.config.teacher import is_scored
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, UserError
+from hybridrl.trainer.teacher import make_teacher
 
 SMALL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -149,6 +151,12 @@ def test_a_teacher_alone_needs_no_answers_in_the_data(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="'answer'"):
             validate_training(config, 1)
     assert is_scored(config_of(tmp_path, "algorithm={name: grpo}"))
+
+
+def test_an_algorithm_of_ones_own_is_told_who_has_a_teacher(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "algorithm={name: 'mine:Mine'}")
+    with pytest.raises(UserError, match="mine:Mine; .* Use on_policy_distillation"):
+        make_teacher(config, None, None, {}, Needs(teacher=True), 1.0)  # type: ignore[arg-type]
 
 
 def test_the_teacher_is_in_the_plan_and_in_the_identity(tmp_path: Path) -> None:
