@@ -40,6 +40,9 @@ ALGORITHMS = {
     "orpo": "hybridrl.algorithms.preference:Dpo",
     "kto": "hybridrl.algorithms.preference:Kto",
     "reward_model": "hybridrl.algorithms.reward_model:RewardModel",
+    "on_policy_distillation": "hybridrl.algorithms.distillation:OnPolicyDistillation",
+    "distillation": "hybridrl.algorithms.distillation:Distillation",
+    "gkd": "hybridrl.algorithms.distillation:Distillation",
 }
 _METHODS = ("name", "needs", "advantages", "denominator", "loss")
 

@@ -34,7 +34,6 @@ from hybridrl.hybrid_engine.phases import Phase
 from hybridrl.metrics.values import average
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform, start_kernels_in_order
-from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction
 from hybridrl.rollout.engine import Holding
 from hybridrl.trainer import ledger, probe, setup
@@ -226,7 +225,7 @@ class Trainer:
         return self.journal.summarize(batch, metrics, flops)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
-        """Adds what the algorithm reads: old and reference log-probabilities, values."""
+        """Adds what the algorithm reads: the policy's and frozen models' answers, and values."""
         batch = scored.to_train(Producer.here("the trainer"))
         columns: dict[str, torch.Tensor] = {}
         needs = self.algorithm.needs
@@ -236,6 +235,7 @@ class Trainer:
             columns["reference_logp_T"] = self.reference.logprobs(batch)
         if self.critic is not None:
             columns["values_T"] = self.critic.values(batch)
+        columns |= self.roles.taught(batch)
         return batch.join_columns(Producer.here("the trainer"), **columns)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
@@ -354,7 +354,7 @@ class Trainer:
         self.algorithm: Algorithm = make_algorithm(config.algorithm)
         self.tokenizer = tokenizer or setup.load_tokenizer(config.model)
         needs = self.algorithm.needs
-        self.scorer = Scorer(config.reward, self.tokenizer, reward, needs.group_samples)
+        self.scorer = setup.make_scorer(config, self.tokenizer, reward, needs.group_samples)
         with self.world.all_agree("reading the prompts"):
             loaded, self.eval_prompts = setup.load_data(config, self.tokenizer, needs, rows)
         self.journal.say(loaded.report())

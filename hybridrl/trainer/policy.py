@@ -74,7 +74,9 @@ class Policy:
         logps: list[torch.Tensor] = []
 
         def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
-            result = self.algorithm.loss(output.logp_S, output.entropy_S, micro, denominator)
+            chosen = output.chosen_logp_SK
+            logp = output.logp_S if chosen is None else chosen
+            result = self.algorithm.loss(logp, output.entropy_S, micro, denominator)
             logps.append(output.logp_S.detach())
             return result.loss, kept(result)
 

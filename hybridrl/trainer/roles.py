@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm
 from hybridrl.batch import TrainBatch
 from hybridrl.config.schema import Config, PpoConfig
@@ -24,6 +26,7 @@ from hybridrl.trainer.critic import Critic
 from hybridrl.trainer.judge import Judge, make_judges
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.policy import Policy
+from hybridrl.trainer.teacher import Teacher, make_teacher
 from hybridrl.trainer.update import Gradients
 
 
@@ -37,6 +40,7 @@ class Roles:
         trained: the trained models by name.
         num_critic_warmup_steps: steps in which only the critic is trained.
         judges: reward models that score what is sampled.
+        teacher: that a distillation learns from.
     """
 
     source: ModelSource
@@ -46,10 +50,15 @@ class Roles:
     trained: dict[str, ParallelModel]
     num_critic_warmup_steps: int
     judges: Sequence[Judge] = ()
+    teacher: Teacher | None = None
 
     def trains_policy(self, num_steps_done: int) -> bool:
         """Whether the policy is trained in the step after so many."""
         return "policy" in self.trained and num_steps_done >= self.num_critic_warmup_steps
+
+    def taught(self, batch: TrainBatch) -> dict[str, Tensor]:
+        """Returns the columns of the teacher, if there is one."""
+        return {} if self.teacher is None else self.teacher.columns(batch)
 
     def gradients(self, part: TrainBatch, num_steps_done: int) -> list[Gradients]:
         """Accumulates the gradients of every model that learns from this mini-batch."""
@@ -74,11 +83,14 @@ class Roles:
         forward = forward_flops(shape, lengths, responses)
         value = forward_flops(shape, lengths, responses, head_size=1)
         num_lm = sum(column is not None for column in (batch.old_logp_T, batch.reference_logp_T))
+        taught = 0
+        if self.teacher is not None:
+            taught = forward_flops(self.teacher.model.source.shape, lengths, responses)
         has_critic = self.critic is not None
         trains_policy = self.trains_policy(num_steps_done)
         return {
             "generate": generate_flops(shape, generated),
-            "logprobs": num_lm * forward + has_critic * value,
+            "logprobs": num_lm * forward + has_critic * value + taught,
             "update": trains_policy * train_flops(shape, lengths, responses)
             + has_critic * train_flops(shape, lengths, responses, head_size=1),
         }
@@ -100,8 +112,8 @@ def make_roles(
         algorithm: says which are needed.
         models: gets each as soon as it is there, by name, for the table of an out-of-memory error.
         say: tells the user, once.
-        has_reference: False leaves out the reference and reward models, where their columns are
-            known already.
+        has_reference: False leaves out the reference, reward models and the teacher, where their
+            columns are known already.
     """
     needs = algorithm.needs
     source = setup.model_source(config.model, world.platform)
@@ -131,4 +143,7 @@ def make_roles(
     warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
     is_scored = needs.rollouts and has_reference
     judges = make_judges(config, world, source, models, needs.greedy) if is_scored else ()
-    return Roles(source, policy, reference, critic, trained, warmup, judges)
+    teacher = None
+    if (needs.teacher or needs.teacher_top) and has_reference:
+        teacher = make_teacher(config, world, source, models, needs, temperature)
+    return Roles(source, policy, reference, critic, trained, warmup, judges, teacher)
