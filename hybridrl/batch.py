@@ -323,11 +323,13 @@ class ScoredBatch(RolloutBatch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainBatch(ScoredBatch):
-    """A ScoredBatch with what a loss needs, each (T,) float32 or None.
+    """A ScoredBatch with what a loss needs, each (T,) float32 or None, where not said otherwise.
 
     `old_logp_T` is of the policy at the start of the step, `reference_logp_T` of the frozen
     reference; `values_T[t]` is the value of the state that token t was sampled from,
     `returns_T[t]` its target; `term_weights_T[t]` what an algorithm's own term of the loss weighs.
+    `teacher_logp_T` is of the teacher; `teacher_tokens_TK` (T, K) int32 are the tokens that it
+    holds for the likeliest in token t's place, `teacher_logp_TK` (T, K) their log-probabilities.
     """
 
     old_logp_T: Tensor | None = None
@@ -336,6 +338,9 @@ class TrainBatch(ScoredBatch):
     advantages_T: Tensor | None = None
     returns_T: Tensor | None = None
     term_weights_T: Tensor | None = None
+    teacher_logp_T: Tensor | None = None
+    teacher_tokens_TK: Tensor | None = None
+    teacher_logp_TK: Tensor | None = None
 
     @classmethod
     def supervised(cls, prompts: Sequence[Prompt], producer: Producer) -> TrainBatch:

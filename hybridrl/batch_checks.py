@@ -80,9 +80,12 @@ class BatchError(UserError):
 
 @dataclass(frozen=True)
 class Column:
+    """`is_wide`: several values a token, (T, K)."""
+
     dtype: torch.dtype
     per_token: bool = False
     response_only: bool = False
+    is_wide: bool = False
 
 
 INTEGER, _LOGP = Column(torch.int64), Column(torch.float32, True, True)
@@ -100,21 +103,28 @@ COLUMNS = {
     "advantages_T": _LOGP,
     "returns_T": _LOGP,
     "term_weights_T": _LOGP,
+    "teacher_logp_T": _LOGP,
+    # 32 bits: there are as many of these as of the others together, and more.
+    "teacher_tokens_TK": Column(torch.int32, True, True, is_wide=True),
+    "teacher_logp_TK": Column(torch.float32, True, True, is_wide=True),
 }
-_WORDS = {torch.int64: "integers", torch.float32: "floats", torch.bool: "booleans"}
+_WORDS = {torch.float32: "floats", torch.bool: "booleans"}
 NO_MASK = torch.zeros(0, dtype=torch.bool)
 
 
 def check(
     value: object, name: str, column: Column, size: int, producer: Producer, response_mask_T: Tensor
 ) -> None:
-    """Raises BatchError unless `value` is a finite CPU tensor (size,) that fits the column."""
-    expected = f"({size},) {_WORDS[column.dtype]}"
+    """Raises BatchError unless `value` is a finite CPU tensor (size,), (size, K) of a wide column,
+    that fits the column.
+    """
+    shape = f"({size}, K)" if column.is_wide else f"({size},)"
+    expected = f"{shape} {_WORDS.get(column.dtype, 'integers')}"
     if not isinstance(value, Tensor):
         raise BatchError(
             producer, name, f"returned a {type(value).__name__}", f"a tensor of {expected}"
         )
-    if value.shape != (size,):
+    if value.shape[:1] != (size,) or value.ndim != 1 + column.is_wide:
         raise BatchError(producer, name, f"returned shape {tuple(value.shape)}", expected)
     if value.dtype != column.dtype or value.device.type != "cpu" or value.requires_grad:
         got = f"returned {value.dtype} on {value.device}{' with a gradient' * value.requires_grad}"
@@ -122,11 +132,17 @@ def check(
     # The sum of finite numbers may overflow; that of others is never finite.
     is_doubtful = column.dtype.is_floating_point and not bool(value.sum().isfinite())
     if is_doubtful and not bool((finite := value.isfinite()).all()):
-        first = int((~finite).nonzero()[0])
-        raise BatchError(
-            producer, name, f"returned {value[first].item()} at index {first}", f"finite {expected}"
-        )
-    if column.response_only and bool(value.masked_fill(response_mask_T, 0).any()):
-        first = int((value.ne(0) & ~response_mask_T).nonzero()[0])
-        got = f"returned {value[first].item()} at index {first}, a prompt token"
+        got = _first(value, ~finite)
+        raise BatchError(producer, name, got, f"finite {expected}")
+    if not column.response_only:
+        return
+    mask = response_mask_T[:, None] if column.is_wide else response_mask_T
+    if bool(value.masked_fill(mask, 0).any()):
+        got = f"{_first(value, value.ne(0) & ~mask)}, a prompt token"
         raise BatchError(producer, name, got, "zero on prompt tokens")
+
+
+def _first(value: Tensor, is_wrong: Tensor) -> str:
+    """Says what the first wrong value is, and of which row."""
+    where = tuple(is_wrong.nonzero()[0].tolist())
+    return f"returned {value[where].item()} at index {where[0]}"

@@ -32,7 +32,7 @@ class MicroBatch:
     padding; `cu_seqlens`: int32, where each padded sequence starts, trailing padding counted as a
     sequence, and at last the full S; `max_seqlen`; `sample_indices`: the batch's samples, in
     order of packing, empty when there is only padding. The columns are (S,) float32, zero outside
-    `loss_mask_S`, or None.
+    `loss_mask_S`, or None; those that end in `_SK` are (S, K), `teacher_tokens_SK` int32.
 
     Where samples share their prompt (data/sharing.py), `continues` has for each sequence the index
     of the one that it goes on from, -1 for none: the prompt without its last token is a sequence of
@@ -64,11 +64,22 @@ class MicroBatch:
     returns_S: Tensor | None = None
     values_S: Tensor | None = None
     term_weights_S: Tensor | None = None
+    teacher_tokens_SK: Tensor | None = None
+    teacher_logp_SK: Tensor | None = None
 
     @property
     def num_positions(self) -> int:
         """S, or this rank's share of it after `take_positions`."""
         return len(self.tokens_S)
+
+    @property
+    def asked(self) -> Tensor:
+        """The tokens whose log-probabilities a model is asked for at each position: the targets,
+        (S,), or beside them those of the teacher, (S, 1 + K).
+        """
+        if self.teacher_tokens_SK is None:
+            return self.targets_S
+        return torch.cat((self.targets_S[:, None], self.teacher_tokens_SK), 1)
 
     def require(self, name: str, needed_by: str) -> Tensor:
         """Returns the column `name`, or raises BatchError saying that `needed_by` needs it."""
@@ -90,6 +101,8 @@ class MicroBatch:
         return replace(moved, cu_seqlens=self.cu_seqlens.to(device, non_blocking=True))
 
     def _map_positions(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        named = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name.endswith("_S"))
+        named = (
+            (f.name, getattr(self, f.name)) for f in fields(self) if f.name.endswith(("_S", "_SK"))
+        )
         changed: dict[str, Any] = {n: change(value) for n, value in named if value is not None}
         return replace(self, **changed)

@@ -12,7 +12,15 @@ from typing import Protocol
 import torch
 
 from hybridrl.kernels import copy_engine, reference
-from hybridrl.kernels.reference import BLOCK, VocabStats, block_scales, quantize_blocks
+from hybridrl.kernels.reference import (
+    BLOCK,
+    VocabStats,
+    block_scales,
+    quantize_blocks,
+    vocab_chosen,
+    vocab_chosen_backward,
+    vocab_top,
+)
 
 __all__ = [
     "BLOCK",
@@ -26,7 +34,10 @@ __all__ = [
     "quantized_copies",
     "rectangle_copies",
     "vocab_backward",
+    "vocab_chosen",
+    "vocab_chosen_backward",
     "vocab_stats",
+    "vocab_top",
 ]
 
 

@@ -1,13 +1,13 @@
 """The meaning of every kernel in plain PyTorch: fp32 accumulation, no launch parameters, no
 collectives.
 
-Shapes: T tokens, D hidden size, V this rank's vocabulary columns; of quantized weights N rows, K
-columns.
+Shapes: T tokens, D hidden size, V this rank's vocabulary columns, K chosen ones of a token; of
+quantized weights N rows, K columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 # Tokens whose logits are held at once: 1024 x 152k x 4 bytes = 0.6 GB at the largest vocabularies.
 CHUNK_TOKENS = 1024
+# Bytes of gathered weight rows that are held at once, fp32.
+CHUNK_BYTES = 1 << 27
 LOWEST = -1e30
 
 BLOCK = 128  # rows and columns of a quantized weight that share a scale
@@ -114,6 +116,89 @@ def vocab_backward(
     if grad_weight_VD is None:
         grad_weight = grad_weight.to(weight_VD.dtype)
     return grad_hidden, grad_weight
+
+
+def vocab_top(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Finds each token's largest logits in one vocabulary shard.
+
+    Products are in the tensors' own type: of columns that it does not tell apart, any is taken.
+
+    Args:
+        hidden_TD: last hidden states.
+        weight_VD: output weights of this shard, padding columns removed.
+        count: how many to find.
+
+    Returns:
+        Logits, fp32, and columns in this shard, int64, each (T, count); where the shard has fewer
+        columns, the rest is LOWEST and -1.
+    """
+    shape = hidden_TD.size(0), count
+    logits_TK = torch.full(shape, LOWEST, device=hidden_TD.device)
+    columns_TK = torch.full(shape, -1, device=hidden_TD.device)
+    num = min(count, weight_VD.size(0))
+    for start in range(0, hidden_TD.size(0) if num else 0, CHUNK_TOKENS):
+        rows = slice(start, start + CHUNK_TOKENS)
+        found = (hidden_TD[rows] @ weight_VD.T).topk(num)
+        logits_TK[rows, :num], columns_TK[rows, :num] = found.values.float(), found.indices
+    return logits_TK, columns_TK
+
+
+def vocab_chosen(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, columns_TK: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Returns the logits of given columns, (T, K) fp32.
+
+    Args:
+        hidden_TD, weight_VD, temperature: as of `vocab_stats`.
+        columns_TK: columns in this shard; -1, whose logit is 0, where another shard holds one.
+    """
+    logits_TK = torch.zeros(columns_TK.shape, device=hidden_TD.device)
+    for rows in _chosen_chunks(columns_TK, weight_VD):
+        weight_NKD = weight_VD[columns_TK[rows].clamp(min=0)].float()
+        logits_TK[rows] = (weight_NKD @ hidden_TD[rows].float()[..., None])[..., 0]
+    return logits_TK.masked_fill_(columns_TK < 0, 0.0) / temperature
+
+
+def vocab_chosen_backward(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    columns_TK: torch.Tensor,
+    temperature: float,
+    grad_TK: torch.Tensor,
+    grad_weight_VD: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes this shard's part of the gradients of `vocab_chosen`; no atomics.
+
+    Args:
+        hidden_TD, weight_VD, columns_TK, temperature: as of `vocab_chosen`.
+        grad_TK: of the loss, fp32.
+        grad_weight_VD: as of `vocab_backward`.
+
+    Returns: as `vocab_backward`.
+    """
+    grad_hidden = torch.zeros_like(hidden_TD)
+    grad_weight = weight_VD.new_zeros(weight_VD.shape, dtype=torch.float32)
+    if grad_weight_VD is not None:
+        grad_weight = grad_weight_VD
+    grad_TK = grad_TK.masked_fill(columns_TK < 0, 0.0) / temperature
+    for rows in _chosen_chunks(columns_TK, weight_VD):
+        columns_NK, grad_NK = columns_TK[rows].clamp(min=0), grad_TK[rows]
+        weight_NKD = weight_VD[columns_NK].float()
+        grad_hidden[rows] = (grad_NK[:, None] @ weight_NKD)[:, 0].to(grad_hidden.dtype)
+        parts_ND = (grad_NK[..., None] * hidden_TD[rows].float()[:, None]).flatten(0, 1)
+        grad_weight.index_put_((columns_NK.flatten(),), parts_ND, accumulate=True)
+    if grad_weight_VD is None:
+        grad_weight = grad_weight.to(weight_VD.dtype)
+    return grad_hidden, grad_weight
+
+
+def _chosen_chunks(columns_TK: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
+    """Yields rows whose gathered weights are held at once; none where the shard has no column."""
+    step = max(CHUNK_BYTES // (4 * columns_TK.size(1) * weight_VD.size(1)), 1)
+    for start in range(0, columns_TK.size(0) if weight_VD.size(0) else 0, step):
+        yield slice(start, start + step)
 
 
 class BlockCopies:

@@ -41,6 +41,9 @@ ALGORITHMS = {
     "kto": "hybridrl.algorithms.preference:Kto",
     "online_dpo": "hybridrl.algorithms.online_dpo:OnlineDpo",
     "reward_model": "hybridrl.algorithms.reward_model:RewardModel",
+    "on_policy_distillation": "hybridrl.algorithms.distillation:OnPolicyDistillation",
+    "distillation": "hybridrl.algorithms.distillation:Distillation",
+    "gkd": "hybridrl.algorithms.distillation:Distillation",
 }
 _METHODS = ("name", "needs", "advantages", "denominator", "loss")
 

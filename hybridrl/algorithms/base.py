@@ -35,6 +35,9 @@ class Needs:
         greedy: the reward part `batch.GREEDY`, from one more response to each prompt.
         group_samples: responses to a prompt of which enough are left to compare, where some got no
             score (`reward.on_error` drop); with fewer left all of them are dropped.
+        teacher: `teacher_logp_T`, from the model `algorithm.teacher`.
+        teacher_top: of so many tokens, the teacher's likeliest in each place, `teacher_logp_TK` and
+            `teacher_tokens_TK`; the loss then gets the policy's log-probabilities of the same.
     """
 
     rollouts: bool = True
@@ -45,6 +48,8 @@ class Needs:
     greedy: bool = False
     policy: bool = True
     group_samples: int = 2
+    teacher: bool = False
+    teacher_top: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,8 @@ class Algorithm(Protocol):
         """Returns the policy's loss on the positions of a micro-batch.
 
         Args:
-            logp_S: log-probability of each position's target under the policy, with a gradient.
+            logp_S: log-probability of each position's target under the policy, with a gradient; an
+                algorithm with `needs.teacher_top` gets those of `micro.teacher_tokens_SK`, (S, K).
             entropy_S: entropy of the policy at each position, nats.
             micro: the columns at the same positions; only `loss_mask_S` may count.
             denominator: as `denominator` gave it for the whole mini-batch.

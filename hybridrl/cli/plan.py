@@ -19,6 +19,7 @@ from hybridrl.cli.validate import model_violations
 from hybridrl.config.algorithm import PolicyGradientConfig, PpoConfig
 from hybridrl.config.schema import Config
 from hybridrl.config.supervised import KtoConfig, PairLossConfig
+from hybridrl.config.teacher import read_teacher
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.alias import shared_names
 from hybridrl.hybrid_engine.assign import Assignment, assign, judge, order_without_loss
@@ -318,8 +319,9 @@ def _memory(
     optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
     sharded = optimizer * num_params // (layout.dp * layout.cp)
     num_trained = 2 if isinstance(config.algorithm, PpoConfig) else 1
-    reference = itemsize * num_params if _has_reference(config) else 0
-    weights = num_trained * num_params * itemsize + reference
+    frozen = itemsize * num_params if _has_reference(config) else 0
+    frozen += _teacher_bytes(config, layout)
+    weights = num_trained * num_params * itemsize + frozen
     gradients = num_trained * num_params * MAIN_GRAD_BYTES
     states = num_trained * sharded
     sleeps = config.rollout.engine == "vllm"
@@ -332,7 +334,7 @@ def _memory(
         + states
         + _activation_bytes(config, shape, layout)
         + (0 if sleeps else engine),
-        "rollout_peak_bytes": (reference if config.train.release_weights_in_rollout else weights)
+        "rollout_peak_bytes": (frozen if config.train.release_weights_in_rollout else weights)
         + (0 if config.train.offload_optimizer else states)
         + engine
         + kv_cache,
@@ -369,6 +371,16 @@ def _has_reference(config: Config) -> bool:
         or isinstance(chosen, KtoConfig)
         for chosen in (config.algorithm, *(term.algorithm for term in config.mix.values()))
     )
+
+
+def _teacher_bytes(config: Config, layout: TrainLayout) -> int:
+    """Returns the weights of the teacher, if there is one, on the rank that holds most of them."""
+    if (hf_config := read_teacher(config)) is None:
+        return 0
+    family = resolve_family(None, hf_config)
+    shape, ranks = family.shape(hf_config), range(layout.world_size)
+    parts = (_num_elements(megatron_layout(family, shape, layout, rank)) for rank in ranks)
+    return _itemsize(config) * max(parts)
 
 
 def _num_elements(layout: RankLayout) -> int:

@@ -23,6 +23,7 @@ from hybridrl.config.rules import ONE_RANK_ENGINES, check, layer_rules, split_ru
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, SupervisedConfig
 from hybridrl.config.source import check_tokenizer_files, read_model_config
 from hybridrl.config.supervised import Feedback
+from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
 from hybridrl.data.chats import chat_column
 from hybridrl.data.feedback import checked, label_columns, response_columns
 from hybridrl.data.rows import read_rows, validate_file
@@ -55,7 +56,7 @@ def model_violations(config: Config, world_size: int) -> tuple[dict[str, Any], l
                 fused_layout(family, shape, rollout.tp, 0)  # the rules know no vocabulary
         except UserError as error:
             found.append(error)
-    return hf_config, [*check(config, world_size, hf_config), *found]
+    return hf_config, [*check(config, world_size, hf_config), *_teacher(config, hf_config), *found]
 
 
 def validate_training(config: Config, world_size: int) -> None:
@@ -152,13 +153,27 @@ def check_weights(directory: Path, family_key: str | None, hf_config: dict[str, 
 def _common(config: Config, world_size: int) -> list[UserError]:
     """Returns what is wrong with the parts of a configuration that every run has."""
     hf_config, found = model_violations(config, world_size)
-    directory = Path(config.model.path or "").expanduser()
-    if not found and config.model.path is not None and directory.is_dir():
-        try:
-            check_weights(directory, config.model.family, hf_config)
-        except UserError as error:
-            found.append(error)
+    for model in (config.model, teacher_model(config)):
+        if found or model is None or model.path is None:
+            continue
+        directory = Path(model.path).expanduser()
+        if directory.is_dir():
+            try:
+                check_weights(directory, model.family, read_model_config(model))
+            except UserError as error:
+                found.append(error)
     return [*found, *_tokenizer(config.model), *_engine(config, hf_config), *_own_code(config)]
+
+
+def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
+    """Judges the teacher by its config.json and its family."""
+    found = list(teacher_rules(config, policy))
+    yield from found
+    try:
+        if not found and (hf_config := read_teacher(config)) is not None:
+            resolve_family(None, hf_config).shape(hf_config)
+    except UserError as error:
+        yield error
 
 
 def _check_run(config: Config) -> None:
@@ -181,7 +196,7 @@ def _no_file(key: str, command: str) -> UserError:
 
 
 def _answer_column(config: Config) -> list[str]:
-    scorers = config.reward.scorers().values()
+    scorers = config.reward.scorers().values() if is_scored(config) else ()
     is_needed = any(scorer.function in NEEDS_ANSWER for scorer in scorers)
     return [config.data.answer_key] if is_needed else []
 

@@ -1,6 +1,7 @@
 """The section `algorithm`: one set of knobs for each algorithm, chosen by its name. No torch.
 
-Those without rollouts, and online DPO, are in supervised.py.
+Those without rollouts, and online DPO, are in supervised.py, those that learn from a teacher in
+distillation.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from hybridrl.config.correction import CorrectionConfig
+from hybridrl.config.distillation import DistillationConfig, GkdConfig, SampledTokensConfig
 from hybridrl.config.presets import CRITIC_PRESETS, PRESETS
 from hybridrl.config.section import Section
 from hybridrl.config.supervised import (
@@ -31,6 +33,7 @@ GroupRelativeName = Literal[
 ALGORITHM_NAMES = (
     *("grpo", "ppo", "sft", "reinforce_pp"),
     *(*PRESETS, *CRITIC_PRESETS, *PAIR_PRESETS, "kto", "reward_model", "online_dpo"),
+    *("on_policy_distillation", "distillation", "gkd"),
 )
 
 
@@ -337,6 +340,20 @@ class PpoConfig(PolicyGradientConfig):
         return values
 
 
+class OnPolicyDistillationConfig(PolicyGradientConfig, SampledTokensConfig):
+    """The teacher's log-probabilities of sampled tokens, and beside them a reward."""
+
+    name: Literal["on_policy_distillation"] = Field(
+        "on_policy_distillation", description="Selects on-policy distillation."
+    )
+
+    @model_validator(mode="after")
+    def _check_reward(self) -> Self:
+        if self.overlong_max_tokens is not None and self.reward_coef == 0:
+            raise ValueError("overlong_max_tokens: only with reward_coef above 0")
+        return self
+
+
 class CustomAlgorithmConfig(Section):
     """An algorithm in the user's own package."""
 
@@ -370,6 +387,9 @@ AlgorithmConfig = Annotated[
     | Annotated[GrpoConfig, Tag("grpo")]
     | Annotated[ReinforceConfig, Tag("reinforce_pp")]
     | Annotated[PpoConfig, Tag("ppo")]
+    | Annotated[OnPolicyDistillationConfig, Tag("on_policy_distillation")]
+    | Annotated[DistillationConfig, Tag("distillation")]
+    | Annotated[GkdConfig, Tag("gkd")]
     | Annotated[CustomAlgorithmConfig, Tag("custom")],
     Discriminator(_algorithm_tag),
 ]

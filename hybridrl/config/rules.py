@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridrl.config.algorithm import PolicyGradientConfig, ReinforceConfig
+from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
 from hybridrl.config.schema import (
     Config,
+    CustomAlgorithmConfig,
     GrpoConfig,
     ModelConfig,
     PpoConfig,
@@ -218,8 +219,8 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             f"at most train.learning_rate = {config.train.learning_rate}",
             "Lower it.",
         )
-    if config.train.critic_learning_rate is not None and isinstance(
-        algorithm, SupervisedConfig | GrpoConfig | ReinforceConfig
+    if config.train.critic_learning_rate is not None and not isinstance(
+        algorithm, PpoConfig | CustomAlgorithmConfig
     ):
         yield UserError(
             "train.critic_learning_rate",

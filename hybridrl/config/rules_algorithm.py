@@ -72,7 +72,8 @@ def unread_rules(algorithm: PolicyGradientConfig) -> Iterator[UserError]:
         "aggregate": {"fixed_length": {"fixed"}},
         "baseline": {"pass_k": {"pass_at_k"}, "pass_reward": {"pass_at_k"}},
     }
-    usual = type(algorithm)(name=algorithm.name)
+    given = [name for name, field in type(algorithm).model_fields.items() if field.is_required()]
+    usual = type(algorithm)(**{key: getattr(algorithm, key) for key in {*given, "name"}})
     for key, knobs in read_with.items():
         for knob, wanted in knobs.items():
             if not {key, knob} <= set(type(algorithm).model_fields):

@@ -45,13 +45,6 @@ def online_rules(config: Config) -> Iterator[UserError]:
             "1 with algorithm online_dpo, whose gradient is that at the step's start",
             "Set steps.updates_per_step=1, and steps.prompts_per_step lower.",
         )
-    if config.train.critic_learning_rate is not None:
-        yield UserError(
-            "train.critic_learning_rate",
-            config.train.critic_learning_rate,
-            "nothing with algorithm online_dpo, which has no critic",
-            "Remove it, or use ppo.",
-        )
 
 
 def mix_rules(config: Config) -> Iterator[UserError]:

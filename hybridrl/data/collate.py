@@ -19,13 +19,15 @@ from hybridrl.data.packing import packed_bounds
 from hybridrl.data.sharing import shared_prefix
 
 _COLUMNS = (
-    "old_logp",
-    "reference_logp",
-    "behaviour_logp",
-    "advantages",
-    "returns",
-    "values",
-    "term_weights",
+    "old_logp_T",
+    "reference_logp_T",
+    "behaviour_logp_T",
+    "advantages_T",
+    "returns_T",
+    "values_T",
+    "term_weights_T",
+    "teacher_tokens_TK",
+    "teacher_logp_TK",
 )
 
 
@@ -63,12 +65,12 @@ def micro_batch(
     carried = batch.columns()
     columns: dict[str, Tensor | None] = {}
     for name in _COLUMNS:
-        column_T = carried.get(f"{name}_T")
-        columns[f"{name}_S"] = None
+        column_T, packed_name = carried.get(name), name.replace("_T", "_S")
+        columns[packed_name] = None
         if column_T is not None:
-            column_S = torch.zeros(total)
+            column_S = torch.zeros(total, *column_T.shape[1:], dtype=column_T.dtype)
             column_S[predictor_R] = column_T[source_R]
-            columns[f"{name}_S"] = column_S
+            columns[packed_name] = column_S
     return MicroBatch(
         tokens_S=tokens_S,
         positions_S=laid.positions_S,
@@ -88,17 +90,17 @@ def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: Rollo
 
     Args:
         micros: whole micro-batches of `batch`, as `micro_batch` made them.
-        columns: for each of them a predictor-aligned tensor (S,), on any device; what stands
-            outside `loss_mask_S` is ignored.
+        columns: for each of them a predictor-aligned tensor (S,) or (S, K), on any device; what
+            stands outside `loss_mask_S` is ignored.
         batch: where the samples come from.
 
     Returns:
-        (T,) float32 on the CPU, zero on prompt tokens and on samples that no micro-batch holds, so
-        that the sum over data-parallel ranks is the column of the whole batch.
+        (T,) or (T, K) float32 on the CPU, zero on prompt tokens and on samples that no micro-batch
+        holds, so that the sum over data-parallel ranks is the column of the whole batch.
     """
-    column_T = torch.zeros(batch.num_tokens)
+    column_T = torch.zeros(batch.num_tokens, *columns[0].shape[1:])
     for micro, column_S in zip(micros, columns, strict=True):
-        if column_S.shape != micro.loss_mask_S.shape:
+        if column_S.shape[:1] != micro.loss_mask_S.shape:
             raise ValueError(f"{tuple(column_S.shape)} results for {micro.num_positions} positions")
         index_B = torch.tensor(micro.sample_indices, dtype=torch.int64)
         # Sync point: the batch lives on the CPU, once a step and column.

@@ -67,6 +67,11 @@ PLOTS = (
     Plot("Accuracy on held-out prompts, greedy", {"accuracy": ACCURACY}),
     Plot("Policy loss", {"loss": "policy/loss"}),
     Plot("KL", {"KL": "policy/kl"}, "nats"),
+    Plot(
+        "KL of policy and teacher",
+        {"reverse": "teacher/reverse_kl", "forward": "teacher/forward_kl"},
+        "nats",
+    ),
     Plot("Entropy", {"entropy": "policy/entropy"}, "nats"),
     Plot("Gradient norm", {"norm": "policy/grad_norm"}),
     Plot("Response length", {"mean": "response_tokens/mean"}, "tokens"),

@@ -30,10 +30,15 @@ from hybridrl.models.attention import PackedSequences
 class TokenStats(NamedTuple):
     """Of each packed position: log-probability of its target and entropy of its distribution, nats,
     (S,) fp32; zero, and without a gradient, where the head was not computed.
+
+    Where further tokens were given, or the likeliest asked for, `chosen_logp_SK` are their
+    log-probabilities, and `chosen_SK` the tokens.
     """
 
     logp_S: torch.Tensor
     entropy_S: torch.Tensor
+    chosen_logp_SK: torch.Tensor | None = None
+    chosen_SK: torch.Tensor | None = None
 
 
 class _TokenStatsFunction(torch.autograd.Function):
@@ -93,13 +98,61 @@ class _TokenStatsFunction(torch.autograd.Function):
             grad_entropy,
             None if main_grad_VD is None else main_grad_VD[: ctx.num_columns],
         )
-        if main_grad_VD is not None:
-            grad_shard = _placeholder(weight_VD)
-        elif ctx.num_columns < weight_VD.size(0):
-            padding = grad_shard.new_zeros(weight_VD.size(0) - ctx.num_columns, weight_VD.size(1))
-            grad_shard = torch.cat((grad_shard, padding))
+        is_added = main_grad_VD is not None
+        grad_weight = _placeholder(weight_VD) if is_added else _padded(grad_shard, weight_VD)
         grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
-        return grad_hidden, grad_shard, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+class _ChosenLogits(torch.autograd.Function):
+    """Logits of K columns at each computed position, (N, K) fp32, summed over the shards that hold
+    them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        columns_NK: torch.Tensor,
+        rows_N: torch.Tensor,
+        temperature: float,
+        num_columns: int,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
+        logits_NK = ops.vocab_chosen(hidden_ND, shard_VD, columns_NK, temperature)
+        if group.size() > 1 and rows_N.numel() > 0:
+            dist.all_reduce(logits_NK, group=group)
+        ctx.save_for_backward(hidden_ND, weight_VD, columns_NK, rows_N)
+        ctx.temperature, ctx.num_columns = temperature, num_columns
+        ctx.num_positions = hidden_SD.size(0)
+        return logits_NK
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_NK: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden_ND, weight_VD, columns_NK, rows_N = ctx.saved_tensors
+        main_grad_VD = _main_grad(weight_VD)
+        grad_hidden, grad_shard = ops.vocab_chosen_backward(
+            hidden_ND,
+            weight_VD[: ctx.num_columns],
+            columns_NK,
+            ctx.temperature,
+            grad_NK,
+            None if main_grad_VD is None else main_grad_VD[: ctx.num_columns],
+        )
+        grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
+        # Of a gradient that is in the main one, autograd hears from the targets' statistics alone.
+        grad_weight = None if main_grad_VD is not None else _padded(grad_shard, weight_VD)
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _padded(grad_shard: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient with zeros for the vocabulary's padding."""
+    missing = weight_VD.size(0) - grad_shard.size(0)
+    return torch.nn.functional.pad(grad_shard, (0, 0, 0, missing)) if missing else grad_shard
 
 
 def _at_rows(part: torch.Tensor, rows_N: torch.Tensor, num_positions: int) -> torch.Tensor:
@@ -149,12 +202,15 @@ class LanguageModel(PackedModel):
         num_tokens: size of the real vocabulary; the padded columns beyond it are left out of the
             softmax.
         **kwargs: of GPTModel.
+
+    Attributes: `num_top`, how many of the likeliest tokens of each position to find.
     """
 
     def __init__(self, *, num_tokens: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.num_tokens = num_tokens
         self.temperature = 1.0
+        self.num_top = 0
 
     def output_weight(self) -> torch.Tensor:
         """Returns this rank's rows of the output weight, padding included; last stage only."""
@@ -181,10 +237,40 @@ class LanguageModel(PackedModel):
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         start = group.rank() * weight.size(0)
         num_columns = min(max(self.num_tokens - start, 0), weight.size(0))
-        target_N = labels.flatten().index_select(0, rows_N) - start
-        target_N = target_N.masked_fill((target_N < 0) | (target_N >= num_columns), -1)
         hidden_SD, head = hidden_states.flatten(0, 1), (self.temperature, num_columns, group)
-        return TokenStats(*_TokenStatsFunction.apply(hidden_SD, weight, target_N, rows_N, *head))
+        # The target, and the tokens chosen beside it, (1, S) or (1, S, 1 + K).
+        tokens_NC = labels[0].view(hidden_SD.size(0), -1).index_select(0, rows_N)
+        if self.num_top:
+            top_NK = self._likeliest(hidden_SD.detach()[rows_N], weight.detach()[:num_columns])
+            tokens_NC = torch.cat((tokens_NC[:, :1], top_NK), 1)
+        columns_NC = tokens_NC - start
+        columns_NC = columns_NC.masked_fill((columns_NC < 0) | (columns_NC >= num_columns), -1)
+        target_N = columns_NC[:, 0].contiguous()  # as kernels take it
+        stats = _TokenStatsFunction.apply(hidden_SD, weight, target_N, rows_N, *head)
+        if tokens_NC.size(1) == 1:
+            return TokenStats(*stats)
+        logits_NC = _ChosenLogits.apply(hidden_SD, weight, columns_NC, rows_N, *head)
+        # Of all columns the softmax has the same denominator.
+        logp_N = stats[0].index_select(0, rows_N)
+        chosen_NK = logits_NC[:, 1:] - logits_NC[:, :1] + logp_N[:, None]
+        chosen = (
+            _at_rows(part, rows_N, hidden_SD.size(0)) for part in (chosen_NK, tokens_NC[:, 1:])
+        )
+        return TokenStats(*stats, *chosen)
+
+    def _likeliest(self, hidden_ND: torch.Tensor, shard_VD: torch.Tensor) -> torch.Tensor:
+        """Returns the `num_top` likeliest tokens of all shards, (N, num_top) int64."""
+        group = self.pg_collection.tp
+        start = group.rank() * self.output_weight().size(0)
+        logits_NK, columns_NK = ops.vocab_top(hidden_ND, shard_VD, self.num_top)
+        if group.size() == 1 or hidden_ND.size(0) == 0:
+            return columns_NK
+        found = []
+        for part_NK in (logits_NK, columns_NK + start):
+            parts = [torch.empty_like(part_NK) for _ in range(group.size())]
+            dist.all_gather(parts, part_NK.contiguous(), group=group)
+            found.append(torch.cat(parts, 1))
+        return found[1].gather(1, found[0].topk(self.num_top).indices)
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from hybridrl.hybrid_engine.phases import Phase
 from hybridrl.metrics.values import average
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform, start_kernels_in_order
-from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction
 from hybridrl.rollout.engine import Holding
 from hybridrl.trainer import ledger, probe, setup
@@ -228,8 +227,8 @@ class Trainer:
         return self.journal.summarize(shown, metrics, flops)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
-        """Returns the samples that the algorithm learns from, with what it reads: old and reference
-        log-probabilities, values.
+        """Returns the samples that the algorithm learns from, with what it reads: what the policy
+        and frozen models say of them, and values.
         """
         is_reused = self.algorithm.needs.rollouts and self.config.steps.updates_per_step > 1
         return self.roles.add_columns(self.algorithm, scored, is_reused)
@@ -352,7 +351,7 @@ class Trainer:
         self.algorithm: Algorithm = make_algorithm(config.algorithm)
         self.tokenizer = tokenizer or setup.load_tokenizer(config.model)
         needs = self.algorithm.needs
-        self.scorer = Scorer(config.reward, self.tokenizer, reward, needs.group_samples)
+        self.scorer = setup.make_scorer(config, self.tokenizer, reward, needs.group_samples)
         with self.world.all_agree("reading the prompts"):
             loaded, self.eval_prompts = setup.load_data(config, self.tokenizer, needs, rows)
             self.mix = Mix(config, self.tokenizer, self.journal.say)

@@ -54,12 +54,13 @@ def make_terms(config: Config) -> dict[str, Term]:
     for name, section in config.mix.items():
         algorithm = make_algorithm(section.algorithm)
         needs = algorithm.needs
-        others = (needs.rollouts, needs.values, needs.greedy, not needs.policy)
+        others = [needs.rollouts, needs.values, needs.greedy, not needs.policy]
+        others += [needs.teacher, needs.teacher_top > 0]
         if any(others) or isinstance(algorithm, AdaptiveAlgorithm):
             raise UserError(
                 f"mix.{name}.algorithm.name",
                 section.algorithm.name,
-                "an algorithm of the policy alone, without rollouts, critic and state",
+                "an algorithm of the policy alone, without rollouts, critic, teacher and state",
                 "Make it the main algorithm.",
             )
         terms[name] = Term(algorithm, section.weight)

@@ -97,7 +97,7 @@ class Work:
 
     def expand(self, local_S: torch.Tensor) -> torch.Tensor:
         """Returns this rank's results at their places in the whole micro-batch, zero elsewhere."""
-        whole_S = torch.zeros(self.whole.num_positions)
+        whole_S = torch.zeros(self.whole.num_positions, *local_S.shape[1:])
         whole_S[self.held_S] = local_S.detach().float().cpu()
         return whole_S
 
@@ -310,15 +310,16 @@ class ParallelModel:
         ]
 
     def per_token(
-        self, batch: TrainBatch, works: Sequence[Work], outputs: Sequence[torch.Tensor]
+        self, batch: TrainBatch, works: Sequence[Work], outputs: Sequence[torch.Tensor], *width: int
     ) -> torch.Tensor:
         """Puts per-position results of the last stage together into a (T,) column known to all
         ranks.
 
         Args:
             outputs: one (S_local,) tensor a micro-batch on last-stage ranks, empty elsewhere.
+            width: K of tensors (S_local, K), which make a (T, K) column.
         """
-        column_T = torch.zeros(batch.num_tokens)
+        column_T = torch.zeros(batch.num_tokens, *width)
         if self.world.reports:
             wholes = [work.expand(output) for work, output in zip(works, outputs, strict=True)]
             column_T = unpack([work.whole for work in works], wholes, batch)
@@ -377,7 +378,7 @@ def _forward(chunk: torch.nn.Module, work: Work) -> Any:
             input_ids=local.tokens_S[None],
             position_ids=local.positions_S[None],
             attention_mask=None,
-            labels=local.targets_S[None],
+            labels=local.asked[None],
             loss_mask=work.scored_N,
             packed_seq_params=work.packed,
         )

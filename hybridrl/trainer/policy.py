@@ -138,7 +138,9 @@ def _loss(
     """Returns the loss of a micro-batch; it keeps the log-probabilities in `logps`."""
 
     def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
-        result = algorithm.loss(output.logp_S, output.entropy_S, micro, denominator)
+        chosen = output.chosen_logp_SK
+        logp = output.logp_S if chosen is None else chosen
+        result = algorithm.loss(logp, output.entropy_S, micro, denominator)
         if logps is not None:
             logps.append(output.logp_S.detach())
         return result.loss if weight == 1 else weight * result.loss, kept(result)

@@ -29,6 +29,7 @@ from hybridrl.trainer.judge import Judge, make_judges
 from hybridrl.trainer.mix import Term, make_terms
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.policy import LossTerm, Policy
+from hybridrl.trainer.teacher import Teacher, make_teacher
 from hybridrl.trainer.update import Gradients
 
 
@@ -43,6 +44,7 @@ class Roles:
         num_critic_warmup_steps: steps in which only the critic is trained.
         judges: reward models that score what is sampled.
         terms: further terms of the policy's loss, by name.
+        teacher: that a distillation learns from.
     """
 
     source: ModelSource
@@ -53,6 +55,7 @@ class Roles:
     num_critic_warmup_steps: int
     judges: Sequence[Judge] = ()
     terms: Mapping[str, Term] = field(default_factory=dict)
+    teacher: Teacher | None = None
 
     def trains_policy(self, num_steps_done: int) -> bool:
         """Whether the policy is trained in the step after so many."""
@@ -83,8 +86,8 @@ class Roles:
         has_old_logps: bool = False,
         temperature: float | None = None,
     ) -> TrainBatch:
-        """Returns the samples that an algorithm learns from, with what it reads: old and reference
-        log-probabilities, values.
+        """Returns the samples that an algorithm learns from, with what it reads: what the policy
+        and frozen models say of them, and values.
 
         Args:
             has_old_logps: adds the former, even if the algorithm does without.
@@ -100,6 +103,8 @@ class Roles:
             columns["reference_logp_T"] = self.reference.logprobs(batch, temperature)
         if self.critic is not None and needs.values:
             columns["values_T"] = self.critic.values(batch)
+        if self.teacher is not None and (needs.teacher or needs.teacher_top):
+            columns |= self.teacher.columns(batch)
         return batch.join_columns(Producer.here("the trainer"), **columns)
 
     def flops(
@@ -124,6 +129,8 @@ class Roles:
         value = forward_flops(shape, lengths, responses, head_size=1)
         value_update = train_flops(shape, lengths, responses, head_size=1)
         lookups, update = _lm_flops(shape, batch)
+        if self.teacher is not None:
+            lookups += forward_flops(self.teacher.model.source.shape, lengths, responses)
         return {
             "generate": generate_flops(shape, generated),
             "logprobs": lookups + has_critic * value,
@@ -157,8 +164,8 @@ def make_roles(
         algorithm: says which are needed.
         models: gets each as soon as it is there, by name, for the table of an out-of-memory error.
         say: tells the user, once.
-        has_reference: False leaves out the reference and reward models, where their columns are
-            known already.
+        has_reference: False leaves out the reference, reward models and the teacher, where their
+            columns are known already.
     """
     needs, terms = algorithm.needs, make_terms(config)
     is_compared = needs.reference or any(t.algorithm.needs.reference for t in terms.values())
@@ -189,4 +196,7 @@ def make_roles(
     warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
     is_scored = needs.rollouts and has_reference
     judges = make_judges(config, world, source, models, needs.greedy) if is_scored else ()
-    return Roles(source, policy, reference, critic, trained, warmup, judges, terms)
+    teacher = None
+    if (needs.teacher or needs.teacher_top) and has_reference:
+        teacher = make_teacher(config, world, source, models, needs, temperature)
+    return Roles(source, policy, reference, critic, trained, warmup, judges, terms, teacher)

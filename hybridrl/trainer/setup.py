@@ -21,6 +21,7 @@ from hybridrl.batch import Prompt
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from hybridrl.config.source import check_tokenizer_files, model_directory, read_model_config
+from hybridrl.config.teacher import is_scored, teacher_rules
 from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompts import LoadedPrompts, load_prompts
 from hybridrl.errors import ConfigError, ModelError, UserError
@@ -35,6 +36,8 @@ from hybridrl.parallel import peer_memory
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
+from hybridrl.rewards.base import Scorer
+from hybridrl.rewards.functions import RewardFunction, no_reward
 from hybridrl.rollout.engine import SamplingParams
 from hybridrl.rollout.hf import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
@@ -59,6 +62,7 @@ def check_rules(config: Config, world_size: int) -> None:
     model_config = read_model_config(config.model) if has_model else None
     dtype = str(Platform.detect().default_dtype()).removeprefix("torch.")
     found = check(config, world_size, model_config, dtype)
+    found += teacher_rules(config, model_config or {})
     if found:
         raise ConfigError(found)
 
@@ -114,6 +118,21 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             "a directory or hub name with tokenizer files",
             f"Set model.tokenizer. {str(error).splitlines()[0]}",
         ) from error
+
+
+def make_scorer(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    reward: RewardFunction | None,
+    group_samples: int,
+) -> Scorer:
+    """Makes what scores responses: by `reward`, else by the section, if anything.
+
+    Args:
+        group_samples: as of `Needs`.
+    """
+    unscored = None if is_scored(config) else no_reward
+    return Scorer(config.reward, tokenizer, reward or unscored, group_samples)
 
 
 def load_data(

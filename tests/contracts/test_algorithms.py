@@ -33,8 +33,14 @@ from hybridrl.batch import (
     RolloutBatch,
     TrainBatch,
 )
-from hybridrl.config.algorithm import PRESETS, PolicyGradientConfig, ReinforceConfig
+from hybridrl.config.algorithm import (
+    PRESETS,
+    OnPolicyDistillationConfig,
+    PolicyGradientConfig,
+    ReinforceConfig,
+)
 from hybridrl.config.correction import CorrectionConfig
+from hybridrl.config.distillation import DistillationConfig, GkdConfig
 from hybridrl.config.schema import (
     DpoConfig,
     GrpoConfig,
@@ -102,6 +108,15 @@ CASES = {
     "ppo-kl-loss-entropy": PpoConfig(
         kl_coef=0.1, kl_in="loss", kl_estimator="k2", entropy_coef=0.05, whiten_advantages=False
     ),
+    "on_policy_distillation": OnPolicyDistillationConfig(teacher="t"),
+    "on_policy_distillation-all": OnPolicyDistillationConfig(
+        teacher="t", gamma=0.9, reward_coef=0.5, kl_coef=0.1, kl_in="reward", kl_estimator="k1"
+    ),
+    "on_policy_distillation-tis": OnPolicyDistillationConfig(
+        teacher="t", objective="ratio", correction=CorrectionConfig(weight="token", max=1.2)
+    ),
+    "distillation": DistillationConfig(teacher="t", top_k=5),
+    "gkd": GkdConfig(teacher="t", top_k=3),
 }
 VOCABULARY = 17
 HERE = Producer.here("test")
@@ -132,6 +147,8 @@ class Tables:
         """Log-probabilities of the targets, and entropies."""
         logp_SV = self.logits_VV[micro.tokens_S].log_softmax(-1)
         entropy_S = -(logp_SV.exp() * logp_SV).sum(-1)
+        if micro.teacher_tokens_SK is not None:
+            return logp_SV.gather(1, micro.teacher_tokens_SK.long()), entropy_S
         return logp_SV.gather(1, micro.targets_S[:, None])[:, 0], entropy_S
 
 
@@ -167,6 +184,22 @@ def make_batch(
     )
 
 
+def with_teacher(batch: TrainBatch, top: int) -> TrainBatch:
+    """The batch with what a teacher says of it: another random table, near the policy's own."""
+    generator = torch.manual_seed(5)
+    logits_VV = Tables.random().logits_VV.detach()
+    noise_VV = torch.randn(logits_VV.shape, dtype=torch.float64, generator=generator)
+    logp_TV = (logits_VV + noise_VV)[batch.tokens_T.roll(1)].log_softmax(-1)
+    mask_T = batch.response_mask_T
+    logp_T = logp_TV.gather(1, batch.tokens_T[:, None])[:, 0]
+    columns = {"teacher_logp_T": (logp_T * mask_T).float()}
+    if top:
+        found = logp_TV.topk(top)
+        columns["teacher_tokens_TK"] = found.indices.int() * mask_T[:, None]
+        columns["teacher_logp_TK"] = (found.values * mask_T[:, None]).float()
+    return batch.join_columns(HERE, **columns)
+
+
 def make_feedback_batch(case: str, tables: Tables, seed: int = 0) -> TrainBatch:
     """Six pairs, or twelve labelled responses and then as many mismatched ones."""
     if CASES[case].feedback == "pairs":
@@ -191,6 +224,10 @@ def kept(algorithm: Algorithm, batch: TrainBatch) -> TrainBatch:
     if isinstance(algorithm, SelectiveAlgorithm):
         return batch.select(algorithm.selected(batch))
     return batch.select(range(min(batch.num_samples, 12)))
+
+
+def has_distributions(case: str) -> bool:
+    return make_algorithm(CASES[case]).needs.teacher_top > 0
 
 
 def current_logps(tables: Tables, batch: TrainBatch) -> Tensor:
@@ -235,10 +272,10 @@ def prepare(case: str, seed: int = 0) -> tuple[Algorithm, Tables, TrainBatch]:
     tables = Tables.random(seed)
     algorithm, config = make_algorithm(CASES[case]), CASES[case]
     if isinstance(config, SupervisedConfig) and config.feedback is not None:
-        return algorithm, tables, make_feedback_batch(case, tables, seed)
-    # Of three samples a pair is kept; every case is to learn from twelve.
-    num_prompts = 6 if isinstance(algorithm, SelectiveAlgorithm) else 4
-    return algorithm, tables, make_batch(tables, seed, num_prompts)
+        batch = make_feedback_batch(case, tables, seed)
+    else:  # of three samples a pair is kept; every case is to learn from twelve
+        batch = make_batch(tables, seed, 6 if isinstance(algorithm, SelectiveAlgorithm) else 4)
+    return algorithm, tables, with_teacher(batch, algorithm.needs.teacher_top)
 
 
 def assert_same(found: dict, expected: dict, tolerance: float) -> None:
@@ -290,7 +327,11 @@ def test_masked_positions_have_no_gradient_and_no_effect(case, garbage):
         losses.append((algorithm.value_loss, [tables.values_V.detach()[micro.tokens_S]]))
     for loss, inputs in losses:
         clean = [x.clone().requires_grad_() for x in inputs]
-        spoilt = [torch.where(mask_S, x, garbage).requires_grad_() for x in inputs]
+        masks = [mask_S.view(-1, *[1] * (x.ndim - 1)) for x in inputs]
+        spoilt = [
+            torch.where(mask, x, garbage).requires_grad_()
+            for x, mask in zip(inputs, masks, strict=True)
+        ]
         outputs = [loss(*given, micro, 7.0) for given in (clean, spoilt)]
         assert outputs[0].loss == outputs[1].loss
         assert outputs[0].metrics == outputs[1].metrics
@@ -341,6 +382,8 @@ def test_the_order_of_samples_does_not_matter(case):
 @pytest.mark.parametrize("old", ["absent", "equal to the policy"])
 def test_at_ratio_one_the_gradient_is_the_policy_gradient(case, old):
     config = CASES[case]
+    if has_distributions(case):
+        pytest.skip("no token has an advantage; test_algorithms_distillation.py has its gradient")
     if "kl_coef" in type(config).model_fields:
         terms = ("kl_coef", "entropy_coef", "positive_lm_coef", "cov_kl_coef")
         off = {name: 0.0 for name in terms if name in type(config).model_fields}
@@ -387,7 +430,7 @@ def test_gradients_agree_with_finite_differences(case):
 
 FLOATS = (
     *("old_logp_S", "reference_logp_S", "behaviour_logp_S"),
-    *("advantages_S", "returns_S", "values_S", "term_weights_S"),
+    *("advantages_S", "returns_S", "values_S", "term_weights_S", "teacher_logp_SK"),
 )
 NEEDED = {
     "reference": "reference_logp_T",
@@ -395,6 +438,8 @@ NEEDED = {
     "old_logps": "old_logp_T",
     "rollouts": "reward_B",
     "greedy": "reward_parts",
+    "teacher": "teacher_logp_T",
+    "teacher_top": "teacher_logp_TK",
 }
 
 
@@ -411,7 +456,8 @@ def with_other(batch: TrainBatch, need: str) -> TrainBatch:
             return batch
         noise_B = torch.rand(batch.num_samples)
         return batch.with_parts({GREEDY: batch.reward_parts[GREEDY] + noise_B})
-    column = batch.columns()[NEEDED[need]]
+    if (column := batch.columns().get(NEEDED[need])) is None:
+        return batch
     other = replace(batch, **{NEEDED[need]: column * (1 + torch.rand(column.shape))})
     if need != "rollouts":
         return other
@@ -435,12 +481,15 @@ def test_what_is_declared_is_used_and_what_is_not_is_not_needed(case, need):
     expected = gradient(batch, batch.old_logp_T)
     found = gradient(with_other(batch, need), batch.old_logp_T)
     is_used = any((found[n] - expected[n]).abs().max() > COLUMN for n in expected)
-    assert is_used == getattr(algorithm.needs, need)
-    if need == "rollouts":
+    is_told = bool(getattr(algorithm.needs, need))
+    if need == "rollouts":  # distillation learns from samples without a reward
+        takes_reward = getattr(CASES[case], "reward_coef", 1) > 0 and not has_distributions(case)
+        assert is_used == (is_told and takes_reward)
         return
+    assert is_used == is_told
     without = without_need(batch, need)
     if is_used:
-        named = "greedy" if need == "greedy" else NEEDED[need][:-1]
+        named = "greedy" if need == "greedy" else NEEDED[need].removesuffix("K")[:-1]
         with pytest.raises(BatchError, match=f"{named}.*{algorithm.name}"):
             gradient(without, batch.old_logp_T)
     else:
@@ -470,6 +519,7 @@ def test_advantages_leave_the_rest_of_the_batch_alone(case):
         assert torch.equal(filled.columns()[name], learned.columns()[name])
         assert torch.equal(batch.columns()[name], column)
     added = set(filled.columns()) - set(before)
-    expected = {"advantages_T"} if algorithm.needs.rollouts or has_feedback(case) else set()
+    has_advantages = algorithm.needs.rollouts or has_feedback(case)
+    expected = {"advantages_T"} if has_advantages and not has_distributions(case) else set()
     expected |= {"returns_T"} if algorithm.needs.values else set()
     assert added == expected | ({"term_weights_T"} if case in ("kl_cov", "vapo") else set())

@@ -40,7 +40,10 @@ def world() -> Iterator[World]:
 
 def loss(output: heads.TokenStats, micro: object) -> tuple[torch.Tensor, None]:
     weight = torch.arange(output.logp_S.numel()) % 5 - 1.5
-    return (weight * output.logp_S + 0.3 * output.entropy_S).sum() / 100, None
+    total = (weight * output.logp_S + 0.3 * output.entropy_S).sum()
+    if output.chosen_logp_SK is not None:
+        total = total + (output.chosen_logp_SK * torch.tensor([0.2, -0.7, 0.4])).sum()
+    return total / 100, None
 
 
 def make(world: World, kind: str, dtype: torch.dtype) -> ParallelModel:
@@ -54,10 +57,15 @@ def make(world: World, kind: str, dtype: torch.dtype) -> ParallelModel:
     return model
 
 
-def a_batch() -> TrainBatch:
+def a_batch(is_taught: bool = False) -> TrainBatch:
     drawn = torch.randint(0, 199, (6, 12), generator=torch.Generator().manual_seed(2)).tolist()
     prompts = [Prompt(i, "", tuple(row[:4]), {}, tuple(row[4:])) for i, row in enumerate(drawn)]
-    return TrainBatch.supervised(prompts, Producer.here("the test"))
+    batch = TrainBatch.supervised(prompts, Producer.here("the test"))
+    if not is_taught:
+        return batch
+    tokens_TK = torch.randint(0, 199, (batch.num_tokens, 3), generator=torch.manual_seed(4)).int()
+    tokens_TK *= batch.response_mask_T[:, None]
+    return batch.join_columns(Producer.here("the test"), teacher_tokens_TK=tokens_TK)
 
 
 def main_gradients(model: ParallelModel, works: list[Work]) -> dict[str, torch.Tensor]:
@@ -72,11 +80,12 @@ def main_gradients(model: ParallelModel, works: list[Work]) -> dict[str, torch.T
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_taught", [False, True])
 def test_micro_batches_add_up_as_through_autograd(
-    world: World, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, is_taught: bool
 ) -> None:
     model = make(world, kind, dtype)
-    works = model.plan_work(a_batch())
+    works = model.plan_work(a_batch(is_taught))
 
     torch.use_deterministic_algorithms(True)  # uninitialised memory is filled with what is none
     found = [main_gradients(model, works) for _ in range(2)]
@@ -117,9 +126,12 @@ class MadeTensors(TorchDispatchMode):
         return result
 
 
-def test_stand_in_for_the_gradient_takes_no_memory_and_the_hook_runs(world: World) -> None:
+@pytest.mark.parametrize("is_taught", [False, True])
+def test_stand_in_for_the_gradient_takes_no_memory_and_the_hook_runs(
+    world: World, is_taught: bool
+) -> None:
     model = make(world, "qwen2", torch.bfloat16)
-    wanted = main_gradients(model, model.plan_work(a_batch()))
+    wanted = main_gradients(model, model.plan_work(a_batch(is_taught)))
     (chunk,), (wrapped,) = model.chunks, model.forward_chunks
     # As with more than one replica: Megatron's hook refuses a missing gradient, and the reduction
     # begins when it has run for every parameter.
@@ -127,7 +139,7 @@ def test_stand_in_for_the_gradient_takes_no_memory_and_the_hook_runs(world: Worl
     weight = chunk.output_weight()
     before = weight.detach().clone()
     with MadeTensors(weight) as made:
-        found = main_gradients(model, model.plan_work(a_batch()))
+        found = main_gradients(model, model.plan_work(a_batch(is_taught)))
     # Beside the stand-in this type and shape has only the embedding's gradient: the head's sums are
     # fp32.
     assert set(made.makers) == {"aten.embedding_dense_backward.default"}
@@ -164,13 +176,13 @@ def test_rows_that_nobody_reads_are_not_computed_and_have_no_gradient(
         model.forward_all(works), model.forward_all(every), works, strict=True
     ):
         mask_S = work.local.loss_mask_S
-        for own, other in zip(some, whole, strict=True):
+        for own, other in zip(some[:2], whole[:2], strict=True):
             assert not own[~mask_S].any() and other[~mask_S].all()
             # Matrix products of other sizes may sum in another order.
             assert torch.allclose(own[mask_S], other[mask_S], rtol=1e-6, atol=1e-6)
 
     def masked(output: heads.TokenStats, micro: Any) -> tuple[torch.Tensor, None]:
-        parts = [column_S * micro.loss_mask_S for column_S in output]
+        parts = [column_S * micro.loss_mask_S for column_S in output[:2]]
         return loss(heads.TokenStats(*parts), micro)
 
     model.accumulate(every, masked)
@@ -181,7 +193,11 @@ def test_rows_that_nobody_reads_are_not_computed_and_have_no_gradient(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_micro_batch_without_a_row_to_read_has_no_gradient(world: World, kind: str) -> None:
+@pytest.mark.parametrize("is_taught", [False, True])
+def test_micro_batch_without_a_row_to_read_has_no_gradient(
+    world: World, kind: str, is_taught: bool
+) -> None:
     model = make(world, kind, torch.bfloat16)
-    works = [replace(work, scored_N=work.scored_N[:0]) for work in model.plan_work(a_batch())]
+    planned = model.plan_work(a_batch(is_taught))
+    works = [replace(work, scored_N=work.scored_N[:0]) for work in planned]
     assert not any(gradient.any() for gradient in main_gradients(model, works).values())

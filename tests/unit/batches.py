@@ -12,8 +12,9 @@ from hybridrl.data.supervised import supervised_batch
 
 LOGP_COLUMNS = (
     *("old_logp_T", "reference_logp_T", "values_T"),
-    *("advantages_T", "returns_T", "term_weights_T"),
+    *("advantages_T", "returns_T", "term_weights_T", "teacher_logp_T"),
 )
+TEACHER_TOP = 3
 
 
 def rollouts(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0) -> list[Rollout]:
@@ -51,7 +52,11 @@ def train_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0
     torch.manual_seed(seed)
     reward_B = torch.randn(batch.num_samples)
     made = batch.scored(reward_B, {"part": reward_B * 2}, Producer.here("test reward"))
-    columns = {n: torch.randn(batch.num_tokens) * batch.response_mask_T for n in LOGP_COLUMNS}
+    mask_T = batch.response_mask_T
+    columns = {n: torch.randn(batch.num_tokens) * mask_T for n in LOGP_COLUMNS}
+    shape = batch.num_tokens, TEACHER_TOP
+    columns["teacher_logp_TK"] = torch.randn(shape) * mask_T[:, None]
+    columns["teacher_tokens_TK"] = torch.randint(1, 50, shape).int() * mask_T[:, None]
     return made.to_train(Producer.here("test")).join_columns(Producer.here("test"), **columns)
 
 

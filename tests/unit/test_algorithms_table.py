@@ -53,7 +53,8 @@ def test_the_table_holds_the_names_of_the_schema():
 
 
 def test_every_name_has_its_formula_and_its_defaults_in_the_docs():
-    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    text, _ = page.split("## Learning")  # where names have what they reached
     for name in ALGORITHMS:
         assert text.count(f"\n| `{name}` |") == 2, name
 

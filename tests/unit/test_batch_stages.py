@@ -36,7 +36,7 @@ def per_sample(batch: TrainBatch) -> list[dict[str, object]]:
     for i, length in enumerate(batch.lengths_B.tolist()):
         part = slice(start, start + length)
         row: dict[str, object] = {
-            n: c[part].tolist() for n, c in batch.columns().items() if n[-1] == "T"
+            n: c[part].tolist() for n, c in batch.columns().items() if n.endswith(("T", "TK"))
         }
         row |= {n: c[i].item() for n, c in batch.columns().items() if n[-1] == "B"}
         row |= {"part": batch.reward_parts["part"][i].item(), "prompt": batch.prompts[i]}
@@ -112,7 +112,7 @@ BAD_COLUMNS = {
 }
 
 
-@pytest.mark.parametrize("name", ["old_logp_T", "values_T", "advantages_T", "behaviour_logp_T"])
+@pytest.mark.parametrize("name", ["old_logp_T", "values_T", "behaviour_logp_T", "teacher_logp_TK"])
 @pytest.mark.parametrize("bad", BAD_COLUMNS)
 def test_join_columns_refuses_a_column_that_does_not_fit(name, bad):
     batch = train_batch()

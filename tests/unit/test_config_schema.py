@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from hybridrl.config.algorithm import GrpoConfig, PpoConfig
+from hybridrl.config.algorithm import GrpoConfig, OnPolicyDistillationConfig, PpoConfig
+from hybridrl.config.distillation import GkdConfig
 from hybridrl.config.load import knobs, load_config_dict
 from hybridrl.config.schema import (
     Config,
@@ -36,7 +37,8 @@ def test_knobs_equal_the_frozen_list() -> None:
 def sections() -> list[type[BaseModel]]:
     config = load_config_dict(MINIMAL)
     members = [type(getattr(config, name)) for name in Config.model_fields if name != "mix"]
-    return [*members, PpoConfig, DpoConfig, KtoConfig, OnlineDpoConfig, TermConfig]
+    own = [OnlineDpoConfig, TermConfig, OnPolicyDistillationConfig, GkdConfig]
+    return [*members, PpoConfig, DpoConfig, KtoConfig, *own]
 
 
 def test_every_knob_says_what_it_is_and_why_its_default() -> None:

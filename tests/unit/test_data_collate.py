@@ -83,6 +83,31 @@ def test_unpack_undoes_micro_batch(seed, pads, data):
         assert torch.equal(unpack(micros, noisy, batch), getattr(batch, f"{name}_T"))
 
 
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_several_values_a_token_go_the_way_of_one(shares_prompts):
+    batch = train_batch(3, 4, seed=1)
+    # Column k of the wide one is a column of its own.
+    narrow = [
+        batch.join_columns(batch.producer, values_T=batch.teacher_logp_TK[:, k].clone())
+        for k in range(3)
+    ]
+    order, pads = [4, 5, 6, 0, 1], (1, 4)
+    micro = micro_batch(batch, order, *pads, shares_prompts)
+    for k, one in enumerate(narrow):
+        expected_S = micro_batch(one, order, *pads, shares_prompts).values_S
+        assert torch.equal(micro.teacher_logp_SK[:, k], expected_S) and expected_S.any()
+    tokens_SK = micro.teacher_tokens_SK
+    assert tokens_SK.dtype == torch.int32
+    assert torch.equal(tokens_SK.ne(0).all(1), micro.loss_mask_S)
+    asked = torch.cat((micro.targets_S[:, None], tokens_SK), 1)
+    assert torch.equal(micro.asked, asked) and asked.dtype == torch.int64
+    part = micro.take_positions(torch.arange(1, micro.num_positions, 3))
+    assert torch.equal(part.teacher_tokens_SK, tokens_SK[1::3])
+    held_T = torch.isin(batch.sample_index_T, torch.tensor(order))[:, None]
+    back_TK = unpack([micro], [micro.teacher_logp_SK], batch)
+    assert torch.equal(back_TK, batch.teacher_logp_TK * held_T)
+
+
 def test_unpack_leaves_samples_of_other_ranks_zero():
     batch = train_batch()
     halves = [[0, 3, 4], [5, 1, 2]]
@@ -135,5 +160,5 @@ def test_take_positions_slices_every_column_alike():
 def test_to_moves_every_tensor():
     moved = micro_batch(train_batch(), [0, 1], 1, 1).to("meta")
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 13 and all(tensor.device.type == "meta" for tensor in tensors)
+    assert len(tensors) == 15 and all(tensor.device.type == "meta" for tensor in tensors)
     assert isinstance(moved, MicroBatch)

@@ -1,0 +1,138 @@
+"""The teacher of a distillation: where it lies, and whether the policy can learn from it. No torch.
+
+Owns the rules of `algorithm.teacher`, which read two config.json and, where both models have one,
+tokenizer.json; and which distillations need no reward.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.algorithm import OnPolicyDistillationConfig
+from hybridrl.config.distillation import GkdConfig, TaughtConfig, TopTokensConfig
+from hybridrl.config.reward import RewardConfig
+from hybridrl.config.rules import layer_rules, split_rules
+from hybridrl.config.schema import Config, ModelConfig
+from hybridrl.config.source import model_directory, read_model_config
+from hybridrl.errors import ModelError, UserError
+
+TOKENS_FILE = "tokenizer.json"
+
+
+def is_scored(config: Config) -> bool:
+    """Whether responses get a reward: always but in a distillation that learns from none, where the
+    section `reward` says nothing and nothing is evaluated.
+    """
+    chosen, data = config.algorithm, config.data
+    learns_from_it = not isinstance(chosen, OnPolicyDistillationConfig | GkdConfig)
+    if isinstance(chosen, OnPolicyDistillationConfig):
+        learns_from_it = chosen.reward_coef > 0
+    is_evaluated = data.eval_prompts is not None or data.eval_share > 0
+    return learns_from_it or is_evaluated or config.reward != RewardConfig()
+
+
+def teacher_model(config: Config) -> ModelConfig | None:
+    """Returns the teacher as a section `model`; None where the algorithm has none."""
+    chosen = config.algorithm
+    if not isinstance(chosen, TaughtConfig):
+        return None
+    return ModelConfig(path=chosen.teacher, dtype=config.model.dtype)
+
+
+def read_teacher(config: Config) -> dict[str, Any] | None:
+    """Returns the teacher's config.json; None where the algorithm has no teacher.
+
+    Raises:
+        ModelError: there is none where `algorithm.teacher` says.
+    """
+    section = teacher_model(config)
+    try:
+        return None if section is None else read_model_config(section)
+    except ModelError as error:
+        name = "algorithm.teacher" if error.name == "model.path" else error.name
+        raise ModelError(name, error.value, error.allowed, error.remedy) from None
+
+
+def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserError]:
+    """Rules of the teacher and what is learned from it.
+
+    Args:
+        policy: the policy's config.json; what it lacks is not judged.
+    """
+    chosen, train = config.algorithm, config.train
+    compares = isinstance(chosen, OnPolicyDistillationConfig) and chosen.reward_coef > 0
+    if compares and config.steps.samples_per_prompt < 2:
+        yield UserError(
+            "steps.samples_per_prompt",
+            config.steps.samples_per_prompt,
+            "2 or more with algorithm.reward_coef above 0, which compares a prompt's samples",
+            "Set steps.samples_per_prompt=8, or algorithm.reward_coef=0.",
+        )
+    try:
+        teacher = read_teacher(config)
+    except UserError as error:
+        yield error
+        return
+    if teacher is None or "vocab_size" not in policy:
+        return
+    if isinstance(chosen, TopTokensConfig) and chosen.top_k > policy["vocab_size"]:
+        yield UserError(
+            "algorithm.top_k",
+            chosen.top_k,
+            f"at most the model's {policy['vocab_size']} tokens",
+            "Lower it.",
+        )
+    yield from _token_rules(config, policy["vocab_size"], teacher)
+    of_layers = layer_rules("train.pp * train.vpp", train.pp * train.vpp, teacher)
+    for found in (*of_layers, *split_rules("train.tp", train.tp, teacher)):
+        allowed = found.allowed.replace("the model's", "the teacher's")
+        yield UserError(found.name, found.value, allowed, found.remedy)
+
+
+def _token_rules(
+    config: Config, num_tokens: int, teacher: Mapping[str, Any]
+) -> Iterator[UserError]:
+    """The same tokens under the same numbers; the teacher's embedding may have further rows, as the
+    larger models of a family do.
+    """
+    section = teacher_model(config)
+    assert section is not None
+    num_known = teacher.get("vocab_size")
+    names = [_token_names(section), _token_names(config.model)]
+    different = sorted(i for i in names[0].keys() & names[1].keys() if names[0][i] != names[1][i])
+    is_larger = isinstance(num_known, int) and num_known > num_tokens
+    if different:
+        first = different[0]
+        found = f"{section.path}, whose token {first} is {names[0][first]!r}"
+        allowed = f"a teacher with the policy's tokens, of which {first} is {names[1][first]!r}"
+    elif num_known == num_tokens or (is_larger and all(names)):
+        return
+    else:
+        found = f"{section.path}, with {num_known} tokens"
+        allowed = f"a teacher with the policy's {num_tokens} tokens"
+        if is_larger:
+            allowed += f", or with more and a {TOKENS_FILE} beside each model that says the same"
+    yield UserError(
+        "algorithm.teacher", found, allowed, "Take a model of the policy's family as the teacher."
+    )
+
+
+def _token_names(model: ModelConfig) -> dict[int, str]:
+    """Returns the tokens by number; none where the model has no tokenizer.json."""
+    place = Path(model.tokenizer).expanduser() if model.tokenizer is not None else None
+    if place is None or not place.is_dir():
+        place = model_directory(model, weights=False)
+    try:
+        content = json.loads((place / TOKENS_FILE).read_text(encoding="utf-8"))
+        known = content["model"]["vocab"]
+        # Unigram models list (token, score).
+        pairs = (
+            known.items() if isinstance(known, dict) else ((t[0], i) for i, t in enumerate(known))
+        )
+        added = ((token["content"], token["id"]) for token in content.get("added_tokens") or ())
+        return {int(number): str(token) for token, number in (*pairs, *added)}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}  # the tokenizer itself is checked elsewhere

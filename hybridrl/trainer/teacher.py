@@ -1,0 +1,96 @@
+"""The teacher of a distillation: a frozen model of its own sizes, cut over all ranks like the
+policy, that says how likely tokens are.
+
+Collective; every rank gets the same columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hybridrl.algorithms.base import Needs
+from hybridrl.batch import TrainBatch
+from hybridrl.config.schema import Config
+from hybridrl.config.source import model_directory
+from hybridrl.config.teacher import teacher_model
+from hybridrl.errors import UserError
+from hybridrl.models.heads import LanguageModel, TokenStats
+from hybridrl.models.hf import load_hf
+from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.groups import World
+from hybridrl.trainer import setup
+from hybridrl.trainer.model import ModelSource, ParallelModel
+
+
+class Teacher:
+    """Adds the columns that an algorithm learns from.
+
+    Args:
+        model: a parallel language model, frozen.
+        needs: which columns.
+        num_tokens: the policy's vocabulary, to which the teacher's is cut.
+        temperature: that the policy samples with.
+    """
+
+    def __init__(
+        self, model: ParallelModel, needs: Needs, num_tokens: int, temperature: float
+    ) -> None:
+        self.model, self.needs = model, needs
+        for chunk in model.chunks:
+            if isinstance(chunk, LanguageModel):
+                chunk.temperature, chunk.num_top = temperature, needs.teacher_top
+                chunk.num_tokens = num_tokens
+
+    def columns(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
+        """Returns `teacher_logp_T`, or `teacher_tokens_TK` and `teacher_logp_TK`, as needed."""
+        works = self.model.plan_work(batch)
+        outputs: list[TokenStats] = self.model.forward_all(works)
+        found, mask_T = {}, batch.response_mask_T
+        if self.needs.teacher:
+            logp_T = self.model.per_token(batch, works, [output.logp_S for output in outputs])
+            found["teacher_logp_T"] = logp_T * mask_T
+        if width := self.needs.teacher_top:
+            logps = [one.chosen_logp_SK for one in outputs if one.chosen_logp_SK is not None]
+            logp_TK = self.model.per_token(batch, works, logps, width)
+            found["teacher_logp_TK"] = logp_TK * mask_T[:, None]
+            # Through fp32, which holds the numbers of 2^24 tokens.
+            tokens = [one.chosen_SK for one in outputs if one.chosen_SK is not None]
+            tokens_TK = self.model.per_token(batch, works, tokens, width)
+            found["teacher_tokens_TK"] = tokens_TK.int() * mask_T[:, None]
+        return found
+
+
+def make_teacher(
+    config: Config,
+    world: World,
+    policy: ModelSource,
+    models: dict[str, ParallelModel],
+    needs: Needs,
+    temperature: float,
+) -> Teacher:
+    """Builds the teacher and loads its weights.
+
+    Args:
+        policy: whose tokens it is asked about.
+        models: gets it by name, for the table of an out-of-memory error.
+        needs: what the algorithm asks of it.
+        temperature: that the policy samples with.
+
+    Raises:
+        UserError: the section `algorithm` names none.
+    """
+    section = teacher_model(config)
+    if section is None:
+        raise UserError(
+            "algorithm.name",
+            config.algorithm.name,
+            "an algorithm whose section names the teacher that it needs",
+            "Use on_policy_distillation, distillation or gkd.",
+        )
+    source = setup.model_source(section, world.platform)
+    models["teacher"] = model = ParallelModel(world, source, "lm", config.train)
+    with world.all_agree("loading the teacher"):
+        shapes = hf_shapes(source.family, source.shape)
+        load_hf(model_directory(section), model.layout(), model.weights(), shapes)
+    model.freeze()
+    return Teacher(model, needs, policy.shape.vocab_size, temperature)
