@@ -17,6 +17,7 @@ from hybridrl.config.algorithm import (
     PpoConfig,
 )
 from hybridrl.config.data import DataConfig
+from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.lists import Steps
 from hybridrl.config.reward import RewardConfig, ScorerConfig
 from hybridrl.config.section import Section
@@ -35,6 +36,7 @@ __all__ = [
     "CustomAlgorithmConfig",
     "DataConfig",
     "DpoConfig",
+    "EnvironmentConfig",
     "GrpoConfig",
     "KtoConfig",
     "LogConfig",
@@ -328,7 +330,7 @@ class CheckpointConfig(Section):
 
 
 class Config(Section):
-    """A whole configuration: one file, ten sections."""
+    """A whole configuration: one file, eleven sections."""
 
     run: RunConfig
     model: ModelConfig
@@ -337,6 +339,7 @@ class Config(Section):
     algorithm: AlgorithmConfig
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     steps: StepsConfig = StepsConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

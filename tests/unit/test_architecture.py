@@ -30,6 +30,7 @@ LEVELS = {
     "algorithms": 4,
     "data": 4,
     "rewards": 4,
+    "environments": 4,
     "metrics": 4,
     "models": 3,
     "parallel": 2,
@@ -47,6 +48,10 @@ PARTS_OF_BATCH = {"batch_checks", "micro_batch", "samples"}
 EXTRA = {
     ("rollout", "hybridrl.hybrid_engine.target"),
     ("rollout", "hybridrl.hybrid_engine.alias"),
+    # Users' code is run the same way: in processes that can be killed.
+    ("environments", "hybridrl.rewards.outcome"),
+    ("environments", "hybridrl.rewards.pool"),
+    ("environments", "hybridrl.rewards.worker"),
     ("", "hybridrl.trainer.loop"),
 }
 WALLS = {
@@ -75,6 +80,7 @@ TORCH_FREE = [
     "__init__.py",
     "errors.py",
     "config/*.py",
+    "environments/*.py",
     "cli/*.py",
     "parallel/layout.py",
     "models/weights.py",
