@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import LOGP_COLUMNS, observed_batch
+from batches import observed_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +25,7 @@ from hybridrl.trainer.mismatch import mismatch_metrics
 from hybridrl.trainer.saved_batch import SavedBatch
 
 HERE = Producer.here("test")
+COLUMNS = ("old_logp_T", "reference_logp_T", "values_T", "advantages_T", "returns_T")
 EXACT = 1e-12  # float64 sums in another order
 
 
@@ -102,7 +103,7 @@ def test_micro_batches_have_a_loss_where_the_next_token_was_sampled(seed, shares
     where_R = micro.loss_mask_S.nonzero()[:, 0]
     sampled_T = batch.response_mask_T
     assert torch.equal(micro.targets_S[where_R], batch.tokens_T[sampled_T])
-    for name in LOGP_COLUMNS:
+    for name in COLUMNS:
         column_S = getattr(micro, name.replace("_T", "_S"))
         assert torch.equal(column_S[where_R], batch.columns()[name][sampled_T])
         assert not column_S[~micro.loss_mask_S].any()
