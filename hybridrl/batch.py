@@ -5,10 +5,10 @@
 Owns the layout of a batch; knows nothing about engines, models or algorithms. A batch of B
 samples is ragged and flat: `tokens_T` holds the prompt and response tokens of one sample after
 the other, `lengths_B` and `prompt_lengths_B` say where each ends. Entry t of a per-token column
-is about token t, given its predecessors in its own sample, and is zero on prompt tokens. Batches
-live on the CPU, so that no check waits for a device; a `MicroBatch` is what is moved to one.
-Invariant: an object of these types that exists has passed every check, and is never changed
-afterwards.
+is about token t, given its predecessors in its own sample, and is zero on tokens that were not
+sampled: the prompt's, and those that an environment put into the response. Batches live on the CPU,
+so that no check waits for a device; a `MicroBatch` is what is moved to one. Invariant: an object of
+these types that exists has passed every check, and is never changed afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.batch_checks import COLUMNS, INTEGER, NO_MASK, BatchError, Producer, check
+from hybridrl.batch_checks import (
+    COLUMNS,
+    INTEGER,
+    NO_MASK,
+    BatchError,
+    Producer,
+    check,
+    check_observed,
+    check_rollouts,
+)
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.samples import Prompt, Rollout
 
@@ -56,7 +65,8 @@ class RolloutBatch:
     Fields: `prompts` one a sample; `sample_ids_B`; `group_B` the index of the prompt within the
     step, shared by the samples of one prompt; `tokens_T` (T,) int64; `lengths_B` prompt and
     response together; `prompt_lengths_B`; `behaviour_logp_T` (T,) float32; `versions_B` the
-    weights' version; `finished_B` whether the end token came; `producer` who made the batch.
+    weights' version; `finished_B` whether it ended by itself; `producer` who made the batch;
+    `observed_T` (T,) bool which response tokens an environment gave, None where none has a part.
     """
 
     prompts: tuple[Prompt, ...]
@@ -69,6 +79,7 @@ class RolloutBatch:
     versions_B: Tensor
     finished_B: Tensor
     producer: Producer
+    observed_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -94,6 +105,8 @@ class RolloutBatch:
             prompt, total = int(self.prompt_lengths_B[i]), int(self.lengths_B[i])
             got = f"returned {prompt} prompt and {total - prompt} response tokens for sample {i}"
             raise BatchError(self.producer, "lengths_B", got, "1 or more of each")
+        if self.observed_T is not None:
+            check_observed(self.observed_T, self.lengths_B, self.prompt_lengths_B, self.producer)
 
     def _check_column(self, name: str, value: object, producer: Producer) -> None:
         column = COLUMNS[name]
@@ -111,20 +124,13 @@ class RolloutBatch:
         cls, rollouts: Sequence[Rollout], groups: Sequence[int], producer: Producer
     ) -> RolloutBatch:
         """Builds the batch of these rollouts; `groups[i]` is the index of rollout i's prompt."""
-        if len(groups) != len(rollouts):
-            got = f"returned {len(groups)} groups for {len(rollouts)} rollouts"
-            raise BatchError(producer, "group_B", got, "one group a rollout")
-        prompt_of: dict[int, int] = {}
-        for rollout, group in zip(rollouts, groups, strict=True):
-            if len(rollout.logps) != len(rollout.tokens):
-                got = f"returned {len(rollout.logps)} logps for sample {rollout.sample_id}"
-                raise BatchError(
-                    producer, "behaviour_logp_T", got, f"{len(rollout.tokens)}, one a token"
-                )
-            if prompt_of.setdefault(group, rollout.prompt.prompt_id) != rollout.prompt.prompt_id:
-                got = f"returned group {group} with several prompts"
-                raise BatchError(producer, "group_B", got, "one prompt a group")
+        check_rollouts(rollouts, groups, producer)
         logps = ([0.0] * len(r.prompt.tokens) + list(r.logps) for r in rollouts)
+        finished, observed_T = [r.finish_reason == "stop" for r in rollouts], None
+        if any(r.observed is not None for r in rollouts):
+            before = ((False,) * len(r.prompt.tokens) for r in rollouts)
+            masks = (r.observed or (False,) * len(r.tokens) for r in rollouts)
+            observed_T = _flatten(before, masks)[0].bool()
         tokens_T, lengths_B, prompt_lengths_B = _flatten(
             [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts]
         )
@@ -137,10 +143,9 @@ class RolloutBatch:
             prompt_lengths_B=prompt_lengths_B,
             behaviour_logp_T=torch.from_numpy(np.fromiter(chain.from_iterable(logps), np.float32)),
             versions_B=torch.tensor([r.version for r in rollouts], dtype=torch.int64),
-            finished_B=torch.tensor(
-                [r.finish_reason == "stop" for r in rollouts], dtype=torch.bool
-            ),
+            finished_B=torch.tensor(finished, dtype=torch.bool),
             producer=producer,
+            observed_T=observed_T,
         )
 
     @property
@@ -153,10 +158,14 @@ class RolloutBatch:
         """T: prompt and response tokens together."""
         return int(self.lengths_B.sum())
 
-    @property
+    @cached_property
     def response_lengths_B(self) -> Tensor:
-        """Number of response tokens of each sample, (B,) int64."""
-        return self.lengths_B - self.prompt_lengths_B
+        """Number of sampled tokens of each sample, observations not counted: (B,) int64."""
+        lengths_B = self.lengths_B - self.prompt_lengths_B
+        if self.observed_T is None:
+            return lengths_B
+        observed_N = self.sample_index_T[self.observed_T]
+        return lengths_B - torch.bincount(observed_N, minlength=self.num_samples)
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -170,9 +179,10 @@ class RolloutBatch:
 
     @cached_property
     def response_mask_T(self) -> Tensor:
-        """Which tokens were generated (or demonstrated), (T,) bool."""
+        """Which tokens were sampled (or demonstrated), and so have a loss: (T,) bool."""
         starts_B = self.offsets[:-1] + self.prompt_lengths_B
-        return torch.arange(self.num_tokens) >= starts_B[self.sample_index_T]
+        mask_T = torch.arange(self.num_tokens) >= starts_B[self.sample_index_T]
+        return mask_T if self.observed_T is None else mask_T & ~self.observed_T
 
     def join_columns(self, producer: Producer, **columns: Tensor) -> Self:
         """Returns the batch with these columns added or replaced; errors name `producer`."""
@@ -185,7 +195,7 @@ class RolloutBatch:
                     producer, name, "returned an unknown column", ", ".join(allowed), remedy
                 )
             self._check_column(name, value, producer)
-        if "tokens_T" in columns:
+        if "tokens_T" in columns or "observed_T" in columns:
             return replace(self, **columns)  # type: ignore[arg-type]
         # The rest has passed its checks, and what is cached follows from the lengths alone.
         joined = copy(self)
@@ -377,7 +387,7 @@ class TrainBatch(ScoredBatch):
 
 
 def _flatten(
-    prompts: Iterable[tuple[int, ...]], responses: Iterable[tuple[int, ...]]
+    prompts: Iterable[Sequence[int]], responses: Iterable[Sequence[int]]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the flat tokens, the lengths of the samples and those of their prompts, all int64."""
     pairs = list(zip(prompts, responses, strict=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import UserError
+from hybridrl.samples import Rollout
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ COLUMNS = {
     "versions_B": INTEGER,
     "finished_B": Column(torch.bool),
     "tokens_T": Column(torch.int64, per_token=True),
+    "observed_T": Column(torch.bool, per_token=True),
     "behaviour_logp_T": _LOGP,
     "reward_B": Column(torch.float32),
     "old_logp_T": _LOGP,
@@ -138,11 +140,50 @@ def check(
         return
     mask = response_mask_T[:, None] if column.is_wide else response_mask_T
     if bool(value.masked_fill(mask, 0).any()):
-        got = f"{_first(value, value.ne(0) & ~mask)}, a prompt token"
-        raise BatchError(producer, name, got, "zero on prompt tokens")
+        got = f"{_first(value, value.ne(0) & ~mask)}, a token that was not sampled"
+        raise BatchError(producer, name, got, "zero on prompt tokens and observations")
 
 
 def _first(value: Tensor, is_wrong: Tensor) -> str:
     """Says what the first wrong value is, and of which row."""
     where = tuple(is_wrong.nonzero()[0].tolist())
     return f"returned {value[where].item()} at index {where[0]}"
+
+
+def check_rollouts(rollouts: Sequence[Rollout], groups: Sequence[int], who: Producer) -> None:
+    """Raises BatchError unless each rollout is of one length and each group of one prompt."""
+    if len(groups) != len(rollouts):
+        got = f"returned {len(groups)} groups for {len(rollouts)} rollouts"
+        raise BatchError(who, "group_B", got, "one group a rollout")
+    prompt_of: dict[int, int] = {}
+    for rollout, group in zip(rollouts, groups, strict=True):
+        expected = f"{len(rollout.tokens)}, one a token"
+        if len(rollout.logps) != len(rollout.tokens):
+            got = f"returned {len(rollout.logps)} logps for sample {rollout.sample_id}"
+            raise BatchError(who, "behaviour_logp_T", got, expected)
+        if rollout.observed is not None and len(rollout.observed) != len(rollout.tokens):
+            got = f"returned a mask of {len(rollout.observed)} for sample {rollout.sample_id}"
+            raise BatchError(who, "observed_T", got, expected)
+        if prompt_of.setdefault(group, rollout.prompt.prompt_id) != rollout.prompt.prompt_id:
+            got = f"returned group {group} with several prompts"
+            raise BatchError(who, "group_B", got, "one prompt a group")
+
+
+def check_observed(
+    observed_T: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, who: Producer
+) -> None:
+    """Raises BatchError unless observations lie in responses, each before a sampled token.
+
+    Args:
+        observed_T: of each token, whether an environment gave it.
+        lengths_B, prompt_lengths_B: tokens of each sample and of its prompt.
+    """
+    name, size = "observed_T", int(lengths_B.sum())
+    check(observed_T, name, COLUMNS[name], size, who, NO_MASK)
+    ends_B = lengths_B.cumsum(0)
+    starts_B = ends_B - lengths_B + prompt_lengths_B
+    is_prompt_T = torch.arange(size) < starts_B.repeat_interleave(lengths_B)
+    wrong_T = (observed_T & is_prompt_T).index_put((ends_B - 1,), observed_T[ends_B - 1])
+    if bool(wrong_T.any()):
+        got = f"returned an observation at index {int(wrong_T.nonzero()[0])}"
+        raise BatchError(who, name, got, "none in a prompt, and none that ends a response")

@@ -28,7 +28,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished response: tokens (with the end token, if it came) and log-probabilities."""
+    """One finished response: tokens (with the end token, if it came) and log-probabilities.
+
+    Where an environment takes part, `observed` says which of the tokens it gave; their
+    log-probabilities are 0. None: all were sampled.
+    """
 
     sample_id: int
     prompt: Prompt
@@ -36,3 +40,4 @@ class Rollout:
     logps: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     version: int
+    observed: tuple[bool, ...] | None = None

@@ -293,7 +293,7 @@ def _check_mismatch(
         if is_rank():
             if not is_launched():
                 validate_training(config, _torchrun_world(world))
-            from hybridrl.trainer.diagnose import diagnose_rank
+            from hybridrl.diagnosis.diagnose import diagnose_rank
 
             report = diagnose_rank(config, reference)
             if os.environ["RANK"] != "0" or mismatch.leave_for_parent(report):

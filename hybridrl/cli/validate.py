@@ -27,6 +27,7 @@ from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teac
 from hybridrl.data.chats import chat_column
 from hybridrl.data.feedback import checked, label_columns, response_columns
 from hybridrl.data.rows import read_rows, validate_file
+from hybridrl.environments.table import check_environment
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.directory import read_config
 from hybridrl.models.family import resolve_family
@@ -262,6 +263,7 @@ def _vllm(model: ModelConfig, hf_config: dict[str, Any]) -> Iterator[UserError]:
 def _own_code(config: Config) -> Iterator[UserError]:
     """Looks for the user's own functions; an algorithm is not imported, for it imports torch."""
     yield from check_rewards(config.reward)
+    yield from check_environment(config.environment)
     terms = {f"mix.{name}.algorithm": term.algorithm for name, term in config.mix.items()}
     for key, algorithm in {"algorithm": config.algorithm, **terms}.items():
         module, colon, _ = algorithm.name.partition(":")

@@ -16,11 +16,8 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
 
 # What says how rewards are computed, not which.
-_HOW_FAST: Any = {
-    "workers": True,
-    "timeout_s": True,
-    "functions": {"__all__": {"workers", "timeout_s"}},
-}
+_SPEED = {"workers", "timeout_s"}
+_HOW_FAST: Any = {**dict.fromkeys(_SPEED, True), "functions": {"__all__": _SPEED}}
 
 
 # What only evaluates changes no weight.
@@ -46,8 +43,8 @@ def check_run_folder(config: Config) -> None:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Returns what a run folder belongs to: model, algorithm, data, reward, batch numbers, seed and
-    further terms of the loss.
+    """Returns what a run folder belongs to: model, algorithm, data, reward, environment, batch
+    numbers, seed and further terms of the loss.
     """
     steps = config.steps
     terms = {f"mix.{name}": term.model_dump(mode="json") for name, term in config.mix.items()}
@@ -56,6 +53,7 @@ def identity(config: Config) -> dict[str, Any]:
         "algorithm": config.algorithm.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json", exclude=_EVALUATES),
         "reward": config.reward.model_dump(mode="json", exclude=_HOW_FAST),
+        "environment": config.environment.model_dump(mode="json", exclude=_SPEED),
         "steps": {
             "prompts_per_step": steps.prompts_per_step,
             "samples_per_prompt": steps.samples_per_prompt,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridrl.config.algorithm import PolicyGradientConfig
+from hybridrl.config.environment import environment_rules
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
 from hybridrl.config.schema import (
@@ -57,6 +58,7 @@ def check(
         *mix_rules(config),
         *_training_rules(config),
         *_release_rules(config, default_dtype),
+        *environment_rules(config.environment, config.reward, config.rollout.max_new_tokens),
         *_token_rules(config, model_config or {}),
         *_shape_rules(config, model_config or {}),
     ]
@@ -155,8 +157,7 @@ def _order_rules(train: TrainConfig) -> Iterator[UserError]:
         yield UserError(
             "train.order",
             repr(train.order),
-            f"an order that ends with pp, for Megatron with train.pp={train.pp}, "
-            f"train.cp={train.cp} and train.ep={train.ep}",
+            f"one that ends with pp, with train.pp={train.pp}, cp={train.cp} and ep={train.ep}",
             "Put pp last.",
         )
 

@@ -17,6 +17,7 @@ from hybridrl.config.algorithm import (
     PpoConfig,
 )
 from hybridrl.config.data import DataConfig
+from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.lists import Steps
 from hybridrl.config.mix import TermConfig
 from hybridrl.config.reward import RewardConfig, ScorerConfig
@@ -37,6 +38,7 @@ __all__ = [
     "CustomAlgorithmConfig",
     "DataConfig",
     "DpoConfig",
+    "EnvironmentConfig",
     "GrpoConfig",
     "KtoConfig",
     "LogConfig",
@@ -342,6 +344,7 @@ class Config(Section):
     mix: dict[str, TermConfig] = Field(default_factory=dict)
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     steps: StepsConfig = StepsConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -21,11 +21,20 @@ from typing import Protocol
 import torch
 
 from hybridrl.batch import BatchError, Producer, Prompt, RolloutBatch, ScoredBatch
+from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.reward import RewardConfig, ScorerConfig
 from hybridrl.errors import UserError
-from hybridrl.rewards.functions import SERVED, RewardFunction, find_reward, where
+from hybridrl.rewards.functions import (
+    NOT_CALLED,
+    SERVED,
+    TURNS,
+    OfTurns,
+    RewardFunction,
+    find_reward,
+    where,
+)
 from hybridrl.rewards.outcome import WHERE, Job, Noted, Outcome, ScorerFailure, outcomes
-from hybridrl.rewards.pool import Pool, Worker
+from hybridrl.rewards.pool import Pool, Scoring
 
 logger = logging.getLogger(__name__)
 Key = tuple[int, tuple[int, ...]]
@@ -58,10 +67,10 @@ class Part:
         # A reward function that is a plain callable need not have the attributes.
         self.is_batched = bool(getattr(function, "batched", False))
         self.notes: tuple[str, ...] = getattr(function, "notes", ())
-        self._pool: Pool | None = None
+        self._pool: Pool[Outcome] | None = None
         place = "here" if config is None else where(config, function)
         if config is not None and place == "process":
-            self._pool = Pool(partial(Worker, config), config.workers, name)
+            self._pool = Pool(partial(Scoring, config), config.workers, name)
         elif config is not None and place == "thread":
             self._pool = Pool(lambda: partial(outcomes, function), config.workers, name)
         self._begun: dict[Key, Future[list[Outcome]]] = {}
@@ -106,6 +115,38 @@ class Part:
             self._pool.close()
 
 
+class PartOfTurns(Part):
+    """What the environment gave for the turns of each response.
+
+    Args:
+        name: in metrics.
+        weight: None: its rewards count nothing, its failures do.
+        environment: how messages call it.
+    """
+
+    def __init__(self, name: str, weight: float | None, environment: str) -> None:
+        super().__init__(name, OfTurns())
+        self.weight, self.is_counted = weight or 0.0, weight is not None
+        self.producer = Producer.of(OfTurns, f"environment {environment!r}")
+        self.ended: dict[int, Outcome] = {}
+
+    @property
+    def is_in_place(self) -> bool:
+        """No: it is known already."""
+        return False
+
+    @property
+    def can_begin(self) -> bool:
+        """No."""
+        return False
+
+    def start(self, keys: Sequence[Key], job: Job) -> list[Future[list[Outcome]]]:
+        """Returns what was told of these samples, and forgets it."""
+        known: Future[list[Outcome]] = Future()
+        known.set_result([self.ended.pop(sample) for sample, _ in keys])
+        return [known]
+
+
 class Scorer:
     """Scores batches.
 
@@ -114,6 +155,7 @@ class Scorer:
         tokenizer: decodes responses; special tokens are left out of the text.
         function: a function to use instead (from Python), called as functions.py says.
         fewest: samples of a group that can be compared with each other.
+        environment: that takes part in responses, if it names one.
 
     Raises:
         UserError: `config` names no function.
@@ -125,13 +167,23 @@ class Scorer:
         tokenizer: TextDecoder,
         function: RewardFunction | None = None,
         fewest: int = 2,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
         self._config, self._tokenizer, self._fewest = config, tokenizer, fewest
+        environment = environment or EnvironmentConfig()
+        self._sees_all = environment.reward_sees == "response"
         if function is not None:
             self.parts = [Part(_name_of(function), function)]
         else:
-            scorers = {name: s for name, s in config.scorers().items() if s.function != SERVED}
-            self.parts = [Part(name, find_reward(one), one) for name, one in scorers.items()]
+            called = [x for x in config.scorers().items() if x[1].function not in NOT_CALLED]
+            self.parts = [Part(name, find_reward(one), one) for name, one in called]
+        weights = {n: s.weight for n, s in config.scorers().items() if s.function == TURNS}
+        self._turns: PartOfTurns | None = None
+        if environment.name is not None:
+            name = next(iter(weights), TURNS)
+            weight = None if function is not None else weights.get(name)
+            self._turns = PartOfTurns(name, weight, environment.name)
+            self.parts.append(self._turns)
         self.name = " + ".join([part.name for part in self.parts] or [SERVED])
         self._producer = self.parts[0].producer if self.parts else Producer.here(SERVED)
         self._counts = dict.fromkeys(self._count_names(), 0)
@@ -142,16 +194,28 @@ class Scorer:
         return self._config.on_error == "drop"
 
     def responses(self, batch: RolloutBatch) -> list[str]:
-        """Returns the text of each sample's response, without special tokens."""
-        return [self._text(tokens) for tokens in _response_tokens(batch)]
+        """Returns the text of each sample's response, observations too, without special tokens."""
+        return [self._text(tokens) for tokens, _ in _responses(batch)]
 
-    def begin(self, sample: int, prompt: Prompt, tokens: Sequence[int]) -> None:
+    def begin(
+        self,
+        sample: int,
+        prompt: Prompt,
+        tokens: Sequence[int],
+        observed: Sequence[bool] | None = None,
+    ) -> None:
         """Has a finished sample scored while others are still generated, where a scorer can."""
         parts = [part for part in self.parts if part.can_begin]
         if parts:
+            tokens = self._seen(tokens, observed)
             job = ([prompt.text], [self._text(tokens)], [prompt.columns])
             for part in parts:
                 part.begin(sample, tuple(tokens), job)
+
+    def end_episode(self, sample: int, outcome: Outcome) -> None:
+        """Takes in what the environment gave for all turns of a sample, or why nothing."""
+        if self._turns is not None:
+            self._turns.ended[sample] = outcome
 
     def score(self, batch: RolloutBatch) -> ScoredBatch | None:
         """Returns the batch with its rewards; its parts are the scores by scorer, unweighted.
@@ -167,14 +231,16 @@ class Scorer:
             BatchError: a scorer failed, and `reward.on_error` is 'stop'; at the first failure,
                 without waiting for the other samples.
         """
-        tokens = _response_tokens(batch)
+        tokens = [self._seen(*response) for response in _responses(batch)]
         keys = list(zip(batch.sample_ids_B.tolist(), map(tuple, tokens), strict=True))
-        prompts = batch.prompts
-        job = ([p.text for p in prompts], self.responses(batch), [p.columns for p in prompts])
+        prompts, texts = batch.prompts, [self._text(one) for one in tokens]
+        job = ([p.text for p in prompts], texts, [p.columns for p in prompts])
         total_B, scores = torch.zeros(batch.num_samples, dtype=torch.float64), {}
         failed: set[int] = set()
         for part, found in zip(self.parts, self._outcomes(keys, job), strict=True):
             failed |= self._settle(part, batch, found)
+            if isinstance(part, PartOfTurns) and not part.is_counted:
+                continue
             scores[part.name] = torch.tensor([self._number(x) for x in found], dtype=torch.float64)
             total_B += part.weight * scores[part.name]
         floats = {name: score_B.float() for name, score_B in scores.items()}
@@ -255,6 +321,12 @@ class Scorer:
     def _count_names(self) -> list[str]:
         return [f"reward/{p.name}/{what}" for p in self.parts for what in ("errors", *p.notes)]
 
+    def _seen(self, tokens: Sequence[int], observed: Sequence[bool] | None) -> Sequence[int]:
+        """Returns the part of a response that reward functions get."""
+        if self._sees_all or observed is None or True not in observed:
+            return tokens
+        return tokens[len(observed) - list(reversed(observed)).index(True) :]
+
     def _text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
@@ -279,9 +351,13 @@ def _comparable(groups: Sequence[int], failed: set[int], fewest: int) -> list[in
     ]
 
 
-def _response_tokens(batch: RolloutBatch) -> list[list[int]]:
-    tokens = batch.tokens_T[batch.response_mask_T].split(batch.response_lengths_B.tolist())
-    return [one.tolist() for one in tokens]
+def _responses(batch: RolloutBatch) -> list[tuple[list[int], list[bool] | None]]:
+    """Returns each sample's response, and which of its tokens were observed."""
+    starts, ends = (batch.offsets[:-1] + batch.prompt_lengths_B).tolist(), batch.offsets[1:]
+    bounds = [slice(*bound) for bound in zip(starts, ends.tolist(), strict=True)]
+    tokens, observed_T = batch.tokens_T.tolist(), batch.observed_T
+    observed = None if observed_T is None else observed_T.tolist()
+    return [(tokens[one], None if observed is None else observed[one]) for one in bounds]
 
 
 def _name_of(function: RewardFunction) -> str:

@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.environment import REWARD as TURNS
 from hybridrl.config.reward import RewardConfig, ScorerConfig
 from hybridrl.errors import UserError
 from hybridrl.rewards.answers import ExactMatch, Gsm8k, Math
@@ -29,6 +30,17 @@ __all__ = ["REWARDS", "ExactMatch", "RewardFunction", "check_rewards", "find_rew
 
 RewardFunction = Callable[..., Any]
 SERVED = "reward_model"
+NOT_CALLED = (SERVED, TURNS)
+
+
+class OfTurns:
+    """The sum of an environment's rewards, which come with the responses (trainer/episodes.py)."""
+
+    runs = "world"
+
+    def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
+        """Is never called."""
+        raise NotImplementedError
 
 
 class ServedModel:
@@ -72,6 +84,7 @@ REWARDS: dict[str, Callable[..., RewardFunction]] = {
     "code": Code,
     "remote": Remote,
     SERVED: ServedModel,
+    TURNS: OfTurns,
 }
 NEEDS_ANSWER = ("exact_match", "gsm8k", "math")
 

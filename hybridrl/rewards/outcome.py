@@ -51,7 +51,6 @@ class ScorerFailure:
 Outcome = float | ScorerFailure
 Job = tuple[Sequence[str], Sequence[str], Sequence[Mapping[str, object]]]
 """Prompts, responses and columns of the samples to score."""
-Run = Callable[[Job], list[Outcome]]
 
 
 def outcomes(function: Callable[..., Any], job: Job, stops: bool = False) -> list[Outcome]:
@@ -82,7 +81,7 @@ def _single(function: Callable[..., Any], *arguments: object) -> Outcome:
     except UserError:
         raise
     except Exception as error:  # any error of the user's own code
-        return _raised(error, WHERE)
+        return raised(error, WHERE)
     shape = tuple(value.shape) if hasattr(value, "shape") else ()
     if shape:
         return ScorerFailure(f"returned shape {shape} for {WHERE}")
@@ -102,7 +101,7 @@ def _batched(function: Callable[..., Any], job: Job) -> list[Outcome]:
     except UserError:
         raise
     except Exception as error:  # any error of the user's own code
-        return [_raised(error, "the batch")] * num
+        return [raised(error, "the batch")] * num
     if isinstance(found, np.ndarray) and found.shape == (num,):
         return [
             float(x)
@@ -129,9 +128,12 @@ def _array(value: Any) -> np.ndarray | str:
     return found.astype(np.float64)
 
 
-def _raised(error: Exception, where: str) -> ScorerFailure:
+def raised(
+    error: Exception, where: str, expected: str = "a finite float a sample"
+) -> ScorerFailure:
+    """Returns the failure of code that raised, with the line of it."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     # The innermost line, unless the call itself did not fit.
     line = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     got = f"raised {type(error).__name__}{line} on {where}: {error}"
-    return ScorerFailure(got, "a finite float a sample", error)
+    return ScorerFailure(got, expected, error)

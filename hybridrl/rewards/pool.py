@@ -21,17 +21,32 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.errors import UserError
-from hybridrl.rewards.outcome import WHERE, Job, Noted, Outcome, Run, ScorerFailure
+from hybridrl.rewards.outcome import WHERE, Noted, Outcome, ScorerFailure
 
 START_S = 120.0
 LENGTH = struct.Struct("<Q")
 
 
-class Pool:
+class Timed(Protocol):
+    """A section of the configuration whose calls have a limit."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Of one call."""
+        ...
+
+
+C = TypeVar("C", bound=Timed)
+R = TypeVar("R")
+Run = Callable[[Any], list[R]]
+"""Takes a job, whose first part is a list, and returns a result for each of its entries."""
+
+
+class Pool(Generic[R]):
     """Threads that score.
 
     Args:
@@ -40,20 +55,20 @@ class Pool:
         name: of the scorer.
     """
 
-    def __init__(self, make: Callable[[], Run], num: int, name: str) -> None:
+    def __init__(self, make: Callable[[], Run[R]], num: int, name: str) -> None:
         self._make, self._num, self._name = make, num, name
-        self._jobs: queue.SimpleQueue[tuple[Job, Future[list[Outcome]]] | None]
+        self._jobs: queue.SimpleQueue[tuple[Any, Future[list[R]]] | None]
         self._jobs = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, job: Job) -> Future[list[Outcome]]:
-        """Returns the outcomes to come; a UserError of the scorer is raised from the future."""
+    def submit(self, job: Any) -> Future[list[R]]:
+        """Returns the results to come; a UserError of the users' code is raised from the future."""
         if len(self._threads) < self._num:
             # The threads stay: a process ends with the thread that started it (PR_SET_PDEATHSIG).
             name = f"reward {self._name}"
             self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
             self._threads[-1].start()
-        future: Future[list[Outcome]] = Future()
+        future: Future[list[R]] = Future()
         self._jobs.put((job, future))
         return future
 
@@ -69,7 +84,7 @@ class Pool:
         self._threads = []
 
     def _work(self) -> None:
-        run: Run | None = None
+        run: Run[R] | None = None
         while (item := self._jobs.get()) is not None:
             job, future = item
             if not future.set_running_or_notify_cancel():
@@ -83,19 +98,26 @@ class Pool:
             run.kill()
 
 
-class Worker:
-    """A process that calls one reward function, started when first needed.
+class Worker(Generic[C, R]):
+    """A process that runs users' code, started when first needed; a subclass says which.
 
     Args:
-        config: names the function.
+        config: names the code.
     """
 
-    def __init__(self, config: ScorerConfig) -> None:
+    module: str  # what Python runs
+    key: str  # what to name when it does not start
+
+    def __init__(self, config: C) -> None:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __call__(self, job: Job) -> list[Outcome]:
-        """Returns what the function made of the samples, or for each that it was killed or died."""
+    def decoded(self, entry: dict[str, Any]) -> R:
+        """Returns what the process said of one entry."""
+        raise NotImplementedError
+
+    def __call__(self, job: Any) -> list[R | ScorerFailure]:
+        """Returns what the code made of the entries, or for each that it was killed or died."""
         if self._process is None:
             self._start()
         try:
@@ -129,7 +151,7 @@ class Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         environment.setdefault("OMP_NUM_THREADS", "1")
         self._process = process = subprocess.Popen(
-            [sys.executable, "-m", "hybridrl.rewards.worker"],
+            [sys.executable, "-m", self.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -143,16 +165,19 @@ class Worker:
         except (OSError, EOFError, TimeoutError) as error:
             ended = self.kill()
             raise UserError(
-                "reward.function",
-                self._config.function,
-                f"a function whose process starts within {START_S:g} s",
+                self.key,
+                "what does not start",
+                f"code whose process starts within {START_S:g} s",
                 f"It {ended} ({type(error).__name__}). Look at the lines before this.",
             ) from error
 
-    def _ask(self, job: Job) -> list[Outcome]:
+    def _ask(self, job: Any) -> list[R | ScorerFailure]:
         deadline = time.monotonic() + self._config.timeout_s
         self._send((*job,), deadline)
-        return [_decoded(entry) for entry in self._receive(deadline)]
+        return [
+            ScorerFailure(**entry) if "got" in entry else self.decoded(entry)
+            for entry in self._receive(deadline)
+        ]
 
     def _send(self, value: object, deadline: float) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -181,24 +206,28 @@ class Worker:
         return data
 
 
+class Scoring(Worker[ScorerConfig, Outcome]):
+    """A process that calls one reward function."""
+
+    module, key = "hybridrl.rewards.worker", "reward.function"
+
+    def decoded(self, entry: dict[str, Any]) -> Outcome:
+        """Returns a score with its note."""
+        value = float(entry["value"])
+        return Noted(value, entry["note"]) if "note" in entry else value
+
+
 def framed(data: bytes) -> bytes:
     """Returns the data with its length before it."""
     return LENGTH.pack(len(data)) + data
 
 
 def encoded(outcome: Outcome) -> dict[str, object]:
-    """Returns an outcome as JSON, which `_decoded` reads: a process sends back no objects."""
+    """Returns an outcome as JSON, which `Scoring` reads: a process sends back no objects."""
     if isinstance(outcome, ScorerFailure):
         return {"got": outcome.got, "expected": outcome.expected}
     note = {"note": outcome.note} if isinstance(outcome, Noted) else {}
     return {"value": float(outcome), **note}
-
-
-def _decoded(entry: dict[str, Any]) -> Outcome:
-    if "got" in entry:
-        return ScorerFailure(entry["got"], entry["expected"])
-    value = float(entry["value"])
-    return Noted(value, entry["note"]) if "note" in entry else value
 
 
 def _wait(file: int, event: int, deadline: float) -> None:

@@ -1,7 +1,7 @@
 """The process of a scorer: reads jobs, calls the function, writes what came of them. No torch.
 
-It is alone with the function: its output goes to the error stream, and it ends with the thread that
-started it, whatever the function is at.
+`serve` does the same with other code of users. It is alone with that code: its output goes to the
+error stream, and it ends with the thread that started it, whatever the code is at.
 """
 
 from __future__ import annotations
@@ -13,18 +13,28 @@ import pickle
 import resource
 import signal
 import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, BinaryIO
 
+from hybridrl.config.reward import ScorerConfig
 from hybridrl.errors import UserError
 from hybridrl.rewards.functions import find_reward
-from hybridrl.rewards.outcome import outcomes
+from hybridrl.rewards.outcome import Job, Outcome, outcomes
 from hybridrl.rewards.pool import LENGTH, encoded, framed
 
 PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
-    """Serves until the input ends."""
+def serve(
+    make: Callable[[Any], Callable[[Any], Iterable[Any]]], encode: Callable[[Any], dict[str, Any]]
+) -> None:
+    """Answers jobs until the input ends.
+
+    Args:
+        make: makes, of the configuration that comes first, what returns the results of a job.
+        encode: makes JSON of one result.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -33,19 +43,24 @@ def main() -> None:
     os.dup2(2, 1)  # what the function prints is no answer
     config = _read(jobs)
     try:
-        function = find_reward(config)
+        run = make(config)
     except UserError as error:
         _write(answers, _user_error(error))
         return
-    memory = getattr(function, "memory_bytes", None)
-    if memory is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     _write(answers, {"outcomes": []})
     while (job := _read(jobs)) is not None:
         try:
-            _write(answers, {"outcomes": [encoded(found) for found in outcomes(function, job)]})
+            _write(answers, {"outcomes": [encode(found) for found in run(job)]})
         except UserError as error:
             _write(answers, _user_error(error))
+
+
+def _scorer(config: ScorerConfig) -> Callable[[Job], list[Outcome]]:
+    function = find_reward(config)
+    memory = getattr(function, "memory_bytes", None)  # a plain callable need not have it
+    if memory is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    return partial(outcomes, function)
 
 
 def _user_error(error: UserError) -> dict[str, Any]:
@@ -65,4 +80,4 @@ def _write(file: BinaryIO, answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(_scorer, encoded)

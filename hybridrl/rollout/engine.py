@@ -171,9 +171,12 @@ def finish_reason(tokens: Sequence[int], sampling: SamplingParams) -> FinishReas
     return "length" if len(tokens) >= sampling.max_new_tokens else None
 
 
-def request_seed(run_seed: int, step: int, sample_id: int) -> int:
-    """Returns the seed of a sample, 63 bits: the same in every process and after every restart."""
-    digest = hashlib.blake2b(f"{run_seed}/{step}/{sample_id}".encode(), digest_size=8).digest()
+def request_seed(run_seed: int, step: int, sample_id: int, turn: int = 0) -> int:
+    """Returns the seed of a turn of a sample, 63 bits: the same in every process and after every
+    restart.
+    """
+    named = f"{run_seed}/{step}/{sample_id}" + (f"/{turn}" if turn else "")
+    digest = hashlib.blake2b(named.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

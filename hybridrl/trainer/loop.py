@@ -336,7 +336,7 @@ class Trainer:
     def close(self) -> None:
         """Ends the journal and leaves the process group."""
         self.journal.close()
-        self.scorer.close()
+        self.engine.close()
         self.hybrid_engine.close()
         self.raw_engine.close()
         stop_process_group()
@@ -360,22 +360,17 @@ class Trainer:
 
     def _make_engine(self) -> None:
         """Builds the engine and the plan that brings the policy's weights into it."""
-        rollout, model = self.config.rollout, self.policy.model
+        config, world, model = self.config, self.world, self.policy.model
+        rollout, num_samples = config.rollout, config.steps.samples_per_prompt
         sources = model.source_layouts()
         layout = setup.rollout_layout(model, rollout.tp, sources)
         memories, copies = setup.training_memories(self.trained.values())
         self.raw_engine = setup.start_engine(self.config, model, layout, memories, copies)
         self._engine_bytes = self.raw_engine.memory
         sampling = setup.sampling_params(rollout, self.source, self.tokenizer)
-        self.engine = Sampler(
-            self.world,
-            layout,
-            self.raw_engine,
-            self.scorer,
-            sampling,
-            self.config.steps.samples_per_prompt,
-            self.config.run.seed,
-        )
+        episodes = setup.make_episodes(config, world, layout, self.source, self.tokenizer)
+        engine, scorer, seed = self.raw_engine, self.scorer, config.run.seed
+        self.engine = Sampler(world, layout, engine, scorer, sampling, num_samples, seed, episodes)
         self.engine.judges = self.roles.judges
         self.hybrid_engine = HybridEngine(
             sources,

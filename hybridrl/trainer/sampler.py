@@ -11,6 +11,9 @@ Where an algorithm compares with it, the greedy response to each prompt is gener
 one more sample of the group, under the number -1 - group; its reward becomes a reward part of the
 group's samples, and it leaves the batch.
 
+With an environment (episodes.py) a response has several turns: what ends in the engine goes to it,
+and comes back as the request of the next turn, or as a response.
+
 A checkpoint may be taken while a step's rollouts are under way: `state` holds what is finished and
 what is begun, and after `load_state` the next `generate` of that step goes on from there, on any
 number of replicas.
@@ -26,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.batch import GREEDY, Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
+from hybridrl.batch import GREEDY, Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.data.spread import ResponseLengths, group_work, spread
 from hybridrl.errors import UserError
 from hybridrl.metrics.flops import GeneratedLengths, num_generated
@@ -41,18 +44,16 @@ from hybridrl.rollout.engine import (
     SamplingParams,
     request_seed,
 )
-
-COLUMNS = (
-    "sample_ids_B",
-    "group_B",
-    "tokens_T",
-    "lengths_B",
-    "prompt_lengths_B",
-    "behaviour_logp_T",
-    "versions_B",
-    "finished_B",
-    "reward_B",
+from hybridrl.trainer.episodes import (
+    Episodes,
+    Response,
+    as_rollout,
+    episode_counts,
+    episode_metrics,
+    restored,
 )
+from hybridrl.trainer.gathered import as_columns, compared_with_greedy, rebuilt
+
 DROPPED_GROUPS = "reward/dropped_groups"  # of which no sample is left
 Progress = Callable[[int, int], None]
 
@@ -68,6 +69,7 @@ class Sampler:
         sampling: of training samples.
         samples_per_prompt: responses to each prompt.
         seed: of the run.
+        episodes: with the environment, if there is one.
     """
 
     def __init__(
@@ -79,7 +81,10 @@ class Sampler:
         sampling: SamplingParams,
         samples_per_prompt: int,
         seed: int,
+        episodes: Episodes | None = None,
     ) -> None:
+        self.episodes = episodes
+        self._episode_counts: dict[str, int] = {}  # since the last `score`
         self.world, self.layout, self.engine, self.scorer = world, layout, engine, scorer
         self.sampling, self.samples_per_prompt, self.seed = sampling, samples_per_prompt, seed
         self._step, self._next_step = -1, 0
@@ -133,7 +138,7 @@ class Sampler:
         num_samples = samples_per_prompt or self.samples_per_prompt
         with self.world.all_agree("generation"):
             self.submit(prompts, num_samples, step, first_group, sampling, greedy)
-            while self.engine.has_unfinished:
+            while self.has_unfinished:
                 self.advance()
                 if on_progress is not None:
                     on_progress(len(self._done), len(self._owners))
@@ -172,6 +177,9 @@ class Sampler:
         is_restored = self._restored["step"] == step
         begun = {r["request_id"]: r for r in self._restored["requests"] if is_restored}
         finished = {c["request_id"]: c for c in self._restored["completions"] if is_restored}
+        turns = {e["sample_id"]: e for e in self._restored.get("episodes", ()) if is_restored}
+        if self.episodes is not None:
+            self.episodes.forget()
         requests = []
         params = sampling or self.sampling
         best = dataclasses.replace(params, temperature=0.0)
@@ -180,17 +188,19 @@ class Sampler:
             first = group * samples_per_prompt
             for sample_id in [*range(first, first + samples_per_prompt), *[-1 - group] * greedy]:
                 self._owners[sample_id] = (self._prompts[group], group)
+                how, prompt = best if sample_id < 0 else params, self._prompts[group]
                 if sample_id in finished:
-                    fields = finished[sample_id]
-                    sequences = {k: tuple(fields[k]) for k in ("tokens", "logps")}
-                    self._done[sample_id] = Completion(**{**fields, **sequences})
-                elif sample_id in begun:
+                    self._done[sample_id] = restored(finished[sample_id])
+                    continue
+                if self.episodes is not None:
+                    self.episodes.begin(step, sample_id, prompt, how, turns.get(sample_id))
+                if sample_id in begun:
                     requests.append(Request.from_dict(begun[sample_id]))
-                else:
+                elif self.episodes is None:
                     seed = request_seed(self.seed, step, sample_id)
-                    how = best if sample_id < 0 else params
-                    requests.append(Request(sample_id, self._prompts[group].tokens, seed, how))
+                    requests.append(Request(sample_id, prompt.tokens, seed, how))
         self.engine.submit(requests)
+        self._take_turns([])
 
     def _share(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, first_group: int, longest: int
@@ -205,17 +215,33 @@ class Sampler:
         replica, _ = self.layout.assignment[self.world.rank]
         return [first_group + i for i in spread(work, self.layout.replicas)[replica]]
 
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a response of what was submitted is not finished."""
+        is_waiting = self.episodes is not None and self.episodes.is_waiting
+        return self.engine.has_unfinished or is_waiting
+
     def advance(self) -> None:
         """Lets the engine take one step, keeps what finished and has it scored meanwhile."""
-        began = time.perf_counter()
-        self.engine.step()  # returns with the tokens, so the device is done
-        self._busy_s += time.perf_counter() - began
-        finished = self.engine.collect()
+        if self.engine.has_unfinished:
+            began = time.perf_counter()
+            self.engine.step()  # returns with the tokens, so the device is done
+            self._busy_s += time.perf_counter() - began
+        finished = self._take_turns(self.engine.collect())
         self._done |= {done.request_id: done for done in finished}
         for done in finished:
             prompt, group = self._owners[done.request_id]
             if self._scores(group):
-                self.scorer.begin(done.request_id, prompt, done.tokens)
+                observed = done.observed if isinstance(done, Response) else None
+                self.scorer.begin(done.request_id, prompt, done.tokens, observed)
+
+    def _take_turns(self, completions: Sequence[Completion]) -> Sequence[Completion]:
+        """Returns the responses that ended; of the others the engine gets the next turns."""
+        if self.episodes is None:
+            return completions
+        ended, requests = self.episodes.advance(completions, not self.engine.has_unfinished)
+        self.engine.submit(requests)
+        return ended
 
     def _scores(self, group: int) -> bool:
         """Whether the samples of a group are this rank's to score: each rank of a replica has its
@@ -228,18 +254,11 @@ class Sampler:
         owners, done = self._owners, self._done
         self._earlier |= done
         self._step, self._owners, self._done = -1, {}, {}
+        self._note_episodes(done, owners)
         if not owners:
             return None
         rollouts = [
-            Rollout(
-                sample_id,
-                prompt,
-                done[sample_id].tokens,
-                done[sample_id].logps,
-                done[sample_id].finish_reason,
-                done[sample_id].version,
-            )
-            for sample_id, (prompt, _) in sorted(owners.items())
+            as_rollout(done[sample_id], prompt) for sample_id, (prompt, _) in sorted(owners.items())
         ]
         groups = [group for _, (_, group) in sorted(owners.items())]
         producer = Producer.of(type(self.engine), "rollout engine")
@@ -264,14 +283,11 @@ class Sampler:
             rows = [i for i, group in enumerate(groups) if self._scores(group)]
             scored = self.scorer.score(local.select(rows)) if local is not None and rows else None
             if scored is not None and self._has_greedy:
-                scored = _compared_with_greedy(scored)
-            mine = None if scored is None else _columns(scored)
-            agreement.told = (
-                self._busy_s,
-                mine,
-                self.scorer.take_counts(),
-                self._lengths_of(local),
-            )
+                scored = compared_with_greedy(scored)
+            mine = None if scored is None else as_columns(scored)
+            counts = self.scorer.take_counts() | self._episode_counts
+            agreement.told = (self._busy_s, mine, counts, self._lengths_of(local))
+            self._episode_counts = {}
         self._note_busy([seconds for seconds, *_ in agreement.heard])
         found = [columns for _, columns, *_ in agreement.heard if columns is not None]
         for *_, counts, lengths in agreement.heard:
@@ -282,7 +298,7 @@ class Sampler:
             self._count({DROPPED_GROUPS: len(self._prompts) - len(left)})
         if not found:
             return None
-        batch = ScoredBatch.concat([_rebuild(columns, self._prompts) for columns in found])
+        batch = ScoredBatch.concat([rebuilt(columns, self._prompts) for columns in found])
         batch = batch.select(torch.argsort(batch.sample_ids_B))
         for judge in self.judges:
             batch = judge(batch)
@@ -302,11 +318,11 @@ class Sampler:
     def metrics(self) -> dict[str, float]:
         """Returns `generate/idle_share`, the part of the generation of the last step that replicas
         waited for the slowest, on average, `generate/tokens`, of all prompts and responses that
-        there were, and the scorers' counts; the same on all ranks.
+        there were, the scorers' counts and what `episode_metrics` says; the same on all ranks.
         """
         worked = sum(mean for mean, _ in self._busy_of_calls)
         took = sum(longest for _, longest in self._busy_of_calls)
-        counts = {name: float(count) for name, count in self._reward_counts.items()}
+        counts = episode_metrics(self._reward_counts)
         return {
             "generate/idle_share": 1 - worked / took if took > 0 else 0.0,
             GENERATED_TOKENS: float(num_generated(self.generated)),
@@ -341,12 +357,14 @@ class Sampler:
                 dataclasses.asdict(done) for done in (self._earlier | self._done).values()
             ],
         }
+        mine["episodes"] = [] if self.episodes is None else self.episodes.state()
         found = self.world.gather_objects(mine if is_first and self._step >= 0 else None)
         parts = [part for part in found if part is not None]
         return {
             "step": self._step,
             "requests": [request for part in parts for request in part["requests"]],
             "completions": [done for part in parts for done in part["completions"]],
+            "episodes": [episode for part in parts for episode in part["episodes"]],
             "response_lengths": self._lengths.state(),
             "next_step": self._next_step,
         }
@@ -357,38 +375,21 @@ class Sampler:
         self._lengths.load_state(state.get("response_lengths", {}))
         self._next_step = int(state.get("next_step", 0))
 
+    def _note_episodes(
+        self, done: Mapping[int, Completion], owners: Mapping[int, tuple[Prompt, int]]
+    ) -> None:
+        """Tells the scorer what environments gave the responses that this rank scores."""
+        if self.episodes is None:
+            return
+        self.episodes.finish()
+        mine = [one for one in done.values() if self._scores(owners[one.request_id][1])]
+        for one in mine:
+            assert isinstance(one, Response)
+            self.scorer.end_episode(one.request_id, one.outcome)
+        self._episode_counts = episode_counts(mine)
 
-def _compared_with_greedy(batch: ScoredBatch) -> ScoredBatch | None:
-    """Makes the rewards of greedy responses a part of their groups' samples; without groups whose
-    greedy response has no reward.
-    """
-    is_greedy_B = batch.sample_ids_B < 0
-    groups = batch.group_B[is_greedy_B].tolist()
-    reward_of = dict(zip(groups, batch.reward_B[is_greedy_B].tolist(), strict=True))
-    rows = [
-        i
-        for i, group in enumerate(batch.group_B.tolist())
-        if not is_greedy_B[i] and group in reward_of
-    ]
-    if not rows:
-        return None
-    sampled = batch.select(rows)
-    greedy_B = torch.tensor([reward_of[group] for group in sampled.group_B.tolist()])
-    return sampled.with_parts({GREEDY: greedy_B})
-
-
-def _columns(batch: ScoredBatch) -> dict[str, Any]:
-    columns: dict[str, Any] = {name: getattr(batch, name).numpy() for name in COLUMNS}
-    columns["reward_parts"] = {name: part.numpy() for name, part in batch.reward_parts.items()}
-    return columns
-
-
-def _rebuild(columns: Mapping[str, Any], prompts: Mapping[int, Prompt]) -> ScoredBatch:
-    tensors = {name: torch.from_numpy(columns[name]) for name in COLUMNS}
-    parts = columns["reward_parts"].items()
-    return ScoredBatch(
-        prompts=tuple(prompts[group] for group in columns["group_B"].tolist()),
-        reward_parts={name: torch.from_numpy(part) for name, part in parts},
-        producer=Producer.here("the gathered rollouts"),
-        **tensors,
-    )
+    def close(self) -> None:
+        """Ends what scores and answers in processes of its own."""
+        self.scorer.close()
+        if self.episodes is not None:
+            self.episodes.close()

@@ -24,6 +24,7 @@ from hybridrl.config.source import check_tokenizer_files, model_directory, read_
 from hybridrl.config.teacher import is_scored, teacher_rules
 from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompts import LoadedPrompts, load_prompts
+from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.errors import ConfigError, ModelError, UserError
 from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.assign import assign
@@ -35,6 +36,7 @@ from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel import peer_memory
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.platform import Platform
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction, no_reward
@@ -43,6 +45,7 @@ from hybridrl.rollout.hf import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
 from hybridrl.rollout.vllm import VllmEngine
 from hybridrl.rollout.vllm_arguments import EngineSettings
+from hybridrl.trainer.episodes import Episodes
 from hybridrl.trainer.memory import TrainedModelMemory, released
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.peer_weights import PeerWeights
@@ -132,7 +135,8 @@ def make_scorer(
         group_samples: as of `Needs`.
     """
     unscored = None if is_scored(config) else no_reward
-    return Scorer(config.reward, tokenizer, reward or unscored, group_samples)
+    function = reward or unscored
+    return Scorer(config.reward, tokenizer, function, group_samples, config.environment)
 
 
 def load_data(
@@ -293,6 +297,23 @@ def sampling_params(
         max_new_tokens=config.max_new_tokens,
         stop_token_ids=stop_token_ids(source.hf_config, tokenizer),
     )
+
+
+def make_episodes(
+    config: Config,
+    world: World,
+    layout: RolloutLayout,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Episodes | None:
+    """Builds what goes between the turns of responses, if there is an environment; collective."""
+    if config.environment.name is None:
+        return None
+    replica = ReplicaGroup(layout, world.rank)
+    stops = stop_token_ids(source.hf_config, tokenizer)
+    encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, stops)
+    with world.all_agree("finding the environment"):
+        return Episodes(config.environment, replica, tokenizer, encoder, config.run.seed)
 
 
 def stop_token_ids(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -155,7 +156,9 @@ class Tables:
 def make_batch(
     tables: Tables, seed: int = 0, num_prompts: int = 4, num_samples: int = 3
 ) -> TrainBatch:
-    """Prompts with samples; the old policy is near the current one, some ratios clip."""
+    """Prompts with samples; the old policy is near the current one, some ratios clip. Half of the
+    samples have observations among their tokens.
+    """
     rng = random.Random(seed)
     rollouts = []
     for p in range(num_prompts):
@@ -163,8 +166,11 @@ def make_batch(
         prompt = Prompt(p, "", tuple(rng.randrange(1, VOCABULARY) for _ in range(length)))
         for s in range(num_samples):
             tokens = tuple(rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 6)))
-            logps = tuple(-rng.random() for _ in tokens)
-            rollouts.append(Rollout(num_samples * p + s, prompt, tokens, logps, "stop", 0))
+            number = num_samples * p + s
+            seen = random.Random(number)
+            observed = tuple(s % 2 == 1 and seen.random() < 0.5 for _ in tokens[1:]) + (False,)
+            logps = tuple(-rng.random() * (not was) for was in observed)
+            rollouts.append(Rollout(number, prompt, tokens, logps, "stop", 0, observed))
     groups = [i // num_samples for i in range(len(rollouts))]
     batch = RolloutBatch.from_rollouts(rollouts, groups, HERE)
     generator = torch.manual_seed(seed)
@@ -287,6 +293,18 @@ def assert_same(found: dict, expected: dict, tolerance: float) -> None:
 ALL = [list(range(12))]
 
 
+def without_observations(batch: TrainBatch) -> TrainBatch:
+    """The same samples, of the sampled tokens alone."""
+    assert batch.observed_T is not None and bool(batch.observed_T.any())
+    kept = ~batch.observed_T
+    columns = {
+        name: column[kept] if name.endswith("_T") else column
+        for name, column in batch.columns().items()
+    }
+    lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
+    return replace(batch, **{**columns, "lengths_B": lengths_B, "observed_T": None})
+
+
 def needs_whole(case: str) -> bool:
     config = CASES[case]
     return isinstance(config, PolicyGradientConfig) and config.needs_whole_sequences
@@ -339,6 +357,34 @@ def test_masked_positions_have_no_gradient_and_no_effect(case, garbage):
             output.loss.backward()
             assert (given[0].grad[~mask_S] == 0).all()
             assert (given[0].grad[mask_S] != 0).any()
+
+
+def test_observations_have_no_part_in_advantages_denominator_or_loss(case):
+    algorithm, tables, batch = prepare(case)
+    filled = algorithm.advantages(batch)
+    short = algorithm.advantages(without_observations(batch))
+    mask_T, short_T = filled.response_mask_T, short.response_mask_T
+    for name in ("advantages_T", "returns_T", "term_weights_T"):
+        if (column_T := filled.columns().get(name)) is not None:
+            assert not column_T[~mask_T].any()
+            assert torch.equal(column_T[mask_T], short.columns()[name][short_T])
+    assert algorithm.denominator(filled) == algorithm.denominator(short)
+    whole, part = (micro_batch(one, range(one.num_samples), 1, 1) for one in (filled, short))
+    logp_S, entropy_S = (x.detach() for x in tables.policy(whole))
+    mask_S = whole.loss_mask_S
+    given = [x.clone().requires_grad_() for x in (logp_S, entropy_S)]
+    fewer = [torch.zeros(part.num_positions, dtype=torch.float64) for _ in given]
+    for all_S, few_S in zip(given, fewer, strict=True):
+        few_S[part.loss_mask_S] = all_S.detach()[mask_S]
+        few_S.requires_grad_()
+    outputs = [algorithm.loss(*given, whole, 7.0), algorithm.loss(*fewer, part, 7.0)]
+    assert_close = partial(torch.testing.assert_close, rtol=COLUMN, atol=COLUMN)
+    assert_close(outputs[0].loss, outputs[1].loss)
+    assert_close(outputs[0].metrics, outputs[1].metrics)
+    for output in outputs:
+        output.loss.backward()
+    assert not given[0].grad[~mask_S].any()
+    assert_close(given[0].grad[mask_S], fewer[0].grad[part.loss_mask_S])
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -28,12 +28,12 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.process_state import replaced
 from hybridrl.trainer import setup
-from hybridrl.trainer.diagnose import diagnose
+from hybridrl.diagnosis.diagnose import diagnose
 from hybridrl.trainer.loop import Trainer
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.policy import Policy
-from hybridrl.trainer.residual import stages
-from hybridrl.trainer.verdicts import Finding
+from hybridrl.diagnosis.residual import stages
+from hybridrl.diagnosis.verdicts import Finding
 
 LAYOUTS = [  # tp, pp, cp, vpp
     (2, 2, 1, 1),

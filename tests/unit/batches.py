@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 
@@ -58,6 +59,23 @@ def train_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0
     columns["teacher_logp_TK"] = torch.randn(shape) * mask_T[:, None]
     columns["teacher_tokens_TK"] = torch.randint(1, 50, shape).int() * mask_T[:, None]
     return made.to_train(Producer.here("test")).join_columns(Producer.here("test"), **columns)
+
+
+def observed_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0) -> TrainBatch:
+    """Returns `train_batch`, with observations among the response tokens of most samples."""
+    rng = random.Random(seed)
+    made = rollouts(num_prompts, samples_per_prompt, seed)
+    for i, one in enumerate(made):
+        observed = (*(rng.random() < 0.4 for _ in one.tokens[1:]), False)
+        logps = tuple(logp * (not seen) for logp, seen in zip(one.logps, observed, strict=True))
+        made[i] = replace(one, logps=logps, observed=observed)
+    groups = [i // samples_per_prompt for i in range(len(made))]
+    batch = RolloutBatch.from_rollouts(made, groups, Producer.here("test engine"))
+    torch.manual_seed(seed)
+    reward_B = torch.randn(batch.num_samples)
+    scored = batch.scored(reward_B, {"part": reward_B * 2}, Producer.here("test reward"))
+    columns = {n: torch.randn(batch.num_tokens) * batch.response_mask_T for n in LOGP_COLUMNS}
+    return scored.to_train(Producer.here("test")).join_columns(Producer.here("test"), **columns)
 
 
 def feedback_batch(feedback: Feedback, num: int, seed: int) -> TrainBatch:

@@ -18,11 +18,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hybridrl"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_PACKAGE_LINES = 18_000  # of code; docs/adr/0004-size.md
+MAX_PACKAGE_LINES, MAX_CORE_LINES = 20_000, 10_000  # of code; docs/adr/0004-size.md
+CORE = ("trainer", "hybrid_engine", "models", "rollout", "parallel", "checkpoint")
 
 # A part may import parts of a lower number and itself, and what EXTRA grants.
 LEVELS = {
-    "cli": 6,
+    "cli": 7,
+    "diagnosis": 6,
     "trainer": 5,
     "rollout": 4,
     "checkpoint": 4,
@@ -30,6 +32,7 @@ LEVELS = {
     "algorithms": 4,
     "data": 4,
     "rewards": 4,
+    "environments": 4,
     "metrics": 4,
     "models": 3,
     "parallel": 2,
@@ -47,6 +50,10 @@ PARTS_OF_BATCH = {"batch_checks", "micro_batch", "samples"}
 EXTRA = {
     ("rollout", "hybridrl.hybrid_engine.target"),
     ("rollout", "hybridrl.hybrid_engine.alias"),
+    # Users' code is run the same way: in processes that can be killed.
+    ("environments", "hybridrl.rewards.outcome"),
+    ("environments", "hybridrl.rewards.pool"),
+    ("environments", "hybridrl.rewards.worker"),
     ("", "hybridrl.trainer.loop"),
 }
 WALLS = {
@@ -75,6 +82,7 @@ TORCH_FREE = [
     "__init__.py",
     "errors.py",
     "config/*.py",
+    "environments/*.py",
     "cli/*.py",
     "parallel/layout.py",
     "models/weights.py",
@@ -246,3 +254,5 @@ def code_lines(path: Path) -> int:
 
 def test_package_stays_small() -> None:
     assert sum(code_lines(path) for path in PACKAGE.rglob("*.py")) <= MAX_PACKAGE_LINES
+    core = (path for part in CORE for path in (PACKAGE / part).rglob("*.py"))
+    assert sum(code_lines(path) for path in core) <= MAX_CORE_LINES

@@ -10,12 +10,8 @@ import torch
 from batches import rollout_batch
 
 from hybridrl.batch import Producer
-from hybridrl.parallel.layout import RolloutLayout
-from hybridrl.rollout.engine import Completion, SamplingParams
-from hybridrl.rollout.hf import HfEngine
-from hybridrl.trainer.mismatch import BOUNDS, MEAN, MismatchWarning, mismatch_metrics
-from hybridrl.trainer.residual import engine_streams, stages
-from hybridrl.trainer.verdicts import (
+from hybridrl.diagnosis.residual import engine_streams, stages
+from hybridrl.diagnosis.verdicts import (
     Answer,
     Finding,
     Tokenwise,
@@ -26,6 +22,10 @@ from hybridrl.trainer.verdicts import (
     relative_rms,
     standing_out,
 )
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout.engine import Completion, SamplingParams
+from hybridrl.rollout.hf import HfEngine
+from hybridrl.trainer.mismatch import BOUNDS, MEAN, MismatchWarning, mismatch_metrics
 
 QWEN2 = {
     "vocab_size": 24,

@@ -23,8 +23,8 @@ def rows(name: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (QUICKSTART / name).read_text().splitlines()]
 
 
-def make_data() -> Any:
-    spec = importlib.util.spec_from_file_location("make_data", QUICKSTART / "make_data.py")
+def make_data(example: Path = QUICKSTART) -> Any:
+    spec = importlib.util.spec_from_file_location("make_data", example / "make_data.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -32,14 +32,15 @@ def make_data() -> Any:
     return module
 
 
-def test_quickstart_files_are_what_make_data_makes(tmp_path: Path) -> None:
-    module = make_data()
+@pytest.mark.parametrize("example", [QUICKSTART, ROOT / "examples" / "calculator"])
+def test_quickstart_files_are_what_make_data_makes(example: Path, tmp_path: Path) -> None:
+    module = make_data(example)
     module.write_prompts(tmp_path)
     module.write_model(tmp_path / "model")
     made = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file())
     assert len(made) == 6
     for name in made:
-        assert (tmp_path / name).read_bytes() == (QUICKSTART / name).read_bytes(), name
+        assert (tmp_path / name).read_bytes() == (example / name).read_bytes(), name
 
 
 def test_quickstart_splits_are_disjoint_and_right() -> None:

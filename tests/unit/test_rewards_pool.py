@@ -254,10 +254,10 @@ def test_a_weighted_sum_that_overflows_is_refused(made):
 ORPHAN = """
 import sys, threading
 from hybridrl.config.schema import ScorerConfig
-from hybridrl.rewards.pool import Pool, Worker
-pool = Pool(lambda: Worker(ScorerConfig(function="own_rewards:number")), 1, "x")
+from hybridrl.rewards.pool import Pool, Scoring
+pool = Pool(lambda: Scoring(ScorerConfig(function="own_rewards:number")), 1, "x")
 print(int(pool.submit(([""], [""], [{}])).result()[0]), flush=True)
-worker = Worker(ScorerConfig(function="own_rewards:obeys"))
+worker = Scoring(ScorerConfig(function="own_rewards:obeys"))
 Pool(lambda: worker, 1, "y").submit(([""], ["hang"], [{}]))
 while worker._process is None: pass
 print(worker._process.pid, flush=True)

@@ -20,18 +20,8 @@ from torch import Tensor
 
 from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.schema import Config
-from hybridrl.hybrid_engine.export import gather_tensors
-from hybridrl.hybrid_engine.verify import VerifyError
-from hybridrl.models.weights import hf_shapes
-from hybridrl.rollout.agreement import TokensDifferError
-from hybridrl.rollout.engine import Request, SamplingParams, generate
-from hybridrl.rollout.hf import HfEngine
-from hybridrl.rollout.sampling import log_distribution
-from hybridrl.rollout.scripted import ScriptedEngine
-from hybridrl.trainer.loop import Trainer
-from hybridrl.trainer.mismatch import BOUNDS
-from hybridrl.trainer.residual import engine_streams, stages, trainer_logits, trainer_streams
-from hybridrl.trainer.verdicts import (
+from hybridrl.diagnosis.residual import engine_streams, stages, trainer_logits, trainer_streams
+from hybridrl.diagnosis.verdicts import (
     Answer,
     Finding,
     Placed,
@@ -42,6 +32,16 @@ from hybridrl.trainer.verdicts import (
     mean_difference,
     relative_rms,
 )
+from hybridrl.hybrid_engine.export import gather_tensors
+from hybridrl.hybrid_engine.verify import VerifyError
+from hybridrl.models.weights import hf_shapes
+from hybridrl.rollout.agreement import TokensDifferError
+from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.hf import HfEngine
+from hybridrl.rollout.sampling import log_distribution
+from hybridrl.rollout.scripted import ScriptedEngine
+from hybridrl.trainer.loop import Trainer
+from hybridrl.trainer.mismatch import BOUNDS
 
 NUM_PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 256, 16
 ROWS = 64  # positions whose logits over the whole vocabulary are held at a time

@@ -1,0 +1,135 @@
+"""What an environment is: it begins with a prompt and answers each turn of the policy. No torch.
+
+Owns the protocol and the border with users' code: whatever an environment returns becomes a checked
+`Turn`, or a ScorerFailure that says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, NamedTuple, Protocol
+
+from hybridrl.rewards.outcome import LARGEST, WHERE, ScorerFailure
+
+Message = Mapping[str, str]
+Observation = str | Sequence[int] | Sequence[Message] | None
+"""What the policy reads next: a text, token ids, chat messages (each with `role` and `content`, put
+into the form of the tokenizer's chat template), or nothing."""
+EXPECTED = "(observation, reward, done), a Turn"
+MESSAGE = ("role", "content")
+NOTE = re.compile("[a-z][a-z0-9_]*")
+
+
+class Turn(NamedTuple):
+    """What an environment answers to a turn of the policy; a plain tuple of the first three does.
+
+    Args:
+        observation: what the policy reads before its next turn; of no use once `done`.
+        reward: of this turn; those of all turns are added up.
+        done: whether the response ends here.
+        notes: words to count, each becomes the metric `environment/WORD`.
+    """
+
+    observation: Observation = None
+    reward: float = 0.0
+    done: bool = False
+    notes: Sequence[str] = ()
+
+
+class Environment(Protocol):
+    """Answers the turns of one response; one is made for each.
+
+    It is a function of prompt, columns and turns so far: after its process was killed, or a run
+    resumed, another is made and given the same turns again.
+    """
+
+    def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
+        """Begins; returns what the policy is to read after the prompt, if anything.
+
+        Args:
+            prompt: its text.
+            columns: the rest of its row.
+        """
+        ...
+
+    def step(self, tokens: Sequence[int], text: str) -> Turn | tuple[Observation, float, bool]:
+        """Answers a turn that the policy has ended by a stop token.
+
+        Args:
+            tokens: that it sampled, with the stop token.
+            text: the same, without special tokens.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Play:
+    """One call of an environment: `reset` if there is no action, else `step` with the last one.
+
+    Args:
+        key: of the response, unique among those under way; None ends all environments there are.
+        prompt, columns: of the response.
+        actions: tokens and text of every turn so far.
+    """
+
+    key: tuple[int, int] | None
+    prompt: str = ""
+    columns: Mapping[str, object] | None = None
+    actions: Sequence[tuple[Sequence[int], str]] = ()
+
+
+Answer = Turn | ScorerFailure
+
+
+def checked(answer: object) -> Answer:
+    """Returns what `step` returned as a Turn of plain values, or what is wrong with it."""
+    if not isinstance(answer, tuple) or not 3 <= len(answer) <= 4:
+        return ScorerFailure(f"returned a {type(answer).__name__} for {WHERE}", EXPECTED)
+    observation, reward, done, notes = Turn(*answer)
+    number: Any = reward.item() if hasattr(reward, "item") else reward
+    if not isinstance(number, Real) or not abs(float(number)) <= LARGEST:
+        return ScorerFailure(f"returned the reward {reward!r} for {WHERE}")
+    if isinstance(notes, str) or not all(isinstance(n, str) and NOTE.fullmatch(n) for n in notes):
+        return ScorerFailure(f"returned the notes {notes!r} for {WHERE}", "words of a-z, 0-9 and _")
+    seen = checked_observation(observation)
+    if isinstance(seen, ScorerFailure):
+        return seen
+    return Turn(seen, float(number), bool(done), list(notes))
+
+
+def checked_observation(observation: object) -> Observation | ScorerFailure:
+    """Returns an observation of plain values, or what is wrong with it."""
+    if observation is None or isinstance(observation, str):
+        return observation
+    if hasattr(observation, "tolist"):  # an array
+        observation = observation.tolist()
+    if isinstance(observation, list | tuple):
+        if all(isinstance(token, Integral) and int(token) >= 0 for token in observation):
+            return [int(token) for token in observation]
+        if all(_is_message(message) for message in observation):
+            return [{key: message[key] for key in MESSAGE} for message in observation]
+    shown = f"{observation!r}"[:80]
+    return ScorerFailure(
+        f"returned the observation {shown} for {WHERE}", "a text, token ids or messages"
+    )
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, Mapping) and all(
+        isinstance(message.get(key), str) for key in MESSAGE
+    )
+
+
+def encoded(answer: Answer) -> dict[str, Any]:
+    """Returns an answer as JSON, which `decoded` reads: a process sends back no objects."""
+    if isinstance(answer, ScorerFailure):
+        return {"got": answer.got, "expected": answer.expected}
+    return answer._asdict()
+
+
+def decoded(entry: Mapping[str, Any]) -> Answer:
+    """Returns what was encoded."""
+    return ScorerFailure(**entry) if "got" in entry else Turn(**entry)

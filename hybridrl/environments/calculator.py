@@ -1,0 +1,90 @@
+"""A calculator as a tool: arithmetic by a walk over the syntax tree, bounded in size and time.
+
+Knows numbers, + - * / // % **, signs and brackets. Nothing else can be said in it, so nothing is
+run; and no number gets longer than MAX_BITS, so nothing takes long. No torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hybridrl.environments.parsers import ToolParser
+from hybridrl.environments.tools import ToolEnvironment
+
+MAX_CHARACTERS = 200  # so that a tree of it is not deep either
+MAX_BITS = 512
+
+Number = int | float
+BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+SIGNS: dict[type[ast.unaryop], Callable[[Number], Number]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+class Calculator(ToolEnvironment):
+    """An environment with the tool `calculate(expression)`; arguments as of ToolEnvironment."""
+
+    runs = "here"  # it cannot hang
+
+    def __init__(
+        self,
+        parser: str | ToolParser = "hermes",
+        parser_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__({"calculate": calculate}, parser, parser_options)
+
+
+def calculate(expression: str) -> str:
+    """Returns the value of an arithmetic expression, floats with ten significant digits.
+
+    Raises:
+        ValueError: it is none, or too long or large.
+        ArithmeticError: a division by zero.
+    """
+    if not isinstance(expression, str) or len(expression) > MAX_CHARACTERS:
+        raise ValueError(f"not an expression of at most {MAX_CHARACTERS} characters")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError("not an arithmetic expression") from error
+    value = _value(tree.body)
+    return str(value) if isinstance(value, int) else f"{value:.10g}"
+
+
+def _value(node: ast.expr) -> Number:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return _bounded(node.value + 0)  # of a bool a number
+    if isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
+        return SIGNS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            # Before it is computed: the result has this many bits or more, and at most twice them.
+            if not abs(right) * max(_bits(left) - 1, 0) <= MAX_BITS:
+                raise ValueError("too large")
+            if left < 0 and not isinstance(right, int):
+                raise ValueError("a root of a negative number")
+        return _bounded(BINARY[type(node.op)](left, right))
+    raise ValueError("only numbers, + - * / // % ** and brackets")
+
+
+def _bounded(value: Number) -> Number:
+    if isinstance(value, int) and _bits(value) > MAX_BITS:
+        raise ValueError("too large")
+    return value
+
+
+def _bits(value: Number) -> int:
+    return int(value).bit_length() if abs(value) < 2.0**1000 else 1024

@@ -1,0 +1,82 @@
+"""From observations to tokens: each is tokenised once, by itself. No torch.
+
+What the policy sampled is never decoded and encoded again, so that it is trained on the tokens that
+the engine was fed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridrl.environments.base import Message, Observation
+from hybridrl.errors import UserError
+from hybridrl.rewards.outcome import WHERE, ScorerFailure
+
+TURN = "the turn of the policy"
+
+
+class ObservationEncoder:
+    """Makes tokens of observations.
+
+    Args:
+        tokenizer: of transformers.
+        vocab_size: of the model; token ids are below it.
+        stop_token_ids: one of them ends every turn of the policy.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._stop_texts = [str(tokenizer.decode([token])) for token in stop_token_ids]
+
+    def __call__(self, observation: Observation) -> list[int] | ScorerFailure:
+        """Returns the tokens, no special ones added.
+
+        Raises:
+            UserError: there are messages, and the tokenizer has no chat template that takes them.
+        """
+        if not observation:
+            return []
+        if isinstance(observation, str):
+            return self._tokens(observation)
+        messages = [part for part in observation if isinstance(part, Mapping)]
+        if messages:
+            return self._tokens(self._rendered(messages))
+        tokens = [part for part in observation if isinstance(part, int)]
+        if max(tokens) < self._vocab_size:
+            return tokens
+        got = f"returned the token {max(tokens)} for {WHERE}"
+        return ScorerFailure(got, f"tokens below {self._vocab_size}")
+
+    def _tokens(self, text: str) -> list[int] | ScorerFailure:
+        try:
+            return list(self._tokenizer([text], add_special_tokens=False)["input_ids"][0])
+        except Exception as error:  # tokenizers raise no class of their own, of unknown words
+            got = (
+                f"returned the observation {text[:80]!r} for {WHERE}, which has no tokens: {error}"
+            )
+            return ScorerFailure(got, "a text that the tokenizer knows")
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        """Returns what the chat template puts between a turn's stop token and the next turn."""
+        chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [*chat, *messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # whatever a template raises, or there is none
+            raise _no_template(str(error).splitlines()[0][:160]) from error
+        _, found, rest = text.partition(TURN)
+        if not found:
+            raise _no_template("It leaves out the turns of the assistant.")
+        stop = next((stop for stop in self._stop_texts if rest.startswith(stop)), "")
+        return rest[len(stop) :]
+
+
+def _no_template(why: str) -> UserError:
+    return UserError(
+        "environment.name",
+        "an environment that observes messages",
+        "one that observes texts, with a tokenizer whose chat template does not take its messages",
+        f"Choose a parser of text (environment.options.parser=tag), or another model. {why}",
+    )

@@ -1,0 +1,143 @@
+"""Where environments live while their responses are under way: in this process, or in some that
+can be killed. No torch.
+
+A stage holds an environment a response. A play names all turns so far, so whichever stage gets it
+can make the environment anew and bring it to where it was: a killed process loses nothing, and a
+run resumes anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from hybridrl.config.environment import EnvironmentConfig
+from hybridrl.environments.base import (
+    EXPECTED,
+    Answer,
+    Environment,
+    Play,
+    Turn,
+    checked,
+    checked_observation,
+    decoded,
+)
+from hybridrl.environments.table import find_environment, where
+from hybridrl.errors import UserError
+from hybridrl.rewards.outcome import WHERE, ScorerFailure, raised
+from hybridrl.rewards.pool import Pool, Worker
+
+Job = tuple[list[Play]]
+
+
+class Stage:
+    """Environments in this process.
+
+    Args:
+        make: makes one.
+    """
+
+    def __init__(self, make: Callable[[], Environment]) -> None:
+        self._make = make
+        self._open: dict[tuple[int, int], tuple[Environment, int]] = {}
+
+    def __call__(self, job: Job) -> list[Answer]:
+        """Returns the answers to these plays.
+
+        Raises:
+            UserError: from an environment, which says itself what is wrong.
+        """
+        return [self._play(play) for play in job[0]]
+
+    def _play(self, play: Play) -> Answer:
+        if play.key is None:
+            while self._open:
+                _close(self._open.popitem()[1][0])
+            return Turn()
+        environment, num_done = self._open.pop(play.key, (None, 0))
+        try:
+            answer: Answer = Turn()
+            if environment is None or num_done != len(play.actions) - 1:
+                environment = self._make()
+                first = checked_observation(environment.reset(play.prompt, play.columns or {}))
+                answer = first if isinstance(first, ScorerFailure) else Turn(first)
+                for tokens, text in play.actions[:-1]:
+                    environment.step(tokens, text)
+            if play.actions:
+                answer = checked(environment.step(*play.actions[-1]))
+        except UserError:
+            raise
+        except Exception as error:  # any error of the user's own code
+            answer = raised(error, WHERE, EXPECTED)
+        if isinstance(answer, ScorerFailure) or answer.done:
+            _close(environment)
+        else:
+            assert environment is not None
+            self._open[play.key] = (environment, len(play.actions))
+        return answer
+
+
+def _close(environment: Any) -> None:
+    """Ends an environment that has something to end; what goes wrong then is of no more use."""
+    if hasattr(environment, "close"):
+        try:
+            environment.close()
+        except Exception:  # any error of the user's own code, after its last answer
+            return
+
+
+class StageProcess(Worker[EnvironmentConfig, Answer]):
+    """A stage in a process that is killed when it takes too long."""
+
+    module, key = "hybridrl.environments.worker", "environment.name"
+
+    def decoded(self, entry: dict[str, Any]) -> Answer:
+        """Returns an answer as it was in the process."""
+        return decoded(entry)
+
+
+class Stages:
+    """All stages of a rank; a response keeps to one.
+
+    Args:
+        config: names the environment.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        make = find_environment(config)
+        self._here = Stage(make) if where(config) == "here" else None
+        self._pools: list[Pool[Answer]] = []
+        if self._here is None:
+            name = str(config.name)
+            make_stage = partial(StageProcess, config)
+            self._pools = [Pool(make_stage, 1, name) for _ in range(config.workers)]
+        self._used: set[int] = set()  # pools with environments in them
+
+    def play(self, play: Play, number: int) -> Future[list[Answer]]:
+        """Returns the answer to come to a play of the response of this number."""
+        if self._here is None:
+            place = number % len(self._pools)
+            self._used.add(place)
+            return self._pools[place].submit(([play],))
+        done: Future[list[Answer]] = Future()
+        try:
+            done.set_result(self._here(([play],)))
+        except UserError as error:
+            done.set_exception(error)
+        return done
+
+    def clear(self) -> None:
+        """Ends the environments of responses that ended otherwise."""
+        for place in [0] if self._here is not None else list(self._used):
+            self.play(Play(None), place)
+        self._used = set()
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for pool in self._pools:
+            pool.close()

@@ -1,0 +1,103 @@
+"""An environment whose answers are results of tools: Python functions that a turn calls. No torch.
+
+A turn without a call is the answer and ends the response; what it is worth the section `reward`
+says. What a policy gets wrong (a call that cannot be read, an unknown tool, arguments that the tool
+refuses) is told to it, and counted in `environment/tool_errors`: it is no failure of the
+environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hybridrl.environments.base import Observation, Turn
+from hybridrl.environments.parsers import PARSERS, ToolCall, ToolParser
+from hybridrl.errors import UserError
+
+Tool = Callable[..., object]
+
+
+class ToolEnvironment:
+    """Runs the tools that a turn calls and shows their results.
+
+    Args:
+        tools: by the name that the policy uses; or dotted paths `package.module:function`, called
+            by the function's name.
+        parser: of PARSERS, `package.module:Class`, or an object.
+        parser_options: keyword arguments of the parser.
+        max_characters: of one result; what is longer is cut off, with a word that says so.
+
+    Raises:
+        UserError: a tool or the parser cannot be found.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Tool] | Sequence[str],
+        parser: str | ToolParser = "hermes",
+        parser_options: Mapping[str, Any] | None = None,
+        max_characters: int = 2000,
+    ) -> None:
+        if isinstance(tools, Mapping):
+            self._tools = dict(tools)
+        else:
+            self._tools = {path.partition(":")[2]: find(path, "tools") for path in tools}
+        if isinstance(parser, str):
+            found = PARSERS[parser] if parser in PARSERS else find(parser, "parser")
+            parser = found(**(parser_options or {}))
+        self._parser: ToolParser = parser
+        self._max_characters = max_characters
+
+    def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
+        """Begins; the prompt has to say which tools there are."""
+        return None
+
+    def step(self, tokens: Sequence[int], text: str) -> Turn:
+        """Runs the turn's calls; without any the response is done."""
+        calls = self._parser.calls(text)
+        if not calls:
+            return Turn(done=True)
+        results, notes = [], []
+        for call in calls:
+            result, is_error = self._run(call)
+            results.append(result)
+            notes += ["tool_calls", *["tool_errors"] * is_error]
+        return Turn(self._parser.observation(results), notes=notes)
+
+    def _run(self, call: ToolCall) -> tuple[str, bool]:
+        """Returns what the policy reads of a call, and whether that is an error."""
+        if call.error is not None:
+            return f"error: {call.error}", True
+        if call.name not in self._tools:
+            return f"error: no tool {call.name!r}, only {', '.join(self._tools)}", True
+        try:
+            result = str(self._tools[call.name](**call.arguments))
+        except Exception as error:  # any error of the tool's own code, for these arguments
+            return f"error: {error or type(error).__name__}"[: self._max_characters], True
+        if len(result) > self._max_characters:
+            return result[: self._max_characters] + " (cut off)", False
+        return result, False
+
+
+def find(path: str, key: str) -> Any:
+    """Returns what a dotted path `package.module:name` names.
+
+    Raises:
+        UserError: there is no such thing that can be called; names the key.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # any error of the user's own module
+        remedy = f"Importing it failed: {type(error).__name__}: {error}."
+        raise _unknown(path, key, remedy) from error
+    if not callable(found):
+        raise _unknown(path, key, f"It is a {type(found).__name__}, which cannot be called.")
+    return found
+
+
+def _unknown(path: str, key: str, remedy: str) -> UserError:
+    known = f"{', '.join(PARSERS)} or " if key == "parser" else ""
+    return UserError(f"environment.options.{key}", path, f"{known}package.module:name", remedy)

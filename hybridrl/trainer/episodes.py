@@ -1,0 +1,339 @@
+"""Responses of several turns: what the policy samples and what its environment answers, in turn.
+
+Token in, token out: a turn's request is the prompt and every token so far, those sampled as they
+were sampled, those observed as they were encoded once. So what is trained on is what the engine was
+fed. Owns the responses under way; the engine is the sampler's, the environments are the stages'.
+
+Who waits for whom: of a replica's ranks the first alone has environments, and tells the others what
+they answered. All its ranks call `advance` alike. Nothing else waits: while an environment thinks,
+the engine goes on with other responses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from hybridrl.batch import Prompt, Rollout
+from hybridrl.config.environment import EnvironmentConfig
+from hybridrl.environments.base import Answer, Play
+from hybridrl.environments.chat import ObservationEncoder
+from hybridrl.environments.stage import Stages
+from hybridrl.errors import UserError
+from hybridrl.parallel.replica import ReplicaGroup
+from hybridrl.rewards.base import TextDecoder
+from hybridrl.rewards.outcome import WHERE, Outcome, ScorerFailure
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
+
+End = Literal["done", "turns", "tokens", "failure"]
+
+
+@dataclass(frozen=True)
+class Response(Completion):
+    """A finished response of several turns, observations among its tokens.
+
+    Args:
+        observed: of each token, whether the environment gave it.
+        num_turns: of the policy.
+        ended: by what: the environment; max_turns; its tokens; a failure of the environment.
+        reward: of all turns.
+        failure: what the environment did and should have done.
+        notes: how often it noted each word.
+    """
+
+    observed: tuple[bool, ...] = ()
+    num_turns: int = 1
+    ended: End = "done"
+    reward: float = 0.0
+    failure: tuple[str, str] | None = None
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the environment's rewards add up to, or why there are none."""
+        return self.reward if self.failure is None else ScorerFailure(*self.failure)
+
+
+def restored(fields: Mapping[str, Any]) -> Completion:
+    """Returns a completion or response from its `dataclasses.asdict`, after a trip through JSON."""
+    names = {"tokens", "logps", "observed", "failure"} & set(fields)
+    made = {name: fields[name] and tuple(fields[name]) for name in names}
+    kind = Response if "observed" in fields else Completion
+    return kind(**{**fields, **made})
+
+
+def as_rollout(done: Completion, prompt: Prompt) -> Rollout:
+    """Returns a completion or response as the data contract has it."""
+    observed = done.observed if isinstance(done, Response) else None
+    reason, version = done.finish_reason, done.version
+    return Rollout(done.request_id, prompt, done.tokens, done.logps, reason, version, observed)
+
+
+@dataclass
+class _Episode:
+    """A response under way; `actions` are tokens and text of its turns, `waits` whether the last
+    of them (or the beginning) is with the environment.
+    """
+
+    step: int
+    sample_id: int
+    prompt: Prompt
+    sampling: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    observed: list[bool] = field(default_factory=list)
+    actions: list[tuple[Sequence[int], str]] = field(default_factory=list)
+    num_turns: int = 0
+    version: int = -1
+    reward: float = 0.0
+    failure: tuple[str, str] | None = None
+    notes: Counter[str] = field(default_factory=Counter)
+    waits: bool = True
+
+    def add(self, tokens: Sequence[int], logps: Sequence[float] | None) -> None:
+        """Adds tokens; without log-probabilities they are observed."""
+        self.tokens += tokens
+        self.logps += logps or [0.0] * len(tokens)
+        self.observed += [logps is None] * len(tokens)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may follow."""
+        return self.sampling.max_new_tokens - len(self.tokens)
+
+    def response(self, ended: End) -> Response:
+        return Response(
+            self.sample_id,
+            tuple(self.tokens),
+            tuple(self.logps),
+            "stop" if ended == "done" else "length",
+            self.version,
+            tuple(self.observed),
+            self.num_turns,
+            ended,
+            self.reward,
+            self.failure,
+            dict(self.notes),
+        )
+
+
+_SAVED = (
+    *("tokens", "logps", "observed", "actions", "num_turns"),
+    *("version", "reward", "failure", "notes", "waits"),
+)
+
+
+class Episodes:
+    """The responses of one replica that are under way.
+
+    Args:
+        config: of the environment.
+        replica: the ranks that generate with this one.
+        tokenizer: of transformers, or what decodes like one.
+        encoder: of observations.
+        seed: of the run.
+
+    Raises:
+        UserError: there is no such environment.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        replica: ReplicaGroup,
+        tokenizer: TextDecoder,
+        encoder: ObservationEncoder,
+        seed: int,
+    ) -> None:
+        self._config, self._replica, self._seed = config, replica, seed
+        self._tokenizer, self._encoder = tokenizer, encoder
+        self._stages = Stages(config) if replica.is_first else None
+        self._open: dict[int, _Episode] = {}
+        self._plays: dict[int, Future[list[Answer]]] = {}  # of the first rank
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a response waits for its environment."""
+        return any(episode.waits for episode in self._open.values())
+
+    def begin(
+        self,
+        step: int,
+        sample_id: int,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begins a response, or goes on with one of `state`, which may be with the engine.
+
+        Args:
+            step, sample_id: enter the seeds.
+            sampling: `max_new_tokens` is of all turns and observations.
+        """
+        episode = _Episode(step, sample_id, prompt, sampling)
+        if saved is not None:
+            for name in _SAVED:
+                setattr(episode, name, deepcopy(saved[name]))
+            episode.notes = Counter(saved["notes"])
+            episode.failure = saved["failure"] and tuple(saved["failure"])
+        self._open[sample_id] = episode
+        if episode.waits:
+            self._ask(episode)
+
+    def advance(
+        self, completions: Sequence[Completion], blocks: bool
+    ) -> tuple[list[Response], list[Request]]:
+        """Takes in turns that the policy ended and what environments answered.
+
+        Args:
+            completions: of requests that came from here.
+            blocks: waits for an answer, if no response can go on without.
+
+        Returns:
+            Responses that ended, and the requests of further turns.
+        """
+        ended = [self._turn_ended(done) for done in completions]
+        responses = [response for response in ended if response is not None]
+        requests: list[Request] = []
+        for sample_id, answer in self._answers(blocks and not responses):
+            found = self._answered(self._open[sample_id], answer)
+            if isinstance(found, Request):
+                requests.append(found)
+            else:
+                responses.append(found)
+        for response in responses:
+            del self._open[response.request_id]
+        return responses, requests
+
+    def finish(self) -> None:
+        """Ends the environments of responses that ended otherwise; none is under way."""
+        if self._stages is not None:
+            self._stages.clear()
+
+    def forget(self) -> None:
+        """Gives up all responses under way."""
+        self._open, self._plays = {}, {}
+        self.finish()
+
+    def state(self) -> list[dict[str, Any]]:
+        """Returns the responses under way, for JSON; a turn's request is the engine's."""
+        return [
+            {"sample_id": one.sample_id, **{name: getattr(one, name) for name in _SAVED}}
+            for one in self._open.values()
+        ]
+
+    def close(self) -> None:
+        """Ends all processes."""
+        if self._stages is not None:
+            self._stages.close()
+
+    def _ask(self, episode: _Episode) -> None:
+        episode.waits = True
+        if self._stages is not None:
+            prompt, key = episode.prompt, (episode.step, episode.sample_id)
+            play = Play(key, prompt.text, prompt.columns, list(episode.actions))
+            self._plays[episode.sample_id] = self._stages.play(play, episode.sample_id)
+
+    def _answers(self, blocks: bool) -> list[tuple[int, Answer]]:
+        """Returns what environments answered since the last call, on all ranks of the replica."""
+        if not self.is_waiting:
+            return []
+        told: list[tuple[int, Answer]] | UserError = []
+        if self._stages is not None:
+            if blocks:
+                wait(self._plays.values(), return_when=FIRST_COMPLETED)
+            ready = [sample_id for sample_id, play in self._plays.items() if play.done()]
+            try:
+                told = [(one, _plain(self._plays.pop(one).result()[0])) for one in ready]
+            except UserError as error:  # the others of the replica wait to hear of it
+                told = error
+        told = self._replica.tell(told)
+        if isinstance(told, UserError):
+            raise told
+        return told
+
+    def _turn_ended(self, done: Completion) -> Response | None:
+        episode = self._open[done.request_id]
+        episode.version = done.version if episode.version < 0 else episode.version
+        episode.add(done.tokens, done.logps)
+        episode.num_turns += 1
+        if episode.failure is not None:
+            return episode.response("failure")
+        if done.finish_reason == "length":  # cut off, and so nothing to answer
+            return episode.response("tokens")
+        text = self._tokenizer.decode(list(done.tokens), skip_special_tokens=True)
+        episode.actions.append((list(done.tokens), text))
+        self._ask(episode)
+        return None
+
+    def _answered(self, episode: _Episode, answer: Answer) -> Response | Request:
+        episode.waits = False
+        if not isinstance(answer, ScorerFailure):
+            episode.reward += answer.reward
+            episode.notes.update(answer.notes)
+            if answer.done:
+                return episode.response("done")
+            if len(episode.actions) == self._config.max_turns:
+                return episode.response("turns")
+            observed = self._encoder(answer.observation)
+            is_first = not episode.actions
+            if isinstance(observed, ScorerFailure):
+                answer = observed
+            elif len(observed) < episode.room:
+                episode.add(observed, None)
+            elif is_first:
+                got = f"returned {len(observed)} tokens at the start of {WHERE}"
+                expected = f"fewer than rollout.max_new_tokens = {episode.room}"
+                answer = ScorerFailure(got, expected)
+            else:
+                return episode.response("tokens")
+        if isinstance(answer, ScorerFailure):
+            episode.failure = (answer.got, answer.expected)
+            if episode.actions:
+                return episode.response("failure")
+            # Without a token of the policy it would be no response; its first turn is its last.
+        return self._request(episode)
+
+    def _request(self, episode: _Episode) -> Request:
+        """Returns the request of the next turn."""
+        longest = min(episode.room, self._config.max_turn_tokens or episode.room)
+        turn = len(episode.actions)
+        seed = request_seed(self._seed, episode.step, episode.sample_id, turn)
+        prompt = (*episode.prompt.tokens, *episode.tokens)
+        sampling = replace(episode.sampling, max_new_tokens=longest)
+        return Request(episode.sample_id, prompt, seed, sampling)
+
+
+def _plain(answer: Answer) -> Answer:
+    """Returns an answer that can travel: without what the user's code raised."""
+    return replace(answer, cause=None) if isinstance(answer, ScorerFailure) else answer
+
+
+def episode_counts(responses: Iterable[Completion]) -> dict[str, int]:
+    """Returns what `episode_metrics` is made of, to be added up over ranks."""
+    found: Counter[str] = Counter()
+    for one in responses:
+        assert isinstance(one, Response)
+        found.update({f"environment/{note}": count for note, count in one.notes.items()})
+        found.update({RESPONSES: 1, TURNS: one.num_turns})
+        found.update({TRUNCATED + end: one.ended == end for end in ("turns", "tokens")})
+    return dict(found)
+
+
+RESPONSES, TURNS, TRUNCATED = "environment/responses", "environment/turns", "environment/truncated_"
+
+
+def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """Returns `environment/turns_mean`, the shares of responses that were cut off by max_turns and
+    by their tokens, and how often each word was noted.
+    """
+    num = counts.get(RESPONSES, 0)
+    if not num:
+        return {name: float(count) for name, count in counts.items()}
+    shares = {name: n / num for name, n in counts.items() if name.startswith(TRUNCATED)}
+    rest = {name: float(n) for name, n in counts.items() if name not in (RESPONSES, TURNS)}
+    return {**rest, **shares, "environment/turns_mean": counts[TURNS] / num}

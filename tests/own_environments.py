@@ -1,0 +1,95 @@
+"""Environments as users write them, for processes to import; and a tokenizer of numbers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+
+from hybridrl.environments.base import Observation, Turn
+from hybridrl.errors import UserError
+
+
+class Numbers:
+    """A tokenizer whose tokens are numbers: "7 9" is the tokens 7 and 9."""
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        assert not add_special_tokens
+        return {"input_ids": [[int(word) for word in one.split()] for one in text]}
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return " ".join(str(t) for t in token_ids if t != 1 or not skip_special_tokens)
+
+
+class Sums:
+    """Answers a turn with what it remembers of all turns; is done when the sum is divisible by 3.
+
+    Its memory is the object's own: what it answers shows whether it saw every turn once.
+    """
+
+    def __init__(self, start: str | None = None, longest: int = 3) -> None:
+        self.start, self.longest = start, longest
+        self.total, self.turns = 0, 0
+
+    def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
+        self.total = len(prompt)
+        return self.start
+
+    def step(self, tokens: Sequence[int], text: str) -> Turn:
+        assert [*map(int, text.split()), 1] == list(tokens)
+        self.total, self.turns = self.total + sum(tokens), self.turns + 1
+        seen = [10 + self.turns, 20 + self.total % 70][: self.longest]
+        observation = seen if self.turns % 2 else " ".join(map(str, seen))
+        notes = ["even"] * (self.total % 2 == 0)
+        return Turn(observation, self.total / 64, self.total % 3 == 0, notes)
+
+
+class Faulty(Sums):
+    """Sums, but for prompts whose column `fault` says what goes wrong in their second turn."""
+
+    def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
+        self.fault = columns["fault"]
+        if self.fault == "reset":
+            raise RuntimeError("no such world")
+        return super().reset(prompt, columns)
+
+    def step(self, tokens: Sequence[int], text: str) -> Turn:
+        answer = super().step(tokens, text)._replace(done=self.turns == 4)
+        return answer if self.turns < 2 else self.spoilt(answer)
+
+    def spoilt(self, answer: Turn):
+        if self.fault == "hang":
+            time.sleep(60)
+        if self.fault == "exit":
+            os._exit(3)
+        if self.fault == "raise":
+            raise ZeroDivisionError("no answer")
+        bad = {
+            "nan": Turn("1", float("nan")),
+            "text": "nothing",
+            "object": Turn(object()),  # type: ignore[arg-type]
+            "token": Turn([5, 1000]),
+            "negative": Turn([-1]),
+            "note": Turn("1", notes=["Not a word"]),
+        }
+        return bad.get(str(self.fault), answer)
+
+
+class ByProcess(Sums):
+    """Answers otherwise in every process, as what looks at clocks or files does."""
+
+    def step(self, tokens: Sequence[int], text: str) -> Turn:
+        answer = super().step(tokens, text)
+        return answer._replace(observation=[20 + os.getpid() % 70, 3], done=self.turns == 3)
+
+
+class Mistaken(Sums):
+    """Says itself what the user did wrong."""
+
+    def step(self, tokens: Sequence[int], text: str) -> Turn:
+        raise UserError("environment.options.map", "nothing", "a map", "Set it.")
+
+
+def num_words(prompt: str, response: str, columns: Mapping[str, object]) -> float:
+    """A reward that tells how much of a response it saw."""
+    return float(len(response.split()))

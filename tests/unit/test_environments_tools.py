@@ -1,0 +1,249 @@
+"""Tools: how calls are read, what they return and refuse; observations as tokens."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import QUICKSTART
+from own_environments import Numbers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hybridrl.cli.validate import validate_training
+from hybridrl.config.environment import EnvironmentConfig
+from hybridrl.config.load import load_config
+from hybridrl.environments.base import Turn
+from hybridrl.environments.calculator import Calculator, calculate
+from hybridrl.environments.chat import ObservationEncoder
+from hybridrl.environments.parsers import Hermes, Tag
+from hybridrl.environments.table import check_environment, find_environment, where
+from hybridrl.environments.tools import ToolEnvironment
+from hybridrl.errors import ConfigError, UserError
+from hybridrl.rewards.outcome import ScorerFailure
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("37*48", "1776"),
+        (" 2 + 3 * -4 ", "-10"),
+        ("(1 + 2) ** 3 // 2 % 5", "3"),
+        ("1/3", "0.3333333333"),
+        ("7/7", "1"),
+        ("2**500", str(2**500)),
+        ("0**0", "1"),
+        ("2**-1", "0.5"),
+        ("1e3 * 2", "2000"),
+        ("--5", "5"),
+    ],
+)
+def test_the_calculator_knows_arithmetic(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *(
+            "",
+            "2 +",
+            "x",
+            "abs(-1)",
+            "__import__('os')",
+            "'a' * 9",
+            "[1]",
+            "1 if 1 else 2",
+            "1 < 2",
+        ),
+        *("(lambda: 1)()", "2**513", "9**9**9", "2**10**10", "(2**500)**2", "2**500 * 2**500"),
+        *(
+            "1" * 201,
+            "(" * 99 + "1" + ")" * 99,
+            "1/0",
+            "5 % 0",
+            "0**-1",
+            "(-2)**0.5",
+            "1j",
+            "1e999",
+        ),
+        *("1e308 * 10", "9**(1e308)", "1 << 9", "~1", "10**308 * 1.0 ** 10**300", "True and 1"),
+    ],
+)
+def test_the_calculator_refuses_all_else_at_once(expression: str) -> None:
+    began = time.perf_counter()
+    try:
+        answer = calculate(expression)
+    except (ValueError, ArithmeticError):
+        answer = ""
+    assert time.perf_counter() - began < 1
+    # Deep brackets may be read, if the parser does; infinities are numbers of no use.
+    assert answer in ("", "1", "inf")
+
+
+def test_hermes_calls_are_read_as_qwen_writes_them() -> None:
+    text = (
+        "I add.\n<tool_call>\n"
+        '{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n'
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 3}"}</tool_call>'
+    )
+    calls = Hermes().calls(text)
+    assert [(c.name, c.arguments, c.error) for c in calls] == [
+        ("add", {"a": 1, "b": 2}, None),
+        ("add", {"a": 3}, None),
+    ]
+    assert Hermes().calls("No call, only </tool_call>.") == []
+    assert Hermes().observation(["3", "4"]) == [
+        {"role": "tool", "content": "3"},
+        {"role": "tool", "content": "4"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("<tool_call>{}</tool_call>", "no text under name"),
+        ("<tool_call>[1]</tool_call>", "no JSON object"),
+        ("<tool_call>{'a'}</tool_call>", "no JSON object"),
+        ('<tool_call>{"name": "add"', "</tool_call> is missing"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "no object under arguments"),
+        ('<tool_call>{"name": "add", "arguments": "x"}</tool_call>', "no JSON object"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "no JSON object"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(body: str, said: str) -> None:
+    (call,) = Hermes().calls(body)
+    assert call.error is not None and said in call.error
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def long_text() -> str:
+    return "x" * 50
+
+
+def test_a_tool_environment_shows_results_and_errors_and_ends_with_an_answer() -> None:
+    tools = ToolEnvironment({"add": add, "long": long_text}, max_characters=20)
+    assert tools.reset("", {}) is None
+
+    def step(name: str, arguments: str = "{}") -> Turn:
+        call = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+        return tools.step([1], call)
+
+    right = step("add", '{"a": 20, "b": 22}')
+    assert right == Turn([{"role": "tool", "content": "42"}], 0.0, False, ["tool_calls"])
+    for turn, said in (
+        (step("sub"), "error: no tool 'sub', only add, long"),
+        (step("add", '{"a": 1}'), "error: add() missing"),
+        (step("add", '{"a": 1, "b": "x"}'), "error: unsupported"),
+    ):
+        assert turn.observation[0]["content"].startswith(said[:20])  # type: ignore[index,union-attr]
+        assert turn.notes == ["tool_calls", "tool_errors"] and not turn.done
+    assert step("long").observation[0]["content"] == "x" * 20 + " (cut off)"  # type: ignore
+    assert tools.step([1], "It is 42.").done
+
+
+def test_a_tag_is_a_call_of_one_tool() -> None:
+    tools = Calculator("tag", {"open": "[", "close": "]", "before": "(", "after": ")"})
+    assert tools.step([1], "[6*7]").observation == "(42)"
+    assert tools.step([1], "[6*7][1+1]").observation == "(42)(2)"
+    broken = tools.step([1], "[6*7")
+    assert broken.observation == "(error: ] is missing)" and "tool_errors" in broken.notes
+    assert tools.step([1], "42").done
+    assert Tag().calls("<calc>1</calc>")[0].arguments == {"expression": "1"}
+
+
+def test_environments_are_found_by_name_and_their_options_are_judged() -> None:
+    def found(**section: Any) -> list[UserError]:
+        return check_environment(EnvironmentConfig.model_validate(section))
+
+    assert found() == [] and found(name="calculator") == []
+    assert where(EnvironmentConfig(name="calculator")) == "here"
+    assert where(EnvironmentConfig(name="calculator", isolated=True)) == "process"
+    own = EnvironmentConfig(name="own_environments:Sums", options={"longest": 1})
+    assert where(own) == "process"
+    assert find_environment(own)().longest == 1  # type: ignore[attr-defined]
+    tools = {"name": "tools", "isolated": False}
+    assert found(**tools, options={"tools": ["own_environments:num_words"]}) == []
+    for section, said in (
+        ({"name": "calculater"}, "Did you mean 'calculator'"),
+        ({"name": "no.such:Thing"}, "Importing it failed"),
+        ({"name": "own_environments:os"}, "cannot be called"),
+        ({"name": "calculator", "options": {"parsre": "tag"}}, "unexpected"),
+        ({"name": "calculator", "options": {"parser": "no.such:Parser"}}, "hermes, tag or package"),
+        ({**tools, "options": {"tools": ["own_environments:nothing"]}}, r"options.tools"),
+    ):
+        (error,) = found(**section)
+        assert said in str(error)
+
+
+def test_what_does_not_go_together_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    config = ROOT / "examples" / "calculator" / "grpo.yaml"
+    model = ["model.path=null", f"model.init={QUICKSTART / 'model'}", f"run.dir={tmp_path}"]
+    validate_training(load_config(config, model), 1)
+    for override, said in (
+        (["environment=null", "reward.function=environment"], "reward.function"),
+        (
+            ["environment.max_turn_tokens=25"],
+            r"environment.max_turn_tokens: got 25; allowed: at most",
+        ),
+        (["environment.name=calc"], "environment.name: got calc"),
+    ):
+        given = [*model, *override]
+        if override[0] == "environment=null":
+            given = [*model, "environment.name=null", "environment.options={}"]
+            given += ["environment.max_turns=8", "reward.function=environment"]
+        with pytest.raises(ConfigError, match=said):
+            validate_training(load_config(config, given), 1)
+    with pytest.raises(ConfigError, match="max_turns: nothing without environment.name"):
+        load_config(config, ["environment.name=null", "environment.options={}"])
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<s> user <r> {{ m.content }} </r> <e> "
+    "{% else %}<s> {{ m.role }} {{ m.content }}<e> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<s> assistant {% endif %}"
+)
+
+
+def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    words = ["<e>", "<s>", "user", "assistant", "<r>", "</r>", "42", "7", "?"]
+    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<e>", "<s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<e>", unk_token="?")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_messages_become_what_the_template_puts_between_two_turns() -> None:
+    tokenizer = chat_tokenizer(TEMPLATE)
+    encode = ObservationEncoder(tokenizer, 9, (0,))
+    found = encode([{"role": "tool", "content": "42"}, {"role": "tool", "content": "7"}])
+    # The end of the policy's turn was sampled; what follows is new, up to the next turn's start.
+    assert (
+        tokenizer.decode(found) == "<s> user <r> 42 </r> <e> <s> user <r> 7 </r> <e> <s> assistant"
+    )
+    assert encode("42 7") == [6, 7] and encode([6, 7]) == [6, 7]
+    assert encode(None) == encode("") == encode([]) == []
+    assert isinstance(encode([6, 9]), ScorerFailure)
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no tools') }}", "nothing"])
+def test_messages_without_a_template_that_takes_them_are_the_users_mistake(template) -> None:
+    encode = ObservationEncoder(chat_tokenizer(template), 9, (0,))
+    with pytest.raises(UserError, match="Choose a parser of text"):
+        encode([{"role": "tool", "content": "42"}])
+
+
+def test_a_text_without_tokens_is_the_environments_failure() -> None:
+    quickstart = AutoTokenizer.from_pretrained(QUICKSTART / "model")
+    found = ObservationEncoder(quickstart, 15, (1,))("error")
+    assert isinstance(found, ScorerFailure) and "which has no tokens" in found.got
+    assert ObservationEncoder(Numbers(), 100, (1,))("4 5") == [4, 5]
