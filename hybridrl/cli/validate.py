@@ -100,9 +100,12 @@ def validate_evaluation(
     Raises:
         UserError: a ConfigError with every violation, or what is wrong with the checkpoint.
     """
+    if prompts:
+        data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
+        config = config.model_copy(update={"data": data})
     found = _common(config, world_size)
     held_out = config.data.prompts if config.data.eval_share else None
-    files = prompts or config.data.eval_prompts or held_out
+    files = config.data.eval_prompts or held_out
     if not files:
         found.append(_no_file("data.eval_prompts", "eval"))
     else:

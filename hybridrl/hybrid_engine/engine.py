@@ -307,12 +307,19 @@ class HybridEngine:
             PhaseError: it is the training phase already.
         """
         self.phases.enter(Phase.TRAIN)
-        self._room.is_enough &= not frees_memory
+        if frees_memory:
+            self._room.forget()
         self._target.sleep(keeps_memory=self._room.is_enough)
         # The copies may be made from the others.
         for memory in (*(self._training if self._is_released else ()), *self._copies):
             memory.restore()
         self._is_released = False
+
+    def free_engine(self) -> None:
+        """Frees the engine's memory in the training phase, if it was kept."""
+        self.phases.require(Phase.TRAIN, "freeing the engine's memory")
+        self._room.forget()
+        self._target.sleep()
 
 
 def _give_blocks_back() -> None:

@@ -39,8 +39,8 @@ class TrainingMemory(Restorable, Protocol):
 
     @property
     def may_stay(self) -> bool:
-        """Whether it may as well stay during rollout: an update has allocated all of it, and
-        nobody has asked for it to be moved away.
+        """Whether it may as well stay during rollout: since it was released an update has taken
+        all that it takes, and nobody has asked for it to be moved away.
         """
         ...
 

@@ -40,15 +40,22 @@ class Room:
         self.is_enough = False
         self._unused: int | None = None  # bytes that the training phase has left
         self._before_engine = 0
+        self._is_blurred = False  # something else than an update has had the device
 
     def note_training(self, may_stay: bool) -> None:
         """Takes in what the training phase has left free; before anything is given back.
 
         Args:
-            may_stay: whether nobody wants it freed, and an update has allocated all that it does.
+            may_stay: whether nobody wants it freed, and an update has taken all that it takes since
+                blocks were given back.
         """
-        found = self._measure()
-        self._unused = found[0] if found is not None and may_stay else None
+        found, is_sharp = self._measure(), not self._is_blurred
+        self._is_blurred = False
+        self._unused = found[0] if found is not None and may_stay and is_sharp else None
+
+    def forget(self) -> None:
+        """Both phases take turns again, until another update has been measured."""
+        self.is_enough, self._is_blurred = False, True
 
     def note_freed(self) -> None:
         """Takes in what is free before the engine takes its memory."""

@@ -265,7 +265,8 @@ def shares_prompts(
             f"false with {others[0]}, which attends within a sequence only",
             "Set train.share_prompts=false, or build layers with hybridrl's PackedAttention.",
         )
-    return wanted is not False and not others
+    # By default not where nothing is known that attends: such layers may carry a state along.
+    return bool(wanted) or (wanted is None and bool(found) and not others)
 
 
 def add_weight_gradients_in_place(module: torch.nn.Module) -> None:

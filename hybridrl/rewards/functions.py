@@ -125,10 +125,13 @@ def find_reward(config: ScorerConfig) -> RewardFunction:
 def check_rewards(config: RewardConfig) -> list[UserError]:
     """Returns what is wrong with each scorer of the section."""
     found = []
-    for scorer in config.scorers().values():
+    for name, scorer in config.scorers().items():
         try:
             find_reward(scorer)
         except UserError as error:
+            if config.functions:  # where the key stands
+                key = error.name.replace("reward.", f"reward.functions.{name}.", 1)
+                error = UserError(key, error.value, error.allowed, error.remedy)
             found.append(error)
     return found
 

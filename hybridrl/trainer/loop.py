@@ -282,6 +282,8 @@ class Trainer:
         """Ends the rollout phase, if it is the current one; the engine has nothing to generate."""
         if self.hybrid_engine.phases.phase is Phase.ROLLOUT:
             self.hybrid_engine.to_train(frees_memory)
+        elif frees_memory:
+            self.hybrid_engine.free_engine()
 
     def evaluate(self) -> float:
         """Returns the mean reward of greedy responses to the evaluation prompts."""
@@ -317,7 +319,8 @@ class Trainer:
         Args:
             path: a `checkpoints/step_N` folder, or a run folder, which stands for its newest.
         """
-        self.enter_training()  # the optimizer's state may be away, and the engine holds memory
+        # The optimizer's state may be away, and the engine holds memory.
+        self.enter_training(frees_memory=True)
         state = self.store.load(find_checkpoint(Path(path)), self.trained)
         self.step, self.evaluations = int(state["step"]), state["evaluations"]
         self.seconds = float(state["seconds"])

@@ -47,9 +47,11 @@ class TrainedModelMemory:
         self._chunks, self._optimizer = chunks, optimizer
         self._weight_storages = {_key(weight) for weight in weights}
         self._host = HostMirror(device) if offloads else None
+        self._has_stepped = False
 
     def release(self) -> None:
         """Frees the gradients, and the optimizer's state once it is copied away."""
+        self._has_stepped = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron reads sizes through torch's TypedStorage
             for chunk in self._chunks:
@@ -114,10 +116,14 @@ class TrainedModelMemory:
         """Whether the optimizer's state leaves the device during rollout."""
         return self._host is not None
 
+    def stepped(self) -> None:
+        """The optimizer has taken a step: all that an update takes has been allocated."""
+        self._has_stepped = True
+
     @property
     def may_stay(self) -> bool:
-        """Whether an update has allocated all, and the state is not to leave the device."""
-        return self._host is None and self.bytes_to_come() == 0
+        """Whether there was a step since the last release, and the state may stay on the device."""
+        return self._host is None and self._has_stepped
 
     def bytes_to_come(self) -> int:
         """Returns what the optimizer will hold during rollout beyond what it holds now."""

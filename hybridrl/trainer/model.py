@@ -151,6 +151,7 @@ class ParallelModel:
             world.platform.is_cpu,
             self._chunks,
         )
+        same_on_all_ranks(world, "sharing of prompts", str(self.shares_prompts))
         self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
         self._optimizer: Any = None
         self.memory: TrainedModelMemory | None = None
@@ -358,6 +359,8 @@ class ParallelModel:
             apply_gradients(self.optimizer, grad_norm)
         if self.trained_weights is not None:
             self.trained_weights.stepped()
+        if self.memory is not None:
+            self.memory.stepped()
         self.num_updates += 1
 
     def bad_gradient(self) -> str | None:

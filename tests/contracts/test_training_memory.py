@@ -96,6 +96,21 @@ def test_training_goes_on_bit_for_bit_after_its_memory_was_released(
     assert not any(torch.equal(fresh[n], t) for n, t in copies(plain).items())
 
 
+def test_memory_may_stay_once_an_update_has_taken_all_of_it(world: World) -> None:
+    for offload in (False, True):
+        policy = make_policy(world, torch.bfloat16, offload)
+        memory: Any = policy.model.memory
+        assert not memory.may_stay
+        policy.update(a_batch(1))
+        assert memory.may_stay == (not offload)
+        memory.release()
+        memory.restore()
+        # A run that goes on from a checkpoint has the optimizer's state, and no update either.
+        assert not memory.may_stay and memory.bytes_to_come() == 0
+        policy.update(a_batch(2))
+        assert memory.may_stay == (not offload)
+
+
 def test_state_that_comes_with_the_first_step_is_foreseen(world: World) -> None:
     policy = make_policy(world, torch.bfloat16, False)
     memory: Any = policy.model.memory

@@ -154,6 +154,14 @@ def test_nothing_is_freed_once_a_whole_step_has_left_enough(
     said()
     hybrid.to_train(frees_memory=True)  # for what is large and rare
     assert said() == ["sleep", "restore"]
+    assert not hybrid.to_rollout().keeps_memory  # what is free now is not what an update leaves
+    assert said() == into_rollout
+    assert step(70)
+    assert said() == ["sleep", "restore", *into_rollout]
+    hybrid.to_train()
+    hybrid.free_engine()  # as for a checkpoint after an evaluation, in the training phase
+    assert said() == ["stop", "restore", "sleep"]
+    assert not hybrid.to_rollout().keeps_memory and step(70)
     assert torch.equal(engine.live["w"], weights["w"])
 
 
