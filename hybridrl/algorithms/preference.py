@@ -22,7 +22,8 @@ from hybridrl.config.supervised import DpoConfig, KtoConfig, OnlineDpoConfig
 
 # Parts of the reward that `advantages` adds for the metrics: beta times the (mean) log-ratio, the
 # sample's share of the loss, and KTO's estimate of the KL.
-IMPLICIT, LOSS, KL = "implicit_reward", "loss", "kl"
+# Among the parts of the reward; with a dot, which no scorer has in its name.
+IMPLICIT, LOSS, KL = "feedback.implicit_reward", "feedback.loss", "feedback.kl"
 
 
 class ResponseLoss(Protocol):

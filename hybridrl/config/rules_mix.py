@@ -14,7 +14,7 @@ from hybridrl.errors import UserError
 # First parts of metrics' names, which a term's name is too.
 TAKEN = (
     *("policy", "critic", "reward", "response_tokens", "generate", "mismatch", "correction"),
-    *("preference", "train", "eval", "reshard", "memory", "throughput"),
+    *("preference", "teacher", "environment", "train", "eval", "reshard", "memory", "throughput"),
     *("time_s", "time_share", "flops", "mfu", "step"),
 )
 

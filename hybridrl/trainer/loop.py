@@ -103,15 +103,16 @@ class Trainer:
         self.step = 0
         self.seconds, self._started = 0.0, time.monotonic()
         # Where the prompts of the step under way began; None between steps.
-        self._step_cursor: dict[str, int | str] | None = None
+        self._step_cursor: dict[str, Any] | None = None
         self.evaluations: dict[str, float] = {}
         replay = self.journal.folder / "replay"
         self.skipped = SkippedSteps(config, self.world, replay, self.journal.say)
         self._make_data(prompts, reward, tokenizer)
-        self.roles = roles = make_roles(
-            config, self.world, self.algorithm, self.models, self.journal.say
+        models, terms = self.models, self.mix.terms
+        roles = make_roles(
+            config, self.world, self.algorithm, models, self.journal.say, terms=terms
         )
-        self.source, self.trained = roles.source, roles.trained
+        self.roles, self.source, self.trained = roles, roles.source, roles.trained
         self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
         self._mismatch_warning = MismatchWarning(self.source.dtype)
         self._make_engine()
@@ -190,7 +191,7 @@ class Trainer:
         """Takes one step and returns its metrics, the same on all ranks."""
         timer = self.journal.timer
         timer.start_step(self.step + 1)
-        self._step_cursor = self.prompts.state()
+        self._step_cursor = self._cursors()
         prompts = self.prompts.take(self.config.steps.prompts_per_step)
         sampled: dict[str, float] = {}
         if self.algorithm.needs.rollouts:
@@ -296,8 +297,7 @@ class Trainer:
         """Writes `checkpoints/step_N` with everything that the run needs to go on."""
         state = {
             "step": self.step,
-            "prompts": self._step_cursor or self.prompts.state(),
-            "mix": self.mix.state(),
+            **(self._step_cursor or self._cursors()),
             "rollouts": self.engine.state(),
             "algorithm": self._algorithm_state(),
             "evaluations": self.evaluations,
@@ -332,6 +332,9 @@ class Trainer:
         if isinstance(self.algorithm, AdaptiveAlgorithm):
             self.algorithm.load_state(state.get("algorithm", {}))
         self.reshard()
+
+    def _cursors(self) -> dict[str, Any]:
+        return {"prompts": self.prompts.state(), "mix": self.mix.state()}
 
     def _algorithm_state(self) -> dict[str, float]:
         return self.algorithm.state() if isinstance(self.algorithm, AdaptiveAlgorithm) else {}

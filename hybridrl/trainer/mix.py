@@ -10,6 +10,8 @@ them, has its exact gradient in every one. Collective; every rank takes the same
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from hybridrl.batch import TrainBatch
 from hybridrl.config.schema import Config
 from hybridrl.data.mixture import prompt_source
 from hybridrl.data.supervised import supervised_batch
-from hybridrl.errors import DataError, UserError
+from hybridrl.errors import UserError
 from hybridrl.trainer import setup
 from hybridrl.trainer.policy import TERM_TEMPERATURE
 
@@ -52,7 +54,8 @@ def make_terms(config: Config) -> dict[str, Term]:
     """
     terms = {}
     for name, section in config.mix.items():
-        algorithm = make_algorithm(section.algorithm)
+        with _named(name):
+            algorithm = make_algorithm(section.algorithm)
         needs = algorithm.needs
         others = [needs.rollouts, needs.values, needs.greedy, not needs.policy]
         others += [needs.teacher, needs.teacher_top > 0]
@@ -71,6 +74,7 @@ class Mix:
     """The rows of all terms.
 
     Attributes:
+        terms: what they are, by name.
         taken: the batches of the step's optimizer steps so far, with their columns.
 
     Args:
@@ -82,13 +86,14 @@ class Mix:
     def __init__(
         self, config: Config, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
     ) -> None:
-        self._terms, self._sections = make_terms(config), config.mix
+        self.terms, self._sections = make_terms(config), config.mix
         self._sources = {}
-        for name, term in self._terms.items():
-            data = config.mix[name].data
+        for name, term in self.terms.items():
+            # Another order than that of other sources with as many rows.
+            data, seed = config.mix[name].data, config.run.seed + zlib.crc32(name.encode())
             with _named(name):
                 loaded = setup.load_rows(data, config.rollout, tokenizer, term.algorithm.needs)
-                self._sources[name] = prompt_source(loaded, data, config.run.seed)
+                self._sources[name] = prompt_source(loaded, data, seed)
             say(f"mix.{name}: {loaded.report()}")
         self.taken: list[TrainBatch] = []
 
@@ -112,7 +117,7 @@ class Mix:
         for number in range(num_updates):
             found = {}
             for name, taken in rows.items():
-                algorithm = self._terms[name].algorithm
+                algorithm = self.terms[name].algorithm
                 # Nearly equal parts: dropped responses may leave a step fewer updates than usual.
                 ends = [len(taken) * end // num_updates for end in (number, number + 1)]
                 part = taken[slice(*ends)]
@@ -139,11 +144,14 @@ class Mix:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Makes errors of the section `data` those of a term's."""
+    """Makes errors of the sections `data` and `algorithm` those of a term's."""
     try:
         yield
-    except DataError as error:
-        if not error.name.startswith("data."):
+    except UserError as error:
+        if not error.name.startswith(("data.", "algorithm.")):
             raise
-        key = f"mix.{name}.{error.name}"
-        raise DataError(key, error.value, error.allowed, error.remedy) from error
+        texts = (error.name, error.allowed, error.remedy)
+        key, allowed, remedy = (
+            re.sub(r"\b(data|algorithm)\.(?=\w)", rf"mix.{name}.\1.", text) for text in texts
+        )
+        raise type(error)(key, error.value, allowed, remedy) from error

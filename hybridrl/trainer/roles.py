@@ -6,7 +6,7 @@ collective like them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -15,6 +15,7 @@ import torch
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, SelectiveAlgorithm
 from hybridrl.batch import Producer, ScoredBatch, TrainBatch
 from hybridrl.config.schema import Config, PpoConfig
+from hybridrl.errors import UserError
 from hybridrl.metrics.flops import (
     GeneratedLengths,
     forward_flops,
@@ -155,6 +156,7 @@ def make_roles(
     models: dict[str, ParallelModel],
     say: Callable[[str], None],
     has_reference: bool = True,
+    terms: Mapping[str, Term] | None = None,
 ) -> Roles:
     """Builds the models and fills in their first weights.
 
@@ -166,8 +168,13 @@ def make_roles(
         say: tells the user, once.
         has_reference: False leaves out the reference, reward models and the teacher, where their
             columns are known already.
+        terms: further ones of the policy's loss; None: made as the section `mix` says.
+
+    Raises:
+        UserError: there are terms, and no policy is trained.
     """
-    needs, terms = algorithm.needs, make_terms(config)
+    needs, terms = algorithm.needs, make_terms(config) if terms is None else terms
+    _check_terms(terms, algorithm)
     is_compared = needs.reference or any(t.algorithm.needs.reference for t in terms.values())
     source = setup.model_source(config.model, world.platform)
     num_updates = config.steps.num_steps * config.steps.updates_per_step
@@ -200,3 +207,13 @@ def make_roles(
     if (needs.teacher or needs.teacher_top) and has_reference:
         teacher = make_teacher(config, world, source, models, needs, temperature)
     return Roles(source, policy, reference, critic, trained, warmup, judges, terms, teacher)
+
+
+def _check_terms(terms: Collection[str], algorithm: Algorithm) -> None:
+    if terms and not algorithm.needs.policy:
+        raise UserError(
+            "mix",
+            f"terms {', '.join(terms)}",
+            f"nothing with algorithm {algorithm.name}, which trains no policy",
+            "Remove mix.",
+        )
