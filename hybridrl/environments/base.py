@@ -47,7 +47,8 @@ class Environment(Protocol):
     """
 
     def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
-        """Begins; returns what the policy is to read after the prompt, if anything.
+        """Begins; returns what the policy is to read after the prompt, if anything: a text or token
+        ids, since the prompt has opened the policy's turn.
 
         Args:
             prompt: its text.
@@ -115,6 +116,17 @@ def checked_observation(observation: object) -> Observation | ScorerFailure:
     return ScorerFailure(
         f"returned the observation {shown} for {WHERE}", "a text, token ids or messages"
     )
+
+
+def checked_start(observation: object) -> Observation | ScorerFailure:
+    """Returns what `reset` returned, or what is wrong with it: the prompt has opened the policy's
+    turn already, so no message can come.
+    """
+    seen = checked_observation(observation)
+    if isinstance(seen, list) and any(isinstance(part, Mapping) for part in seen):
+        got = f"returned messages at the start of {WHERE}"
+        return ScorerFailure(got, "a text or token ids there: messages belong to the prompt")
+    return seen
 
 
 def _is_message(message: object) -> bool:

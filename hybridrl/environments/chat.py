@@ -60,9 +60,10 @@ class ObservationEncoder:
     def _rendered(self, messages: Sequence[Message]) -> str:
         """Returns what the chat template puts between a turn's stop token and the next turn."""
         chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}]
+        shown = [{**one, "content": self._harmless(one["content"])} for one in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [*chat, *messages], tokenize=False, add_generation_prompt=True
+                [*chat, *shown], tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # whatever a template raises, or there is none
             raise _no_template(str(error).splitlines()[0][:160]) from error
@@ -71,6 +72,14 @@ class ObservationEncoder:
             raise _no_template("It leaves out the turns of the assistant.")
         stop = next((stop for stop in self._stop_texts if rest.startswith(stop)), "")
         return rest[len(stop) :]
+
+    def _harmless(self, content: str) -> str:
+        """Returns a message's content without control tokens: what a tool shows, or the policy made
+        it show, must not end the message and open one of another role.
+        """
+        for token in getattr(self._tokenizer, "all_special_tokens", ()):
+            content = content.replace(token, f"{token[:1]} {token[1:]}")
+        return content
 
 
 def _no_template(why: str) -> UserError:

@@ -21,7 +21,7 @@ from hybridrl.environments.base import (
     Play,
     Turn,
     checked,
-    checked_observation,
+    checked_start,
     decoded,
 )
 from hybridrl.environments.table import find_environment, where
@@ -61,7 +61,7 @@ class Stage:
             answer: Answer = Turn()
             if environment is None or num_done != len(play.actions) - 1:
                 environment = self._make()
-                first = checked_observation(environment.reset(play.prompt, play.columns or {}))
+                first = checked_start(environment.reset(play.prompt, play.columns or {}))
                 answer = first if isinstance(first, ScorerFailure) else Turn(first)
                 for tokens, text in play.actions[:-1]:
                     environment.step(tokens, text)
@@ -92,6 +92,25 @@ class StageProcess(Worker[EnvironmentConfig, Answer]):
     """A stage in a process that is killed when it takes too long."""
 
     module, key = "hybridrl.environments.worker", "environment.name"
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        super().__init__(config)
+        self._num_done: dict[tuple[int, int], int] = {}  # turns of the environments in the process
+
+    def allowed_s(self, job: Job) -> float:
+        """Returns the time of a turn, or, where an environment has to be made anew, of all."""
+        (play,) = job[0]
+        if play.key is None:
+            self._num_done = {}
+            return self._config.timeout_s
+        is_there = self._num_done.get(play.key, -1) == len(play.actions) - 1
+        self._num_done[play.key] = len(play.actions)
+        return self._config.timeout_s * (1 if is_there else len(play.actions) + 1)
+
+    def kill(self) -> str:
+        """Ends the process, as `Worker.kill`, and all its environments."""
+        self._num_done = {}
+        return super().kill()
 
     def decoded(self, entry: dict[str, Any]) -> Answer:
         """Returns an answer as it was in the process."""

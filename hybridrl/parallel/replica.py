@@ -6,6 +6,7 @@ Replicas are independent of each other; making the groups is collective over the
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ class ReplicaGroup:
     Args:
         layout: the replicas over all ranks.
         rank: this rank.
+        timeout_s: longest that `tell` waits (`run.collective_timeout_s`), seconds.
     """
 
-    def __init__(self, layout: RolloutLayout, rank: int) -> None:
+    def __init__(self, layout: RolloutLayout, rank: int, timeout_s: float = 600.0) -> None:
         self._replica, tp_rank = layout.assignment[rank]
         self.is_first = tp_rank == 0
         self._group: dist.ProcessGroup | None = None
@@ -31,7 +33,8 @@ class ReplicaGroup:
             return
         for replica in range(layout.replicas):
             ranks = [r for r, (number, _) in enumerate(layout.assignment) if number == replica]
-            group = dist.new_group(ranks, backend="gloo")
+            timeout = datetime.timedelta(seconds=timeout_s)
+            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
             if replica == self._replica:
                 self._group = group
                 self._source = layout.assignment.index((replica, 0))

@@ -237,12 +237,16 @@ class Scorer:
         job = ([p.text for p in prompts], texts, [p.columns for p in prompts])
         total_B, scores = torch.zeros(batch.num_samples, dtype=torch.float64), {}
         failed: set[int] = set()
+        unturned: list[int] = []
         for part, found in zip(self.parts, self._outcomes(keys, job), strict=True):
             failed |= self._settle(part, batch, found)
             if isinstance(part, PartOfTurns) and not part.is_counted:
+                unturned = [i for i, one in enumerate(found) if isinstance(one, ScorerFailure)]
                 continue
             scores[part.name] = torch.tensor([self._number(x) for x in found], dtype=torch.float64)
             total_B += part.weight * scores[part.name]
+        # What is left of a response whose environment failed says nothing.
+        total_B[unturned] = self._config.error_value
         floats = {name: score_B.float() for name, score_B in scores.items()}
         scored = batch.scored(total_B.float(), floats, self._producer)
         if not failed or not self.drops:

@@ -116,6 +116,10 @@ class Worker(Generic[C, R]):
         """Returns what the process said of one entry."""
         raise NotImplementedError
 
+    def allowed_s(self, job: Any) -> float:
+        """Returns how long the process may take for a job."""
+        return self._config.timeout_s
+
     def __call__(self, job: Any) -> list[R | ScorerFailure]:
         """Returns what the code made of the entries, or for each that it was killed or died."""
         if self._process is None:
@@ -172,7 +176,7 @@ class Worker(Generic[C, R]):
             ) from error
 
     def _ask(self, job: Any) -> list[R | ScorerFailure]:
-        deadline = time.monotonic() + self._config.timeout_s
+        deadline = time.monotonic() + self.allowed_s(job)
         self._send((*job,), deadline)
         return [
             ScorerFailure(**entry) if "got" in entry else self.decoded(entry)

@@ -324,7 +324,8 @@ def episode_counts(responses: Iterable[Completion]) -> dict[str, int]:
     return dict(found)
 
 
-RESPONSES, TURNS, TRUNCATED = "environment/responses", "environment/turns", "environment/truncated_"
+# No note of an environment can be one of these.
+RESPONSES, TURNS, TRUNCATED = "environment/#responses", "environment/#turns", "environment/#cut_"
 
 
 def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
@@ -334,6 +335,7 @@ def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     num = counts.get(RESPONSES, 0)
     if not num:
         return {name: float(count) for name, count in counts.items()}
-    shares = {name: n / num for name, n in counts.items() if name.startswith(TRUNCATED)}
-    rest = {name: float(n) for name, n in counts.items() if name not in (RESPONSES, TURNS)}
+    ends = {n.removeprefix(TRUNCATED): c for n, c in counts.items() if n.startswith(TRUNCATED)}
+    shares = {f"environment/truncated_{end}": count / num for end, count in ends.items()}
+    rest = {name: float(count) for name, count in counts.items() if "#" not in name}
     return {**rest, **shares, "environment/turns_mean": counts[TURNS] / num}

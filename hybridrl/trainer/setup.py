@@ -309,7 +309,7 @@ def make_episodes(
     """Builds what goes between the turns of responses, if there is an environment; collective."""
     if config.environment.name is None:
         return None
-    replica = ReplicaGroup(layout, world.rank)
+    replica = ReplicaGroup(layout, world.rank, world.timeout_s)
     stops = stop_token_ids(source.hf_config, tokenizer)
     encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, stops)
     with world.all_agree("finding the environment"):
