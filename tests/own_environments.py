@@ -75,6 +75,29 @@ class Faulty(Sums):
         return bad.get(str(self.fault), answer)
 
 
+class Slow(Sums):
+    """Takes 0.3 s a turn, or, where `fault` is hang, for ever."""
+
+    def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
+        self.fault = columns["fault"]
+        return super().reset(prompt, columns)
+
+    def step(self, tokens: Sequence[int], text: str) -> Turn:
+        time.sleep(60 if self.fault == "hang" else 0.3)
+        return super().step(tokens, text)._replace(done=False)
+
+
+class Greeting(Sums):
+    """Begins with a message, and notes words that others count as well."""
+
+    def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
+        super().reset(prompt, columns)
+        return [{"role": "user", "content": "hello"}] if prompt else None
+
+    def step(self, tokens: Sequence[int], text: str) -> Turn:
+        return super().step(tokens, text)._replace(notes=["turns", "responses", "truncated_call"])
+
+
 class ByProcess(Sums):
     """Answers otherwise in every process, as what looks at clocks or files does."""
 

@@ -27,6 +27,8 @@ class ObservationEncoder:
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self._control = [token.content for token in added if token.special]
         self._stop_texts = [str(tokenizer.decode([token])) for token in stop_token_ids]
 
     def __call__(self, observation: Observation) -> list[int] | ScorerFailure:
@@ -77,7 +79,7 @@ class ObservationEncoder:
         """Returns a message's content without control tokens: what a tool shows, or the policy made
         it show, must not end the message and open one of another role.
         """
-        for token in getattr(self._tokenizer, "all_special_tokens", ()):
+        for token in self._control:
             content = content.replace(token, f"{token[:1]} {token[1:]}")
         return content
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,9 +13,13 @@ from own_environments import Sums
 from scripted_turns import SAMPLING, SEED, STEP, STOP, answer, make_sampler, prompts
 
 from hybridrl.batch import BatchError, Prompt, ScoredBatch
+from hybridrl.config.environment import EnvironmentConfig
+from hybridrl.environments.base import Answer, Play, Turn
+from hybridrl.environments.stage import Stages
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
+from hybridrl.rewards.outcome import ScorerFailure
 from hybridrl.rollout.engine import Request, SamplingParams, request_seed
 from hybridrl.trainer.sampler import Sampler
 
@@ -266,3 +271,52 @@ def test_an_environment_whose_rewards_are_not_asked_for_adds_nothing(make: Any) 
     batch = sampler.score(sampler.generate(prompts(), step=STEP))
     assert list(batch.reward_parts) == [WORDS]
     assert torch.equal(batch.reward_B, batch.reward_parts[WORDS])
+
+
+def test_environments_that_are_made_anew_get_time_for_the_turns_they_had() -> None:
+    section = {"name": "own_environments:Slow", "timeout_s": 1.0, "workers": 1}
+    stages = Stages(EnvironmentConfig.model_validate(section))
+    turn = ([5, STOP], "5")
+
+    def play(sample: int, num_turns: int, fault: str = "") -> Answer:
+        one = Play((0, sample), "p", {"fault": fault}, [turn] * num_turns)
+        return stages.play(one, sample).result(timeout=60)[0]
+
+    try:
+        for num_turns in range(4):  # each in its own time
+            assert isinstance(play(0, num_turns), Turn)
+        play(1, 0, "hang")
+        began = time.monotonic()
+        hung = play(1, 1, "hang")
+        assert isinstance(hung, ScorerFailure) and "took longer than 1 s" in hung.got
+        assert time.monotonic() - began < 3  # of one turn
+        # Its process is gone: four turns of 0.3 s, three of them a second time.
+        found = play(0, 4)
+        assert isinstance(found, Turn) and found.observation is not None
+    finally:
+        stages.close()
+
+
+def test_messages_at_the_start_are_a_failure_and_notes_are_only_counted(make: Any) -> None:
+    sampler = make(
+        {"name": "own_environments:Greeting", "isolated": False},
+        {"function": "environment", "on_error": "value", "error_value": -2.0},
+    )
+    batch = sampler.score(sampler.generate(prompts(), step=STEP))
+    found, metrics = rows(batch), sampler.metrics()
+    assert [i for i, row in found.items() if row["reward"] == -2.0] == [*range(3, 12)]
+    assert metrics["reward/environment/errors"] == 9
+    healthy = metrics["environment/truncated_call"]  # turns of the three that went on
+    assert metrics["environment/turns"] == metrics["environment/responses"] == healthy
+    # Each of the three may have ended in a turn that was cut off, which is not answered.
+    assert (healthy + 9) / 12 <= metrics["environment/turns_mean"] <= (healthy + 12) / 12
+
+
+def test_a_response_whose_environment_failed_has_the_error_value(make: Any) -> None:
+    given = prompts()
+    given[2] = Prompt(2, "pp", (2, 3, 4, 5), {"fault": "raise"})
+    sampler = make(FAULTY, {"function": WORDS, "on_error": "value", "error_value": -2.0})
+    found = rows(sampler.score(sampler.generate(given, step=STEP)))
+    failed = [i for i, row in found.items() if row["reward"] == -2.0]
+    assert failed and all(i // 3 == 2 for i in failed)
+    assert len(failed) == sampler.metrics()["reward/environment/errors"]
