@@ -57,6 +57,13 @@ def check_environment(config: EnvironmentConfig) -> list[UserError]:
     return []
 
 
+def observes_messages(config: EnvironmentConfig) -> bool:
+    """Whether what the section names shows results as messages, which a chat template has to take;
+    of a user's own class it is not known.
+    """
+    return config.name in ENVIRONMENTS and config.options.get("parser", "hermes") == "hermes"
+
+
 def where(config: EnvironmentConfig) -> str:
     """Returns where environments are called: "here" or "process"."""
     if config.isolated is not None:

@@ -19,7 +19,12 @@ from hybridrl.environments.base import Turn
 from hybridrl.environments.calculator import Calculator, calculate
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.parsers import Hermes, Tag
-from hybridrl.environments.table import check_environment, find_environment, where
+from hybridrl.environments.table import (
+    check_environment,
+    find_environment,
+    observes_messages,
+    where,
+)
 from hybridrl.environments.tools import ToolEnvironment
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.rewards.outcome import ScorerFailure
@@ -233,6 +238,15 @@ def test_messages_become_what_the_template_puts_between_two_turns() -> None:
     assert encode("42 7") == [6, 7] and encode([6, 7]) == [6, 7]
     assert encode(None) == encode("") == encode([]) == []
     assert isinstance(encode([6, 9]), ScorerFailure)
+
+
+def test_it_is_known_which_environments_need_a_template() -> None:
+    def observes(**section: object) -> bool:
+        return observes_messages(EnvironmentConfig.model_validate(section))
+
+    assert observes(name="calculator") and observes(name="tools", options={"tools": ["a:b"]})
+    assert not observes(name="calculator", options={"parser": "tag"})
+    assert not observes(name="own_environments:Sums")
 
 
 def test_what_a_tool_shows_opens_no_turn() -> None:
