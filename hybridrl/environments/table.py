@@ -6,7 +6,7 @@ A class says by `runs` where it is called: "process" (it may hang), the default,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -54,7 +54,20 @@ def check_environment(config: EnvironmentConfig) -> list[UserError]:
             made()
     except UserError as error:
         return [error]
-    return []
+    return list(_unread(config)) if where(config) == "here" else []
+
+
+def _unread(config: EnvironmentConfig) -> Iterator[UserError]:
+    """Yields the knobs of processes that were set, for an environment that has none."""
+    for knob in ("timeout_s", "workers"):
+        value = getattr(config, knob)
+        if value != EnvironmentConfig.model_fields[knob].get_default():
+            yield UserError(
+                f"environment.{knob}",
+                value,
+                f"nothing with environment {config.name}, which is called in place",
+                "Remove it, or set environment.isolated=true.",
+            )
 
 
 def observes_messages(config: EnvironmentConfig) -> bool:

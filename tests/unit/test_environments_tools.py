@@ -240,6 +240,17 @@ def test_messages_become_what_the_template_puts_between_two_turns() -> None:
     assert isinstance(encode([6, 9]), ScorerFailure)
 
 
+def test_knobs_of_processes_are_refused_in_place() -> None:
+    def found(**section: object) -> list[str]:
+        return [one.name for one in check_environment(EnvironmentConfig.model_validate(section))]
+
+    assert found(name="calculator", timeout_s=1.0, workers=16) == [
+        "environment.timeout_s",
+        "environment.workers",
+    ]
+    assert found(name="calculator", timeout_s=1.0, isolated=True) == []
+
+
 def test_it_is_known_which_environments_need_a_template() -> None:
     def observes(**section: object) -> bool:
         return observes_messages(EnvironmentConfig.model_validate(section))
