@@ -298,7 +298,7 @@ def without_observations(batch: TrainBatch) -> TrainBatch:
     assert batch.observed_T is not None and bool(batch.observed_T.any())
     kept = ~batch.observed_T
     columns = {
-        name: column[kept] if name.endswith("_T") else column
+        name: column[kept] if name.endswith(("_T", "_TK")) else column
         for name, column in batch.columns().items()
     }
     lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
@@ -373,7 +373,7 @@ def test_observations_have_no_part_in_advantages_denominator_or_loss(case):
     logp_S, entropy_S = (x.detach() for x in tables.policy(whole))
     mask_S = whole.loss_mask_S
     given = [x.clone().requires_grad_() for x in (logp_S, entropy_S)]
-    fewer = [torch.zeros(part.num_positions, dtype=torch.float64) for _ in given]
+    fewer = [torch.zeros(part.num_positions, *x.shape[1:], dtype=torch.float64) for x in given]
     for all_S, few_S in zip(given, fewer, strict=True):
         few_S[part.loss_mask_S] = all_S.detach()[mask_S]
         few_S.requires_grad_()
