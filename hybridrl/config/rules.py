@@ -157,7 +157,8 @@ def _order_rules(train: TrainConfig) -> Iterator[UserError]:
         yield UserError(
             "train.order",
             repr(train.order),
-            f"one that ends with pp, with train.pp={train.pp}, cp={train.cp} and ep={train.ep}",
+            f"one that ends with pp, with train.pp={train.pp}, train.cp={train.cp} and "
+            f"train.ep={train.ep}",
             "Put pp last.",
         )
 
