@@ -75,8 +75,12 @@ def _read(file: BinaryIO) -> Any:
 
 
 def _write(file: BinaryIO, answer: dict[str, Any]) -> None:
-    file.write(framed(json.dumps(answer).encode()))
-    file.flush()
+    data = framed(json.dumps(answer).encode())
+    try:
+        file.write(data)
+        file.flush()
+    except BrokenPipeError:  # who asked has ended: nobody is left to tell, here or at exit
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -16,10 +17,12 @@ from batches import rollout_batch
 
 from hybridrl.batch import BatchError, RolloutBatch
 from hybridrl.config.load import load_config_dict
+from hybridrl.config.reward import ScorerConfig
 from hybridrl.config.schema import RewardConfig
 from hybridrl.errors import ConfigError, DataError, UserError
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import check_rewards
+from hybridrl.rewards.pool import framed
 
 RIGHT = "fine"
 
@@ -249,6 +252,22 @@ def test_a_user_error_in_a_process_passes_through(made):
 def test_a_weighted_sum_that_overflows_is_refused(made):
     with pytest.raises(BatchError, match="inf"):
         scored(made, ["x"] * 6, rollout_batch(), function="own_rewards:length", weight=1e300)
+
+
+def test_a_process_whose_caller_has_gone_ends_without_a_word():
+    config = pickle.dumps(ScorerConfig(function="exact_match"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hybridrl.rewards.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin and process.stdout and process.stderr
+    process.stdout.close()
+    process.stdin.write(framed(config))
+    process.stdin.close()
+    said = process.stderr.read()
+    assert process.wait(timeout=60) == 0 and not said, said.decode()
 
 
 ORPHAN = """
