@@ -74,9 +74,11 @@ def validate_training(config: Config, world_size: int) -> None:
         found += _responses(data, data.prompts, algorithm.feedback)
     else:
         found += _files(data, data.prompts, answer)
-    for term in config.mix.values():
-        paths = term.data.prompts or ()  # a rule asks for some
-        if paths and isinstance(term.algorithm, SupervisedConfig):
+    for name, term in config.mix.items():
+        paths = term.data.prompts
+        if paths is None:
+            found.append(_no_file(f"mix.{name}.data.prompts", "train"))
+        elif isinstance(term.algorithm, SupervisedConfig):
             found += _responses(term.data, paths, term.algorithm.feedback)
         else:
             found += _files(term.data, paths, [])

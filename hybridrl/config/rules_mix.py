@@ -109,8 +109,6 @@ def _number_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserEr
 
 def _data_rules(key: str, term: TermConfig) -> Iterator[UserError]:
     data = term.data
-    if data.prompts is None:
-        yield UserError(f"{key}.prompts", "nothing", "a source of rows", f"Set {key}.prompts.")
     for knob in ("eval_prompts", "eval_share", "eval_limit"):
         if getattr(data, knob):
             yield UserError(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed.rendezvous import rendezvous
 
 from hybridrl.errors import UserError
 from hybridrl.parallel.layout import Coordinates, TrainLayout
@@ -34,6 +35,8 @@ POLL_S = 0.25
 # over 32 channels, and moves 148 GB/s between two H200 in place of 281.
 NCCL_SETTINGS = {"NCCL_GRAPH_REGISTER": "0", "NCCL_P2P_NVL_CHUNKSIZE": "65536"}
 _NUMBERS = itertools.count()  # of the agreements of this process, the same on all ranks
+_STARTS = itertools.count()  # of its process groups, likewise
+_JOB: list[tuple[dist.Store, int, int]] = []  # empty until the first start
 
 
 class PeerError(RuntimeError):
@@ -265,12 +268,25 @@ def start_process_group(platform: Platform, timeout_s: float) -> None:
     timeout = datetime.timedelta(seconds=timeout_s)
     kwargs: dict[str, Any] = {} if platform.is_cpu else {"device_id": platform.device}
     if "MASTER_PORT" in os.environ:
-        dist.init_process_group(platform.backend, timeout=timeout, **kwargs)
-        return
-    store = dist.HashStore()  # one process: no port is opened
+        store, rank, size = _job(timeout)
+        # A later start in the same processes would find the addresses of this one in its keys.
+        store = dist.PrefixStore(f"start_{next(_STARTS)}", store)
+    else:
+        store, rank, size = dist.HashStore(), 0, 1  # one process: no port is opened
     dist.init_process_group(
-        platform.backend, store=store, rank=0, world_size=1, timeout=timeout, **kwargs
+        platform.backend, store=store, rank=rank, world_size=size, timeout=timeout, **kwargs
     )
+
+
+def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """Returns the job's store, this rank and the world size. The store of the first start stays:
+    rank 0 may be the one that serves it, at a port that the launcher chose.
+    """
+    if not _JOB:
+        _JOB.append(next(rendezvous("env://", timeout=timeout)))
+    store, rank, size = _JOB[0]
+    store.set_timeout(timeout)
+    return store, rank, size
 
 
 def stop_process_group() -> None:

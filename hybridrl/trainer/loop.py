@@ -8,7 +8,7 @@ over the same parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.resampling import sample_step
 from hybridrl.trainer.roles import make_roles
 from hybridrl.trainer.sampler import Sampler
+from hybridrl.trainer.setup import Rows
 from hybridrl.trainer.skipped import SkippedSteps
 
 
@@ -61,15 +62,17 @@ class Trainer:
             too).
         reward: a function in place of `reward.function`.
         tokenizer: in place of `model.tokenizer`.
+        mix: rows in place of `mix.NAME.data.prompts`, by NAME.
     """
 
     def __init__(
         self,
         config: Config,
         *,
-        prompts: Iterable[Mapping[str, object]] | None = None,
+        prompts: Rows | None = None,
         reward: RewardFunction | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        mix: Mapping[str, Rows] | None = None,
     ) -> None:
         self.config = config
         start_kernels_in_order(config.train.tp, config.train.cp)
@@ -80,19 +83,14 @@ class Trainer:
         self._engine_bytes: Callable[[], Mapping[str, Holding]] = dict  # until there is an engine
         try:
             with ledger.explained(self.memory_table):
-                self._build(prompts, reward, tokenizer)
+                self._build(setup.Given(prompts, reward, tokenizer, mix or {}))
         except BaseException as error:
             # A corrected attempt can start; after other errors NCCL might wait for lost ranks.
             if self.platform.is_cpu or isinstance(error, UserError):
                 stop_process_group()
             raise
 
-    def _build(
-        self,
-        prompts: Iterable[Mapping[str, object]] | None,
-        reward: RewardFunction | None,
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
+    def _build(self, given: setup.Given) -> None:
         config = self.config
         setup.check_rules(config, torch.distributed.get_world_size())
         self.world = setup.make_world(config, self.platform)
@@ -107,7 +105,7 @@ class Trainer:
         self.evaluations: dict[str, float] = {}
         replay = self.journal.folder / "replay"
         self.skipped = SkippedSteps(config, self.world, replay, self.journal.say)
-        self._make_data(prompts, reward, tokenizer)
+        self._make_data(given)
         models, terms = self.models, self.mix.terms
         roles = make_roles(
             config, self.world, self.algorithm, models, self.journal.say, terms=terms
@@ -132,7 +130,7 @@ class Trainer:
         Args:
             config: where the configuration comes from.
             overrides: `key=value` texts on top.
-            **objects: `prompts`, `reward`, `tokenizer` in place of their sections.
+            **objects: `prompts`, `reward`, `tokenizer`, `mix` in place of their sections.
         """
         if isinstance(config, Mapping):
             config = load_config_dict(config, overrides)
@@ -347,20 +345,17 @@ class Trainer:
         self.raw_engine.close()
         stop_process_group()
 
-    def _make_data(
-        self,
-        rows: Iterable[Mapping[str, object]] | None,
-        reward: RewardFunction | None,
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
+    def _make_data(self, given: setup.Given) -> None:
         config, data = self.config, self.config.data
         self.algorithm: Algorithm = make_algorithm(config.algorithm)
-        self.tokenizer = tokenizer or setup.load_tokenizer(config.model)
+        self.tokenizer = given.tokenizer or setup.load_tokenizer(config.model)
         needs = self.algorithm.needs
-        self.scorer = setup.make_scorer(config, self.tokenizer, reward, needs.group_samples)
+        self.scorer = setup.make_scorer(config, self.tokenizer, given.reward, needs.group_samples)
         with self.world.all_agree("reading the prompts"):
-            loaded, self.eval_prompts = setup.load_data(config, self.tokenizer, needs, rows)
-            self.mix = Mix(config, self.tokenizer, self.journal.say)
+            loaded, self.eval_prompts = setup.load_data(
+                config, self.tokenizer, needs, given.prompts
+            )
+            self.mix = Mix(config, self.tokenizer, self.journal.say, given.mix)
         self.journal.say(loaded.report())
         self.prompts = prompt_source(loaded, data, config.run.seed)
 

@@ -26,6 +26,7 @@ from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
 from hybridrl.trainer import setup
 from hybridrl.trainer.policy import TERM_TEMPERATURE
+from hybridrl.trainer.setup import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,18 +82,28 @@ class Mix:
         config: of the run.
         tokenizer: for the rows.
         say: tells the user, once.
+        given: rows in place of a term's `data.prompts`, by its name.
+
+    Raises:
+        UserError: a term has no rows, or there is no term of a name in `given`.
     """
 
     def __init__(
-        self, config: Config, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        say: Callable[[str], None],
+        given: Mapping[str, Rows],
     ) -> None:
         self.terms, self._sections = make_terms(config), config.mix
         self._sources = {}
+        _check_given(config, given)
         for name, term in self.terms.items():
             # Another order than that of other sources with as many rows.
             data, seed = config.mix[name].data, config.run.seed + zlib.crc32(name.encode())
             with _named(name):
-                loaded = setup.load_rows(data, config.rollout, tokenizer, term.algorithm.needs)
+                needs, rows = term.algorithm.needs, given.get(name)
+                loaded = setup.load_rows(data, config.rollout, tokenizer, needs, rows)
                 self._sources[name] = prompt_source(loaded, data, seed)
             say(f"mix.{name}: {loaded.report()}")
         self.taken: list[TrainBatch] = []
@@ -140,6 +151,20 @@ class Mix:
         for name, source in self._sources.items():
             with _named(name):
                 source.load_state(state.get(name, {"fingerprint": "none"}))
+
+
+def _check_given(config: Config, given: Mapping[str, Rows]) -> None:
+    """Raises a UserError where rows have no term, or a term no rows."""
+    for name in given:
+        if name not in config.mix:
+            names = ", ".join(config.mix) or "none: the section mix is empty"
+            raise UserError("mix", name, f"rows of the run's terms ({names})", f"Add mix.{name}.")
+    for name, term in config.mix.items():
+        key = f"mix.{name}.data.prompts"
+        if term.data.prompts is None and name not in given:
+            raise UserError(
+                key, "nothing", "a source of rows", f"Set {key}, or pass mix={{{name!r}: rows}}."
+            )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -54,6 +54,17 @@ from hybridrl.trainer.trained_weights import TrainedWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALUE_HEAD = "score.weight"
+
+Rows = Iterable[Mapping[str, object]]
+
+
+class Given(NamedTuple):
+    """What a user's script gives in place of sections of the configuration, if it does."""
+
+    prompts: Rows | None
+    reward: RewardFunction | None
+    tokenizer: PreTrainedTokenizerBase | None
+    mix: Mapping[str, Rows]
 
 
 def check_rules(config: Config, world_size: int) -> None:
@@ -144,7 +155,7 @@ def load_data(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     needs: Needs,
-    rows: Iterable[Mapping[str, object]] | None,
+    rows: Rows | None,
 ) -> tuple[LoadedPrompts, tuple[Prompt, ...]]:
     """Reads the prompts to train on, with the responses that the algorithm needs of the data, and
     those of the evaluation.
@@ -165,7 +176,7 @@ def load_rows(
     rollout: RolloutConfig,
     tokenizer: PreTrainedTokenizerBase,
     needs: Needs,
-    rows: Iterable[Mapping[str, object]] | None = None,
+    rows: Rows | None = None,
 ) -> LoadedPrompts:
     """Reads prompts, or `rows` in their place, with the responses that an algorithm needs."""
     if needs.rollouts:

@@ -75,7 +75,13 @@ def terms(folder: Path, weights: Mapping[str, float], rows: int = 6) -> dict[str
 
 
 @contextmanager
-def trainer_of(folder: Path, name: str, mix: dict[str, Any], **changes: Any) -> Iterator[Trainer]:
+def trainer_of(
+    folder: Path,
+    name: str,
+    mix: dict[str, Any],
+    given: Mapping[str, list[dict[str, Any]]] | None = None,
+    **changes: Any,
+) -> Iterator[Trainer]:
     config: dict[str, Any] = {
         "run": {"name": name, "dir": str(folder)},
         "model": {"init": str(QUICKSTART / "model"), "dtype": "float32"},
@@ -91,7 +97,7 @@ def trainer_of(folder: Path, name: str, mix: dict[str, Any], **changes: Any) -> 
     for key, value in changes.items():
         config[key] = {**config[key], **value} if key != "algorithm" else value
     rows = [{"prompt": prompt} for prompt in PROMPTS]
-    trainer = Trainer.from_config(config, prompts=rows, reward=digits)
+    trainer = Trainer.from_config(config, prompts=rows, reward=digits, mix=given)
     if trainer.algorithm.needs.rollouts:
         trainer.reshard()
     yield trainer
@@ -169,7 +175,7 @@ def check_weight_zero(folder: Path) -> None:
 
 
 def check_resumed(folder: Path) -> None:
-    """Going on from a checkpoint is going on: the terms' rows too."""
+    """Going on from a checkpoint is going on: the terms' rows too, from a file or from Python."""
     mix = terms(folder, WEIGHTS, rows=8)
     steps = {"updates_per_step": 2}
     with trainer_of(folder, "whole", mix, steps=steps) as trainer:
@@ -178,7 +184,10 @@ def check_resumed(folder: Path) -> None:
         whole = [trainer.train_step() for _ in range(2)]
         expected = state_of(trainer)
         check_parts(trainer)
-    with trainer_of(folder, "again", mix, steps=steps) as trainer:
+    passed = terms(folder, WEIGHTS, rows=8)
+    passed["pairs"]["data"] = {"max_prompt_tokens": 8}
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    with trainer_of(folder, "again", passed, {"pairs": rows}, steps=steps) as trainer:
         trainer.load_checkpoint(saved)
         again = [trainer.train_step() for _ in range(2)]
         assert differing(expected, state_of(trainer)) == []
@@ -264,17 +273,25 @@ def check_skipped(folder: Path) -> None:
 
 
 def check_refused(folder: Path) -> None:
-    """An algorithm of one's own that cannot be a term is refused, on all ranks alike."""
+    """An algorithm of one's own that cannot be a term is refused, on all ranks alike; so are a
+    term without rows, and rows without a term.
+    """
     own = {"name": "poisoned_algorithm:Poisoned", "options": {"token": 0, "of": {"name": "grpo"}}}
-    mix = terms(folder, {"sft": 1.0})
-    mix["sft"]["algorithm"] = own
-    try:
-        with trainer_of(folder, "refused", mix):
-            pass
-    except UserError as error:
-        assert error.name == "mix.sft.algorithm.name", error
-    else:
-        raise AssertionError("a term with rollouts")
+    rollouts, empty, good = (terms(folder, {"sft": 1.0}) for _ in range(3))
+    rollouts["sft"]["algorithm"] = own
+    empty["sft"]["data"] = {"max_prompt_tokens": 8}
+    for mix, given, key, said in (
+        (rollouts, None, "mix.sft.algorithm.name", "without rollouts"),
+        (empty, None, "mix.sft.data.prompts", "pass mix={'sft': rows}"),
+        (good, {"pairs": []}, "mix", "got pairs"),
+    ):
+        try:
+            with trainer_of(folder, "refused", mix, given):
+                pass
+        except UserError as error:
+            assert error.name == key and said in str(error), error
+        else:
+            raise AssertionError(f"took {key}")
 
 
 def main() -> None:
