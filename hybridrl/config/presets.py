@@ -22,7 +22,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.28},
     "sapo": {"objective": "sapo", "aggregate": "sequence_mean"},
-    "clip_cov": {"cov_clip_fraction": 2e-4},
+    "clip_cov": {"cov_clip_fraction": 2e-4, "clip_low": 1.0, "clip_high": 1.0},
     "kl_cov": {"objective": "ratio", "cov_kl_fraction": 2e-4},
     "rloo": {
         "baseline": "leave_one_out",

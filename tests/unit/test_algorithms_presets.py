@@ -206,7 +206,9 @@ def objective(name, ratio, logp, a, term):
     loss is the mean over the response.
     """
     n = len(ratio)
-    low, high = (0.0, 1.28) if name == "cispo" else (0.8, 1.28 if name in ("dapo", "vapo") else 1.2)
+    low, high = {
+        "cispo": (0.0, 1.28), "clip_cov": (0.0, 2.0), "dapo": (0.8, 1.28), "vapo": (0.8, 1.28),
+    }.get(name, (0.8, 1.2))  # fmt: skip
     if name == "kl_cov":
         gap = np.log(ratio)
         return ratio * a - term * abs(gap), ratio * a - term * np.sign(gap)
