@@ -186,7 +186,7 @@ class GrpoConfig(PolicyGradientConfig):
         description="Multiply advantages by samples / samples of groups with unequal rewards. False: as in the GRPO paper.",
     )
     pass_k: int = Field(
-        4, ge=1, description="The k of baseline pass_at_k. 4: as in the paper's experiments."
+        4, ge=1, description="The k of baseline pass_at_k. 4: the least of the paper's 4, 8 and 16."
     )
     pass_reward: float = Field(
         0.5,

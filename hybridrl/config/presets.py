@@ -52,7 +52,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregate": "fixed",
     },
     "gpg": {"normalize_std": False, "objective": "plain", "rescale_informative": True},
-    "pass_at_k": {"baseline": "pass_at_k"},
+    "pass_at_k": {"baseline": "pass_at_k", "clip_high": 0.28},
     "gdpo": {"normalize_parts": True, "whiten_advantages": True},
 }
 CRITIC_PRESETS: dict[str, dict[str, Any]] = {

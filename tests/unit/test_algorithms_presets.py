@@ -207,7 +207,8 @@ def objective(name, ratio, logp, a, term):
     """
     n = len(ratio)
     low, high = {
-        "cispo": (0.0, 1.28), "clip_cov": (0.0, 2.0), "dapo": (0.8, 1.28), "vapo": (0.8, 1.28),
+        "cispo": (0.0, 1.28), "clip_cov": (0.0, 2.0), "dapo": (0.8, 1.28),
+        "pass_at_k": (0.8, 1.28), "vapo": (0.8, 1.28),
     }.get(name, (0.8, 1.2))  # fmt: skip
     if name == "kl_cov":
         gap = np.log(ratio)
