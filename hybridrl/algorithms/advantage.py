@@ -271,10 +271,12 @@ def _group_sum(value_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def whiten(values_N: Tensor, counts_N: Tensor | None = None, epsilon: float = 1e-8) -> Tensor:
-    """Scales to mean 0 and standard deviation (n - 1) 1 over all response tokens of the batch.
+    """Scales to mean 0 and standard deviation (n - 1) 1 over the values, each counted `counts_N`
+    times.
 
     Args:
-        values_N: one a token, or one a sample with `counts_N`, its number of tokens.
+        values_N: one a token; or one a sample, with `counts_N`, its number of tokens, as if each
+            token had it.
     """
     if counts_N is None:
         centred_N, num = values_N - values_N.mean(), len(values_N)

@@ -179,7 +179,7 @@ class GrpoConfig(PolicyGradientConfig):
     )
     whiten_advantages: bool = Field(
         False,
-        description="Scale advantages to mean 0, deviation 1 over the batch. False: as in the GRPO paper.",
+        description="Scale advantages to mean 0, deviation 1 over the batch's tokens, with normalize_parts its samples. False: as in the GRPO paper.",
     )
     rescale_informative: bool = Field(
         False,

@@ -151,8 +151,9 @@ def expected_advantages(name: str, batch: TrainBatch) -> list[np.ndarray]:
             weight * grpo(batch.reward_parts[part].double().numpy(), lengths, old, reference)
             for part, weight in (("a", 1.0), ("b", 0.25))
         ]
-        sample = sum(each).reshape(-1)
-        return whitened([np.full(n, a) for n, a in zip(lengths, sample, strict=True)])
+        sample = sum(each).reshape(-1)  # eq. 6: mean and deviation over the rollouts of the batch
+        sample = (sample - sample.mean()) / (sample.std(ddof=1) + 1e-8)
+        return [np.full(n, a) for n, a in zip(lengths, sample, strict=True)]
     if name in ("ppo", "vapo"):
         rows = []
         for r, v in zip(reward, values, strict=True):
