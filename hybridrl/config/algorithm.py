@@ -208,7 +208,7 @@ class GrpoConfig(PolicyGradientConfig):
         0.0,
         ge=0,
         lt=1,
-        description="Share of the tokens, those of highest covariance, that pay for moving away from the old policy. 0: off; 2e-4 is of the authors' code.",
+        description="Share of the tokens, those of highest covariance, that pay for moving away from the old policy. 0: off; 2e-4 is the paper's for 32B, 2e-3 for 7B.",
     )
     cov_kl_coef: float = Field(
         1.0, ge=0, description="What these pay a nat. 1: the value of the authors."
