@@ -113,7 +113,7 @@ def _sum_to_come(value_R: Tensor, lengths_B: Tensor, decay: float | Tensor) -> T
 def length_lambda(response_lengths_B: Tensor, alpha: float) -> Tensor:
     """Returns lambda = 1 - 1 / (alpha length) of each sample, 0 where that is negative.
 
-    The length-adaptive GAE of VAPO (Yue et al. 2025, arXiv 2504.05118, sec. 4.2).
+    The length-adaptive GAE of VAPO (Yue et al. 2025, arXiv 2504.05118, eq. 5).
     """
     return (1 - 1 / (alpha * response_lengths_B.double())).clamp(min=0)
 
@@ -147,10 +147,11 @@ def leave_one_out(reward_B: Tensor, group_B: Tensor) -> Tensor:
 def pass_at_k(is_passed_B: Tensor, group_B: Tensor, k: int, normalize_std: bool) -> Tensor:
     """Compares what a sample adds to pass@k with the group's pass@k, in closed form.
 
-    Chen et al. 2025, arXiv 2508.10751 ("analytical derivation"): a set of k samples of the group
-    is worth 1 if one of them passes, and a sample the mean over the sets that hold it. With n
-    samples of which w are wrong, mean = 1 - C(w, k) / C(n, k) and std = sqrt(mean (1 - mean)) over
-    all sets; a right sample is worth 1, a wrong one 1 - C(w - 1, k - 1) / C(n - 1, k - 1).
+    Chen et al. 2025, arXiv 2508.10751, eq. 11-15 ("analytical derivation"): a set of k samples of
+    the group is worth 1 if one of them passes, and a sample the mean over the sets that hold it.
+    With n samples of which w are wrong, mean = 1 - C(w, k) / C(n, k) and std = sqrt(mean (1 -
+    mean)) over all sets; a right sample is worth 1, a wrong one 1 - C(w - 1, k - 1) / C(n - 1,
+    k - 1).
 
     Returns:
         (B,) float64: (worth - mean) / std, 0 where std is; undivided if not `normalize_std`.
@@ -197,15 +198,15 @@ def uniform_groups(values: Sequence[Tensor], group_B: Tensor) -> Tensor:
 def informative_scale(reward_B: Tensor, group_B: Tensor) -> float:
     """Returns B / (B - M), M samples being in groups whose rewards are all equal; 1 if all are.
 
-    The accurate gradient estimation of GPG (Chu et al. 2025, arXiv 2504.02546).
+    The accurate gradient estimation of GPG (Chu et al. 2025, arXiv 2504.02546, eq. 7-8).
     """
     num_informative = int((~uniform_groups([reward_B], group_B)).sum())
     return len(reward_B) / num_informative if num_informative else 1.0
 
 
 def covariance(advantages_R: Tensor, logp_R: Tensor) -> Tensor:
-    """Returns (logp - mean) (A - mean) of each token (Cui et al. 2025, arXiv 2505.22617), of the
-    policy at the start of the step, so that all updates of a step, however they are cut into
+    """Returns (logp - mean) (A - mean) of each token (Cui et al. 2025, arXiv 2505.22617, eq. 10),
+    of the policy at the start of the step, so that all updates of a step, however they are cut into
     micro-batches, agree on it.
     """
     return (logp_R - logp_R.mean()) * (advantages_R - advantages_R.mean())
@@ -214,8 +215,8 @@ def covariance(advantages_R: Tensor, logp_R: Tensor) -> Tensor:
 def of_highest_covariance(
     advantages_R: Tensor, logp_R: Tensor, key: Keys, fraction: float
 ) -> Tensor:
-    """Returns which tokens KL-Cov takes: the int(fraction R), one at least, of highest covariance;
-    of those of equal covariance the ones with the smallest keys.
+    """Returns which tokens KL-Cov takes (eq. 13): the int(fraction R), one at least, of highest
+    covariance; of those of equal covariance the ones with the smallest keys.
     """
     covariance_R, count = covariance(advantages_R, logp_R), max(int(fraction * len(logp_R)), 1)
     least = covariance_R.topk(count).values[-1]
@@ -235,8 +236,8 @@ def without_high_covariance(
 ) -> Tensor:
     """Takes the advantage, and so the gradient, from some tokens that would cost much entropy.
 
-    Clip-Cov (Cui et al. 2025, arXiv 2505.22617): of the tokens with a covariance in [low, high],
-    int(fraction R) are drawn, one at least.
+    Clip-Cov (Cui et al. 2025, arXiv 2505.22617, eq. 11-12): of the tokens with a covariance in
+    [low, high], int(fraction R) are drawn, one at least.
 
     Args:
         key: the tokens with the smallest keys are the ones drawn.
@@ -271,10 +272,12 @@ def _group_sum(value_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def whiten(values_N: Tensor, counts_N: Tensor | None = None, epsilon: float = 1e-8) -> Tensor:
-    """Scales to mean 0 and standard deviation (n - 1) 1 over all response tokens of the batch.
+    """Scales to mean 0 and standard deviation (n - 1) 1 over the values, each counted `counts_N`
+    times.
 
     Args:
-        values_N: one a token, or one a sample with `counts_N`, its number of tokens.
+        values_N: one a token; or one a sample, with `counts_N`, its number of tokens, as if each
+            token had it.
     """
     if counts_N is None:
         centred_N, num = values_N - values_N.mean(), len(values_N)

@@ -72,7 +72,9 @@ class Grpo(PolicyGradient):
         if config.rescale_informative:
             advantages_B = advantages_B * informative_scale(reward_B, batch.group_B)
         if config.whiten_advantages:
-            advantages_B = whiten(advantages_B, batch.response_lengths_B)
+            # REINFORCE++ counts tokens (arXiv 2501.03262, eq. 5), GDPO samples (eq. 6).
+            counts_B = None if config.normalize_parts else batch.response_lengths_B
+            advantages_B = whiten(advantages_B, counts_B)
         advantages_T = advantages_B.float()[batch.sample_index_T] * batch.response_mask_T
         columns = {"advantages_T": advantages_T}
         if self._finds_covariance:
@@ -117,7 +119,9 @@ class Grpo(PolicyGradient):
         return {"advantages_T": response_column(kept_R, batch)}
 
     def _compared_parts(self, batch: TrainBatch) -> Tensor:
-        """Compares every part of the reward by itself (GDPO, Liu et al. 2026, arXiv 2601.05242)."""
+        """Compares every part of the reward by itself, and adds (GDPO, Liu et al. 2026, arXiv
+        2601.05242, eq. 4, 5 and 7).
+        """
         total_B = torch.zeros(batch.num_samples, dtype=torch.float64)
         for name, part_B in self._parts(batch).items():
             total_B += self.config.part_weights.get(name, 1.0) * self._compared(

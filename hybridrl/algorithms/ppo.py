@@ -70,7 +70,7 @@ class Ppo(PolicyGradient):
         """Returns the weights that make the loss's mean one over the samples that pass alone:
         (T,) float32, zero on the others.
 
-        The positive example LM loss of VAPO (Yue et al. 2025, arXiv 2504.05118, sec. 4.3).
+        The positive example LM loss of VAPO (Yue et al. 2025, arXiv 2504.05118, eq. 9-10).
         """
         passed_B = batch.reward_B >= self.config.pass_reward
         # What the loss's denominator counts of a sample.

@@ -26,7 +26,7 @@ class RewardModel:
 
     with the margin m of Llama 2 (Touvron et al. 2023, arXiv 2307.09288, eq. 2): `margin` plus that
     of the row (`data.margin_key`); plus center_coef times (s_chosen + s_rejected)^2, which keeps
-    scores around 0 (Eisenstein et al. 2023, arXiv 2312.09244, sec. 2).
+    scores around 0 (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2).
     """
 
     name = "reward_model"

@@ -75,7 +75,7 @@ def weighted_logp(
 def soft_gated(
     log_ratio_S: Tensor, advantages_S: Tensor, tau_positive: float, tau_negative: float
 ) -> Tensor:
-    """The objective of SAPO (Gao et al. 2025, arXiv 2511.20347).
+    """The objective of SAPO (Gao et al. 2025, arXiv 2511.20347, eq. 5-6).
 
     4 / tau sigmoid(tau (r - 1)) A, with a temperature for each sign of A: the gradient at r = 1 is
     that of r A, and fades on both sides.

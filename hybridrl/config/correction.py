@@ -31,7 +31,7 @@ class CorrectionConfig(Section):
         description="Outside of min and max a weight is truncated, or masked, 0. 'truncate': TIS, which loses no sample.",
     )
     max: float = Field(
-        2.0, gt=0, description="Largest weight. 2: the value of TIS; IcePop masks from 5."
+        2.0, gt=0, description="Largest weight. 2: usual for TIS; IcePop masks from 5."
     )
     min: float = Field(
         0.0, ge=0, description="Smallest weight. 0: none, as in TIS; IcePop masks below 0.5."

@@ -22,7 +22,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.28},
     "sapo": {"objective": "sapo", "aggregate": "sequence_mean"},
-    "clip_cov": {"cov_clip_fraction": 2e-4},
+    "clip_cov": {"cov_clip_fraction": 2e-4, "clip_low": 1.0, "clip_high": 1.0},
     "kl_cov": {"objective": "ratio", "cov_kl_fraction": 2e-4},
     "rloo": {
         "baseline": "leave_one_out",
@@ -52,7 +52,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregate": "fixed",
     },
     "gpg": {"normalize_std": False, "objective": "plain", "rescale_informative": True},
-    "pass_at_k": {"baseline": "pass_at_k"},
+    "pass_at_k": {"baseline": "pass_at_k", "clip_high": 0.28},
     "gdpo": {"normalize_parts": True, "whiten_advantages": True},
 }
 CRITIC_PRESETS: dict[str, dict[str, Any]] = {

@@ -160,5 +160,5 @@ class KtoConfig(SupervisedConfig):
     undesirable_weight: float = Field(
         1.0,
         gt=0,
-        description="Weight of responses labelled false. 1: the paper's; else keep desirable_weight x (number of true) / (undesirable_weight x (number of false)) within 1 to 4/3.",
+        description="Weight of responses labelled false. 1: the paper's; else keep desirable_weight x (number of true) / (undesirable_weight x (number of false)) within 1 to 1.5 (eq. 9).",
     )

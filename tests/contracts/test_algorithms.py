@@ -69,7 +69,11 @@ CASES = {
     # The presets' own numbers are for thousands of tokens; here some must be in reach.
     "dapo": GrpoConfig(name="dapo", overlong_max_tokens=5, overlong_buffer_tokens=3),
     "clip_cov": GrpoConfig(
-        name="clip_cov", cov_clip_fraction=0.2, cov_clip_low=0.05, whiten_advantages=True
+        name="clip_cov",
+        cov_clip_fraction=0.2,
+        cov_clip_low=0.05,
+        clip_high=0.2,
+        whiten_advantages=True,
     ),
     "kl_cov": GrpoConfig(name="kl_cov", cov_kl_fraction=0.2, cov_kl_coef=0.7),
     "pass_at_k": GrpoConfig(name="pass_at_k", pass_k=2),

@@ -151,8 +151,9 @@ def expected_advantages(name: str, batch: TrainBatch) -> list[np.ndarray]:
             weight * grpo(batch.reward_parts[part].double().numpy(), lengths, old, reference)
             for part, weight in (("a", 1.0), ("b", 0.25))
         ]
-        sample = sum(each).reshape(-1)
-        return whitened([np.full(n, a) for n, a in zip(lengths, sample, strict=True)])
+        sample = sum(each).reshape(-1)  # eq. 6: mean and deviation over the rollouts of the batch
+        sample = (sample - sample.mean()) / (sample.std(ddof=1) + 1e-8)
+        return [np.full(n, a) for n, a in zip(lengths, sample, strict=True)]
     if name in ("ppo", "vapo"):
         rows = []
         for r, v in zip(reward, values, strict=True):
@@ -206,7 +207,10 @@ def objective(name, ratio, logp, a, term):
     loss is the mean over the response.
     """
     n = len(ratio)
-    low, high = (0.0, 1.28) if name == "cispo" else (0.8, 1.28 if name in ("dapo", "vapo") else 1.2)
+    low, high = {
+        "cispo": (0.0, 1.28), "clip_cov": (0.0, 2.0), "dapo": (0.8, 1.28),
+        "pass_at_k": (0.8, 1.28), "vapo": (0.8, 1.28),
+    }.get(name, (0.8, 1.2))  # fmt: skip
     if name == "kl_cov":
         gap = np.log(ratio)
         return ratio * a - term * abs(gap), ratio * a - term * np.sign(gap)
