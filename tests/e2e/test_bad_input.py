@@ -143,6 +143,8 @@ def test_prompt_file_that_is_missing(here: Path) -> None:
     (here / "prompts.jsonl").rename(here / "prompt.jsonl")
     refuse(here, ["train", "c.yaml"], "prompts.jsonl", "no such file", "Did you mean prompt.jsonl?")
     refuse(here, ["train", "c.yaml", "data.prompts=null"], "data.prompts", "nothing")
+    term = "mix={sft: {algorithm: {name: sft}}}"
+    refuse(here, ["train", "c.yaml", term], "mix.sft.data.prompts", "nothing", "Set mix.sft.data")
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,6 @@ def test_valid_online_dpo_and_terms_have_no_violation() -> None:
             "mix.sft.prompts_per_step",
         ),
         ([*MIX, "mix.sft.data.max_prompt_tokens=3900"], "train.micro_batch_tokens"),
-        ([*MIX, "mix.sft.data.prompts=null"], "mix.sft.data.prompts"),
         ([*MIX, "mix.sft.data.eval_prompts=b"], "mix.sft.data.eval_prompts"),
         ([*MIX, "mix.sft.data.eval_share=0.5"], "mix.sft.data.eval_share"),
         ([*MIX, "mix.sft.data.margin_key=m"], "mix.sft.data.margin_key"),
