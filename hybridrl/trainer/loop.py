@@ -63,6 +63,7 @@ class Trainer:
         reward: a function in place of `reward.function`.
         tokenizer: in place of `model.tokenizer`.
         mix: rows in place of `mix.NAME.data.prompts`, by NAME.
+        trains: False: only evaluates, and has neither reference nor teacher.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class Trainer:
         reward: RewardFunction | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         mix: Mapping[str, Rows] | None = None,
+        trains: bool = True,
     ) -> None:
-        self.config = config
+        self.config, self._trains = config, trains
         start_kernels_in_order(config.train.tp, config.train.cp)
         self.platform = Platform.detect()
         self.platform.activate()
@@ -92,7 +94,7 @@ class Trainer:
 
     def _build(self, given: setup.Given) -> None:
         config = self.config
-        setup.check_rules(config, torch.distributed.get_world_size())
+        setup.check_rules(config, torch.distributed.get_world_size(), self._trains)
         self.world = setup.make_world(config, self.platform)
         self.platform.seed(config.run.seed)
         with self.world.all_agree("checking the run folder"):
@@ -106,10 +108,8 @@ class Trainer:
         replay = self.journal.folder / "replay"
         self.skipped = SkippedSteps(config, self.world, replay, self.journal.say)
         self._make_data(given)
-        models, terms = self.models, self.mix.terms
-        roles = make_roles(
-            config, self.world, self.algorithm, models, self.journal.say, terms=terms
-        )
+        parts = (config, self.world, self.algorithm, self.models, self.journal.say)
+        roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
         self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
         self._mismatch_warning = MismatchWarning(self.source.dtype)

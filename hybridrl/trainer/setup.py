@@ -67,8 +67,13 @@ class Given(NamedTuple):
     mix: Mapping[str, Rows]
 
 
-def check_rules(config: Config, world_size: int) -> None:
+def check_rules(config: Config, world_size: int, has_teacher: bool = True) -> None:
     """Judges the whole configuration together with the world size and the model's shape.
+
+    Args:
+        config: of the run.
+        world_size: number of ranks.
+        has_teacher: whether the teacher, if there is one, is read and judged.
 
     Raises:
         ConfigError: with every violated rule.
@@ -77,7 +82,7 @@ def check_rules(config: Config, world_size: int) -> None:
     model_config = read_model_config(config.model) if has_model else None
     dtype = str(Platform.detect().default_dtype()).removeprefix("torch.")
     found = check(config, world_size, model_config, dtype)
-    found += teacher_rules(config, model_config or {})
+    found += teacher_rules(config, model_config or {}) if has_teacher else ()
     if found:
         raise ConfigError(found)
 
