@@ -43,7 +43,6 @@ NOT_CONTAINED = 97  # exit code: it could not be arranged, and the program did n
 FIRST_UID = 0x20000000  # of processes that root starts: nobody else's
 
 
-
 class Calls(NamedTuple):
     """System calls of a kind of machine that are refused to the program, by number.
 
