@@ -77,7 +77,7 @@ def validate_training(config: Config, world_size: int) -> None:
         found += _responses(data, data.prompts, algorithm.feedback)
     else:
         found += _files(data, data.prompts, answer)
-    for name, term in config.mix.items():
+    for name, term in config.terms().items():
         paths = term.data.prompts
         if paths is None:
             found.append(_no_file(f"mix.{name}.data.prompts", "train"))
@@ -272,7 +272,7 @@ def _own_code(config: Config) -> Iterator[UserError]:
     """Looks for the user's own functions; an algorithm is not imported, for it imports torch."""
     yield from check_rewards(config.reward)
     yield from check_environment(config.environment)
-    terms = {f"mix.{name}.algorithm": term.algorithm for name, term in config.mix.items()}
+    terms = {f"mix.{name}.algorithm": term.algorithm for name, term in config.terms().items()}
     for key, algorithm in {"algorithm": config.algorithm, **terms}.items():
         module, colon, _ = algorithm.name.partition(":")
         if colon and not _is_importable(module):

@@ -48,13 +48,13 @@ class Term:
 
 
 def make_terms(config: Config) -> dict[str, Term]:
-    """Makes the terms of the section `mix`, by name.
+    """Makes the terms of the section `mix` that have a weight, by name.
 
     Raises:
         UserError: a user's own algorithm cannot be a term.
     """
     terms = {}
-    for name, section in config.mix.items():
+    for name, section in config.terms().items():
         with _named(name):
             algorithm = make_algorithm(section.algorithm)
         needs = algorithm.needs
