@@ -83,6 +83,7 @@ class Trainer:
         start_process_group(self.platform, config.run.collective_timeout_s)
         self.models: dict[str, ParallelModel] = {}
         self._engine_bytes: Callable[[], Mapping[str, Holding]] = dict  # until there is an engine
+        self._keeps_memory: Callable[[], bool] = bool
         try:
             with ledger.explained(self.memory_table):
                 self._build(setup.Given(prompts, reward, tokenizer, mix or {}))
@@ -100,8 +101,7 @@ class Trainer:
         with self.world.all_agree("checking the run folder"):
             check_run_folder(config)
         self.journal = Journal(config, self.world)
-        self.step = 0
-        self.seconds, self._started = 0.0, time.monotonic()
+        self.step, self.seconds, self._started = 0, 0.0, time.monotonic()
         # Where the prompts of the step under way began; None between steps.
         self._step_cursor: dict[str, Any] | None = None
         self.evaluations: dict[str, float] = {}
@@ -182,8 +182,11 @@ class Trainer:
                 self.save_checkpoint()
 
     def memory_table(self) -> str:
-        """Returns what this rank's device holds, part by part, in training and in rollout."""
-        return ledger.table(ledger.entries(self.models, self._engine_bytes()), self.platform)
+        """Returns what this rank's device holds, part by part, in training and in rollout, as the
+        next change of phases leaves it.
+        """
+        held = ledger.entries(self.models, self._engine_bytes(), self._keeps_memory())
+        return ledger.table(held, self.platform)
 
     def train_step(self) -> dict[str, float]:
         """Takes one step and returns its metrics, the same on all ranks."""
@@ -346,7 +349,7 @@ class Trainer:
         stop_process_group()
 
     def _make_data(self, given: setup.Given) -> None:
-        config, data = self.config, self.config.data
+        config = self.config
         self.algorithm: Algorithm = make_algorithm(config.algorithm)
         self.tokenizer = given.tokenizer or setup.load_tokenizer(config.model)
         needs = self.algorithm.needs
@@ -357,7 +360,7 @@ class Trainer:
             )
             self.mix = Mix(config, self.tokenizer, self.journal.say, given.mix)
         self.journal.say(loaded.report())
-        self.prompts = prompt_source(loaded, data, config.run.seed)
+        self.prompts = prompt_source(loaded, config.data, config.run.seed)
 
     def _make_engine(self) -> None:
         """Builds the engine and the plan that brings the policy's weights into it."""
@@ -385,6 +388,7 @@ class Trainer:
             peers=model.peers,
             timeout_s=self.config.run.collective_timeout_s,
         )
+        self._keeps_memory = lambda: self.hybrid_engine.keeps_memory
         self._is_engine_checked = False
 
     def _has_reached_goal(self) -> bool:
