@@ -25,7 +25,7 @@ from hybridrl.config.teacher import is_scored, teacher_rules
 from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompts import LoadedPrompts, load_prompts
 from hybridrl.environments.chat import ObservationEncoder
-from hybridrl.environments.table import observes_messages
+from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError, ModelError, UserError
 from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.assign import assign
@@ -330,6 +330,8 @@ def make_episodes(
     stops = stop_token_ids(source.hf_config, tokenizer)
     encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, stops)
     with world.all_agree("finding the environment"):
+        if found := check_environment(config.environment):
+            raise ConfigError(found)
         if observes_messages(config.environment):  # else found out at the first call of a tool
             encoder([{"role": "tool", "content": "-"}])
         return Episodes(config.environment, replica, tokenizer, encoder, config.run.seed)

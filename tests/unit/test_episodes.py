@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_environments import Sums
+from own_environments import SPECIAL, Sums
 from scripted_turns import SAMPLING, SEED, STEP, STOP, answer, make_sampler, prompts
 
 from hybridrl.batch import BatchError, Prompt, ScoredBatch
@@ -257,12 +257,12 @@ def test_reward_functions_see_the_last_turn_or_all_of_the_response(make: Any, se
         start = 0
         if sees == "last_turn" and True in row["observed"]:
             start = len(row["observed"]) - row["observed"][::-1].index(True)
-        seen = [token for token in row["tokens"][start:] if token != STOP]
+        seen = [token for token in row["tokens"][start:] if token not in SPECIAL]
         assert batch.reward_parts["words"][i] == len(seen)
         total = 2 * batch.reward_parts["environment"][i] + len(seen)
         assert row["reward"] == pytest.approx(float(total), abs=1e-5)
     assert [len(text.split()) for text in sampler.scorer.responses(batch)] == [
-        sum(token != STOP for token in row["tokens"]) for row in rows(batch).values()
+        sum(token not in SPECIAL for token in row["tokens"]) for row in rows(batch).values()
     ]
 
 
