@@ -1,6 +1,6 @@
 """One rank of the tests of mixed algorithms: whole Trainers on four ranks, one after the other.
 
-    mix_worker.py FOLDER
+mix_worker.py FOLDER
 """
 
 from __future__ import annotations

@@ -150,6 +150,11 @@ def test_what_is_trained_on_is_what_the_engine_was_fed(make: Any, limits: str) -
     assert metrics["environment/truncated_turns"] == pytest.approx(counts["turns"] / 12)
     assert metrics["environment/truncated_tokens"] == pytest.approx(counts["tokens"] / 12)
     assert counts["rounds"] > 12 or limits == "one turn"
+    of_groups = [sampler.generated[group] for group in range(4)]
+    assert [pair for _, pairs in of_groups for pair in pairs] == [
+        (len(prompts()[i // 3].tokens) + len(row["tokens"]), row["observed"].count(False))
+        for i, row in found.items()
+    ]
     lengths = [len(row["tokens"]) - sum(row["observed"]) for row in found.values()]
     assert batch.response_lengths_B.tolist() == lengths
     assert max(len(row["tokens"]) for row in found.values()) <= SAMPLING.max_new_tokens
