@@ -199,6 +199,10 @@ def test_what_does_not_go_together_is_refused_before_ranks_start(tmp_path: Path)
             r"environment.max_turn_tokens: got 25; allowed: at most",
         ),
         (["environment.name=calc"], "environment.name: got calc"),
+        (
+            ["reward={functions: {a: {function: environment}, b: {function: environment}}}"],
+            r"reward.functions: got function environment in a, b; allowed: it once",
+        ),
     ):
         given = [*model, *override]
         if override[0] == "environment=null":
