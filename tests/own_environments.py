@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from hybridrl.environments.base import Observation, Turn
 from hybridrl.errors import UserError
 
-
 SPECIAL = range(1, 12)  # 1 ends a turn
 
 

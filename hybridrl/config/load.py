@@ -96,10 +96,10 @@ def _knobs(section: type[BaseModel], prefix: str) -> Iterator[str]:
         if prefix == "" and name == "algorithm":
             for kind, member in _algorithm_sections().items():
                 yield from _knobs(member, f"algorithm[{kind}].")
-        elif isinstance(kind := field.annotation, type) and issubclass(kind, BaseModel):
-            yield from _knobs(kind, f"{prefix}{name}.")
-        elif (member := _member(kind)) is not None:
-            yield from (f"{prefix}{name}[NAME].{key}" for key in member.model_fields)
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _knobs(field.annotation, f"{prefix}{name}.")
+        elif (named := _member(field.annotation)) is not None:
+            yield from (f"{prefix}{name}[NAME].{key}" for key in named.model_fields)
         else:
             yield f"{prefix}{name}"
 

@@ -317,8 +317,9 @@ class Sampler:
 
     def metrics(self) -> dict[str, float]:
         """Returns `generate/idle_share`, the part of the generation of the last step that replicas
-        waited for the slowest, on average, `generate/tokens`, of all prompts and responses
-        that there were, observations too, the scorers' counts and what `episode_metrics` says; the same on all ranks.
+        waited for the slowest, on average, `generate/tokens`, of all prompts and responses with
+        their observations, the scorers' counts and what `episode_metrics` says; the same on all
+        ranks.
         """
         worked = sum(mean for mean, _ in self._busy_of_calls)
         took = sum(longest for _, longest in self._busy_of_calls)
