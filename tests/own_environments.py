@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from hybridrl.environments.base import Observation, Turn
 from hybridrl.errors import UserError
 
+SPECIAL = range(1, 12)  # 1 ends a turn
+
 
 class Numbers:
     """A tokenizer whose tokens are numbers: "7 9" is the tokens 7 and 9."""
@@ -18,7 +20,7 @@ class Numbers:
         return {"input_ids": [[int(word) for word in one.split()] for one in text]}
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        return " ".join(str(t) for t in token_ids if t != 1 or not skip_special_tokens)
+        return " ".join(str(t) for t in token_ids if t not in SPECIAL or not skip_special_tokens)
 
 
 class Sums:

@@ -369,7 +369,7 @@ def _has_reference(config: Config) -> bool:
         (isinstance(chosen, PolicyGradientConfig) and chosen.kl_coef > 0)
         or (isinstance(chosen, PairLossConfig) and chosen.reference)
         or isinstance(chosen, KtoConfig)
-        for chosen in (config.algorithm, *(term.algorithm for term in config.mix.values()))
+        for chosen in (config.algorithm, *(term.algorithm for term in config.terms().values()))
     )
 
 

@@ -39,8 +39,10 @@ from hybridrl.rollout.vllm_version import head_dim_rule, installed_version
 PACKAGE_OF_ENGINE = {"sglang": "sglang"}
 
 
-def model_violations(config: Config, world_size: int) -> tuple[dict[str, Any], list[UserError]]:
-    """Judges the configuration with the model's config.json and its family.
+def model_violations(
+    config: Config, world_size: int, has_teacher: bool = True
+) -> tuple[dict[str, Any], list[UserError]]:
+    """Judges the configuration with the model's config.json and its family, and the teacher's.
 
     Returns:
         The content of config.json (empty where it cannot be read) and everything that is wrong.
@@ -57,7 +59,8 @@ def model_violations(config: Config, world_size: int) -> tuple[dict[str, Any], l
                 fused_layout(family, shape, rollout.tp, 0)  # the rules know no vocabulary
         except UserError as error:
             found.append(error)
-    return hf_config, [*check(config, world_size, hf_config), *_teacher(config, hf_config), *found]
+    taught = _teacher(config, hf_config) if has_teacher else ()
+    return hf_config, [*check(config, world_size, hf_config), *taught, *found]
 
 
 def validate_training(config: Config, world_size: int) -> None:
@@ -74,7 +77,7 @@ def validate_training(config: Config, world_size: int) -> None:
         found += _responses(data, data.prompts, algorithm.feedback)
     else:
         found += _files(data, data.prompts, answer)
-    for name, term in config.mix.items():
+    for name, term in config.terms().items():
         paths = term.data.prompts
         if paths is None:
             found.append(_no_file(f"mix.{name}.data.prompts", "train"))
@@ -105,7 +108,7 @@ def validate_evaluation(
     if prompts:
         data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
         config = config.model_copy(update={"data": data})
-    found = _common(config, world_size)
+    found = _common(config, world_size, has_teacher=False)
     held_out = config.data.prompts if config.data.eval_share else None
     files = config.data.eval_prompts or held_out
     if not files:
@@ -156,10 +159,10 @@ def check_weights(directory: Path, family_key: str | None, hf_config: dict[str, 
     HfHeaders(directory).check(hf_shapes(family, family.shape(hf_config)))
 
 
-def _common(config: Config, world_size: int) -> list[UserError]:
+def _common(config: Config, world_size: int, has_teacher: bool = True) -> list[UserError]:
     """Returns what is wrong with the parts of a configuration that every run has."""
-    hf_config, found = model_violations(config, world_size)
-    for model in (config.model, teacher_model(config)):
+    hf_config, found = model_violations(config, world_size, has_teacher)
+    for model in (config.model, teacher_model(config) if has_teacher else None):
         if found or model is None or model.path is None:
             continue
         directory = Path(model.path).expanduser()
@@ -269,7 +272,7 @@ def _own_code(config: Config) -> Iterator[UserError]:
     """Looks for the user's own functions; an algorithm is not imported, for it imports torch."""
     yield from check_rewards(config.reward)
     yield from check_environment(config.environment)
-    terms = {f"mix.{name}.algorithm": term.algorithm for name, term in config.mix.items()}
+    terms = {f"mix.{name}.algorithm": term.algorithm for name, term in config.terms().items()}
     for key, algorithm in {"algorithm": config.algorithm, **terms}.items():
         module, colon, _ = algorithm.name.partition(":")
         if colon and not _is_importable(module):

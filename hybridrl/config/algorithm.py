@@ -118,7 +118,7 @@ class PolicyGradientConfig(Section):
     overlong_max_tokens: int | None = Field(
         None,
         ge=1,
-        description="Length from which a response's reward is lowered by 1. None: no penalty on length; DAPO's is 20480.",
+        description="Length from which a response's reward is lowered by 1, in tokens that the policy sampled, without observations. None: no penalty on length; DAPO's is 20480.",
     )
     overlong_buffer_tokens: int = Field(
         4096,

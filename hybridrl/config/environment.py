@@ -74,8 +74,15 @@ def environment_rules(
         environment, reward: the sections.
         max_new_tokens: of `rollout`.
     """
-    functions = {scorer.function for scorer in reward.scorers().values()}
-    if environment.name is None and REWARD in functions:
+    named = [name for name, scorer in reward.scorers().items() if scorer.function == REWARD]
+    if len(named) > 1:
+        yield UserError(
+            "reward.functions",
+            f"function {REWARD} in {', '.join(named)}",
+            "it once: all would be the same sum",
+            "Remove all but one, and add up their weights.",
+        )
+    if environment.name is None and named:
         yield UserError(
             "reward.function",
             REWARD,

@@ -85,7 +85,9 @@ def to_yaml(config: Config) -> str:
 
 
 def knobs() -> list[str]:
-    """Returns the dotted name of every knob; an algorithm's are `algorithm[NAME].key`."""
+    """Returns the dotted name of every knob; an algorithm's are `algorithm[NAME].key`, those of
+    sections by a name of the user's `section[NAME].key`, where a whole section is one.
+    """
     return sorted(_knobs(Config, ""))
 
 
@@ -96,6 +98,8 @@ def _knobs(section: type[BaseModel], prefix: str) -> Iterator[str]:
                 yield from _knobs(member, f"algorithm[{kind}].")
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _knobs(field.annotation, f"{prefix}{name}.")
+        elif (named := _member(field.annotation)) is not None:
+            yield from (f"{prefix}{name}[NAME].{key}" for key in named.model_fields)
         else:
             yield f"{prefix}{name}"
 
@@ -181,12 +185,18 @@ def _section_at(parts: Sequence[str], section: type[BaseModel] = Config) -> type
     while left:
         field = section.model_fields.get(left.pop(0))
         kind = None if field is None else field.annotation
-        if get_origin(kind) is dict:  # sections by a name of the user's
-            kind, left = get_args(kind)[1], left[1:]
+        if (member := _member(kind)) is not None:
+            kind, left = member, left[1:]
         if not isinstance(kind, type) or not issubclass(kind, BaseModel):
             return None
         section = kind
     return section
+
+
+def _member(kind: Any) -> type[BaseModel] | None:
+    """Returns the section of which a mapping has some, by names of the user's."""
+    value = get_args(kind)[1] if get_origin(kind) is dict else None
+    return value if isinstance(value, type) and issubclass(value, BaseModel) else None
 
 
 def _meaning(section: type[BaseModel] | None, name: str) -> str:

@@ -27,7 +27,7 @@ class TermConfig(Section):
     weight: float = Field(
         1.0,
         ge=0,
-        description="What its loss is multiplied by. 1: as much as the main loss; 0: only its metrics, at the full cost, and a loss that is not finite still skips the step.",
+        description="What its loss is multiplied by. 1: as much as the main loss; 0: the term is left out.",
     )
     prompts_per_step: int = Field(
         64, ge=1, description="Rows of it a step. 64: as many as steps.prompts_per_step has."

@@ -334,7 +334,7 @@ class CheckpointConfig(Section):
 
 
 class Config(Section):
-    """A whole configuration: one file, eleven sections."""
+    """A whole configuration: one file, twelve sections."""
 
     run: RunConfig
     model: ModelConfig
@@ -348,3 +348,7 @@ class Config(Section):
     steps: StepsConfig = StepsConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    def terms(self) -> dict[str, TermConfig]:
+        """Returns the terms of the section `mix` that have a weight."""
+        return {name: term for name, term in self.mix.items() if term.weight > 0}

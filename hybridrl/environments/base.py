@@ -61,7 +61,8 @@ class Environment(Protocol):
 
         Args:
             tokens: that it sampled, with the stop token.
-            text: the same, without special tokens.
+            text: the same without the stop token, if that is a special one; other special tokens,
+                which may be those of calls, are in it.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""From observations to tokens: each is tokenised once, by itself. No torch.
+"""From turns to text, and from observations to tokens: each is tokenised once, by itself. No torch.
 
 What the policy sampled is never decoded and encoded again, so that it is trained on the tokens that
 the engine was fed.
@@ -14,6 +14,15 @@ from hybridrl.errors import UserError
 from hybridrl.rewards.outcome import WHERE, ScorerFailure
 
 TURN = "the turn of the policy"
+
+
+def text_of_turn(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Returns what a turn says, special tokens too: of some models the tags of calls are such. Left
+    out is the stop token at its end, if it is one.
+    """
+    is_special = not tokenizer.decode(list(tokens[-1:]), skip_special_tokens=True)
+    said = tokens[:-1] if is_special else tokens
+    return str(tokenizer.decode(list(said), skip_special_tokens=False))
 
 
 class ObservationEncoder:

@@ -158,6 +158,11 @@ class HybridEngine:
         self._block_group: dist.ProcessGroup | None = None
         self.transport: Transport = self.make_transport("packed" if peers is None else "peer")
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether the next change of phases frees nothing: the device has room for both."""
+        return self._room.is_enough
+
     def make_transport(self, kind: Literal["packed", "peer"]) -> Transport:
         """Returns another transport for the same plan; the caller closes it. Collective.
 
@@ -228,7 +233,7 @@ class HybridEngine:
             total_messages=sum(rank[3] for rank in ranks),
             slowest_gb_per_s=slowest[1] / max(slowest[4], 1e-9) / 1e9,
             verify_seconds=verify_seconds,
-            keeps_memory=self._room.is_enough,
+            keeps_memory=self.keeps_memory,
         )
 
     def _make_room(self) -> None:
@@ -309,7 +314,7 @@ class HybridEngine:
         self.phases.enter(Phase.TRAIN)
         if frees_memory:
             self._room.forget()
-        self._target.sleep(keeps_memory=self._room.is_enough)
+        self._target.sleep(keeps_memory=self.keeps_memory)
         # The copies may be made from the others.
         for memory in (*(self._training if self._is_released else ()), *self._copies):
             memory.restore()

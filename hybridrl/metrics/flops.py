@@ -85,28 +85,33 @@ def train_flops(
     return TRAIN_PASSES * forward_flops(shape, lengths, head_tokens, head_size)
 
 
-GeneratedLengths = dict[int, tuple[int, list[int]]]
-"""Of each group its prompt's tokens, and those of prompt and response of each of its samples."""
+GeneratedLengths = dict[int, tuple[int, list[tuple[int, int]]]]
+"""Of each group its prompt's tokens, and of each of its samples those of prompt and response
+together, and how many of them were sampled: what an environment gives is only read.
+"""
 
 
 def num_generated(generated: GeneratedLengths) -> int:
-    """Returns the tokens of prompts and responses, a prompt counted for each of its samples."""
-    return sum(sum(lengths) for _, lengths in generated.values())
+    """Returns the tokens of prompts and responses, a prompt counted for each of its samples, and
+    observations with the responses.
+    """
+    return sum(length for _, samples in generated.values() for length, _ in samples)
 
 
 def generate_flops(shape: ModelShape, generated: GeneratedLengths) -> int:
-    """Returns the FLOPs of generating: each prompt computed once, each response token once, logits
-    of the response tokens only.
+    """Returns the FLOPs of generating: each prompt computed once, each response token once, also
+    those of earlier turns, logits of the sampled tokens only.
 
     Args:
         shape: sizes of the model.
         generated: what there is of each prompt.
     """
     shared = [prompt for prompt, _ in generated.values()]
-    prompts = [prompt for prompt, lengths in generated.values() for _ in lengths]
-    wholes = [length for _, lengths in generated.values() for length in lengths]
+    prompts = [prompt for prompt, samples in generated.values() for _ in samples]
+    lengths = [sample for _, samples in generated.values() for sample in samples]
     again = forward_flops(shape, prompts, 0) - forward_flops(shape, shared, 0)
-    return forward_flops(shape, wholes, sum(wholes) - sum(prompts)) - again
+    wholes, sampled = [whole for whole, _ in lengths], sum(num for _, num in lengths)
+    return forward_flops(shape, wholes, sampled) - again
 
 
 def peak_flops_per_s(device_name: str) -> float | None:

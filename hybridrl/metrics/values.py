@@ -44,7 +44,9 @@ STEP_KEYS = (
     "memory/peak_gib",
 )
 ACCURACY = "eval/accuracy"
-GENERATED_TOKENS = "generate/tokens"  # prompts and responses, those not trained on included
+GENERATED_TOKENS = (
+    "generate/tokens"  # prompts, responses, observations; also of samples not trained on
+)
 SKIPPED = "train/skipped_steps"  # optimizer steps, not taken for a loss or gradient not finite
 
 

@@ -21,6 +21,7 @@ import signal
 import struct
 import sys
 import time
+from typing import NamedTuple
 
 NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC, NEWUTS = (
     0x00020000,
@@ -41,14 +42,47 @@ RLIMIT_MSGQUEUE = 12  # bytes of POSIX message queues; not in the module resourc
 NOT_CONTAINED = 97  # exit code: it could not be arranged, and the program did not run
 FIRST_UID = 0x20000000  # of processes that root starts: nobody else's
 
-# System calls that are refused to the program, by machine: audit number, those that give memory
-# which no limit counts (System V shared memory and messages, memory files, io_uring) and namespaces
-# of its own (a tmpfs in one may take half of the host's memory), then clone and clone3.
+
+class Calls(NamedTuple):
+    """System calls of a kind of machine that are refused to the program, by number.
+
+    What is refused always gives memory which no limit counts: System V shared memory and messages,
+    memory files, io_uring; namespaces of its own (a tmpfs in one may take half of the host's
+    memory); sockets, of which one that listens holds what thousands have sent, and larger buffers
+    for them; pages given to a pipe. There is no network, and a pair of sockets, as event loops and
+    multiprocessing have, needs neither.
+
+    Args:
+        audit: number of the machine.
+        refused: always.
+        clone, clone3, socketpair, fcntl: refused by their arguments.
+    """
+
+    audit: int
+    refused: tuple[int, ...]
+    clone: int
+    clone3: int
+    socketpair: int
+    fcntl: int
+
+
+# In this order: shmget, shmat, msgget, msgsnd, memfd_create, memfd_secret, io_uring_setup, unshare,
+# setns, mount, open_tree, fsopen, socket, setsockopt, splice, tee, vmsplice, sendfile.
 # linux/audit.h, arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h.
-REFUSED: dict[str, tuple[int, tuple[int, ...], int, int]] = {
-    "x86_64": (0xC000003E, (29, 30, 68, 69, 319, 447, 425, 272, 308, 165, 428, 430), 56, 435),
-    "aarch64": (0xC00000B7, (194, 196, 186, 189, 279, 447, 425, 97, 268, 40, 428, 430), 220, 435),
+REFUSED = {
+    "x86_64": Calls(
+        0xC000003E,
+        (29, 30, 68, 69, 319, 447, 425, 272, 308, 165, 428, 430, 41, 54, 275, 276, 278, 40),
+        *(56, 435, 53, 72),
+    ),
+    "aarch64": Calls(
+        0xC00000B7,
+        (194, 196, 186, 189, 279, 447, 425, 97, 268, 40, 428, 430, 198, 208, 76, 77, 75, 71),
+        *(220, 435, 199, 25),
+    ),
 }
+FIRST_ARGUMENT, SECOND_ARGUMENT = 16, 24  # lower halves in struct seccomp_data
+AF_UNIX, NOT_STREAM, F_SETPIPE_SZ = 1, 0xE, 1031  # SOCK_STREAM is 1; flags are higher bits
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
 ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000  # linux/seccomp.h; the latter with an errno
@@ -201,28 +235,34 @@ def _refuse_calls() -> None:
     """
     if (known := REFUSED.get(os.uname().machine)) is None:
         return
-    audit, refused, clone, clone3 = known
     refuse, missing = FAIL_WITH | errno.EPERM, FAIL_WITH | errno.ENOSYS
     # (code, jump if true, jump if false, operand): linux/filter.h; data as of struct seccomp_data.
     lines = [
         (LOAD, 0, 0, 4),  # the machine: another has other numbers
-        (EQUAL, 1, 0, audit),
+        (EQUAL, 1, 0, known.audit),
         (RETURN, 0, 0, refuse),
         (LOAD, 0, 0, 0),  # the call
         (AT_LEAST, 0, 1, X32_CALLS),
         (RETURN, 0, 0, refuse),
     ]
-    for call in refused:
+    for call in known.refused:
         lines += [(EQUAL, 0, 1, call), (RETURN, 0, 0, refuse)]
-    lines += [
-        (EQUAL, 0, 1, clone3),  # its flags lie in memory; the C library falls back to clone
-        (RETURN, 0, 0, missing),
-        (EQUAL, 0, 3, clone),
-        (LOAD, 0, 0, 16),  # the first argument, lower half
-        (ANY_BIT, 0, 1, NEWUSER),
-        (RETURN, 0, 0, refuse),
-        (RETURN, 0, 0, ALLOW),
-    ]
+    # Its flags lie in memory; the C library falls back to clone.
+    lines += [(EQUAL, 0, 1, known.clone3), (RETURN, 0, 0, missing)]
+    for call, argument, test, operand in (
+        (known.clone, FIRST_ARGUMENT, ANY_BIT, NEWUSER),
+        (known.socketpair, FIRST_ARGUMENT, ANY_BIT, 0xFFFFFFFF ^ AF_UNIX),
+        (known.socketpair, SECOND_ARGUMENT, ANY_BIT, NOT_STREAM),
+        (known.fcntl, SECOND_ARGUMENT, EQUAL, F_SETPIPE_SZ),
+    ):
+        lines += [
+            (EQUAL, 0, 4, call),
+            (LOAD, 0, 0, argument),
+            (test, 0, 1, operand),
+            (RETURN, 0, 0, refuse),
+            (LOAD, 0, 0, 0),
+        ]
+    lines.append((RETURN, 0, 0, ALLOW))
     code = b"".join(struct.pack("=HBBI", *line) for line in lines)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(struct.pack("@HP", len(lines), ctypes.addressof(buffer)))

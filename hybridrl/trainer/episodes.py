@@ -21,7 +21,7 @@ from typing import Any, Literal
 from hybridrl.batch import Prompt, Rollout
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.environments.base import Answer, Play
-from hybridrl.environments.chat import ObservationEncoder
+from hybridrl.environments.chat import ObservationEncoder, text_of_turn
 from hybridrl.environments.stage import Stages
 from hybridrl.errors import UserError
 from hybridrl.parallel.replica import ReplicaGroup
@@ -265,7 +265,7 @@ class Episodes:
             return episode.response("failure")
         if done.finish_reason == "length":  # cut off, and so nothing to answer
             return episode.response("tokens")
-        text = self._tokenizer.decode(list(done.tokens), skip_special_tokens=True)
+        text = text_of_turn(self._tokenizer, done.tokens)
         episode.actions.append((list(done.tokens), text))
         self._ask(episode)
         return None

@@ -41,12 +41,15 @@ class Entry:
     in_rollout: bool = True
 
 
-def entries(models: Mapping[str, ParallelModel], engine: Mapping[str, Holding]) -> list[Entry]:
+def entries(
+    models: Mapping[str, ParallelModel], engine: Mapping[str, Holding], keeps_memory: bool = False
+) -> list[Entry]:
     """Returns what models and engine hold; memory that comes later in the run is counted already.
 
     Args:
         models: by role.
         engine: what the rank's engine tells of (`RolloutEngine.memory`).
+        keeps_memory: neither phase frees what only the other needs (`HybridEngine.keeps_memory`).
     """
     found = []
     for role, model in models.items():
@@ -56,13 +59,15 @@ def entries(models: Mapping[str, ParallelModel], engine: Mapping[str, Holding]) 
             stays = not model.train.release_weights_in_rollout
             found.append(Entry(f"{role} weights", memory.weight_bytes(), in_rollout=stays))
             state, _ = memory.state_bytes()
-            found.append(Entry(f"{role} gradients", memory.gradient_bytes(), in_rollout=False))
+            held = memory.gradient_bytes()
+            found.append(Entry(f"{role} gradients", held, in_rollout=keeps_memory))
             found.append(Entry(f"{role} optimizer", state, in_rollout=not memory.offloads))
-    for name, held in engine.items():
-        if held.num_bytes:
+    for name, part in engine.items():
+        if part.num_bytes:
             # What is shared stands above already, with the model.
-            is_own = not held.is_shared
-            found.append(Entry(f"engine {name}", held.num_bytes, held.stays and is_own, is_own))
+            is_own = not part.is_shared
+            stays = (part.stays or keeps_memory) and is_own
+            found.append(Entry(f"engine {name}", part.num_bytes, stays, is_own))
     return found
 
 

@@ -63,6 +63,7 @@ class Trainer:
         reward: a function in place of `reward.function`.
         tokenizer: in place of `model.tokenizer`.
         mix: rows in place of `mix.NAME.data.prompts`, by NAME.
+        trains: False: only evaluates, and has neither reference nor teacher.
     """
 
     def __init__(
@@ -73,14 +74,16 @@ class Trainer:
         reward: RewardFunction | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         mix: Mapping[str, Rows] | None = None,
+        trains: bool = True,
     ) -> None:
-        self.config = config
+        self.config, self._trains = config, trains
         start_kernels_in_order(config.train.tp, config.train.cp)
         self.platform = Platform.detect()
         self.platform.activate()
         start_process_group(self.platform, config.run.collective_timeout_s)
         self.models: dict[str, ParallelModel] = {}
         self._engine_bytes: Callable[[], Mapping[str, Holding]] = dict  # until there is an engine
+        self._keeps_memory: Callable[[], bool] = bool
         try:
             with ledger.explained(self.memory_table):
                 self._build(setup.Given(prompts, reward, tokenizer, mix or {}))
@@ -92,24 +95,21 @@ class Trainer:
 
     def _build(self, given: setup.Given) -> None:
         config = self.config
-        setup.check_rules(config, torch.distributed.get_world_size())
+        setup.check_rules(config, torch.distributed.get_world_size(), self._trains)
         self.world = setup.make_world(config, self.platform)
         self.platform.seed(config.run.seed)
         with self.world.all_agree("checking the run folder"):
             check_run_folder(config)
         self.journal = Journal(config, self.world)
-        self.step = 0
-        self.seconds, self._started = 0.0, time.monotonic()
+        self.step, self.seconds, self._started = 0, 0.0, time.monotonic()
         # Where the prompts of the step under way began; None between steps.
         self._step_cursor: dict[str, Any] | None = None
         self.evaluations: dict[str, float] = {}
         replay = self.journal.folder / "replay"
         self.skipped = SkippedSteps(config, self.world, replay, self.journal.say)
         self._make_data(given)
-        models, terms = self.models, self.mix.terms
-        roles = make_roles(
-            config, self.world, self.algorithm, models, self.journal.say, terms=terms
-        )
+        parts = (config, self.world, self.algorithm, self.models, self.journal.say)
+        roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
         self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
         self._mismatch_warning = MismatchWarning(self.source.dtype)
@@ -182,8 +182,11 @@ class Trainer:
                 self.save_checkpoint()
 
     def memory_table(self) -> str:
-        """Returns what this rank's device holds, part by part, in training and in rollout."""
-        return ledger.table(ledger.entries(self.models, self._engine_bytes()), self.platform)
+        """Returns what this rank's device holds, part by part, in training and in rollout, as the
+        next change of phases leaves it.
+        """
+        held = ledger.entries(self.models, self._engine_bytes(), self._keeps_memory())
+        return ledger.table(held, self.platform)
 
     def train_step(self) -> dict[str, float]:
         """Takes one step and returns its metrics, the same on all ranks."""
@@ -346,7 +349,7 @@ class Trainer:
         stop_process_group()
 
     def _make_data(self, given: setup.Given) -> None:
-        config, data = self.config, self.config.data
+        config = self.config
         self.algorithm: Algorithm = make_algorithm(config.algorithm)
         self.tokenizer = given.tokenizer or setup.load_tokenizer(config.model)
         needs = self.algorithm.needs
@@ -357,7 +360,7 @@ class Trainer:
             )
             self.mix = Mix(config, self.tokenizer, self.journal.say, given.mix)
         self.journal.say(loaded.report())
-        self.prompts = prompt_source(loaded, data, config.run.seed)
+        self.prompts = prompt_source(loaded, config.data, config.run.seed)
 
     def _make_engine(self) -> None:
         """Builds the engine and the plan that brings the policy's weights into it."""
@@ -385,6 +388,7 @@ class Trainer:
             peers=model.peers,
             timeout_s=self.config.run.collective_timeout_s,
         )
+        self._keeps_memory = lambda: self.hybrid_engine.keeps_memory
         self._is_engine_checked = False
 
     def _has_reached_goal(self) -> bool:

@@ -48,13 +48,13 @@ class Term:
 
 
 def make_terms(config: Config) -> dict[str, Term]:
-    """Makes the terms of the section `mix`, by name.
+    """Makes the terms of the section `mix` that have a weight, by name.
 
     Raises:
         UserError: a user's own algorithm cannot be a term.
     """
     terms = {}
-    for name, section in config.mix.items():
+    for name, section in config.terms().items():
         with _named(name):
             algorithm = make_algorithm(section.algorithm)
         needs = algorithm.needs
@@ -159,7 +159,7 @@ def _check_given(config: Config, given: Mapping[str, Rows]) -> None:
         if name not in config.mix:
             names = ", ".join(config.mix) or "none: the section mix is empty"
             raise UserError("mix", name, f"rows of the run's terms ({names})", f"Add mix.{name}.")
-    for name, term in config.mix.items():
+    for name, term in config.terms().items():
         key = f"mix.{name}.data.prompts"
         if term.data.prompts is None and name not in given:
             raise UserError(

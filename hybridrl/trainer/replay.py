@@ -67,7 +67,7 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
         saved = SavedBatch.read(file)
     algorithm = make_algorithm(config.algorithm)
     plain = config.model_copy(update={"rollout": rollout})
-    roles = make_roles(plain, world, algorithm, {}, print, has_reference=False)
+    roles = make_roles(plain, world, algorithm, {}, print, has_reference=False, has_judges=False)
     folder = _load_before(config, world, roles, saved.step)
     is_set = len(saved.rng) == world.size and set_rng_state(saved.rng[world.rank])
     report = replay(world, roles, saved)

@@ -156,6 +156,7 @@ def make_roles(
     models: dict[str, ParallelModel],
     say: Callable[[str], None],
     has_reference: bool = True,
+    has_judges: bool = True,
     terms: Mapping[str, Term] | None = None,
 ) -> Roles:
     """Builds the models and fills in their first weights.
@@ -166,8 +167,9 @@ def make_roles(
         algorithm: says which are needed.
         models: gets each as soon as it is there, by name, for the table of an out-of-memory error.
         say: tells the user, once.
-        has_reference: False leaves out the reference, reward models and the teacher, where their
-            columns are known already.
+        has_reference: False leaves out the reference and the teacher, where their columns are known
+            already, or nothing is trained.
+        has_judges: False leaves out reward models.
         terms: further ones of the policy's loss; None: made as the section `mix` says.
 
     Raises:
@@ -201,7 +203,7 @@ def make_roles(
         critic = Critic(value, algorithm, num_updates)
     chosen = config.algorithm
     warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
-    is_scored = needs.rollouts and has_reference
+    is_scored = needs.rollouts and has_judges
     judges = make_judges(config, world, source, models, needs.greedy) if is_scored else ()
     teacher = None
     if (needs.teacher or needs.teacher_top) and has_reference:

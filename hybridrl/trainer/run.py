@@ -37,7 +37,7 @@ def evaluate_rank(
     if prompts is not None:
         data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
         config = config.model_copy(update={"data": data})
-    trainer = Trainer(config)
+    trainer = Trainer(config, trains=False)
     folder = trainer.store.newest() if checkpoint is None else find_checkpoint(checkpoint)
     if folder is not None:
         trainer.load_checkpoint(folder)

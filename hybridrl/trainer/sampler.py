@@ -310,15 +310,16 @@ class Sampler:
         if local is None or self._is_evaluation or self.layout.assignment[self.world.rank][1]:
             return {}
         found: GeneratedLengths = {}
-        columns = (local.group_B, local.prompt_lengths_B, local.lengths_B)
-        for group, prompt, length in zip(*(column.tolist() for column in columns), strict=True):
-            found.setdefault(group, (prompt, []))[1].append(length)
+        columns = local.group_B, local.prompt_lengths_B, local.lengths_B, local.response_lengths_B
+        for group, prompt, *lengths in zip(*(column.tolist() for column in columns), strict=True):
+            found.setdefault(group, (prompt, []))[1].append(tuple(lengths))
         return found
 
     def metrics(self) -> dict[str, float]:
         """Returns `generate/idle_share`, the part of the generation of the last step that replicas
-        waited for the slowest, on average, `generate/tokens`, of all prompts and responses that
-        there were, the scorers' counts and what `episode_metrics` says; the same on all ranks.
+        waited for the slowest, on average, `generate/tokens`, of all prompts and responses with
+        their observations, the scorers' counts and what `episode_metrics` says; the same on all
+        ranks.
         """
         worked = sum(mean for mean, _ in self._busy_of_calls)
         took = sum(longest for _, longest in self._busy_of_calls)

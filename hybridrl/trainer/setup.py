@@ -25,7 +25,7 @@ from hybridrl.config.teacher import is_scored, teacher_rules
 from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompts import LoadedPrompts, load_prompts
 from hybridrl.environments.chat import ObservationEncoder
-from hybridrl.environments.table import observes_messages
+from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError, ModelError, UserError
 from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.assign import assign
@@ -67,8 +67,13 @@ class Given(NamedTuple):
     mix: Mapping[str, Rows]
 
 
-def check_rules(config: Config, world_size: int) -> None:
+def check_rules(config: Config, world_size: int, has_teacher: bool = True) -> None:
     """Judges the whole configuration together with the world size and the model's shape.
+
+    Args:
+        config: of the run.
+        world_size: number of ranks.
+        has_teacher: whether the teacher, if there is one, is read and judged.
 
     Raises:
         ConfigError: with every violated rule.
@@ -77,7 +82,7 @@ def check_rules(config: Config, world_size: int) -> None:
     model_config = read_model_config(config.model) if has_model else None
     dtype = str(Platform.detect().default_dtype()).removeprefix("torch.")
     found = check(config, world_size, model_config, dtype)
-    found += teacher_rules(config, model_config or {})
+    found += teacher_rules(config, model_config or {}) if has_teacher else ()
     if found:
         raise ConfigError(found)
 
@@ -325,6 +330,8 @@ def make_episodes(
     stops = stop_token_ids(source.hf_config, tokenizer)
     encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, stops)
     with world.all_agree("finding the environment"):
+        if found := check_environment(config.environment):
+            raise ConfigError(found)
         if observes_messages(config.environment):  # else found out at the first call of a tool
             encoder([{"role": "tool", "content": "-"}])
         return Episodes(config.environment, replica, tokenizer, encoder, config.run.seed)

@@ -166,3 +166,7 @@ def test_the_ledger_counts_what_engine_and_trainer_share_once(world: World) -> N
     assert [entry.num_bytes for entry in mine.values()] == [5, 7, 11, 13]
     assert sum(e.num_bytes for e in mine.values() if e.in_rollout) == 5 + 11 + 13
     assert sum(e.num_bytes for e in mine.values() if e.in_training) == 13
+    found = ledger.entries({"policy": policy.model}, engine, keeps_memory=True)
+    kept = {e.name: (e.in_training, e.in_rollout) for e in found}
+    assert kept.pop("engine shared weights") == (False, False), "it stands with the policy's"
+    assert set(kept.values()) == {(True, True)} and len(kept) == 3 + 3

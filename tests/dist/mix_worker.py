@@ -1,6 +1,6 @@
 """One rank of the tests of mixed algorithms: whole Trainers on four ranks, one after the other.
 
-    mix_worker.py FOLDER
+mix_worker.py FOLDER
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "sft": {"name": "sft"},
     "pairs": {"name": "dpo", "beta": 0.5},
     "labels": {"name": "kto", "beta": 0.5},
+}
+POISONED = {
+    "name": "poisoned_algorithm:Poisoned",
+    "options": {"token": NINE, "of": {"name": "sft"}},
 }
 
 
@@ -164,14 +168,18 @@ def largest(gradients: Mapping[str, torch.Tensor]) -> float:
 
 
 def check_weight_zero(folder: Path) -> None:
-    """Terms of weight 0 are measured, and change no bit of weights and optimizer."""
-    states, losses = [], []
-    for name, mix in (("without", {}), ("zero", terms(folder, dict.fromkeys(WEIGHTS, 0.0)))):
+    """Terms of weight 0 are left out: they change no bit, skip no step and cost nothing."""
+    zero = terms(folder, dict.fromkeys(WEIGHTS, 0.0))
+    zero["sft"]["data"] = {**zero["sft"]["data"], "prompts": str(folder / "spoilt.jsonl")}
+    zero["sft"]["algorithm"] = POISONED
+    states, found = [], []
+    for name, mix in (("without", {}), ("zero", zero)):
         with trainer_of(folder, name, mix, steps={"updates_per_step": 2}) as trainer:
-            losses = [trainer.train_step() for _ in range(2)]
-            states.append(state_of(trainer))
-    assert differing(*states) == []
-    assert losses[0]["sft/loss"] > 1 and losses[1]["sft/loss"] != losses[0]["sft/loss"]
+            found = [trainer.train_step() for _ in range(3)]
+            states.append((state_of(trainer), [step["flops/update"] for step in found]))
+    assert differing(states[0][0], states[1][0]) == []
+    assert states[0][1] == states[1][1]
+    assert not any("sft/loss" in step or step[SKIPPED] for step in found), found
 
 
 def check_resumed(folder: Path) -> None:
@@ -238,11 +246,9 @@ def check_warmup(folder: Path) -> None:
 
 def check_skipped(folder: Path) -> None:
     """A term that is not finite skips the whole step; its batch is saved, and replay finds it."""
-    name = "poisoned_algorithm:Poisoned"
-    own = {"name": name, "options": {"token": NINE, "of": {"name": "sft"}}}
     mix = terms(folder, {"sft": 1.0, "pairs": 1.0}, rows=8)
     data = {**mix["sft"]["data"], "prompts": str(folder / "spoilt.jsonl"), "shuffle": False}
-    mix["bad"] = {"algorithm": own, "data": data, "weight": 0.5, "prompts_per_step": 8}
+    mix["bad"] = {"algorithm": POISONED, "data": data, "weight": 0.5, "prompts_per_step": 8}
     said: list[str] = []
     with trainer_of(folder, "skipped", mix) as trainer:
         trainer.skipped._say = said.append

@@ -164,7 +164,9 @@ def run(
     # From the second time on Megatron's hooks reduce gradients while the backward pass runs.
     model.accumulate(works, objective)
     for name, (again, held) in gradients_in_hf_names(model).items():
-        assert torch.equal(again[held], gradients[name][0][held]), f"{name}: the second time differs"
+        assert torch.equal(again[held], gradients[name][0][held]), (
+            f"{name}: the second time differs"
+        )
     if layout.world_size == 1:
         masked_T = logp_T * batch.response_mask_T
         check_against_transformers(folder, model, batch, works, masked_T, gradients)

@@ -146,7 +146,9 @@ def check_case(case: Case, folder: Path) -> None:
         seen: list[TrainBatch] = []
         gradients = trainer.roles.gradients
         object.__setattr__(
-            trainer.roles, "gradients", lambda part, *more: seen.append(part) or gradients(part, *more)
+            trainer.roles,
+            "gradients",
+            lambda part, *more: seen.append(part) or gradients(part, *more),
         )
         second = trainer.train_step()
         object.__setattr__(trainer.roles, "gradients", gradients)

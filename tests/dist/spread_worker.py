@@ -121,8 +121,10 @@ def main() -> None:
         parts.append(finish(trainer))
     assert same(ScoredBatch.concat(parts), first)
 
-    lengths = dict(enumerate(zip(prompts, first.lengths_B.view(7, 3).tolist(), strict=True)))
-    expected = {group: (len(p.tokens), found) for group, (p, found) in lengths.items()}
+    expected = {}
+    for group, (prompt, whole) in enumerate(zip(prompts, first.lengths_B.view(7, 3), strict=True)):
+        size = len(prompt.tokens)
+        expected[group] = (size, [(length, length - size) for length in whole.tolist()])
     assert sampler.generated == expected, "of both calls of the step"
     evaluate(sampler, prompts)
     assert sampler.generated == expected

@@ -8,6 +8,7 @@ closed.
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from transformers import AutoTokenizer
 
 from hybridrl import Trainer
 from hybridrl.errors import ConfigError, UserError
+from hybridrl.hybrid_engine import engine
+from hybridrl.hybrid_engine.room import Room
 
 quickstart, folder = Path(sys.argv[1]), Path(sys.argv[2])
 told: dict[str, object] = {}
@@ -126,4 +129,14 @@ assert issubclass(ConfigError, UserError)
 last = Trainer.from_config(elsewhere, prompts=rows, **objects)
 told["last"] = last.fit(num_steps=0)
 last.close()
+
+# A device with room for both phases: once a step was measured, the table has all in both.
+engine.Room = partial(Room, lambda: (90, 100))
+roomy = {**sections, "run": {"name": "roomy", "dir": str(folder)}}
+trainer = Trainer.from_config(roomy, prompts=rows, **objects)
+told["tables"] = [trainer.memory_table()]
+trainer.reshard()
+trainer.train_step()
+told["tables"] += [trainer.memory_table()]
+trainer.close()
 print(json.dumps(told))

@@ -23,7 +23,7 @@ def hybridrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "e2e")]),
+        "PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS, TESTS / "e2e"))),
     }
     return subprocess.run(
         [sys.executable, "-m", "hybridrl.cli.main", *arguments],

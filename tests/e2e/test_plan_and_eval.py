@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from refusals import QUICKSTART, files_below, hybridrl, refuse, succeed
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hybridrl.config.load import load_config, to_yaml
 
@@ -287,6 +288,22 @@ def test_eval_prints_one_json_object_whatever_the_layout(quickstart: Path) -> No
     assert found[0]["accuracy"] == summary["accuracy_after"]
     assert 0 < found[0]["accuracy"] < 1
     assert files_below(quickstart / "runs") == before
+
+
+def test_eval_of_a_distillation_needs_no_teacher(tmp_path: Path) -> None:
+    shutil.copytree(QUICKSTART, tmp_path / "examples" / "quickstart")
+    config = Qwen3Config.from_pretrained(QUICKSTART / "model")
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "teacher")
+    run = ("examples/quickstart/grpo.yaml", *SMALL, "train.tp=1", "train.pp=1", "model.path=null")
+    run += ("model.init=examples/quickstart/model", "run.name=taught", "steps.num_steps=1")
+    run += ("algorithm={name: on_policy_distillation, teacher: teacher}",)
+    succeed(tmp_path, "train", *run)
+    summary = json.loads((tmp_path / "runs/taught/summary.json").read_text())
+    shutil.rmtree(tmp_path / "teacher")
+    refuse(tmp_path, ["train", *run, "steps.num_steps=2"], "algorithm.teacher")
+    found = json.loads(succeed(tmp_path, "eval", *run, "--json"))
+    assert found["checkpoint"].endswith("taught/checkpoints/step_1")
+    assert found["accuracy"] == summary["accuracy_after"]
 
 
 @pytest.mark.dist

@@ -21,7 +21,7 @@ MAX_LOOP_LINES, MAX_BEST_OF_N_LINES = 40, 80
 
 def python(*arguments: str | Path, cwd: Path) -> str:
     """Runs a script in one process; returns its stdout."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *map(str, arguments)],
         cwd=cwd,
@@ -102,6 +102,17 @@ def test_mistakes_are_exceptions_that_can_be_mended(told: dict[str, Any], folder
     assert kind == "CheckpointError" and "no weights" in text
     assert not (folder / "refused").exists()
     assert told["last"]["seconds"] > 0
+
+
+def test_the_memory_table_follows_what_was_decided(told: dict[str, Any]) -> None:
+    """Its columns, training and rollout: gradients leave until there is room for both phases."""
+    before, after = (
+        {line[:34].strip(): line[34:].split() for line in table.splitlines()}
+        for table in told["tables"]
+    )
+    assert before["policy gradients"][1] == "-" and before["engine weights"][1] != "-"
+    assert "-" not in after["policy gradients"]
+    assert before.keys() == after.keys()
 
 
 EASY = [

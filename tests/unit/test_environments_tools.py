@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from command_line import QUICKSTART
 from own_environments import Numbers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hybridrl.cli.validate import validate_training
@@ -17,7 +17,7 @@ from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.load import load_config
 from hybridrl.environments.base import Turn
 from hybridrl.environments.calculator import Calculator, calculate
-from hybridrl.environments.chat import ObservationEncoder
+from hybridrl.environments.chat import ObservationEncoder, text_of_turn
 from hybridrl.environments.parsers import Hermes, Tag
 from hybridrl.environments.table import (
     check_environment,
@@ -199,6 +199,10 @@ def test_what_does_not_go_together_is_refused_before_ranks_start(tmp_path: Path)
             r"environment.max_turn_tokens: got 25; allowed: at most",
         ),
         (["environment.name=calc"], "environment.name: got calc"),
+        (
+            ["reward={functions: {a: {function: environment}, b: {function: environment}}}"],
+            r"reward.functions: got function environment in a, b; allowed: it once",
+        ),
     ):
         given = [*model, *override]
         if override[0] == "environment=null":
@@ -225,6 +229,32 @@ def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<e>", unk_token="?")
     tokenizer.chat_template = template
     return tokenizer
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_calls_are_read_of_tags_that_are_special_tokens(is_special: bool) -> None:
+    quickstart = AutoTokenizer.from_pretrained(QUICKSTART / "model")
+    tags = [AddedToken(tag, special=is_special) for tag in ("<tool_call>", "</tool_call>")]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token="<end>")
+    tokenizer.add_tokens(tags, special_tokens=is_special)
+    said = 'So: <tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
+    tokens = tokenizer(said, add_special_tokens=False)["input_ids"]
+    assert len(tokens) < len(said) - 15, "each tag is one token"
+    text = text_of_turn(tokenizer, [*tokens, tokenizer.eos_token_id])
+    assert text == said
+    assert Calculator().step(tokens, text).observation == [{"role": "tool", "content": "42"}]
+    plain = quickstart("12+34=46", add_special_tokens=False)["input_ids"]
+    assert text_of_turn(quickstart, plain) == "12+34=46", "a stop token that is not special stays"
+    assert text_of_turn(quickstart, [*plain, quickstart.eos_token_id]) == "12+34=46"
+
+
+def byte_tokenizer() -> Tokenizer:
+    letters = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    made = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<end>"])
+    return made
 
 
 def test_messages_become_what_the_template_puts_between_two_turns() -> None:

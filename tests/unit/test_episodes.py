@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_environments import Sums
+from own_environments import SPECIAL, Sums
 from scripted_turns import SAMPLING, SEED, STEP, STOP, answer, make_sampler, prompts
 
 from hybridrl.batch import BatchError, Prompt, ScoredBatch
@@ -150,6 +150,11 @@ def test_what_is_trained_on_is_what_the_engine_was_fed(make: Any, limits: str) -
     assert metrics["environment/truncated_turns"] == pytest.approx(counts["turns"] / 12)
     assert metrics["environment/truncated_tokens"] == pytest.approx(counts["tokens"] / 12)
     assert counts["rounds"] > 12 or limits == "one turn"
+    of_groups = [sampler.generated[group] for group in range(4)]
+    assert [pair for _, pairs in of_groups for pair in pairs] == [
+        (len(prompts()[i // 3].tokens) + len(row["tokens"]), row["observed"].count(False))
+        for i, row in found.items()
+    ]
     lengths = [len(row["tokens"]) - sum(row["observed"]) for row in found.values()]
     assert batch.response_lengths_B.tolist() == lengths
     assert max(len(row["tokens"]) for row in found.values()) <= SAMPLING.max_new_tokens
@@ -257,12 +262,12 @@ def test_reward_functions_see_the_last_turn_or_all_of_the_response(make: Any, se
         start = 0
         if sees == "last_turn" and True in row["observed"]:
             start = len(row["observed"]) - row["observed"][::-1].index(True)
-        seen = [token for token in row["tokens"][start:] if token != STOP]
+        seen = [token for token in row["tokens"][start:] if token not in SPECIAL]
         assert batch.reward_parts["words"][i] == len(seen)
         total = 2 * batch.reward_parts["environment"][i] + len(seen)
         assert row["reward"] == pytest.approx(float(total), abs=1e-5)
     assert [len(text.split()) for text in sampler.scorer.responses(batch)] == [
-        sum(token != STOP for token in row["tokens"]) for row in rows(batch).values()
+        sum(token not in SPECIAL for token in row["tokens"]) for row in rows(batch).values()
     ]
 
 

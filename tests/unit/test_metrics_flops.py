@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
+import torch
+
+from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.metrics.flops import (
     attention_length,
     forward_flops,
@@ -14,6 +19,9 @@ from hybridrl.metrics.flops import (
     train_flops,
 )
 from hybridrl.models.families.qwen2 import shape
+from hybridrl.models.family import resolve_family
+from hybridrl.trainer.model import ModelSource
+from hybridrl.trainer.roles import Roles
 
 QWEN25_05B = {
     "num_hidden_layers": 24,
@@ -59,9 +67,45 @@ def test_generate_flops_counts_a_shared_prompt_once() -> None:
     body, pair, head = 2 * 24 * 14_909_440, 24 * 4 * 896, 2 * 151_936 * 896
     # Prompt of 2 (3 pairs); responses of 1 and 2 tokens: positions 3 (3 pairs), and 3, 4 (3 + 4).
     expected = (2 + 1 + 2) * body + (3 + 3 + 7) * pair + 3 * head
-    assert generate_flops(model, {0: (2, [3, 4])}) == expected
-    assert generate_flops(model, {0: (2, [3, 4]), 7: (2, [3, 4])}) == 2 * expected
-    assert (generate_flops(model, {}), num_generated({0: (2, [3, 4])})) == (0, 7)
+    samples = [(3, 1), (4, 2)]
+    assert generate_flops(model, {0: (2, samples)}) == expected
+    assert generate_flops(model, {0: (2, samples), 7: (2, samples)}) == 2 * expected
+    assert (generate_flops(model, {}), num_generated({0: (2, samples)})) == (0, 7)
+    # The second's first token after the prompt is an observation: it is read, without logits.
+    assert generate_flops(model, {0: (2, [(3, 1), (4, 1)])}) == expected - head
+    assert num_generated({0: (2, [(3, 1), (4, 1)])}) == 7
+
+
+def test_flops_of_terms_are_those_of_their_columns_and_their_update() -> None:
+    family = resolve_family("qwen2", QWEN25_05B)
+    source = ModelSource(family, QWEN25_05B, torch.float32, "qwen2", Path())
+    body, pair, head = 2 * 24 * 14_909_440, 24 * 4 * 896, 2 * 151_936 * 896
+    here = Producer.here("the test of FLOPs")
+
+    def batch(*sizes: tuple[int, int], **columns: bool) -> TrainBatch:
+        """Of prompts and responses of these sizes."""
+        prompts = [Prompt(i, "", (1,) * p, {}, (1,) * r) for i, (p, r) in enumerate(sizes)]
+        made = TrainBatch.supervised(prompts, here)
+        zeros_T = torch.zeros(made.num_tokens)
+        return made.join_columns(here, **dict.fromkeys(columns, zeros_T))
+
+    looked_up = {"old_logp_T": True}
+    main = batch((2, 1), **looked_up)  # 3 tokens, 6 pairs, 1 logit
+    sft = batch((1, 2), (2, 2))  # 7 tokens, 6 + 10 pairs, 4 logits
+    pairs = batch((1, 1), (1, 3), **looked_up, reference_logp_T=True)  # 6, 3 + 10, 4
+    one, of_sft = 3 * body + 6 * pair + head, 7 * body + 16 * pair + 4 * head
+    of_pairs = 6 * body + 13 * pair + 4 * head
+    roles = Roles(source, None, None, None, {"policy": None}, 0)  # type: ignore[arg-type,dict-item]
+    assert roles.flops(main, 0, {}) == {"generate": 0, "logprobs": one, "update": 3 * one}
+    mixed = roles.flops(main, 0, {}, [sft, pairs])
+    # Backward passes cost twice what forward passes do; pairs are looked up twice before.
+    assert mixed == {
+        "generate": 0,
+        "logprobs": one,
+        "update": 3 * one + 3 * of_sft + (2 + 3) * of_pairs,
+    }
+    warming_up = replace(roles, num_critic_warmup_steps=1)
+    assert warming_up.flops(main, 0, {})["update"] == 0
 
 
 @pytest.mark.parametrize(

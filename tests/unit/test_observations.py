@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from batches import observed_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.advantage import gae, last_token_rewards
 from hybridrl.algorithms.base import num_response_tokens
 from hybridrl.algorithms.correction import off_policy_metrics
 from hybridrl.batch import BatchError, Producer, Prompt, Rollout, RolloutBatch, TrainBatch
+from hybridrl.config.algorithm import GrpoConfig, PpoConfig, ReinforceConfig
 from hybridrl.config.correction import CorrectionConfig
 from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.data.collate import micro_batch, unpack
@@ -137,6 +140,33 @@ def test_advantages_flow_across_observations() -> None:
         advantages_R, torch.tensor(expected, dtype=torch.float64), rtol=EXACT, atol=EXACT
     )
     assert torch.equal(returns_R, advantages_R + values_R.double())
+
+
+LENGTHS = {"overlong_max_tokens": 5, "overlong_buffer_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GrpoConfig(**LENGTHS),
+        ReinforceConfig(**LENGTHS),
+        PpoConfig(**LENGTHS, gae_length_alpha=0.5),
+    ],
+    ids=lambda config: config.name,
+)
+def test_what_depends_on_length_looks_at_sampled_tokens_alone(config: Any) -> None:
+    batch, algorithm = observed_batch(4, 3), make_algorithm(config)
+    rewards = []
+    for i, start in enumerate(batch.offsets[:-1].tolist()):
+        tokens = range(start + int(batch.prompt_lengths_B[i]), int(batch.offsets[i + 1]))
+        length = sum(not batch.observed_T[t] for t in tokens)
+        rewards.append(float(batch.reward_B[i]) - min(max((length - 1) / 4, 0), 1))
+    assert algorithm.rewards(batch).tolist() == pytest.approx(rewards, rel=EXACT)
+    paid = algorithm.rewards(batch) - batch.reward_B.double()
+    assert 0 < int((paid == -1).sum()) < 12 > int((paid == 0).sum())
+    found, short = algorithm.advantages(batch), algorithm.advantages(shortened(batch))
+    sampled_T = found.advantages_T[batch.response_mask_T]
+    assert torch.equal(sampled_T, short.advantages_T[short.response_mask_T])
 
 
 def test_metrics_count_sampled_tokens_alone() -> None:
