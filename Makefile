@@ -28,8 +28,7 @@ test: lint $(if $(HAS_GPU),,.venv/installed-vllm)
 	$(BIN)/python -m pytest
 
 test-learning: .venv/installed-test $(if $(HAS_GPU),,.venv/installed-vllm)
-	$(BIN)/python -m pytest -m learning -rP tests/e2e/test_learning_vllm.py \
-		tests/e2e/test_learning_algorithms.py tests/e2e/test_learning_preference.py
+	$(BIN)/python -m pytest -m '' -rP tests/e2e/test_learning_*.py tests/e2e/test_calculator.py
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

@@ -51,7 +51,6 @@ __all__ = [
     "TrainBatch",
 ]
 
-
 MISMATCHED = "mismatched"
 """The reward part that is 1 for responses to another prompt, which nothing learns from."""
 GREEDY = "greedy"
@@ -197,10 +196,13 @@ class RolloutBatch:
             self._check_column(name, value, producer)
         if "tokens_T" in columns or "observed_T" in columns:
             return replace(self, **columns)  # type: ignore[arg-type]
+        return self._with(**columns)
+
+    def _with(self, **checked: Any) -> Self:
         # The rest has passed its checks, and what is cached follows from the lengths alone.
-        joined = copy(self)
-        joined.__dict__.update(columns)
-        return joined
+        made = copy(self)
+        made.__dict__.update(checked)
+        return made
 
     def select(self, indices: Sequence[int] | Tensor) -> Self:
         """Returns the samples at `indices`, in that order."""
@@ -220,25 +222,18 @@ class RolloutBatch:
             for name, value in self.columns().items()
         }
         chosen |= self._select_parts(index_B)
-        prompts = tuple(self.prompts[i] for i in index_B.tolist())
-        return replace(
-            self,
-            prompts=prompts,
-            lengths_B=lengths_B,
-            prompt_lengths_B=self.prompt_lengths_B[index_B],
-            **chosen,
-        )
+        chosen["prompts"] = tuple(self.prompts[i] for i in index_B.tolist())
+        chosen |= {"lengths_B": lengths_B, "prompt_lengths_B": self.prompt_lengths_B[index_B]}
+        return replace(self, **chosen)
 
     def split(self, parts: int | Sequence[int]) -> list[Self]:
         """Returns consecutive parts of the batch: `parts` equal ones, or parts of these sizes."""
-        sizes = (
-            [self.num_samples // max(parts, 1)] * parts if isinstance(parts, int) else list(parts)
-        )
-        if sum(sizes) != self.num_samples or min(sizes, default=0) < 1:
-            got = f"was asked to split {self.num_samples} samples into {parts}"
-            raise BatchError(
-                self.producer, "parts", got, "non-empty parts that add up to all samples"
-            )
+        num = self.num_samples
+        sizes = [num // max(parts, 1)] * parts if isinstance(parts, int) else list(parts)
+        if sum(sizes) != num or min(sizes, default=0) < 1:
+            got = f"was asked to split {num} samples into {parts}"
+            expected = "non-empty parts that add up to all samples"
+            raise BatchError(self.producer, "parts", got, expected)
         starts = np.cumsum([0, *sizes]).tolist()
         return [self.select(range(a, b)) for a, b in zip(starts, starts[1:], strict=False)]
 
@@ -258,9 +253,8 @@ class RolloutBatch:
         names = [*first.columns(), "lengths_B", "prompt_lengths_B"]
         joined: dict[str, Any] = {n: torch.cat([getattr(b, n) for b in batches]) for n in names}
         joined |= first._concat_parts(batches)
-        return replace(
-            first, prompts=tuple(chain.from_iterable(b.prompts for b in batches)), **joined
-        )
+        joined["prompts"] = tuple(chain.from_iterable(b.prompts for b in batches))
+        return replace(first, **joined)
 
     def _column_names(self) -> set[str]:
         return set(self.columns())
@@ -311,7 +305,9 @@ class ScoredBatch(RolloutBatch):
 
     def with_parts(self, parts: Mapping[str, Tensor]) -> Self:
         """Returns the batch with these reward parts, each (B,) float32, added or replaced."""
-        return replace(self, reward_parts={**self.reward_parts, **parts})
+        for name, value in parts.items():
+            check(value, name, COLUMNS["reward_B"], self.num_samples, self.producer, NO_MASK)
+        return self._with(reward_parts={**self.reward_parts, **parts})
 
     def to_train(
         self,

@@ -16,7 +16,9 @@ from hybridrl.algorithms.advantage import (
     divided_by_group_std,
     gae,
     minus_group_mean,
+    repeated,
     response_column,
+    response_values,
 )
 from hybridrl.algorithms.base import LossOutput, Needs, num_response_tokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
@@ -50,7 +52,7 @@ class OnPolicyDistillation(PolicyGradient):
         earned_T = -self._gap(batch)
         if (penalty_T := self.kl_penalty(batch)) is not None:
             earned_T = earned_T - penalty_T
-        earned_R = earned_T[batch.response_mask_T]
+        earned_R = response_values(earned_T, batch)
         # GAE with lambda 1 and without values is the sum of what is to come.
         advantages_R, _ = gae(
             earned_R, torch.zeros_like(earned_R), lengths_B, config.gamma, lam=1.0
@@ -58,7 +60,7 @@ class OnPolicyDistillation(PolicyGradient):
         if config.reward_coef > 0:
             centred_B = minus_group_mean(self.rewards(batch), batch.group_B)
             compared_B = divided_by_group_std(centred_B, batch.group_B)
-            advantages_R += config.reward_coef * compared_B.repeat_interleave(lengths_B)
+            advantages_R += config.reward_coef * repeated(compared_B, lengths_B)
         column_T = response_column(advantages_R, batch)
         return batch.join_columns(Producer.here(self.name), advantages_T=column_T)
 
@@ -121,11 +123,12 @@ def forward_kl(teacher_SK: Tensor, logp_SK: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         teacher_SK, logp_SK: log-probabilities of the same tokens, each once.
     """
-    p_SK, rest_S = teacher_SK.exp(), _rest(teacher_SK)
-    top_S = (p_SK * (teacher_SK - logp_SK)).sum(-1)
-    return top_S + rest_S * (rest_S.log() - _rest(logp_SK).log()), p_SK.sum(-1)
+    p_SK = teacher_SK.exp()
+    mass_S, top_S = p_SK.sum(-1), (p_SK * (teacher_SK - logp_SK)).sum(-1)
+    rest_S, policy_rest_S = _rest(mass_S), _rest(logp_SK.exp().sum(-1))
+    return top_S + rest_S * (rest_S.log() - policy_rest_S.log()), mass_S
 
 
-def _rest(logp_SK: Tensor) -> Tensor:
+def _rest(mass_S: Tensor) -> Tensor:
     """Returns the probability of all other tokens, (S,)."""
-    return (1 - logp_SK.exp().sum(-1)).clamp(min=LEAST_REST)
+    return (1 - mass_S).clamp(min=LEAST_REST)

@@ -21,7 +21,10 @@ from hybridrl.algorithms.advantage import (
     minus_group_mean,
     of_highest_covariance,
     pass_at_k,
+    repeated,
     response_column,
+    response_values,
+    sample_column,
     token_keys,
     uniform_groups,
     whiten,
@@ -75,8 +78,7 @@ class Grpo(PolicyGradient):
             # REINFORCE++ counts tokens (arXiv 2501.03262, eq. 5), GDPO samples (eq. 6).
             counts_B = None if config.normalize_parts else batch.response_lengths_B
             advantages_B = whiten(advantages_B, counts_B)
-        advantages_T = advantages_B.float()[batch.sample_index_T] * batch.response_mask_T
-        columns = {"advantages_T": advantages_T}
+        columns = {"advantages_T": sample_column(advantages_B, batch)}
         if self._finds_covariance:
             columns |= self._of_covariance(advantages_B, batch)
         return batch.join_columns(Producer.here(self.name), **columns)
@@ -106,8 +108,8 @@ class Grpo(PolicyGradient):
     def _of_covariance(self, advantages_B: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
         """Returns the columns that depend on the covariance of advantage and log-probability."""
         config = self.config
-        advantages_R = advantages_B.repeat_interleave(batch.response_lengths_B)
-        old_R = batch.require("old_logp_T", self.name)[batch.response_mask_T].double()
+        advantages_R = repeated(advantages_B, batch.response_lengths_B)
+        old_R = response_values(batch.require("old_logp_T", self.name), batch).double()
         keys = partial(token_keys, batch)
         if config.cov_kl_fraction > 0:
             chosen_R = of_highest_covariance(advantages_R, old_R, keys, config.cov_kl_fraction)

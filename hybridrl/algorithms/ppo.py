@@ -16,6 +16,8 @@ from hybridrl.algorithms.advantage import (
     last_token_rewards,
     length_lambda,
     response_column,
+    response_values,
+    sample_column,
     whiten,
 )
 from hybridrl.algorithms.base import LossOutput
@@ -39,11 +41,11 @@ class Ppo(PolicyGradient):
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fills the advantages (whitened over the batch if so set) and the critic's returns."""
-        config, mask_T, lengths_B = self.config, batch.response_mask_T, batch.response_lengths_B
+        config, lengths_B = self.config, batch.response_lengths_B
         rewards_R = last_token_rewards(self.rewards(batch), lengths_B)
         if (penalty_T := self.kl_penalty(batch)) is not None:
-            rewards_R = rewards_R - penalty_T[mask_T]
-        values_R = batch.require("values_T", self.name).masked_select(mask_T)
+            rewards_R = rewards_R - response_values(penalty_T, batch)
+        values_R = response_values(batch.require("values_T", self.name), batch)
         lam: float | Tensor = config.gae_lambda
         if config.gae_length_alpha is not None:
             lam = length_lambda(lengths_B, config.gae_length_alpha)
@@ -79,7 +81,7 @@ class Ppo(PolicyGradient):
             counts_B = torch.ones_like(counts_B)
         scale = counts_B.sum() / counts_B[passed_B].sum().clamp(min=1)
         weight_B = self.config.positive_lm_coef * scale * passed_B
-        return weight_B.float()[batch.sample_index_T] * batch.response_mask_T
+        return sample_column(weight_B, batch)
 
     def value_loss(self, values_S: Tensor, micro: MicroBatch, denominator: float) -> LossOutput:
         """Returns the clipped value loss; arguments as in `CriticAlgorithm.value_loss`."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from hybridrl.algorithms.advantage import sample_column
 from hybridrl.algorithms.base import LossOutput, Needs
 from hybridrl.batch import MISMATCHED, BatchError, MicroBatch, Producer, TrainBatch
 from hybridrl.config.supervised import DpoConfig, KtoConfig, OnlineDpoConfig
@@ -46,7 +47,7 @@ def with_advantages(algorithm: ResponseLoss, batch: TrainBatch, name: str) -> Tr
         logp_B = response_sums(old_T, batch).requires_grad_()
         loss_B, parts = algorithm.losses(logp_B, batch)
         (slope_B,) = torch.autograd.grad(loss_B.sum(), logp_B)
-    advantages_T = -slope_B.float().repeat_interleave(batch.lengths_B) * batch.response_mask_T
+    advantages_T = sample_column(-slope_B, batch)
     reported = {LOSS: loss_B, **parts}
     return batch.join_columns(Producer.here(name), advantages_T=advantages_T).with_parts(
         {part: value_B.detach().float() for part, value_B in reported.items()}

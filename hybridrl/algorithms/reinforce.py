@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from hybridrl.algorithms.advantage import gae, last_token_rewards, response_column, whiten
+from hybridrl.algorithms.advantage import (
+    gae,
+    last_token_rewards,
+    response_column,
+    response_values,
+    whiten,
+)
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.batch import Producer, TrainBatch
 from hybridrl.config.algorithm import ReinforceConfig
@@ -26,7 +32,7 @@ class ReinforcePlusPlus(PolicyGradient):
         lengths_B = batch.response_lengths_B
         rewards_R = last_token_rewards(self.rewards(batch), lengths_B)
         if (penalty_T := self.kl_penalty(batch)) is not None:
-            rewards_R = rewards_R - penalty_T[batch.response_mask_T]
+            rewards_R = rewards_R - response_values(penalty_T, batch)
         # GAE with lambda 1 and without values is the sum of the rewards to come.
         returns_R, _ = gae(
             rewards_R, torch.zeros_like(rewards_R), lengths_B, self.config.gamma, lam=1.0

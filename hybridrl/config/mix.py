@@ -22,7 +22,8 @@ class TermConfig(Section):
         description="An algorithm without rollouts, with its knobs. No default: it says what the term is.",
     )
     data: DataConfig = Field(
-        description="Its rows, as in the section data. No default: they are other rows than the main ones.",
+        default_factory=DataConfig,
+        description="Its rows, as in the section data; they are other rows than the main ones.",
     )
     weight: float = Field(
         1.0,

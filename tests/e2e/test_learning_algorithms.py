@@ -1,7 +1,8 @@
-"""Every on-policy algorithm raises the held-out accuracy of the quickstart's warm start.
+"""Every algorithm that samples raises the held-out accuracy of the quickstart's warm start.
 
 Two data-parallel ranks, 30,000 samples and 240 optimizer steps for most names, the quickstart's
-learning rate for all: some names in `make test`, all of them in `make test-learning`.
+learning rate for all: some names in `make test`, all of them in `make test-learning`. The teacher,
+where there is one, is what GRPO has made of the same warm start.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from typing import get_args
 
 import pytest
 from command_line import QUICKSTART, run
+from pydantic import TypeAdapter
+from test_learning_distillation import LEFT as DISTILLED
+from test_learning_preference import KNOBS as PREFERENCES
 
-from hybridrl.config.algorithm import GroupRelativeName
+from hybridrl.algorithms import ALGORITHMS, make_algorithm
+from hybridrl.config.algorithm import AlgorithmConfig, GroupRelativeName
 from hybridrl.config.presets import CRITIC_PRESETS
 
 SHARED = (
@@ -37,6 +42,8 @@ ONE_UPDATE = (
 # No groups: each prompt once.
 SINGLE = ("steps.samples_per_prompt=1", "steps.prompts_per_step=256")
 CRITIC = (*SINGLE, "train.critic_learning_rate=3e-4", "algorithm.critic_warmup_steps=10")
+# A teacher says something of every token: half of the others' steps do.
+TAUGHT = (*SINGLE, "steps.num_steps=60", "steps.eval_every=60")
 OWN: dict[str, tuple[str, ...]] = {
     "dr_grpo": ("algorithm.fixed_length=12",),
     # Responses have 12 tokens at most, right ones at most 10.
@@ -68,21 +75,58 @@ OWN: dict[str, tuple[str, ...]] = {
     # Lambda 0.95 at 10 tokens; by the paper's 0.05, for thousands of tokens, it is 0 below 20, and
     # the policy learns from the critic's guesses alone.
     "vapo": (*CRITIC, "algorithm.gae_length_alpha=2"),
+    # Two of the eight samples of a prompt are learned from: twice as many prompts.
+    "online_dpo": (*ONE_UPDATE, "steps.prompts_per_step=32"),
+    "on_policy_distillation": TAUGHT,
+    "gkd": (*TAUGHT, "algorithm.top_k=8"),  # of 15 characters
 }
+HAVE_TEACHER = ("on_policy_distillation", "gkd")
 IN_CI = ("ppo", "rloo", "gspo")
-NAMES = [*get_args(GroupRelativeName), "reinforce_pp", "ppo", *CRITIC_PRESETS]
+NAMES = [
+    *(*get_args(GroupRelativeName), "reinforce_pp", "ppo", *CRITIC_PRESETS),
+    *("online_dpo", *HAVE_TEACHER),
+]
 # Of the greedy accuracy, which jumps by some 0.07 from step to step, and of the mean reward of ten
 # steps, whose standard error is 0.01. Measured: by 0.14 or more, and by 0.19 or more.
 RISE, REWARD_RISE = 0.05, 0.1
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+def test_every_name_of_the_registry_has_a_test_of_learning() -> None:
+    """Here the names that sample; the warm start is by `sft`; the others in tests beside."""
+    sections = TypeAdapter(AlgorithmConfig)
+    samples = set()
+    for name in ALGORITHMS:
+        teacher = {"teacher": "any"} if name in DISTILLED else {}
+        section = sections.validate_python({"name": name, **teacher})
+        if make_algorithm(section).needs.rollouts:
+            samples.add(name)
+    assert samples == set(NAMES)
+    assert set(ALGORITHMS) - samples == {"sft", "distillation", *PREFERENCES}
+    assert "distillation" in DISTILLED
 
 
+def test_make_runs_every_test_of_learning() -> None:
+    """`make test-learning` takes the files of this name, whole."""
+    tests = Path(__file__).parents[1]
+    marked = {path.name for path in tests.rglob("*.py") if "mark.learning" in path.read_text()}
+    found = {path.name for path in (tests / "e2e").glob("test_learning_*.py")}
+    assert marked and marked <= found
+    makefile = (tests.parent / "Makefile").read_text()
+    assert "pytest -m '' -rP tests/e2e/test_learning_*.py" in makefile
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(1200, func_only=True)
 @pytest.mark.parametrize(
     "name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.learning) for n in NAMES]
 )
-def test_accuracy_rises(name: str, warm_start: Path, tmp_path: Path) -> None:
-    knobs = (f"algorithm.name={name}", f"model.path={warm_start}", f"run.dir={tmp_path}")
+def test_accuracy_rises(
+    name: str, warm_start: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    knobs = [f"algorithm.name={name}", f"model.path={warm_start}", f"run.dir={tmp_path}"]
+    if name in HAVE_TEACHER:
+        knobs.append(f"algorithm.teacher={request.getfixturevalue('grpo_run') / 'hf'}")
     config = QUICKSTART / "grpo.yaml"
     run("train", config, *knobs, *SHARED, *OWN.get(name, ()), "--world", "2", timeout_s=1100)
     folder = tmp_path / "quickstart-grpo"

@@ -56,18 +56,19 @@ def records(folder: Path) -> list[dict[str, float]]:
 
 
 LATER = pytest.mark.learning
+IN_CI = ("dpo", "kto", "reward_model")
+KNOBS: dict[str, dict[str, Any]] = {
+    "dpo": {"beta": 0.3},
+    "kto": {"beta": 0.3},
+    **dict.fromkeys(("reward_model", "dpo_norm", "cdpo", "ipo", "simpo", "orpo"), {}),
+}
 
 
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param({"name": "dpo", "beta": 0.3}, id="dpo"),
-        pytest.param({"name": "kto", "beta": 0.3}, id="kto"),
-        pytest.param({"name": "reward_model"}, id="reward_model"),
-        *(
-            pytest.param({"name": name}, id=name, marks=LATER)
-            for name in ("dpo_norm", "cdpo", "ipo", "simpo", "orpo")
-        ),
+        pytest.param({"name": name, **knobs}, id=name, marks=() if name in IN_CI else LATER)
+        for name, knobs in KNOBS.items()
     ],
 )
 def test_new_pairs_are_separated(tmp_path: Path, algorithm: dict[str, Any]) -> None:

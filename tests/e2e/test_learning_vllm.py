@@ -90,12 +90,16 @@ def test_hf_and_vllm_are_interchangeable_by_one_knob(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("engine", "tp"), [("hf", 1), VLLM_TP1, VLLM_TP2])
 def test_quickstart_reaches_its_accuracy(
-    engine: str, tp: int, warm_start: Path, tmp_path: Path
+    engine: str, tp: int, warm_start: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    knobs = (f"model.path={warm_start}", f"rollout.engine={engine}", f"rollout.tp={tp}")
-    config = QUICKSTART / "grpo.yaml"
-    run("train", config, f"run.dir={tmp_path}", *knobs, timeout_s=3500)
-    summary = json.loads((tmp_path / "quickstart-grpo" / "summary.json").read_text())
+    folder = tmp_path / "quickstart-grpo"
+    if engine == "hf":
+        folder = request.getfixturevalue("grpo_run")
+    else:
+        knobs = (f"model.path={warm_start}", f"rollout.engine={engine}", f"rollout.tp={tp}")
+        config = QUICKSTART / "grpo.yaml"
+        run("train", config, f"run.dir={tmp_path}", *knobs, timeout_s=3500)
+    summary = json.loads((folder / "summary.json").read_text())
     print(f"rollout.engine={engine} rollout.tp={tp}: {json.dumps(summary)}")
     assert summary["accuracy_after"] >= 0.9
     assert summary["reward_last_10"] >= 0.75
