@@ -185,6 +185,7 @@ def _start(
     environment = {
         "OMP_NUM_THREADS": "1",  # ranks share the cores already
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # where Python was when native code ended the process
         **os.environ,
         "RANK": str(index),
         "LOCAL_RANK": str(index),

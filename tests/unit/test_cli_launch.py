@@ -14,7 +14,7 @@ import pytest
 from hybridrl.cli.launch import is_launched, is_rank, launch
 
 PROGRAM = """
-import os, signal, sys, time
+import ctypes, os, signal, sys, time
 from pathlib import Path
 from hybridrl.cli.launch import die_with_launcher
 die_with_launcher()
@@ -28,6 +28,8 @@ if what == "env":
     print(f"note {rank}", file=sys.stderr)
 elif what == "kill" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
+elif what == "crash" and rank == 1:
+    ctypes.string_at(0)
 elif what == "refuse" and rank == 1:
     (logs / f"rank_{rank}.error").write_text("train.tp: got 3")
     os._exit(2)
@@ -92,6 +94,15 @@ def test_launch_ends_all_when_a_rank_is_killed(
     message = capfd.readouterr().err
     assert "rank 1 on host" in message and "SIGKILL" in message and "phase 'update'" in message
     assert not any(is_alive(file) for file in (tmp_path / "logs").glob("*.pid"))
+
+
+def test_launch_logs_where_a_rank_was_when_native_code_crashed(
+    tmp_path: Path, program: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["crash"], 2, tmp_path / "logs", program) == 1
+    assert "SIGSEGV" in capfd.readouterr().err
+    log = (tmp_path / "logs" / "rank_1.log").read_text()
+    assert "Fatal Python error: Segmentation fault" in log and "in string_at" in log
 
 
 def test_launch_kills_ranks_that_ignore_sigterm(tmp_path: Path, program: list[str]) -> None:
