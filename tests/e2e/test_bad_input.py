@@ -144,7 +144,8 @@ def test_prompt_file_that_is_missing(here: Path) -> None:
     refuse(here, ["train", "c.yaml"], "prompts.jsonl", "no such file", "Did you mean prompt.jsonl?")
     refuse(here, ["train", "c.yaml", "data.prompts=null"], "data.prompts", "nothing")
     term = "mix={sft: {algorithm: {name: sft}}}"
-    refuse(here, ["train", "c.yaml", term], "mix.sft.data.prompts", "nothing", "Set mix.sft.data")
+    expected = ("prompts.jsonl", "mix.sft.data.prompts: got nothing", "Set mix.sft.data.prompts")
+    refuse(here, ["train", "c.yaml", term], *expected, num_messages=2)
 
 
 @pytest.mark.parametrize(
