@@ -27,7 +27,12 @@ from hybridrl.cli.launch import (
     launch_without_run,
     num_local_gpus,
 )
-from hybridrl.cli.validate import validate_conversion, validate_evaluation, validate_training
+from hybridrl.cli.validate import (
+    validate_conversion,
+    validate_evaluation,
+    validate_replay,
+    validate_training,
+)
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config
 from hybridrl.config.rules import default_world_size
@@ -324,7 +329,7 @@ def _replay(
     report: dict[str, Any] | int
     if is_rank():
         if not is_launched():
-            validate_training(config, _torchrun_world(world))
+            validate_replay(config, _torchrun_world(world))
         from hybridrl.trainer.replay import replay_rank
 
         report = replay_rank(config, saved)
@@ -332,7 +337,7 @@ def _replay(
             raise typer.Exit(0 if is_launched() else 1 - report["is_finite"])
     else:
         world_size = world or default_world_size(config, num_local_gpus())
-        validate_training(config, world_size)
+        validate_replay(config, world_size)
         arguments = ["train", str(file), *overrides, "--replay", str(saved)]
         report = diagnose_with_ranks(arguments, world_size)
         if isinstance(report, int):

@@ -63,6 +63,16 @@ def model_violations(
     return hf_config, [*check(config, world_size, hf_config), *taught, *found]
 
 
+def validate_replay(config: Config, world_size: int) -> None:
+    """Checks all that `train --replay` needs, which reads no rows and no teacher.
+
+    Raises:
+        ConfigError: with every violation.
+    """
+    _raise_all(_common(config, world_size, has_teacher=False))
+    _check_run(config)
+
+
 def validate_training(config: Config, world_size: int) -> None:
     """Checks all that `train` needs.
 

@@ -58,25 +58,26 @@ def mix_rules(config: Config) -> Iterator[UserError]:
                 + ", ".join(TAKEN),
                 "Rename the term.",
             )
-        yield from _algorithm_rules(config, f"mix.{name}", term)
+        yield from _algorithm_rules(f"mix.{name}", term)
+    for name, term in config.terms().items():
+        if isinstance(config.algorithm, RewardModelConfig):
+            yield UserError(
+                f"mix.{name}",
+                "a term",
+                "nothing with algorithm reward_model, which trains no policy",
+                f"Remove mix.{name}.",
+            )
         yield from _number_rules(config, f"mix.{name}", term)
         yield from _data_rules(f"mix.{name}.data", term)
 
 
-def _algorithm_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserError]:
+def _algorithm_rules(key: str, term: TermConfig) -> Iterator[UserError]:
     if not isinstance(term.algorithm, (*TERM_ALGORITHMS, CustomAlgorithmConfig)):
         yield UserError(
             f"{key}.algorithm.name",
             term.algorithm.name,
             f"one that learns from responses of the data: sft, {', '.join(PAIR_PRESETS)}, kto",
             "Make it the main algorithm, and the other one a term.",
-        )
-    if isinstance(config.algorithm, RewardModelConfig):
-        yield UserError(
-            key,
-            "a term",
-            "nothing with algorithm reward_model, which trains no policy",
-            f"Remove {key}.",
         )
 
 

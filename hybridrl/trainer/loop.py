@@ -190,6 +190,8 @@ class Trainer:
 
     def train_step(self) -> dict[str, float]:
         """Takes one step and returns its metrics, the same on all ranks."""
+        if not self._trains:
+            raise UserError("trains", False, "a Trainer with trains=True", "Make another to train.")
         timer = self.journal.timer
         timer.start_step(self.step + 1)
         self._step_cursor = self._cursors()
@@ -358,7 +360,8 @@ class Trainer:
             loaded, self.eval_prompts = setup.load_data(
                 config, self.tokenizer, needs, given.prompts
             )
-            self.mix = Mix(config, self.tokenizer, self.journal.say, given.mix)
+            mixed = config if self._trains else config.model_copy(update={"mix": {}})
+            self.mix = Mix(mixed, self.tokenizer, self.journal.say, given.mix)
         self.journal.say(loaded.report())
         self.prompts = prompt_source(loaded, config.data, config.run.seed)
 

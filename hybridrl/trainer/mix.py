@@ -169,14 +169,13 @@ def _check_given(config: Config, given: Mapping[str, Rows]) -> None:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Makes errors of the sections `data` and `algorithm` those of a term's."""
+    """Makes errors of the sections `data` and `algorithm`, and of rows, those of a term's."""
     try:
         yield
     except UserError as error:
-        if not error.name.startswith(("data.", "algorithm.")):
-            raise
-        texts = (error.name, error.allowed, error.remedy)
+        place = re.sub(r"^prompts(?=\[)", f"mix[{name!r}]", error.name)  # rows from Python
         key, allowed, remedy = (
-            re.sub(r"\b(data|algorithm)\.(?=\w)", rf"mix.{name}.\1.", text) for text in texts
+            re.sub(r"\b(data|algorithm)\.(?=\w)", rf"mix.{name}.\1.", text)
+            for text in (place, error.allowed, error.remedy)
         )
         raise type(error)(key, error.value, allowed, remedy) from error

@@ -61,7 +61,7 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
     platform.activate()
     start_process_group(platform, config.run.collective_timeout_s)
     world = setup.make_world(config, platform)
-    setup.check_rules(config, world.size)
+    setup.check_rules(config, world.size, has_teacher=False)
     platform.seed(config.run.seed)
     with world.all_agree("reading the saved batch"):
         saved = SavedBatch.read(file)

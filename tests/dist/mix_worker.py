@@ -290,6 +290,7 @@ def check_refused(folder: Path) -> None:
         (rollouts, None, "mix.sft.algorithm.name", "without rollouts"),
         (empty, None, "mix.sft.data.prompts", "pass mix={'sft': rows}"),
         (good, {"pairs": []}, "mix", "got pairs"),
+        (good, {"sft": [{"prompt": "1+1="}]}, "mix['sft'][0]", "'response'"),
     ):
         try:
             with trainer_of(folder, "refused", mix, given):

@@ -105,6 +105,13 @@ def test_a_mixed_run_goes_on_after_a_stop_as_without_one(tmp_path: Path) -> None
     assert "mix.sft.weight: got 0.2" in said and "0.1, with which" in said
 
 
+def test_evaluation_needs_no_rows_of_terms(tmp_path: Path) -> None:
+    term = "mix={sft: {algorithm: {name: sft}}}"  # a script gave it rows
+    short = (*SHORT[:2], *ONE, "data.eval_limit=2", "rollout.max_new_tokens=4")
+    command = ("eval", QUICKSTART / "grpo.yaml", *short, f"run.dir={tmp_path}", term)
+    assert "accuracy" in run(*command, "--world", "1")
+
+
 def test_rows_of_a_term_are_checked_before_any_rank(tmp_path: Path) -> None:
     rows = tmp_path / "pairs.jsonl"
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}

@@ -175,6 +175,11 @@ def test_valid_online_dpo_and_terms_have_no_violation() -> None:
     ]
 
 
+def test_numbers_of_a_term_that_is_left_out_are_not_judged() -> None:
+    odd = (*MIX, "mix.sft.prompts_per_step=7", "steps.updates_per_step=2")
+    assert keys(*odd) == ["mix.sft.prompts_per_step"] and keys(*odd, "mix.sft.weight=0") == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
