@@ -10,6 +10,7 @@ it, by reason:
   optimizer steps and checkpoints (not rollout: a torch function mode slows every operation under
   it).
 * random numbers: Megatron's tracker works on the CPU generator.
+* gathers: each of a parameter buffer is a collective of its own, and waited for.
 * missing transformer-engine / apex: two fixes that GPU hosts without them need as well.
 * checkpoints: saving starts no process that would import the user's script again; GPU hosts too.
 
@@ -28,7 +29,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 # What megatron-core 0.16.1 asks for in its own metadata.
@@ -236,6 +239,22 @@ def _adapt_megatron_to_cpu() -> None:
     schedules.torch = _TorchOnCpu()  # token counter of every schedule
     rope_utils.torch = _TorchOnCpu()  # pinned index of context-parallel RoPE
     _put_rng_tracker_on_cpu()
+    _gather_parameters_without_coalescing()
+
+
+def _gather_parameters_without_coalescing() -> None:
+    """torch's gloo notes the name of what it has completed without a lock, in two threads a group:
+    coalesced gathers, whose name is too long for a string without memory of its own, may free it
+    twice, and the process ends by SIGSEGV soon after (torch 2.13, ProcessGroupGloo::runLoop; once
+    in 60,000 gathers here). Other collectives have short names. Nothing is lost: Megatron coalesces
+    one gather a bucket, and ranks on CPU have no cores left to gather beside other work.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
+    def gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
+        dist.all_gather(list(output.chunk(group.size())), shard, group=group)
+
+    param_and_grad_buffer.dist_all_gather_func = gather
 
 
 def _put_rng_tracker_on_cpu() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import param_and_grad_buffer as megatron_buffers
 from tiny_models import tiny_model
+from torch.distributed import distributed_c10d
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.batch import Producer, Prompt, TrainBatch
@@ -120,7 +121,11 @@ class Gathers:
         def watched_gather(whole: torch.Tensor, own: torch.Tensor, **rest: Any) -> Any:
             self.seen.append("gather")
             self.received_bytes += whole.nbytes - own.nbytes
-            return gather(whole, own, **rest)
+            result = gather(whole, own, **rest)
+            # Over gloo none is left to the coalescing manager around it: two such gathers in a row
+            # can end the process (platform.py).
+            assert whole.is_cuda or not distributed_c10d._world.pg_coalesce_state[rest["group"]]
+            return result
 
         def watched_run(transport: PackedTransport) -> Any:
             self.seen.append("reshard")
