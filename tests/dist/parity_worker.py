@@ -50,7 +50,7 @@ def objective(output, micro):
 
 def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Returns for every HF tensor this rank's reduced gradients and the mask of where it holds them."""
-    shapes = hf_shapes(model.source.family, model.source.shape)
+    shapes = hf_shapes(model.source.family, model.source.shape, model.head)
     found = {n: (torch.zeros(s), torch.zeros(s, dtype=torch.bool)) for n, s in shapes.items()}
     local = {}
     for index, chunk in enumerate(model.chunks):
