@@ -11,7 +11,8 @@ step. Two knobs make it later:
   the gather. Only storages are emptied and filled: tensors and views stay what they are.
 
 Who waits for whom: `complete` and `restore` are collective over the data-parallel ranks if a gather
-is due, which all of them agree on; `release` may start one and waits for nobody. Invariant: whoever
+is due, which all of them agree on; `release` may start one, and waits for nobody but on CPU, where
+what is started is made (platform.py). Invariant: whoever
 calls `complete` finds the parameters whole, or an error that says why they are not there.
 """
 
