@@ -12,8 +12,8 @@ step. Two knobs make it later:
 
 Who waits for whom: `complete` and `restore` are collective over the data-parallel ranks if a gather
 is due, which all of them agree on; `release` may start one, and waits for nobody but on CPU, where
-what is started is made (platform.py). Invariant: whoever
-calls `complete` finds the parameters whole, or an error that says why they are not there.
+what is started is made (platform.py). Invariant: whoever calls `complete` finds the parameters
+whole, or an error that says why they are not there.
 """
 
 from __future__ import annotations
