@@ -77,8 +77,12 @@ def distil(
     "algorithm",
     [
         pytest.param({"name": "distillation", "top_k": 8}, id="distillation"),
-        pytest.param({"name": "gkd", "top_k": 8}, id="gkd"),
-        pytest.param({"name": "on_policy_distillation"}, id="on_policy_distillation"),
+        pytest.param({"name": "gkd", "top_k": 8}, id="gkd", marks=pytest.mark.learning),
+        pytest.param(
+            {"name": "on_policy_distillation"},
+            id="on_policy_distillation",
+            marks=pytest.mark.learning,
+        ),
     ],
 )
 def test_a_student_comes_near_its_teacher(

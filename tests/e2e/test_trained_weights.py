@@ -34,7 +34,6 @@ PPO = (
 LATE, FREED = "train.fuse_param_gather=true", "train.release_weights_in_rollout=true"
 PEER = "rollout.transport=peer"
 KNOBS = {
-    "late": (LATE,),
     "peer": (LATE, PEER),
     "freed": (FREED,),
     "both": (LATE, FREED, "train.offload_optimizer=true"),
