@@ -246,7 +246,7 @@ def _gather_parameters_without_coalescing() -> None:
     """torch's gloo notes the name of what it has completed without a lock, in two threads a group:
     coalesced gathers, whose name is too long for a string without memory of its own, may free it
     twice, and the process ends by SIGSEGV soon after (torch 2.13, ProcessGroupGloo::runLoop; once
-    in 60,000 gathers here). Other collectives have short names. Nothing is lost: Megatron coalesces
+    in some 10,000 gathers). Other collectives have short names. Nothing is lost: Megatron coalesces
     one gather a bucket, and ranks on CPU have no cores left to gather beside other work.
     """
     from megatron.core.distributed import param_and_grad_buffer
