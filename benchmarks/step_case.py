@@ -37,7 +37,9 @@ KL_COEF = 0.001
 LEARNING_RATE = 1e-6
 # Nats: in bf16 engine and trainer differ by about 0.01; by whole nats if weights are wrong.
 MAX_MISMATCH = 0.1
-ASLEEP = ("reward", "logprobs", "advantages", "update")  # phases in which the engine's memory is
+# Phases that need no memory of the engine, and those that need no gradients.
+ASLEEP = ("reward", "logprobs", "advantages", "update")
+AWAKE = ("generate",)
 
 
 def run_case(job: Mapping[str, Any]) -> None:
@@ -76,7 +78,6 @@ class Case(CaseRecord):
         self.lengths = response_lengths(job)
         force_lengths(trainer, self.lengths)
         self.tokens = sum(self.lengths) + len(self.lengths) * job["prompt_tokens"]
-        self.memory.note_others()
         self.save("weights verified")
         self.peak = matmul_rate(self.clock, trainer.platform.device, trainer.source.dtype)
         self.result |= {
@@ -120,7 +121,6 @@ class Case(CaseRecord):
             found = {"is_warm": is_warm, **self.step()}
             if is_warm:  # earlier ones still make NCCL's buffers
                 self.memory.note_peaks(self.trainer)
-            self.memory.note_others()
             self.memory.mark(f"step {number + 1}")
             taken += is_warm
             self.result["steps"].append(found)
@@ -133,7 +133,7 @@ class Case(CaseRecord):
 
     def step(self) -> dict[str, Any]:
         """Takes one step; returns its times and what it did."""
-        trainer, held = self.trainer, self.memory
+        trainer = self.trainer
         synchronize, reference = trainer.platform.synchronize, trainer.reference
         kept: dict[str, float] = {}
         # Without algorithm.kl_coef there is none.
@@ -146,7 +146,6 @@ class Case(CaseRecord):
             timed_calls(trainer.policy, ("logprobs",), synchronize) as old,
             timed_calls(reference, ("logprobs",), synchronize) if reference else none as referred,
             timed_calls(trainer, ("enter_training",), synchronize) as entered,
-            held.watching(trainer),
         ):
             step_s = self.clock.seconds(step)
         calls = (old["logprobs"], referred["logprobs"], entered["enter_training"])
@@ -244,22 +243,21 @@ class Case(CaseRecord):
 
 @dataclass
 class DeviceMemory:
-    """What a rank takes of its GPU beyond the CUDA context, by phase; on CPU nothing is known.
+    """What a rank needs of its GPU beyond the CUDA context, by phase; on CPU nothing is known.
 
-    torch counts what the sleeping engine has unmapped as in use still, and does not count what NCCL
-    and symmetric memory take. Both follow from what the driver says is free.
+    torch counts what the engine has unmapped as held still, and does not count what NCCL and
+    symmetric memory take: that follows from what the driver says is free. Where a phase keeps what
+    only the other one needs, since there is room for it, that is not what it needs.
 
     Args:
         context_bytes: in use before there was a Trainer.
         others_bytes: in use beside torch's allocator.
-        asleep_bytes: that torch counts and the driver does not, while training.
         peaks: most bytes by phase.
         course: at each point of the start, bytes in use and those that torch's allocator holds.
     """
 
     context_bytes: int = 0
     others_bytes: int = 0
-    asleep_bytes: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
     course: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -271,42 +269,50 @@ class DeviceMemory:
             torch.zeros(1, device="cuda")
         return cls(context_bytes=used_bytes())
 
-    def watching(self, trainer: Any) -> Any:
-        """Looks, in the block, at memory whenever training has begun."""
-        return timed_calls(trainer.hybrid_engine, ("to_train",), self._look)
-
-    def _look(self) -> None:
-        """Runs before and after the engine went to sleep; the second time counts."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            counted = self.others_bytes + torch.cuda.memory_reserved()
-            self.asleep_bytes = max(0, counted - used_bytes())
-
     def mark(self, point: str) -> None:
         """Takes in how full the device is at a point of the start."""
         if torch.cuda.is_available():
-            self.course[point] = used_bytes(), torch.cuda.memory_reserved()
-
-    def note_others(self) -> None:
-        """Takes in what is in use beside torch's allocator; the engine is awake."""
-        if torch.cuda.is_available():
-            self.others_bytes = used_bytes() - torch.cuda.memory_reserved()
+            counted, mapped, _ = pool_bytes()
+            held = torch.cuda.memory_reserved() - (counted - mapped)
+            self.others_bytes = used_bytes() - held
+            self.course[point] = used_bytes(), held
 
     def note_peaks(self, trainer: Any) -> None:
         """Takes in the peaks of the step that has just ended."""
+        if not torch.cuda.is_available():
+            return
+        *_, engine = pool_bytes()
+        gradients = 0
+        if trainer.hybrid_engine.keeps_memory:
+            gradients = trainer.policy.model.memory.gradient_bytes()
         for phase, peak in trainer.journal.timer.peak_bytes().items():
             own = peak + self.others_bytes - self.context_bytes
-            own -= self.asleep_bytes if phase in ASLEEP else 0
+            own -= engine if phase in ASLEEP else gradients if phase in AWAKE else 0
             self.peaks[phase] = max(own, self.peaks.get(phase, 0))
 
     def largest(self, trainer: Any) -> dict[str, int]:
         """Returns the peaks of the fullest rank, with what they are made of."""
-        parts = ("context_bytes", "others_bytes", "asleep_bytes")
+        parts = ("context_bytes", "others_bytes")
         mine = {**self.peaks, **{name: getattr(self, name) for name in parts}}
         if not self.peaks:
             return {}
         found = largest_over_ranks(trainer, [float(size) for size in mine.values()])
         return {name: int(size) for name, size in zip(mine, found, strict=True)}
+
+
+def pool_bytes() -> tuple[int, int, int]:
+    """Returns bytes of the pools that vLLM unmaps to sleep: that torch counts, that are mapped, and
+    that an engine that is awake has.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if (allocator := CuMemAllocator.instance) is None:
+        return 0, 0, 0
+    pools = [pool for pool, *_ in allocator.allocator_and_pools.values()]
+    counted = sum(segment["total_size"] for pool in pools for segment in pool.snapshot())
+    sizes = [(part.handle[1], part.is_asleep) for part in allocator.pointer_to_data.values()]
+    mapped = sum(size for size, is_asleep in sizes if not is_asleep)
+    return counted, mapped, sum(size for size, _ in sizes)
 
 
 def used_bytes() -> int:

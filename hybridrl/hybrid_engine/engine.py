@@ -172,9 +172,13 @@ class HybridEngine:
         args = self.plan, self._rank, self._source, self._target.tensors()
         scales, dtype = scales_of(self._target), self._wire_dtype
         if kind == "packed":
-            if self._block_group is None and self._group is None and torch.cuda.is_available():
-                timeout = datetime.timedelta(seconds=self._timeout_s)
-                self._block_group = dist.new_group(timeout=timeout) if self._size > 1 else None
+            is_nccl = self._group is None and torch.cuda.is_available()
+            if self._block_group is None and is_nccl and self._size > 1:
+                self._block_group = dist.new_group(
+                    timeout=datetime.timedelta(seconds=self._timeout_s)
+                )
+                # All ranks take part in a group's first use; messages are between some.
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=self._block_group)
             groups = self._group, scales, self._block_group
             return PackedTransport(*args, self._staging_bytes, dtype, *groups)
         if self._peers is None:

@@ -54,15 +54,26 @@ def test_step_benchmark_times_the_parts_of_steps_of_forced_lengths(tmp_path: Pat
 
 
 class Device:
-    """A GPU's memory as torch and the driver tell of it: what sleeps stays counted by torch."""
+    """A GPU's memory as torch and the driver tell of it: what is unmapped stays counted by torch.
+
+    The engine's pool: 8 GiB that torch counts and that its start gave back, 20 that may sleep.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.context, self.symmetric, self.reserved, self.asleep = 1, 4, 0, 0
+        self.context, self.symmetric, self.reserved = 1, 0, 0
+        self.engine = SimpleNamespace(handle=(0, 20 * GIB), is_asleep=False)
+        pool = SimpleNamespace(snapshot=lambda: [{"total_size": 8 * GIB}, {"total_size": 20 * GIB}])
+        allocator = SimpleNamespace(
+            instance=SimpleNamespace(
+                allocator_and_pools={"weights": (pool, None)}, pointer_to_data={1: self.engine}
+            )
+        )
+        cumem = SimpleNamespace(CuMemAllocator=allocator)
+        monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", cumem)
         monkeypatch.setenv("LOCAL_RANK", "0")
         for name, value in {
             "is_available": lambda: True,
             "set_device": lambda rank: None,
-            "synchronize": lambda: None,
             "memory_reserved": lambda: self.reserved * GIB,
             "mem_get_info": lambda: ((140 - self.used) * GIB, 140 * GIB),
         }.items():
@@ -71,31 +82,36 @@ class Device:
 
     @property
     def used(self) -> int:
-        return self.context + self.symmetric + self.reserved - self.asleep
+        unmapped = (8 + 20 * self.engine.is_asleep) if self.reserved else 0
+        return self.context + self.symmetric + self.reserved - unmapped
 
 
-def test_measured_memory_counts_what_torch_does_not_and_leaves_out_what_sleeps(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_asleep", [False, True])
+@pytest.mark.parametrize("keeps_memory", [False, True])
+def test_measured_memory_is_what_a_phase_needs(
+    monkeypatch: pytest.MonkeyPatch, is_asleep: bool, keeps_memory: bool
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARK.parent))
     from step_case import DeviceMemory
 
     device = Device(monkeypatch)
-    device.symmetric = 0
     memory = DeviceMemory.of_this_rank()
     assert memory.context_bytes == GIB
-    device.symmetric, device.reserved = 4, 30  # of which 20 are the engine's
-    memory.note_others()
-    hybrid_engine = SimpleNamespace(to_train=lambda: setattr(device, "asleep", 20))
-    peaks = {"generate": 28 * GIB, "update": 45 * GIB, "run": 45 * GIB}
-    timer = SimpleNamespace(peak_bytes=lambda: peaks)
-    trainer = SimpleNamespace(hybrid_engine=hybrid_engine, journal=SimpleNamespace(timer=timer))
-    with memory.watching(trainer):
-        trainer.hybrid_engine.to_train()
+    device.symmetric, device.reserved, device.engine.is_asleep = 4, 70, is_asleep
+    memory.mark("a step")
+    assert memory.others_bytes == (1 + 4) * GIB
+    peaks = {"generate": 36 * GIB, "update": 65 * GIB, "run": 65 * GIB}
+    trainer = SimpleNamespace(
+        hybrid_engine=SimpleNamespace(keeps_memory=keeps_memory),
+        journal=SimpleNamespace(timer=SimpleNamespace(peak_bytes=lambda: peaks)),
+        policy=SimpleNamespace(
+            model=SimpleNamespace(memory=SimpleNamespace(gradient_bytes=lambda: 10 * GIB))
+        ),
+    )
     memory.note_peaks(trainer)
     # Symmetric memory is the trainer's; the context is nobody's.
-    assert memory.peaks["generate"] == (28 + 4) * GIB
-    assert memory.peaks["update"] == (45 + 4 - 20) * GIB
+    assert memory.peaks["generate"] == (36 + 4 - 10 * keeps_memory) * GIB
+    assert memory.peaks["update"] == (65 + 4 - 20) * GIB
 
 
 def test_step_benchmark_refuses_what_it_cannot_run() -> None:
