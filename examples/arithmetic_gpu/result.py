@@ -1,4 +1,5 @@
-"""Joins what the runs under runs/ have learned on so many GPUs into OUT/result_Ngpu.json.
+"""Joins what the runs under runs/ have learned on so many GPUs into OUT/result_Ngpu.json, and draws
+it as OUT/result_Ngpu.png.
 
     python examples/arithmetic_gpu/result.py OUT 4
 
@@ -13,7 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 PARTS = ("sft", "grpo", "ppo")
+ACCURACY, REWARD = "eval/accuracy", "reward/mean"
 FROM_BELOW, TO_ABOVE = 0.4, 0.9
 
 
@@ -22,10 +26,34 @@ def learned(folder: Path) -> dict[str, Any]:
     summary = json.loads((folder / "summary.json").read_text())
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    curve = {r["step"]: r["eval/accuracy"] for r in records if "eval/accuracy" in r}
+    curves = {
+        "accuracy_by_step": {r["step"]: r[ACCURACY] for r in records if ACCURACY in r},
+        "reward_by_step": {r["step"]: r[REWARD] for r in records if REWARD in r},
+    }
     step_s = sorted(record["time_s/step"] for record in records)[len(records) // 2]
-    found = {"steps": records[-1]["step"], "median_step_s": step_s, "accuracy_by_step": curve}
-    return {**summary, **found}
+    return {**summary, "steps": records[-1]["step"], "median_step_s": step_s, **curves}
+
+
+def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draws accuracy on held-out prompts and mean reward of the runs over their steps."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {
+        "accuracy_by_step": "Accuracy on held-out sums, greedy",
+        "reward_by_step": "Mean reward of sampled responses",
+    }
+    for axes, (name, title) in zip(panels, titles.items(), strict=True):
+        for goal in (FROM_BELOW, TO_ABOVE):
+            axes.axhline(goal, color="#999999", linestyle=":")
+        for part, run in runs.items():
+            if curve := run[name]:
+                color = f"C{PARTS.index(part)}"
+                axes.plot(list(curve), list(curve.values()), color=color, label=part.upper())
+        axes.set(title=title, xlabel="step", ylim=(0, 1))
+        axes.grid(alpha=0.3)
+        if len(axes.lines) > 2:  # beside the goals
+            axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
 
 
 def main() -> int:
@@ -40,6 +68,7 @@ def main() -> int:
     )
     result = {"world": int(world), "has_learned": has_learned, "runs": runs}
     (out / f"result_{world}gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(runs, out / f"result_{world}gpu.png")
     for part, run in runs.items():
         accuracy = f"{run['accuracy_before']:.3f} -> {run['accuracy_after']:.3f}"
         print(f"{part:5} {accuracy} in {run['steps']} steps, {run['seconds']:.0f} s")

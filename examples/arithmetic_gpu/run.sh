@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Teaches a model made from scratch multi-step arithmetic: warm-up on worked solutions, then GRPO and PPO by rewards alone.
 # The runs lie under runs/; OUT gets metrics, summary, configuration and report of each part that was run, a page that
-# compares GRPO with PPO, and result_NUMBERgpu.json. Exits with 1 unless held-out accuracy rose from below 0.4 to above 0.9.
+# compares GRPO with PPO, and result_NUMBERgpu.json and .png. Exits with 1 unless held-out accuracy rose from below 0.4 to above 0.9.
 # Run from the root, hybridrl and vLLM installed:
 #   examples/arithmetic_gpu/run.sh OUT 1 [sft] [grpo] [ppo]      on one GPU
-#   examples/arithmetic_gpu/run.sh OUT 4 [sft] [grpo] [ppo]      on 4: trained TP2 DP2, 4 replicas generate at TP1
+#   examples/arithmetic_gpu/run.sh OUT 4 [sft] [grpo] [ppo]      on 4: trained TP2 DP2, 4 replicas generate at TP1 (2: TP2)
 # Without named parts all are run. KNOBS="key=value ..." go to every part.
 set -euo pipefail
 OUT=$1 WORLD=$2
@@ -13,8 +13,8 @@ PARTS=" ${*:-sft grpo ppo} "
 wants() { [[ $PARTS == *" $1 "* ]]; }
 case $WORLD in
   1) LAYOUT="train.tp=1" ;;
-  4) LAYOUT="train.tp=2" ;;
-  *) echo "WORLD is $WORLD: give 1 or 4" >&2; exit 2 ;;
+  2 | 4) LAYOUT="train.tp=2" ;;
+  *) echo "WORLD is $WORLD: give 1, 2 or 4" >&2; exit 2 ;;
 esac
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" CUDA_DEVICE_MAX_CONNECTIONS=1
 HERE=$(dirname "$0")

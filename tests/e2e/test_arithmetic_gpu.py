@@ -80,10 +80,12 @@ def test_run_sh_does_all_parts_and_says_that_nothing_was_learned(tmp_path: Path)
         assert run["steps"] == 10 and run["accuracy_by_step"].keys() == {"5", "10"}
         folder = tmp_path / "out" / f"arithmetic-{part}-1gpu"
         assert "Throughput" in (folder / "report.html").read_text()
+        assert len(run["reward_by_step"]) == (0 if part == "sft" else 10)
     assert (tmp_path / "out" / "arithmetic-grpo-and-ppo-1gpu.html").is_file()
+    assert (tmp_path / "out" / "result_1gpu.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_run_sh_refuses_other_numbers_of_gpus(tmp_path: Path) -> None:
     command = [str(EXAMPLE / "run.sh"), str(tmp_path / "out"), "3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "give 1 or 4" in done.stderr
+    assert done.returncode == 2 and "give 1, 2 or 4" in done.stderr

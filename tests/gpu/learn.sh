@@ -8,5 +8,8 @@ set -uo pipefail
 BEGAN=$SECONDS
 timeout -k 20 "${LIMIT_S:-590}" examples/arithmetic_gpu/run.sh "$@"
 CODE=$?
+for RUN in runs/arithmetic-*-"$2"gpu; do # of a part that was cut off, what there is
+  mkdir -p "$1/$(basename "$RUN")" && cp "$RUN/metrics.jsonl" "$1/$(basename "$RUN")/"
+done
 echo "learning on $2 GPUs: exit $CODE after $((SECONDS - BEGAN)) s"
 exit $CODE
