@@ -39,6 +39,7 @@ from hybridrl.trainer.model import ModelSource, ParallelModel
 # Of prompts and responses; neighbours of one prompt length have the same prompt.
 LENGTHS = [(30, 170), (30, 61), (30, 5), (100, 412), (1, 1), (250, 300), (250, 13), (3, 700)]
 BUDGET, LONGEST = 1024, 703
+MOST_GROUP_BYTES = 1 << 30  # of a GPU, that the groups of a World take before they are used
 TOLERANCE = 2e-2  # of the norm; a number in bf16 is within 4e-3 of what it stands for
 SIZES: dict[str, Any] = {
     "hidden_size": 1024,
@@ -136,6 +137,16 @@ def worlds(platform: Platform, *layouts: str) -> Iterator[tuple[str, World]]:
         parallel_state.destroy_model_parallel()
 
 
+def check_groups(platform: Platform) -> None:
+    """Groups of ranks that nothing has used yet take no memory."""
+    if platform.is_cpu:
+        return
+    before = torch.cuda.mem_get_info()[0]
+    for _ in worlds(platform, "tp1"):
+        taken = before - torch.cuda.mem_get_info()[0]
+        assert taken < MOST_GROUP_BYTES, f"{taken} bytes for groups that nothing has used"
+
+
 def check_layouts(platform: Platform, name: str, folder: Path, layouts: list[str]) -> None:
     reference = load_file(folder / f"{name}.safetensors")
     for text, world in worlds(platform, *layouts):
@@ -202,6 +213,7 @@ def main() -> None:
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 120)
+    check_groups(platform)
     # The reference is in fp32 proper, not in TF32.
     torch.backends.cuda.matmul.allow_tf32 = False
     for name in MODELS:
