@@ -241,10 +241,10 @@ def timed_calls(
     spent = dict.fromkeys(names, 0.0)
 
     def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
             synchronize()
             began = time.perf_counter()
-            result = method(*arguments)
+            result = method(*arguments, **keywords)
             synchronize()
             spent[name] += time.perf_counter() - began
             return result

@@ -118,9 +118,10 @@ class Case(CaseRecord):
             if taken and age_s + 1.5 * slowest > job["limit_s"]:
                 self.result["stopped_early"] = f"after {taken} of {job['steps']} steps"
                 break
+            keeps_memory = not self.trainer.hybrid_engine._is_released  # in this rollout
             found = {"is_warm": is_warm, **self.step()}
             if is_warm:  # earlier ones still make NCCL's buffers
-                self.memory.note_peaks(self.trainer)
+                self.memory.note_peaks(self.trainer, keeps_memory)
             self.memory.mark(f"step {number + 1}")
             taken += is_warm
             self.result["steps"].append(found)
@@ -277,14 +278,16 @@ class DeviceMemory:
             self.others_bytes = used_bytes() - held
             self.course[point] = used_bytes(), held
 
-    def note_peaks(self, trainer: Any) -> None:
-        """Takes in the peaks of the step that has just ended."""
+    def note_peaks(self, trainer: Any, keeps_memory: bool) -> None:
+        """Takes in the peaks of the step that has just ended.
+
+        Args:
+            keeps_memory: whether there were gradients while it generated.
+        """
         if not torch.cuda.is_available():
             return
         *_, engine = pool_bytes()
-        gradients = 0
-        if trainer.hybrid_engine.keeps_memory:
-            gradients = trainer.policy.model.memory.gradient_bytes()
+        gradients = trainer.policy.model.memory.gradient_bytes() if keeps_memory else 0
         for phase, peak in trainer.journal.timer.peak_bytes().items():
             own = peak + self.others_bytes - self.context_bytes
             own -= engine if phase in ASLEEP else gradients if phase in AWAKE else 0

@@ -198,6 +198,8 @@ def load_model(folder: Path, model: Saved, world: World) -> None:
 def _sharded(model: Saved, is_loading: bool) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
+        # Gathered over gloo, by one replica: otherwise through GPUs, which have no room for it.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
     }

@@ -243,7 +243,8 @@ class HybridEngine:
     def _make_room(self) -> None:
         """Frees what only training needs, unless there is room for all."""
         frees = any(copy.is_freed for copy in self._copies)
-        self._room.note_training(not frees and all(m.may_stay for m in self._training))
+        growth = max((memory.growth_bytes for memory in self._training), default=0)
+        self._room.note_training(not frees and all(m.may_stay for m in self._training), growth)
         if self._room.is_enough:
             return
         for memory in self._training:

@@ -44,6 +44,11 @@ class TrainingMemory(Restorable, Protocol):
         """
         ...
 
+    @property
+    def growth_bytes(self) -> int:
+        """What passes over full micro-batches would take beyond the most since it was released."""
+        ...
+
 
 class WeightCopy(Restorable, Protocol):
     """The trainer's weights, which the engine is written from."""

@@ -4,7 +4,8 @@ To unmap an engine, to give blocks back to the driver and to map and allocate al
 tenths of a second a step. Where the most that a whole step of training held leaves enough for the
 engine, both stay where they are. It is measured, not predicted: torch's allocator keeps what it
 ever held until it is told to give it back, so after an update the driver's free memory is what
-training never used.
+training never used. An update whose micro-batches were not full tells less: what full ones would
+take beyond is set aside, since an engine that stays cannot make way for them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,13 @@ def device_memory() -> tuple[int, int] | None:
     return torch.cuda.mem_get_info() if torch.cuda.is_available() else None
 
 
+def allocator_flushes() -> int:
+    """Returns how often torch's allocator gave all back and tried again, for want of memory."""
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+
 class Room:
     """Decides, from transition to transition, whether both phases' memory stays.
 
@@ -30,28 +38,37 @@ class Room:
 
     Args:
         measure: returns free and all bytes.
+        count_flushes: says how often the allocator has given back what it held.
 
     Attributes:
         is_enough: nothing is freed at the next change of phases.
     """
 
-    def __init__(self, measure: Callable[[], tuple[int, int] | None] = device_memory) -> None:
-        self._measure = measure
+    def __init__(
+        self,
+        measure: Callable[[], tuple[int, int] | None] = device_memory,
+        count_flushes: Callable[[], int] = allocator_flushes,
+    ) -> None:
+        self._measure, self._count_flushes = measure, count_flushes
         self.is_enough = False
         self._unused: int | None = None  # bytes that the training phase has left
         self._before_engine = 0
         self._is_blurred = False  # something else than an update has had the device
+        self._num_flushes = 0
 
-    def note_training(self, may_stay: bool) -> None:
+    def note_training(self, may_stay: bool, growth_bytes: int = 0) -> None:
         """Takes in what the training phase has left free; before anything is given back.
 
         Args:
             may_stay: whether nobody wants it freed, and an update has taken all that it takes since
                 blocks were given back.
+            growth_bytes: that full micro-batches would take beyond those of this update.
         """
-        found, is_sharp = self._measure(), not self._is_blurred
-        self._is_blurred = False
-        self._unused = found[0] if found is not None and may_stay and is_sharp else None
+        found, flushes = self._measure(), self._count_flushes()
+        is_sharp = not self._is_blurred and flushes == self._num_flushes
+        self._is_blurred, self._num_flushes = False, flushes
+        is_known = found is not None and may_stay and is_sharp
+        self._unused = found[0] - growth_bytes if is_known and found is not None else None
 
     def forget(self) -> None:
         """Both phases take turns again, until another update has been measured."""

@@ -80,11 +80,30 @@ class World:
         self._cpu_group = dist.new_group(
             backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)
         )
-        # NCCL connects ranks at a group's first use, in which all of them must take part: later
-        # ones may be messages between some.
-        self.sum_over_world(torch.zeros(1))
+        self._connect()
         self.where: Coordinates = layout.coordinates(self.rank)
         self._check_groups()
+
+    def _connect(self) -> None:
+        """Uses the groups that training uses once.
+
+        NCCL connects ranks at a group's first use. All of them must take part, if it is not a
+        message between two on its own, and may then begin with what is between some; and the engine
+        sees how much memory is left.
+        """
+        self.sum_over_world(torch.zeros(1))
+        if self.platform.is_cpu:  # gloo has connected already
+            return
+        for group in (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+            parallel_state.get_context_parallel_group(),
+            parallel_state.get_data_parallel_group(),
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            parallel_state.get_model_parallel_group(),
+        ):
+            if group.size() > 1:
+                dist.all_reduce(torch.zeros(1, device=self.platform.device), group=group)
 
     def _check_groups(self) -> None:
         """Refuses to go on when Megatron placed this rank elsewhere than our layout did."""

@@ -34,6 +34,7 @@ class TrainedModelMemory:
         weights: the model's parameters, which an optimizer of an fp32 model shares.
         offloads: whether the optimizer's state leaves the device during rollout.
         device: of the model.
+        most_tokens: of a micro-batch.
     """
 
     def __init__(
@@ -43,7 +44,10 @@ class TrainedModelMemory:
         weights: Iterable[Tensor],
         offloads: bool,
         device: torch.device,
+        most_tokens: int,
     ) -> None:
+        self._device, self._most_tokens = device, most_tokens
+        self._fullest = (0, 0)  # tokens of a micro-batch, and bytes that its passes took
         self._chunks, self._optimizer = chunks, optimizer
         self._weight_storages = {_key(weight) for weight in weights}
         self._host = HostMirror(device) if offloads else None
@@ -51,13 +55,13 @@ class TrainedModelMemory:
 
     def release(self) -> None:
         """Frees the gradients, and the optimizer's state once it is copied away."""
-        self._has_stepped = False
+        self._has_stepped, self._fullest = False, (0, 0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron reads sizes through torch's TypedStorage
             for chunk in self._chunks:
                 chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
         if self._host is not None:
-            self._host.release(self._state_storages())
+            self._host.release(self._state_storages(), self.state_bytes()[0])
 
     def restore(self) -> None:
         """Makes the gradient buffers again, zeroed, and starts to copy the state back."""
@@ -125,6 +129,25 @@ class TrainedModelMemory:
         """Whether there was a step since the last release, and the state may stay on the device."""
         return self._host is None and self._has_stepped
 
+    @contextmanager
+    def watching(self, num_tokens: int) -> Iterator[None]:
+        """Takes in what passes over micro-batches of so many tokens at most take, on GPUs."""
+        if self._device.type == "cpu":
+            yield
+            return
+        before = torch.cuda.memory_allocated(self._device)
+        yield
+        taken = torch.cuda.max_memory_allocated(self._device) - before
+        self._fullest = max(self._fullest, (num_tokens, taken))
+
+    @property
+    def growth_bytes(self) -> int:
+        """What full micro-batches would take beyond the fullest since the last release: activations
+        grow as their tokens do.
+        """
+        tokens, taken = self._fullest
+        return taken * max(0, self._most_tokens - tokens) // tokens if tokens else 0
+
     def bytes_to_come(self) -> int:
         """Returns what the optimizer will hold during rollout beyond what it holds now."""
         return 0 if self._host is not None else self.state_bytes()[1]
@@ -179,15 +202,21 @@ class HostMirror:
         """Size of the storages that are here."""
         return sum(part.numel() for _, part in self._moved)
 
-    def release(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Copies the storages here and frees them."""
+    def release(self, storages: Sequence[torch.UntypedStorage], most_bytes: int = 0) -> None:
+        """Copies the storages here and frees them.
+
+        Args:
+            storages: not the same ones each time, or not of the same size.
+            most_bytes: that there will be later; pages are pinned once.
+        """
         self.wait()
         sizes = [storage.nbytes() for storage in storages]
         starts, total = [], 0
         for size in sizes:
             starts.append(total)
             total += -(-size // ALIGNMENT) * ALIGNMENT
-        self._reserve(total)
+        if total > self._buffer.numel():  # a master's two moments come later
+            self._reserve(max(total, most_bytes + 3 * len(storages) * ALIGNMENT))
         self._moved = [
             (storage, self._buffer[start : start + size])
             for storage, start, size in zip(storages, starts, sizes, strict=True)
@@ -233,10 +262,9 @@ class HostMirror:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)  # type: ignore[call-overload]
 
     def _reserve(self, num_bytes: int) -> None:
-        if num_bytes <= self._buffer.numel():
-            return
         self._synchronize()
         self._unpin()
+        self._moved, self._buffer = [], torch.empty(0, dtype=torch.uint8)  # before there is another
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
         if self._stream is not None:
             runtime, address = torch.cuda.cudart(), self._buffer.data_ptr()

@@ -241,6 +241,7 @@ class ParallelModel:
             self.weights_in_place().values(),
             self.train.offload_optimizer,
             self.world.platform.device,
+            self.train.micro_batch_tokens,
         )
         self.trained_weights = TrainedWeights(
             self._forward_chunks,
@@ -340,12 +341,15 @@ class ParallelModel:
         for chunk in chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
         self._optimizer.zero_grad()  # forgets views of gradients; the state may still be on its way
-        return forward_backward(
-            chunks,
-            [(work, loss) for works, loss in passes for work in works],
-            lambda chunk, pair: _forward(chunk, pair[0]),
-            lambda output, pair: pair[1](output, pair[0].local),
-        )
+        pairs = [(work, loss) for works, loss in passes for work in works]
+        assert self.memory is not None  # a model without does not learn
+        with self.memory.watching(max((work.whole.num_positions for work, _ in pairs), default=0)):
+            return forward_backward(
+                chunks,
+                pairs,
+                lambda chunk, pair: _forward(chunk, pair[0]),
+                lambda output, pair: pair[1](output, pair[0].local),
+            )
 
     def grad_norm(self) -> float:
         """Returns the accumulated gradients' global norm before clipping, as `gradient_norm`."""

@@ -111,6 +111,37 @@ def test_memory_may_stay_once_an_update_has_taken_all_of_it(world: World) -> Non
         assert memory.may_stay == (not offload)
 
 
+def test_full_micro_batches_take_in_proportion_to_tokens(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory: Any = make_policy(world, torch.bfloat16, False).model.memory
+    with memory.watching(10):
+        pass
+    assert memory.growth_bytes == 0  # nothing is known of a CPU's
+    memory._device, memory._most_tokens = torch.device("cuda"), 100
+    for tokens, peak, growth in ((20, 300, 800), (80, 900, 200), (40, 500, 200), (101, 950, 0)):
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _, peak=peak: peak)
+        with memory.watching(tokens):
+            pass
+        assert memory.growth_bytes == growth, tokens
+    memory.release()
+    assert memory.growth_bytes == 0
+    memory.restore()
+
+
+def test_host_memory_for_the_state_is_taken_once(world: World) -> None:
+    policy = make_policy(world, torch.bfloat16, True)
+    memory: Any = policy.model.memory
+    places = []
+    for step in range(3):  # the moments come with the first step
+        memory.release()
+        places.append(memory._host._buffer.data_ptr())
+        memory.restore()
+        policy.update(a_batch(step))
+    assert len(set(places)) == 1
+
+
 def test_state_that_comes_with_the_first_step_is_foreseen(world: World) -> None:
     policy = make_policy(world, torch.bfloat16, False)
     memory: Any = policy.model.memory

@@ -58,7 +58,7 @@ def main() -> None:
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
-        dist.init_process_group("nccl", timeout=timeout, device_id=DEVICE)
+        dist.init_process_group("nccl", timeout=timeout)
     else:
         dist.init_process_group("gloo", timeout=timeout)
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -216,7 +216,7 @@ def check_refusals(case: Case) -> None:
 def main() -> None:
     if HAS_GPU:
         torch.cuda.set_device(DEVICE)
-        dist.init_process_group("nccl", device_id=DEVICE)
+        dist.init_process_group("nccl")  # groups connect when they are used, as in a run
     else:
         dist.init_process_group("gloo")
     world = dist.get_world_size()

@@ -360,7 +360,7 @@ def main() -> None:
     folder, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
-        dist.init_process_group("nccl", device_id=DEVICE)
+        dist.init_process_group("nccl")  # groups connect when they are used, as in a run
     else:
         dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -102,13 +102,12 @@ def test_measured_memory_is_what_a_phase_needs(
     assert memory.others_bytes == (1 + 4) * GIB
     peaks = {"generate": 36 * GIB, "update": 65 * GIB, "run": 65 * GIB}
     trainer = SimpleNamespace(
-        hybrid_engine=SimpleNamespace(keeps_memory=keeps_memory),
         journal=SimpleNamespace(timer=SimpleNamespace(peak_bytes=lambda: peaks)),
         policy=SimpleNamespace(
             model=SimpleNamespace(memory=SimpleNamespace(gradient_bytes=lambda: 10 * GIB))
         ),
     )
-    memory.note_peaks(trainer)
+    memory.note_peaks(trainer, keeps_memory)
     # Symmetric memory is the trainer's; the context is nobody's.
     assert memory.peaks["generate"] == (36 + 4 - 10 * keeps_memory) * GIB
     assert memory.peaks["update"] == (65 + 4 - 20) * GIB

@@ -61,14 +61,14 @@ def kill_rank(launcher_pid: int, rank: int, phase_file: Path, step: int) -> str:
     """Waits until the rank is in `step`, kills it with SIGKILL and returns the phase it was in."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        phase = phase_file.read_text().strip() if phase_file.exists() else ""
-        if phase.endswith(f"step {step}"):
+        if phase_file.exists() and phase_file.read_text().strip().endswith(f"step {step}"):
             break
         time.sleep(0.005)
     for child in psutil.Process(launcher_pid).children(recursive=True):
         if child.environ().get("RANK") == str(rank):
             os.kill(child.pid, signal.SIGKILL)
-            return phase
+            child.wait(10)  # until then it may have entered another one
+            return phase_file.read_text().strip()
     raise AssertionError(f"rank {rank} was not found")
 
 

@@ -2,7 +2,7 @@
 # The trainer on GPUs, 4 unless `alone`: gradients of transformer-engine's layers in bf16 against fp32 of torch's, in several layouts; what
 # share of the GPUs' peak the passes reach; whole GRPO steps. Run from the root, hybridrl and vLLM installed:
 #   tests/gpu/train.sh OUT [parity] [bench] [step]      (about 3, 6 and 10 minutes; a case of step starts for 80 to 110 s)
-#   tests/gpu/train.sh OUT alone                        (what one GPU can say, 8 minutes)
+#   tests/gpu/train.sh OUT alone                        (what one H200 can say, 10 minutes)
 set -uo pipefail
 OUT=$1
 shift
@@ -35,7 +35,7 @@ if wants alone; then
   # What each of 4 GPUs has of a step of 64 prompts.
   step "$OUT/step_0.5b_alone.json" 0.5b/dp1/tp1 --limit-s 120 --prompts 16
   # One GPU holds a 7B model's training with its optimizer's state in host memory while it generates.
-  step "$OUT/step_7b_alone.json" 7b/dp1/tp1 --limit-s 200 --warmups 1 --steps 2 --prompts 8 --micro-batch-tokens 2048 \
+  step "$OUT/step_7b_alone.json" 7b/dp1/tp1 --limit-s 400 --warmups 1 --steps 2 --prompts 8 --micro-batch-tokens 2048 \
     --set train.offload_optimizer=true --set train.recompute=full --set algorithm.kl_coef=0
   bench "$OUT/train_alone.json" 0.5b/dp1 1.5b/dp1 --tails --iterations 3
 fi

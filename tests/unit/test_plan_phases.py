@@ -41,7 +41,7 @@ class Engine:
 
 class Gradients:
     def __init__(self, said: list[str], may_stay: bool = False) -> None:
-        self.said, self.may_stay = said, may_stay
+        self.said, self.may_stay, self.growth_bytes = said, may_stay, 0
 
     def release(self) -> None:
         self.said.append("release")
@@ -106,7 +106,8 @@ class Device:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
         self.said, self.in_training, self.heard = said, 0, 0
-        made = partial(Room, self.measure)
+        self.flushes = 0
+        made = partial(Room, self.measure, lambda: self.flushes)
         monkeypatch.setattr("hybridrl.hybrid_engine.engine.Room", made)
 
     def measure(self) -> tuple[int, int]:
@@ -163,6 +164,29 @@ def test_nothing_is_freed_once_a_whole_step_has_left_enough(
     assert said() == ["stop", "restore", "sleep"]
     assert not hybrid.to_rollout().keeps_memory and step(70)
     assert torch.equal(engine.live["w"], weights["w"])
+
+
+def test_room_is_for_full_micro_batches_and_not_taken_from_a_flushed_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, weights = Engine(), {"w": torch.ones(3, 2)}
+    device, gradients = Device(monkeypatch, engine.said), Gradients(engine.said)
+    layouts = [hf_layout({"w": (3, 2)})]
+    hybrid = HybridEngine(layouts, weights, engine, staging_bytes=64, training=[gradients])
+
+    def step(used: int, growth: int, flushes: int = 0) -> bool:
+        hybrid.to_train()
+        device.in_training, gradients.growth_bytes, device.flushes = used, growth, flushes
+        return hybrid.to_rollout().keeps_memory
+
+    hybrid.to_rollout()
+    gradients.may_stay = True
+    assert not step(50, growth=21)  # 50 + 21 + 20 for the engine: less than 10 to spare
+    assert step(50, growth=20) and step(70, growth=5)
+    assert not step(70, growth=6)
+    assert step(70, growth=0)
+    assert not step(70, growth=0, flushes=1)  # what is free says nothing of what was taken
+    assert step(70, growth=0, flushes=1)
 
 
 def test_memory_that_someone_wants_freed_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
