@@ -67,8 +67,9 @@ class Room:
         found, flushes = self._measure(), self._count_flushes()
         is_sharp = not self._is_blurred and flushes == self._num_flushes
         self._is_blurred, self._num_flushes = False, flushes
-        is_known = found is not None and may_stay and is_sharp
-        self._unused = found[0] - growth_bytes if is_known and found is not None else None
+        self._unused = None
+        if found is not None and may_stay and is_sharp:
+            self._unused = found[0] - growth_bytes
 
     def forget(self) -> None:
         """Both phases take turns again, until another update has been measured."""

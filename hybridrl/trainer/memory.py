@@ -206,7 +206,7 @@ class HostMirror:
         """Copies the storages here and frees them.
 
         Args:
-            storages: not the same ones each time, or not of the same size.
+            storages: may be others, and of other sizes, each time.
             most_bytes: that there will be later; pages are pinned once.
         """
         self.wait()

@@ -9,6 +9,7 @@ BEGAN=$SECONDS
 timeout -k 20 "${LIMIT_S:-590}" examples/arithmetic_gpu/run.sh "$@"
 CODE=$?
 for RUN in runs/arithmetic-*-"$2"gpu; do # of a part that was cut off, what there is
+  [ -f "$RUN/metrics.jsonl" ] || continue
   mkdir -p "$1/$(basename "$RUN")" && cp "$RUN/metrics.jsonl" "$1/$(basename "$RUN")/"
 done
 echo "learning on $2 GPUs: exit $CODE after $((SECONDS - BEGAN)) s"

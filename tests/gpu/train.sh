@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The trainer on GPUs, 4 unless `alone`: gradients of transformer-engine's layers in bf16 against fp32 of torch's, in several layouts; what
-# share of the GPUs' peak the passes reach; whole GRPO steps. Run from the root, hybridrl and vLLM installed:
+# The trainer on GPUs, 4 unless `alone`: gradients of transformer-engine's layers in bf16 against fp32 of torch's, in several
+# layouts; what share of the GPUs' peak the passes reach; whole GRPO steps. Run from the root, hybridrl and vLLM installed:
 #   tests/gpu/train.sh OUT [parity] [bench] [step]      (about 3, 6 and 10 minutes; a case of step starts for 80 to 110 s)
 #   tests/gpu/train.sh OUT alone                        (what one H200 can say, 10 minutes)
 set -uo pipefail

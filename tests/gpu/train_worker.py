@@ -39,7 +39,7 @@ from hybridrl.trainer.model import ModelSource, ParallelModel
 # Of prompts and responses; neighbours of one prompt length have the same prompt.
 LENGTHS = [(30, 170), (30, 61), (30, 5), (100, 412), (1, 1), (250, 300), (250, 13), (3, 700)]
 BUDGET, LONGEST = 1024, 703
-MOST_GROUP_BYTES = 1 << 30  # of a GPU, that the groups of a World take before they are used
+MOST_GROUP_BYTES = 1 << 30  # of a GPU, that a World's few connected groups take
 TOLERANCE = 2e-2  # of the norm; a number in bf16 is within 4e-3 of what it stands for
 SIZES: dict[str, Any] = {
     "hidden_size": 1024,
@@ -138,13 +138,13 @@ def worlds(platform: Platform, *layouts: str) -> Iterator[tuple[str, World]]:
 
 
 def check_groups(platform: Platform) -> None:
-    """Groups of ranks that nothing has used yet take no memory."""
+    """Groups of ranks that nothing uses take no memory: only those that a World connects do."""
     if platform.is_cpu:
         return
     before = torch.cuda.mem_get_info()[0]
     for _ in worlds(platform, "tp1"):
         taken = before - torch.cuda.mem_get_info()[0]
-        assert taken < MOST_GROUP_BYTES, f"{taken} bytes for groups that nothing has used"
+        assert taken < MOST_GROUP_BYTES, f"a World's groups take {taken} bytes"
 
 
 def check_layouts(platform: Platform, name: str, folder: Path, layouts: list[str]) -> None:
