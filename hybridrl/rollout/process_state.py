@@ -22,12 +22,12 @@ def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[
     vLLM seeds all of them at its start, and draws from torch's in every step, whatever the requests
     say. The trainer's dropout and data order must not depend on that.
     """
-    python, numpy = random.getstate(), np.random.get_state()
+    python, numpy = (random.getstate(), np.random.get_state()) if everywhere else (None, None)
     try:
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
             yield
     finally:
-        if everywhere:
+        if python is not None and numpy is not None:
             random.setstate(python)
             np.random.set_state(numpy)
 

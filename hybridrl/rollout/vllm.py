@@ -39,6 +39,7 @@ from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
+from hybridrl.rollout.vllm_decoding import SampledLogprobs, skip_what_stays
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule
 
@@ -105,6 +106,9 @@ class VllmEngine:
             if self._tensors[name].data_ptr() == view.data_ptr()
         )
         self._agreement = TokenAgreement(self._live.tp_group)
+        scheduler = self._live.llm.engine_core.engine_core.scheduler
+        skip_what_stays(scheduler.kv_cache_manager)
+        self._logps = SampledLogprobs(scheduler)
         # Every unfinished request, in order of arrival, and those that vLLM has, by its name for
         # them. A name is given once: of an aborted request a token may still be under way.
         self._rows: dict[int, RunningRequest] = {}
@@ -299,8 +303,8 @@ class VllmEngine:
             return
         request_id = row.request.request_id
         completion: Completion | None = None
-        logps = output.new_logprobs.logprobs[:, 0].tolist() if output.new_token_ids else []
-        for token, logp in zip(output.new_token_ids, logps, strict=True):
+        for token in output.new_token_ids:  # one, or none
+            logp = self._logps[output.request_id]
             if not -float("inf") < logp <= 0:
                 raise RuntimeError(
                     f"the vllm engine computed log-probability {logp} for request {request_id} "
