@@ -174,7 +174,9 @@ class Case(CaseRecord):
     def mfu(
         self, metrics: Mapping[str, float], seconds: Mapping[str, float], step_s: float
     ) -> dict[str, float]:
-        """Returns model FLOPs as shares of what the GPUs could do in the time of each part."""
+        """Returns model FLOPs as shares of what the GPUs could do in the time of each part that
+        there was.
+        """
         times = {
             "generate": seconds["generation"],
             "logprobs": seconds["old"] + seconds["reference"],
@@ -182,7 +184,9 @@ class Case(CaseRecord):
             "step": step_s,
         }
         rate = self.peak["flops_per_s"] * self.trainer.world.size
-        return {name: metrics[f"flops/{name}"] / taken / rate for name, taken in times.items()}
+        return {
+            name: metrics[f"flops/{name}"] / taken / rate for name, taken in times.items() if taken
+        }
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Refuses a step that is not what it should be."""

@@ -1,6 +1,7 @@
 """What `hybridrl plan` shows: layouts, the reshard's traffic, and an estimate of memory. No torch.
 
-Owns the report and its estimates. Needs only the configuration and the model's config.json.
+Owns the report and the estimates of the reshard; those of memory are plan_memory.py's. Needs only
+the configuration and the model's config.json.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
+from hybridrl.cli.plan_memory import CPU_ENGINES, MIB, itemsize_of, memory_peaks
 from hybridrl.cli.validate import model_violations
-from hybridrl.config.algorithm import PolicyGradientConfig, PpoConfig
 from hybridrl.config.schema import Config
-from hybridrl.config.supervised import KtoConfig, PairLossConfig
-from hybridrl.config.teacher import read_teacher
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.alias import shared_names
 from hybridrl.hybrid_engine.assign import Assignment, assign, judge, order_without_loss
@@ -37,7 +36,6 @@ from hybridrl.models.weights import (
 )
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 
-CPU_ENGINES = ("hf", "scripted")
 # By transport, what bytes over NVLink cost beside their number, ms, and the bytes a second that a
 # GPU then receives; bytes a second copied on a GPU; what a reshard costs that moves nothing. Fitted
 # to 4 x H200 (benchmarks/results/reshard_h200.json). gloo: over loopback.
@@ -46,14 +44,6 @@ LOCAL_BYTES_PER_S = 1.85e12
 LEAST_MS = 0.1
 GLOO_BYTES_PER_S = 1e9
 GPUS_PER_NODE = 8  # of most GPU hosts; a cluster file says otherwise
-MIB = 2**20
-# Of the head's logits, fp32 and their gradients in 16 bit, a chunk is held (token_logprobs.py).
-BYTES_PER_LOGIT = 6
-HEAD_CHUNKS = 8
-MOST_HEAD_BYTES = 1 << 30
-ADAM_BYTES = 8  # two fp32 moments
-MASTER_BYTES = 4  # fp32 copy of 16-bit parameters
-MAIN_GRAD_BYTES = 4
 
 
 def plan_report(
@@ -84,7 +74,7 @@ def plan_report(
     best = assign(sources, parts, node)
     rollout = best.layout
     targets = [parts[tp_rank] for _, tp_rank in rollout.assignment]
-    itemsize, shared = _itemsize(config), _shared_bytes(config, whole, targets)
+    itemsize, shared = itemsize_of(config), _shared_bytes(config, whole, targets)
     reshard = plan_reshard(sources, targets, itemsize, node if cluster else None)
     report = {
         "train": {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")},
@@ -96,7 +86,9 @@ def plan_report(
             "choices": _choices(best, layout, sources, parts, node, itemsize),
         },
         "reshard": _reshard(config, layout, reshard, shared),
-        "memory": _memory(config, shape, layout, whole, targets, shared),
+        "memory": memory_peaks(
+            config, shape, layout, whole, targets, shared, _transport(config, world_size)
+        ),
         "violations": [],
     }
     if cluster is not None:
@@ -227,7 +219,7 @@ def _shared_bytes(
     """Returns, for each rank, the bytes of engine parameters that are the trainer's own memory."""
     if config.rollout.engine != "vllm" or config.train.release_weights_in_rollout:
         return [0] * len(sources)
-    itemsize = _itemsize(config)
+    itemsize = itemsize_of(config)
     return [
         itemsize * sum(prod(target.shapes[name]) for name in shared_names(source, target))
         for source, target in zip(sources, targets, strict=True)
@@ -293,102 +285,3 @@ def _transport(config: Config, world_size: int) -> str:
     """Returns what 'auto' becomes on GPUs whose links the planner takes for granted."""
     far = world_size > GPUS_PER_NODE or config.train.release_weights_in_rollout
     return "packed" if far or config.rollout.transport == "packed" else "peer"
-
-
-def _memory(
-    config: Config,
-    shape: ModelShape,
-    layout: TrainLayout,
-    sources: list[RankLayout],
-    targets: list[RankLayout],
-    shared: list[int],
-) -> dict[str, int]:
-    """Returns the estimated peak of the fullest rank in each phase, in bytes.
-
-    Training holds parameters, fp32 gradients, the optimizer's share of a data-parallel rank, frozen
-    models, activations and logits, and weights of an engine that does not sleep. Generation holds
-    parameters, the optimizer's state unless it is offloaded, the engine's own weights and the KV
-    cache.
-    """
-    itemsize = _itemsize(config)
-    num_params = max(_num_elements(source) for source in sources)
-    engine = max(
-        itemsize * _num_elements(target) - alias
-        for target, alias in zip(targets, shared, strict=True)
-    )
-    optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
-    sharded = optimizer * num_params // (layout.dp * layout.cp)
-    num_trained = 2 if isinstance(config.algorithm, PpoConfig) else 1
-    frozen = itemsize * num_params if _has_reference(config) else 0
-    frozen += _teacher_bytes(config, layout)
-    weights = num_trained * num_params * itemsize + frozen
-    gradients = num_trained * num_params * MAIN_GRAD_BYTES
-    states = num_trained * sharded
-    sleeps = config.rollout.engine == "vllm"
-    kv_size = 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers * itemsize
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    kv_cache = config.rollout.max_batch * longest * kv_size // config.rollout.tp
-    return {
-        "train_peak_bytes": weights
-        + gradients
-        + states
-        + _activation_bytes(config, shape, layout)
-        + (0 if sleeps else engine),
-        "rollout_peak_bytes": (frozen if config.train.release_weights_in_rollout else weights)
-        + (0 if config.train.offload_optimizer else states)
-        + engine
-        + kv_cache,
-        "staging_bytes": config.rollout.staging_mib * MIB,
-    }
-
-
-def _activation_bytes(config: Config, shape: ModelShape, layout: TrainLayout) -> int:
-    """Returns what one rank's forward passes keep for its backward passes, and the head's scratch.
-
-    Of a layer: its input, what follows each norm, and the input of the feed-forward half (4 hidden
-    sizes); queries, keys and values, and what attention gives; the feed-forward layer's two halves
-    and their product. Tensor and sequence parallel cut all of it.
-    """
-    itemsize, tokens = _itemsize(config), config.train.micro_batch_tokens // layout.cp
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    per_token = 4 * shape.hidden_size + attention + 3 * shape.ffn_size
-    layers = shape.num_layers // layout.pp
-    if config.train.recompute == "full":  # each layer keeps its input; one layer at a time is whole
-        kept = shape.hidden_size * layers + per_token
-    elif config.train.recompute == "selective":  # not the product
-        kept = (per_token - shape.ffn_size) * layers
-    else:
-        kept = per_token * layers
-    logits = tokens * shape.padded_vocab(layout.tp) // layout.tp
-    scratch = min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES)
-    return tokens * kept * itemsize * layout.pp // layout.tp + scratch
-
-
-def _has_reference(config: Config) -> bool:
-    return any(
-        (isinstance(chosen, PolicyGradientConfig) and chosen.kl_coef > 0)
-        or (isinstance(chosen, PairLossConfig) and chosen.reference)
-        or isinstance(chosen, KtoConfig)
-        for chosen in (config.algorithm, *(term.algorithm for term in config.terms().values()))
-    )
-
-
-def _teacher_bytes(config: Config, layout: TrainLayout) -> int:
-    """Returns the weights of the teacher, if there is one, on the rank that holds most of them."""
-    if (hf_config := read_teacher(config)) is None:
-        return 0
-    family = resolve_family(None, hf_config)
-    shape, ranks = family.shape(hf_config), range(layout.world_size)
-    parts = (_num_elements(megatron_layout(family, shape, layout, rank)) for rank in ranks)
-    return _itemsize(config) * max(parts)
-
-
-def _num_elements(layout: RankLayout) -> int:
-    return sum(prod(shape) for shape in layout.shapes.values())
-
-
-def _itemsize(config: Config) -> int:
-    """Returns bytes of a parameter; 'auto' is float32 where the engine is one for CPU."""
-    if config.model.dtype == "auto":
-        return 4 if config.rollout.engine in CPU_ENGINES else 2
-    return {"float32": 4, "bfloat16": 2}[config.model.dtype]

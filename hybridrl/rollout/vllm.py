@@ -39,7 +39,7 @@ from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
-from hybridrl.rollout.vllm_decoding import SampledLogprobs, skip_what_stays
+from hybridrl.rollout.vllm_decoding import CacheShortcut, SampledLogprobs
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule
 
@@ -107,7 +107,8 @@ class VllmEngine:
         )
         self._agreement = TokenAgreement(self._live.tp_group)
         scheduler = self._live.llm.engine_core.engine_core.scheduler
-        skip_what_stays(scheduler.kv_cache_manager)
+        if CacheShortcut.fits(scheduler.kv_cache_manager):
+            CacheShortcut(scheduler.kv_cache_manager)
         self._logps = SampledLogprobs(scheduler)
         # Every unfinished request, in order of arrival, and those that vLLM has, by its name for
         # them. A name is given once: of an aborted request a token may still be under way.

@@ -12,40 +12,51 @@ from __future__ import annotations
 from typing import Any
 
 
-def skip_what_stays(manager: Any) -> bool:
-    """Makes vLLM's cache manager return at once where a token needs no block and completes none.
+class CacheShortcut:
+    """Answers for vLLM's cache manager where a token needs no block and completes none.
 
     Args:
-        manager: a scheduler's `KVCacheManager`.
-
-    Returns:
-        Whether it does; not for caches of several kinds, sliding windows, or blocks over ranks.
+        manager: a scheduler's `KVCacheManager`, whose methods are replaced; vLLM's own are called
+            wherever something changes.
     """
-    managers = manager.coordinator.single_type_managers
-    if [type(one).__name__ for one in managers] != ["FullAttentionManager"]:
-        return False
-    blocks = managers[0]
-    size = blocks.block_size
-    if size != blocks.kv_cache_spec.block_size or size != blocks.block_pool.hash_block_size:
-        return False
-    blocks_of, num_cached_of = blocks.req_to_blocks, blocks.num_cached_block
-    allocate_slots, cache_blocks = manager.allocate_slots, manager.cache_blocks
-    nothing = manager.empty_kv_cache_blocks
 
-    def allocate(request: Any, num_new_tokens: int, **keywords: Any) -> Any:
-        if num_new_tokens == 1 and not any(keywords.values()):
-            total = request.num_computed_tokens + 1
-            # Of a request that waits there are no blocks; a block that is complete is to be cached.
-            if total % size and total <= size * len(blocks_of.get(request.request_id, ())):
-                return nothing
-        return allocate_slots(request, num_new_tokens, **keywords)
+    def __init__(self, manager: Any) -> None:
+        blocks = manager.coordinator.single_type_managers[0]
+        self._size, self._blocks_of = blocks.block_size, blocks.req_to_blocks
+        self._num_cached_of = blocks.num_cached_block
+        self._allocate, self._cache = manager.allocate_slots, manager.cache_blocks
+        self._nothing = manager.empty_kv_cache_blocks
+        manager.allocate_slots, manager.cache_blocks = self._allocate_slots, self._cache_blocks
 
-    def cache(request: Any, num_computed_tokens: int) -> None:
-        if num_computed_tokens // size > num_cached_of.get(request.request_id, 0):
-            cache_blocks(request, num_computed_tokens)
+    @staticmethod
+    def fits(manager: Any) -> bool:
+        """Whether a cache is of the kind that this knows: of full attention alone, in blocks that
+        are not cut over ranks.
+        """
+        managers = manager.coordinator.single_type_managers
+        if [type(one).__name__ for one in managers] != ["FullAttentionManager"]:
+            return False
+        sizes = managers[0].kv_cache_spec.block_size, managers[0].block_pool.hash_block_size
+        return sizes == (managers[0].block_size,) * 2
 
-    manager.allocate_slots, manager.cache_blocks = allocate, cache
-    return True
+    def has_room(self, request: Any, num_new_tokens: int) -> bool:
+        """Whether a request's last block has room for its next token, and for more after it."""
+        total = request.num_computed_tokens + 1
+        held = len(self._blocks_of.get(request.request_id, ()))  # none of a request that waits
+        return num_new_tokens == 1 and total % self._size != 0 and total <= held * self._size
+
+    def is_cached(self, request: Any, num_tokens: int) -> bool:
+        """Whether all blocks that `num_tokens` of a request fill are found by others already."""
+        return num_tokens // self._size <= int(self._num_cached_of.get(request.request_id, 0))
+
+    def _allocate_slots(self, request: Any, num_new_tokens: int, **keywords: Any) -> Any:
+        if self.has_room(request, num_new_tokens) and not any(keywords.values()):
+            return self._nothing
+        return self._allocate(request, num_new_tokens, **keywords)
+
+    def _cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        if not self.is_cached(request, num_computed_tokens):
+            self._cache(request, num_computed_tokens)
 
 
 class SampledLogprobs:

@@ -33,6 +33,7 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE
+from hybridrl.rollout.vllm_decoding import CacheShortcut
 from hybridrl.rollout.vllm_start import replica_members
 
 pytestmark = list(NEEDS_VLLM)
@@ -104,6 +105,59 @@ def test_vllm_engine_preempts_where_the_cache_is_too_small_and_draws_the_same() 
     found = generate(engine, requests)
     assert preempted
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def test_vllm_engine_passes_by_only_what_would_have_changed_nothing() -> None:
+    """Where the shortcut answers, vLLM's own way is asked as well, and must agree."""
+    engine = start_vllm(QWEN3)
+    write_weights(engine, make_reference(QWEN3), 0)
+    scheduler = engine._live.llm.engine_core.engine_core.scheduler
+    manager = scheduler.kv_cache_manager
+    blocks, pool = manager.coordinator.single_type_managers[0], manager.block_pool
+    allocate, cache = manager.allocate_slots, manager.cache_blocks
+    shortcut = allocate.__self__
+    assert isinstance(shortcut, CacheShortcut)
+    counts: dict[str, list[bool]] = {"allocate": [], "cache": []}  # whether each call is passed by
+
+    def state() -> Any:
+        held = {name: len(found) for name, found in blocks.req_to_blocks.items()}
+        cached = len(pool.cached_block_hash_to_block)
+        return pool.get_num_free_blocks(), dict(blocks.num_cached_block), held, cached
+
+    def watched_allocate(request: Any, num_new_tokens: int, **keywords: Any) -> Any:
+        passes = shortcut.has_room(request, num_new_tokens) and not any(keywords.values())
+        counts["allocate"].append(passes)
+        before = state()
+        found = allocate(request, num_new_tokens, **keywords)
+        if passes:
+            own = type(manager).allocate_slots(manager, request, num_new_tokens, **keywords)
+            assert own.get_block_ids() == found.get_block_ids() == ([],)
+            assert state() == before
+        return found
+
+    def watched_cache(request: Any, num_tokens: int) -> None:
+        counts["cache"].append(shortcut.is_cached(request, num_tokens))
+        before = state()
+        cache(request, num_tokens)
+        if counts["cache"][-1]:
+            type(manager).cache_blocks(manager, request, num_tokens)
+        assert (state() == before) is counts["cache"][-1]
+
+    manager.allocate_slots = watched_allocate
+    params = SamplingParams(temperature=1.0, max_new_tokens=150)
+    # Some prompts are longer than a block; of the last request's, blocks are cached.
+    for requests in (
+        [*make_requests(6, params), long_request(1, params)],
+        [long_request(2, params)],
+    ):
+        engine.submit(requests)
+        while engine.has_unfinished:
+            engine.step()
+            # As vLLM's scheduler of GPUs does; a token early, before `allocate_slots` would do it.
+            for request in scheduler.running:
+                watched_cache(request, request.num_tokens)
+    for name, passes in counts.items():
+        assert len(passes) > 500 and 0.9 < np.mean(passes) < 1, name
 
 
 def test_vllm_engine_takes_every_seed() -> None:

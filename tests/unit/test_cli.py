@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from hybridrl.cli.plan import plan_report
+from hybridrl.cli.plan_memory import GRAPH_BYTES, GROUP_BYTES
 from hybridrl.config.load import load_config, load_config_dict, to_yaml
 
 QWEN25_7B = {
@@ -247,12 +248,17 @@ def test_plan_memory_follows_the_sharding(here: Path) -> None:
     two = report_of(here, 2, rollout=rollout)["memory"]
     ppo = report_of(here, 1, rollout=rollout, algorithm={"name": "ppo"})["memory"]
     assert one["staging_bytes"] == 64 * 2**20
-    assert one["train_peak_bytes"] > 18 * PARAMETERS  # 2 + 4 + 12
+    assert one["train_peak_bytes"] > 18 * PARAMETERS + GRAPH_BYTES  # 2 + 4 + 12
     # The engine's fused projections are cut otherwise than the trainer's; the rest is shared.
     shared = report_of(here, 1, rollout=rollout)["reshard"]["alias_bytes"][0]
     offloading = report_of(here, 1, rollout=rollout, train={"offload_optimizer": True})["memory"]
+    cut = report_of(here, 2, rollout={**rollout, "tp": 2}, train={"tp": 2})["memory"]
+    packed = {**rollout, "tp": 2, "transport": "packed"}
+    staged = report_of(here, 2, rollout=packed, train={"tp": 2})["memory"]
+    assert staged["rollout_peak_bytes"] - cut["rollout_peak_bytes"] == 64 * 2**20
     assert one["rollout_peak_bytes"] > 2 * PARAMETERS + 12 * PARAMETERS + 2 * PARAMETERS - shared
     assert one["rollout_peak_bytes"] - offloading["rollout_peak_bytes"] == 12 * PARAMETERS
     assert one["train_peak_bytes"] == offloading["train_peak_bytes"]
-    assert one["train_peak_bytes"] - two["train_peak_bytes"] == 6 * PARAMETERS
+    # Half of the optimizer's state; world, data parallel, and that with context parallel.
+    assert two["train_peak_bytes"] == one["train_peak_bytes"] - 6 * PARAMETERS + 3 * GROUP_BYTES
     assert ppo["train_peak_bytes"] - one["train_peak_bytes"] == 18 * PARAMETERS
