@@ -16,7 +16,7 @@ case $WORLD in
   2 | 4) LAYOUT="train.tp=2" ;;
   *) echo "WORLD is $WORLD: give 1, 2 or 4" >&2; exit 2 ;;
 esac
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" CUDA_DEVICE_MAX_CONNECTIONS=1
+export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" CUDA_DEVICE_MAX_CONNECTIONS=1
 HERE=$(dirname "$0")
 SFT=runs/arithmetic-sft-${WORLD}gpu
 mkdir -p "$OUT"

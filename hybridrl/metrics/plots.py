@@ -36,6 +36,7 @@ class Plot:
         unit: what the vertical axis counts.
         is_log: whether that axis is logarithmic, where all values are positive.
         starts_at_zero: whether that axis begins at 0.
+        needs_others_than_zero: whether there is nothing to show where all values are 0.
     """
 
     title: str
@@ -43,6 +44,7 @@ class Plot:
     unit: str = ""
     is_log: bool = False
     starts_at_zero: bool = False
+    needs_others_than_zero: bool = False
 
     def of(self, runs: Runs) -> dict[str, dict[str, list[tuple[int, float]]]]:
         """Returns the points of the metrics that there are, by metric and run."""
@@ -53,7 +55,11 @@ class Plot:
         return {
             label: lines
             for label, lines in found.items()
-            if any(math.isfinite(value) for line in lines.values() for _, value in line)
+            if any(
+                math.isfinite(value) and (value or not self.needs_others_than_zero)
+                for line in lines.values()
+                for _, value in line
+            )
         }
 
 
@@ -66,7 +72,8 @@ PLOTS = (
     Plot("Reward", {"mean": "reward/mean", "std": "reward/std"}),
     Plot("Accuracy on held-out prompts, greedy", {"accuracy": ACCURACY}),
     Plot("Policy loss", {"loss": "policy/loss"}),
-    Plot("KL", {"KL": "policy/kl"}, "nats"),
+    # Without a reference it is 0.
+    Plot("KL", {"KL": "policy/kl"}, "nats", needs_others_than_zero=True),
     Plot(
         "KL of policy and teacher",
         {"reverse": "teacher/reverse_kl", "forward": "teacher/forward_kl"},
@@ -100,7 +107,7 @@ PLOTS = (
         "GiB",
         starts_at_zero=True,
     ),
-    Plot("Skipped optimizer steps", {"skipped": SKIPPED}, starts_at_zero=True),
+    Plot("Skipped optimizer steps", {"skipped": SKIPPED}, needs_others_than_zero=True),
 )
 OF_MODELS = {"policy/loss", "critic/loss"}
 TIMES = "Time of a step"
@@ -155,6 +162,8 @@ def _lines(plot: Plot, lines: Mapping[str, Mapping[str, list[tuple[int, float]]]
     heights = [v for by_run in lines.values() for line in by_run.values() for _, v in line]
     if plot.is_log and all(value > 0 or math.isnan(value) for value in heights):
         axes.set_yscale("log")
+    else:
+        axes.ticklabel_format(axis="y", useOffset=False)
     if plot.starts_at_zero:
         axes.set_ylim(bottom=0, top=None if any(value > 0 for value in heights) else 1)
     _finish(axes, plot.title, plot.unit)

@@ -37,7 +37,7 @@ TEMPLATE = """<!doctype html>
 <title>{{ title }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(36rem, 100%), 1fr));
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr));
          gap: 1rem; }
 .plots img { width: 100%; }
 .plots img.wide { grid-column: 1 / -1; }
@@ -48,6 +48,7 @@ pre, td { white-space: pre-wrap; overflow-wrap: anywhere; }
 .samples td { font-family: ui-monospace, monospace; }
 td.long { min-width: 18rem; }
 td > div { max-height: 20rem; overflow: auto; }
+summary { font-size: 1.5em; font-weight: bold; margin: .83em 0; cursor: pointer; }
 pre { background: #f5f5f5; padding: 1rem; font-size: 12px; }
 </style>
 </head>
@@ -80,9 +81,10 @@ pre { background: #f5f5f5; padding: 1rem; font-size: 12px; }
 <td{% if text|string|length > 40 %} class="long"{% endif %}><div>{{ text }}</div></td>{% endfor %}
 </tr>
 {% endfor %}</table>
-{% endif %}{% endfor %}{% for run in runs %}{% if run.config %}<h2>Configuration\
-{% if runs|length > 1 %}, {{ run.label }}{% endif %}</h2>
+{% endif %}{% endfor %}{% for run in runs %}{% if run.config %}<details>
+<summary>Configuration{% if runs|length > 1 %}, {{ run.label }}{% endif %}</summary>
 <pre>{{ run.config }}</pre>
+</details>
 {% endif %}{% endfor %}</body>
 </html>
 """

@@ -8,7 +8,7 @@ OUT=$1
 shift
 PARTS=" ${*:-parity bench step} "
 wants() { [[ $PARTS == *" $1 "* ]]; }
-export OMP_NUM_THREADS=4 PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/dist:${PYTHONPATH:-}"
+export OMP_NUM_THREADS=1 PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/dist:${PYTHONPATH:-}"
 export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" CUDA_DEVICE_MAX_CONNECTIONS=1
 worker() { timeout 130 torchrun --standalone --nproc-per-node="$1" tests/gpu/train_worker.py "${@:2}"; }
 bench() { python benchmarks/bench_train.py --out "$@"; }
@@ -33,7 +33,7 @@ if wants step; then
 fi
 if wants alone; then
   # What each of 4 GPUs has of a step of 64 prompts.
-  step "$OUT/step_0.5b_alone.json" 0.5b/dp1/tp1 --limit-s 120 --prompts 16
+  step "$OUT/step_0.5b_alone.json" 0.5b/dp1/tp1 --limit-s 160 --prompts 16
   # One GPU holds a 7B model's training with its optimizer's state in host memory while it generates.
   step "$OUT/step_7b_alone.json" 7b/dp1/tp1 --limit-s 400 --warmups 1 --steps 2 --prompts 8 --micro-batch-tokens 2048 \
     --set train.offload_optimizer=true --set train.recompute=full --set algorithm.kl_coef=0

@@ -16,9 +16,10 @@ from xml.etree import ElementTree
 import pytest
 
 from hybridrl.errors import DataError
-from hybridrl.metrics.plots import PLOTS, points
+from hybridrl.metrics.plots import PLOTS, figures, points
 from hybridrl.metrics.report import write_report
 from hybridrl.metrics.sinks import JsonlSink, RolloutDump, read_records
+from hybridrl.metrics.values import ACCURACY
 
 
 def make_run(tmp_path: Path) -> Path:
@@ -116,7 +117,7 @@ def test_report_shows_hostile_texts_as_texts_and_needs_nothing_from_outside(
     (run / "config.yaml").write_text("run:\n  name: " + json.dumps(HOSTILE[1]) + "\n")
     page = Page(write_report(run))
     allowed = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "div", "img", "pre"}
-    assert set(page.tags) <= allowed | {"table", "tr", "th", "td"}
+    assert set(page.tags) <= allowed | {"table", "tr", "th", "td", "details", "summary"}
     assert page.tags.count("style") == 1 and page.tags.count("table") == 2
     names = {name for name, _ in page.attributes}
     assert not {name for name in names if name.startswith("on")}
@@ -215,6 +216,15 @@ def test_report_of_one_step_with_few_metrics(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert re.findall(r'<img alt="([^"]*)"', page) == ["Policy loss"]
     assert "Sample rollouts" not in page
+
+
+@pytest.mark.parametrize(("value", "is_shown"), [(0.0, False), (1e-9, True)])
+def test_report_leaves_out_what_is_zero_without_a_reference(
+    tmp_path: Path, value: float, is_shown: bool
+) -> None:
+    records = [{"step": step, "policy/kl": value * step, ACCURACY: 0.0} for step in range(3)]
+    titles = {title for title, _ in figures({"run": records})}
+    assert ("KL" in titles) is is_shown and "Accuracy on held-out prompts, greedy" in titles
 
 
 def test_report_imports_no_torch() -> None:
