@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -401,6 +401,11 @@ def commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
+
+
+def command_of(argv: Sequence[str]) -> str:
+    """Returns a command line as a report names it: of files elsewhere their names."""
+    return " ".join(["python", *(Path(a).name if Path(a).is_absolute() else a for a in argv)])
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_reshard_gpu import CASE, ROOT, check_gpus
-from bench_rollout import commit
+from bench_rollout import command_of, commit
 from bench_train import launch
 
 # Most tokens in a micro-batch: where a GPU holds a whole large model; elsewhere 4 of the reference
@@ -59,7 +59,7 @@ def main() -> int:
     check_gpus(max(job["world"] for job in jobs))
     report: dict[str, Any] = {
         "benchmark": "GRPO step",
-        "command": "python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_of(sys.argv),
         "commit": commit(),
         "cases": [],
     }

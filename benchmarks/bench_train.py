@@ -11,10 +11,10 @@ divided by time and by the rate of a large bf16 matrix product measured in the s
 A case is MODEL/TRAIN: a file benchmarks/models/qwen2.5-MODEL.json and training sizes, whose product
 is the number of GPUs. Before anything is timed the loss of a step must be finite and the update
 must change the log-probabilities. --tails adds lengths with a long tail, where what counts is
-tokens that are no padding: packed and balanced, against samples in order of arrival, padded to the
-longest of their micro-batch. --samples G gives each prompt G samples and times the passes a second
-time with shared prompts (train.share_prompts), whose MFU counts the FLOPs of samples that are not.
-Times are of the slowest rank; OUT.json is written anew after each
+tokens that are no padding: packed and balanced, against samples in order of arrival, as many on
+each replica, padded to the longest of their micro-batch. --samples G gives each prompt G samples
+and times the passes a second time with shared prompts (train.share_prompts), whose MFU counts the
+FLOPs of samples that are not. Times are of the slowest rank; OUT.json is written anew after each
 case.
 """
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_reshard_gpu import ROOT, check_gpus, run_showing_progress
-from bench_rollout import commit
+from bench_rollout import command_of, commit
 from case_record import PROGRESS
 
 CASE = re.compile(r"^(?P<model>[\w.]+)/(?P<train>(?:(?:tp|pp|vpp|cp|dp)\d+)+)$")
@@ -49,7 +49,7 @@ def main() -> int:
     check_gpus(max(job["world"] for job in jobs))
     report: dict[str, Any] = {
         "benchmark": "training",
-        "command": "python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_of(sys.argv),
         "commit": commit(),
         "cases": [],
     }

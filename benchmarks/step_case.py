@@ -14,9 +14,11 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from bench_reshard_gpu import ROOT
 from bench_rollout import largest_over_ranks, timed_calls
 from bench_step import PARTS
 from case_record import CaseRecord
@@ -84,7 +86,7 @@ class Case(CaseRecord):
             "machine": machine(trainer.world.size),
             "layers": trainer.policy.model.layers.said,
             "dtype": str(trainer.source.dtype).removeprefix("torch."),
-            "config": self.config.model_dump(mode="json"),
+            "config": self.config_in_short(),
             "workload": {
                 **{name: job[name] for name in ("workload", "prompts", "samples", "prompt_tokens")},
                 "response_tokens_mean": statistics.mean(self.lengths),
@@ -96,6 +98,14 @@ class Case(CaseRecord):
             "steps": [],
         }
         self.save("peak", f"{self.peak['flops_per_s'] / 1e12:.1f} TFLOP/s")
+
+    def config_in_short(self) -> dict[str, Any]:
+        """Returns the configuration without what is of this machine alone."""
+        found = self.config.model_dump(mode="json")
+        init = Path(found["model"]["init"])
+        inside = init.relative_to(ROOT) if init.is_relative_to(ROOT) else init.name
+        found["model"]["init"], found["run"]["dir"] = str(inside), ""
+        return found
 
     def vocab_size(self) -> int:
         """Returns the model's, before there is a model."""

@@ -22,6 +22,8 @@ from reshard_gpu_case import ROOT, machine
 from hybridrl.algorithms import make_algorithm
 from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.load import load_config_dict
+from hybridrl.data.balance import Schedule
+from hybridrl.data.packing import even_sizes
 from hybridrl.metrics.flops import forward_flops, train_flops
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.groups import start_process_group
@@ -167,14 +169,19 @@ class Case(CaseRecord):
                 self.save(name, f"{ratio:.2f} x with shared prompts")
 
     def measure_tails(self) -> None:
-        """Compares packed, balanced micro-batches of unequal samples with padded ones."""
+        """Compares packed, balanced micro-batches of unequal samples with padded ones that are not
+        balanced.
+        """
         sizes = self.tailed_sizes()
-        real = self.batch_of(sizes)
-        padded = self.batch_of(padded_sizes(sizes, self.job["micro_batch_tokens"]))
+        budget, replicas = self.job["micro_batch_tokens"], self.job["replicas"]
+        padded_sizes, in_order = padded_in_order(sizes, budget, replicas)
+        real, padded = self.batch_of(sizes), self.batch_of(padded_sizes)
         tokens, ways = int(real.lengths_B.sum()), {"tails packed": real, "tails padded": padded}
         flops = train_flops(*self.flop_sizes(real)) / self.world.size
         rates = []
         for name, batch in ways.items():
+            if batch is padded:
+                self.policy.model._schedule = lambda *_: in_order  # type: ignore[method-assign]
             found = self.attempt(name, batch, self.update, flops)
             if "ms" in found:
                 found["tokens_per_s_per_gpu"] = tokens / found["ms"] * 1e3 / self.world.size
@@ -237,25 +244,37 @@ class Case(CaseRecord):
         )
 
 
-def padded_sizes(sizes: Sequence[tuple[int, int]], budget: int) -> list[tuple[int, int]]:
-    """Returns samples in order of arrival, their responses as long as the longest of their
-    micro-batch of `budget` tokens.
+def padded_in_order(
+    sizes: Sequence[tuple[int, int]], budget: int, replicas: int
+) -> tuple[list[tuple[int, int]], Schedule]:
+    """Returns how a trainer that neither packs nor balances takes samples: the same number on each
+    replica, in order of arrival, responses padded to the longest of their micro-batch.
+
+    Args:
+        sizes: tokens of each sample's prompt and response.
+        budget: most tokens of a micro-batch, padding counted.
+
+    Returns:
+        The sizes with padding, and the micro-batches of each replica.
     """
-    found: list[tuple[int, int]] = []
-    group: list[tuple[int, int]] = []
-
-    def flush() -> None:
-        longest = max(response for _, response in group)
-        found.extend((prompt, longest) for prompt, _ in group)
-        group.clear()
-
-    for size in sizes:
-        longest = max(sum(other) for other in (*group, size))
-        if group and longest * (len(group) + 1) > budget:
-            flush()
-        group.append(size)
-    flush()
-    return found
+    padded: list[tuple[int, int]] = []
+    dealt: list[list[tuple[int, ...]]] = []
+    for share in even_sizes(len(sizes), replicas):
+        groups: list[tuple[int, ...]] = []
+        group: list[int] = []
+        for index in range(len(padded), len(padded) + share):
+            longest = max(sum(sizes[i]) for i in (*group, index))
+            if group and longest * (len(group) + 1) > budget:
+                groups.append(tuple(group))
+                group = []
+            group.append(index)
+        groups.append(tuple(group))
+        for group_ in groups:
+            longest = max(sizes[i][1] for i in group_)
+            padded.extend((sizes[i][0], longest) for i in group_)
+        dealt.append(groups)
+    most = max(len(groups) for groups in dealt)
+    return padded, [groups + [()] * (most - len(groups)) for groups in dealt]
 
 
 def attention_backend() -> str:

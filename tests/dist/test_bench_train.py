@@ -45,3 +45,15 @@ def test_training_benchmark_names_the_models_that_there_are() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "qwen2.5-7b" in done.stderr, done.stderr
+
+
+def test_padded_samples_are_as_many_on_each_replica_and_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
+    from train_case import padded_in_order
+
+    sizes = [(2, 3), (2, 8), (2, 1), (2, 1), (2, 1)]
+    padded, dealt = padded_in_order(sizes, 20, 2)
+    assert dealt == [[(0, 1), (2,)], [(3, 4), ()]]
+    assert padded == [(2, 8), (2, 8), (2, 1), (2, 1), (2, 1)]
