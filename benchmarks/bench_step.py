@@ -19,8 +19,8 @@ or has other lengths is refused. Times are of the slowest rank, medians over `--
 OUT.partial.json, which goes when the case is in OUT.json.
 
 Memory. Nothing is offloaded or recomputed unless --set says so: that costs time, and a 7B policy
-with its reference fits into 141 GB without. `hybridrl plan` says 61 GB with tensor parallel size 4
-and micro-batches of 17,440 tokens; with 4 replicas, whose GPUs hold all weights, gradients and the
+with its reference fits into 141 GB without. `hybridrl plan` says 60 GB with tensor parallel size 4
+and micro-batches of 16,384 tokens; with 4 replicas, whose GPUs hold all weights, gradients and the
 reference, 124 GB with 8,192 tokens, which are taken there, and more than there is with 16,384.
 """
 
@@ -39,10 +39,10 @@ from bench_reshard_gpu import CASE, ROOT, check_gpus
 from bench_rollout import command_of, commit
 from bench_train import launch
 
-# Most tokens in a micro-batch: where a GPU holds a whole large model; elsewhere 4 of the reference
-# workload's prompts with their samples (4,359 tokens if the prompt is shared); of a small model,
-# whose kernels are over before the next are launched, 8.
-BUDGET_OF_WHOLE_MODEL, BUDGET, BUDGET_OF_SMALL_MODEL = 8192, 17440, 34880
+# Most tokens in a micro-batch: where a GPU holds a whole large model, and elsewhere; of a small
+# model, whose kernels are over before the next are launched, all that each of 4 replicas has in the
+# reference workload (16 prompts with their samples, 4,359 tokens each if the prompt is shared).
+BUDGET_OF_WHOLE_MODEL, BUDGET, BUDGET_OF_SMALL_MODEL = 8192, 16384, 69760
 LARGE_HIDDEN_SIZE = 2048
 # What a step is made of, in order; the rest is what none of them has.
 PARTS = ("generation", "old", "reference", "update", "reshard", "rest")
