@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import param_and_grad_buffer as megatron_buffers
 from tiny_models import tiny_model
 from torch.distributed import distributed_c10d
@@ -219,6 +223,36 @@ def check_repacking(run: Run) -> None:
         raise AssertionError("a repacked parameter was not found")
 
 
+@contextmanager
+def written_bytes() -> Iterator[dict[str, int]]:
+    """Counts the bytes of fp32 tensors on the host that a checkpoint's writer gets, and clones."""
+    sizes = {"in place": 0, "cloned": 0}
+    given: set[int] = set()
+    save, prepare = dist_checkpointing.save, FileSystemWriterAsync.prepare_write_data
+
+    def watched_save(state: Any, *args: Any) -> Any:
+        for part in nested_values(state["optimizer"]):
+            if isinstance(part, ShardedTensor) and part.data is not None:
+                given.add(part.data.data_ptr())
+        return save(state, *args)
+
+    def watched_prepare(writer: Any, *args: Any) -> None:
+        prepare(writer, *args)
+        for *_, (_, tensors) in writer.write_buckets:
+            for item, tensor in tensors:
+                if item.index.fqn.startswith("optimizer."):
+                    is_given = tensor.data_ptr() in given
+                    sizes["in place" if is_given else "cloned"] += tensor.nbytes
+
+    dist_checkpointing.save = watched_save
+    FileSystemWriterAsync.prepare_write_data = watched_prepare
+    try:
+        yield sizes
+    finally:
+        dist_checkpointing.save = save
+        FileSystemWriterAsync.prepare_write_data = prepare
+
+
 def check_fused(world: World, case: Case, folder: Path) -> None:
     """Steps that leave the gather to the rollout phase, against steps that do not."""
     plain, fused = Run(world, case), Run(world, case, fuse_param_gather=True)
@@ -245,7 +279,11 @@ def check_fused(world: World, case: Case, folder: Path) -> None:
             assert plain.update(step) == fused.update(step)
         gathers.take()
         files = fused.model.source.files
-        write_checkpoint(folder / "fused", world, {"policy": fused.model}, {}, files)
+        with written_bytes() as sizes:
+            write_checkpoint(folder / "fused", world, {"policy": fused.model}, {}, files)
+        # A replica's first rank writes the optimizer's state, out of the memory it was gathered in.
+        has_state = world.where.dp == world.where.cp == 0
+        assert sizes["cloned"] == 0 and (sizes["in place"] > 0) == has_state, (sizes, has_state)
         assert set(gathers.take()) == {"gather"}
     fresh = Run(world, case)
     load_model(folder / "fused" / "policy", fresh.model, world)
