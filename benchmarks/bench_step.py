@@ -43,7 +43,7 @@ from bench_train import launch
 # model, whose kernels are over before the next are launched, all that each of 4 replicas has in the
 # reference workload (16 prompts with their samples, 4,359 tokens each if the prompt is shared).
 BUDGET_OF_WHOLE_MODEL, BUDGET, BUDGET_OF_SMALL_MODEL = 8192, 16384, 69760
-LARGE_HIDDEN_SIZE = 2048
+LARGE_HIDDEN_SIZE, SMALL_HIDDEN_SIZE = 2048, 1024
 # What a step is made of, in order; the rest is what none of them has.
 PARTS = ("generation", "old", "reference", "update", "reshard", "rest")
 
@@ -113,10 +113,10 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     if not model.is_file():
         known = ", ".join(sorted(p.stem for p in model.parent.glob("qwen2.5-*.json")))
         sys.exit(f"case {case!r}: no {model}; there are {known}")
-    is_large = json.loads(model.read_text())["hidden_size"] >= LARGE_HIDDEN_SIZE
+    hidden_size = json.loads(model.read_text())["hidden_size"]
     is_whole = sizes.get("tp", 1) * sizes.get("pp", 1) == 1
-    budget = BUDGET_OF_WHOLE_MODEL if is_whole else BUDGET
-    budget = budget if is_large else BUDGET_OF_SMALL_MODEL
+    budget = BUDGET_OF_WHOLE_MODEL if hidden_size >= LARGE_HIDDEN_SIZE and is_whole else BUDGET
+    budget = BUDGET_OF_SMALL_MODEL if hidden_size <= SMALL_HIDDEN_SIZE else budget
     default_response = 512 if arguments.workload == "reference" else 1024
     names = ("workload", "warmups", "steps", "prompts", "samples", "prompt_tokens")
     return {

@@ -23,7 +23,7 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.load import load_config_dict
 from hybridrl.data.balance import Schedule
-from hybridrl.data.packing import even_sizes
+from hybridrl.data.packing import even_sizes, round_up
 from hybridrl.metrics.flops import forward_flops, train_flops
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.groups import start_process_group
@@ -174,7 +174,9 @@ class Case(CaseRecord):
         """
         sizes = self.tailed_sizes()
         budget, replicas = self.job["micro_batch_tokens"], self.job["replicas"]
-        padded_sizes, in_order = padded_in_order(sizes, budget, replicas)
+        pipeline = self.world.layout
+        multiple = pipeline.pp if pipeline.vpp > 1 else 1
+        padded_sizes, in_order = padded_in_order(sizes, budget, replicas, multiple)
         real, padded = self.batch_of(sizes), self.batch_of(padded_sizes)
         tokens, ways = int(real.lengths_B.sum()), {"tails packed": real, "tails padded": padded}
         flops = train_flops(*self.flop_sizes(real)) / self.world.size
@@ -245,7 +247,7 @@ class Case(CaseRecord):
 
 
 def padded_in_order(
-    sizes: Sequence[tuple[int, int]], budget: int, replicas: int
+    sizes: Sequence[tuple[int, int]], budget: int, replicas: int, multiple: int = 1
 ) -> tuple[list[tuple[int, int]], Schedule]:
     """Returns how a trainer that neither packs nor balances takes samples: the same number on each
     replica, in order of arrival, responses padded to the longest of their micro-batch.
@@ -253,6 +255,7 @@ def padded_in_order(
     Args:
         sizes: tokens of each sample's prompt and response.
         budget: most tokens of a micro-batch, padding counted.
+        multiple: what interleaved pipelines need the number of micro-batches to be a multiple of.
 
     Returns:
         The sizes with padding, and the micro-batches of each replica.
@@ -273,7 +276,7 @@ def padded_in_order(
             longest = max(sizes[i][1] for i in group_)
             padded.extend((sizes[i][0], longest) for i in group_)
         dealt.append(groups)
-    most = max(len(groups) for groups in dealt)
+    most = round_up(max(len(groups) for groups in dealt), multiple)
     return padded, [groups + [()] * (most - len(groups)) for groups in dealt]
 
 

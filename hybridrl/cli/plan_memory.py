@@ -84,10 +84,10 @@ def _gpu_bytes(config: Config, layout: TrainLayout, transport: str) -> int:
     sizes = [layout.world_size, layout.tp, layout.pp, layout.cp, layout.dp]
     sizes += [layout.dp * layout.cp, layout.tp * layout.pp]
     sizes += 2 * [config.rollout.tp]  # torch's group and vLLM's own communicator
-    num_groups = sum(size > 1 for size in sizes)
-    staging = config.rollout.staging_mib * MIB
     is_staged = transport == "packed" and layout.world_size > 1
-    return GROUP_BYTES * num_groups + GRAPH_BYTES + (staging if is_staged else 0)
+    num_groups = sum(size > 1 for size in sizes) + is_staged  # blocks go over a group of their own
+    staging = config.rollout.staging_mib * MIB if is_staged else 0
+    return GROUP_BYTES * num_groups + GRAPH_BYTES + staging
 
 
 def _activation_bytes(config: Config, shape: ModelShape, layout: TrainLayout) -> int:

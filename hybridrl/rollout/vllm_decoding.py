@@ -79,7 +79,8 @@ class SampledLogprobs:
 
     def _take(self, scheduler_output: Any, found: Any) -> Any:
         logprobs, found.logprobs = found.logprobs, None
-        if logprobs is not None:  # none where no request has got to its first token
+        self._of = {}  # none where nothing was computed
+        if logprobs is not None:
             values = logprobs.logprobs[:, 0].tolist()
             self._of = dict(zip(found.req_ids, values, strict=True))
         return self._update(scheduler_output, found)

@@ -57,3 +57,4 @@ def test_padded_samples_are_as_many_on_each_replica_and_in_order(
     padded, dealt = padded_in_order(sizes, 20, 2)
     assert dealt == [[(0, 1), (2,)], [(3, 4), ()]]
     assert padded == [(2, 8), (2, 8), (2, 1), (2, 1), (2, 1)]
+    assert padded_in_order(sizes, 20, 1, multiple=4)[1] == [[(0, 1), (2, 3, 4), (), ()]]
