@@ -7,10 +7,10 @@ import math
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from clock import is_within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -194,8 +194,4 @@ def test_schedule_hash_differs_for_another_schedule():
 def test_schedule_of_a_large_batch_is_quick():
     rng = random.Random(0)
     lengths = [rng.randint(1, 4096) for _ in range(8192)]
-    start = time.perf_counter()
-    schedule(lengths, 64, 8192)
-    assert (
-        time.perf_counter() - start < 2
-    )  # about 0.1 s on an idle core; the rest is for a busy one
+    assert is_within(1, lambda: schedule(lengths, 64, 8192))  # about 0.1 s on an idle core

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from itertools import permutations
 
 import pytest
+from clock import is_within
 from weight_cases import random_case
 
 from hybridrl.hybrid_engine.assign import assign, judge, order_without_loss
@@ -173,6 +173,4 @@ def test_exact_search_takes_under_half_a_second(
 ) -> None:
     shape = LLAMA3_8B if tp == 8 else QWEN25_7B  # 28 heads cannot be cut in 8
     sources, parts = layouts(shape, train, tp)
-    start = time.process_time()
-    assign(sources, parts, is_ascending=is_ascending)
-    assert time.process_time() - start < 0.5
+    assert is_within(0.5, lambda: assign(sources, parts, is_ascending=is_ascending))

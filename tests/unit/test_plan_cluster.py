@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from clock import is_within
 from weight_cases import PADDING, random_case
 
 from hybridrl.cli.plan import load_cluster, plan_report
@@ -105,14 +105,18 @@ def test_235b_on_256_ranks_is_planned_in_seconds_and_near_its_bound(paper: Modul
     model = paper.qwen3_235b_a22b()
     sources = paper.train_layouts(model, 256, tp=4, pp=8, ep=8)
     parts = paper.engine_parts(model, 8, is_expert_parallel=True)
-    start = time.process_time()
-    best = assign(sources, parts, 8)
-    targets = [parts[tp_rank] for _, tp_rank in best.layout.assignment]
-    plan = plan_reshard(sources, targets, 2, 8)
+    made = []
+
+    def make() -> None:
+        best = assign(sources, parts, 8)
+        targets = [parts[tp_rank] for _, tp_rank in best.layout.assignment]
+        plan = plan_reshard(sources, targets, 2, 8)
+        assert len(plan.hash()) == 64
+        made[:] = best, targets, plan, plan.ops[255]
+
+    assert is_within(10, make, tries=3)
+    best, targets, plan, own = made
     assert max(plan.receive_bytes) == 2 * best.receive
-    assert len(plan.hash()) == 64
-    own = plan.ops[255]
-    assert time.process_time() - start < 10
     assert sum(plan.send_bytes) == sum(plan.receive_bytes)
     assert own[0].dest_rank == 255
     prove(plan, sources, targets, ranks=(0, 100, 255))

@@ -196,9 +196,12 @@ def test_processes_work_at_the_same_time_and_stay(made):
     scorer = Scorer(RewardConfig.model_validate(config), Words([str(i) for i in range(6)]))
     made.append(scorer)
     scorer.score(rollout_batch())  # they have started
-    began = time.monotonic()
-    scorer.score(rollout_batch())
-    assert time.monotonic() - began < 0.4  # 0.6 one after the other
+    seconds = []
+    for _ in range(3):  # the machine may be busy with another thing
+        began = time.monotonic()
+        scorer.score(rollout_batch())
+        seconds.append(time.monotonic() - began)
+    assert min(seconds) < 0.4  # 0.6 one after the other
     numbers, _ = scored(
         made, [str(i) for i in range(6)], rollout_batch(), function="own_rewards:number"
     )
@@ -217,7 +220,7 @@ def test_begun_samples_are_scored_meanwhile(made):
     time.sleep(4)
     began = time.monotonic()
     assert scorer.score(batch).reward_B.tolist() == [1.0] * 6
-    assert time.monotonic() - began < 0.1
+    assert time.monotonic() - began < 0.2  # 0.3 if they were scored now
     began = time.monotonic()
     assert scorer.score(batch).reward_B.tolist() == [1.0] * 6  # what was begun counts once
     assert time.monotonic() - began > 0.25

@@ -150,7 +150,7 @@ def test_no_attempt_outlasts_its_limit(server, answer):
     began = time.monotonic()
     with pytest.raises(RemoteError, match="2 attempts, the last: .*[tT]ime"):
         ask(server, retries=1, attempt_s=0.3)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 2.5  # 3 s for each answer otherwise
 
 
 @contextlib.contextmanager
@@ -188,7 +188,7 @@ def test_no_handshake_outlasts_the_limit_and_no_thread_stays(scheme, answer):
         remote = Remote(f"{scheme}://127.0.0.1:{port}/", retries=1, wait_s=0.01, attempt_s=0.4)
         with pytest.raises(RemoteError, match="2 attempts, the last: .*[tT]ime"):
             remote("", "", {})
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 4  # 5 s for each answer otherwise
         until = time.monotonic() + 5
         while late() and time.monotonic() < until:
             time.sleep(0.05)
@@ -208,7 +208,7 @@ def test_no_name_lookup_outlasts_the_limit(monkeypatch):
     began = time.monotonic()
     with pytest.raises(RemoteError, match="TimeoutError: no whole answer in 0.2 s"):
         Remote("http://scores.invalid/", retries=1, wait_s=0.01, attempt_s=0.2)("", "", {})
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 2.5  # 3 s for each lookup otherwise
 
 
 def test_a_server_that_is_not_there_is_an_error():
@@ -235,7 +235,7 @@ def test_samples_are_asked_for_at_the_same_time_and_failures_counted(server):
     scorer = Scorer(RewardConfig.model_validate(config), Numbers())
     began = time.monotonic()
     scored = scorer.score(rollout_batch())
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 1.5  # 1.8 one after the other
     assert scored is not None
     assert scored.sample_ids_B.tolist() == [0, 1, 4, 5]
     assert scored.reward_B.tolist() == [2.0] * 4
