@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -10,6 +12,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[1]
 TAIL_LINES = 40
@@ -29,13 +33,13 @@ def run_ranks(world: int, module_or_script: str, args: Sequence[str], timeout_s:
     """
     is_script = module_or_script.endswith(".py")
     command = [sys.executable, *([] if is_script else ["-m"]), module_or_script, *args]
-    port = free_port()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank_{rank}.log" for rank in range(world)]
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank, log in enumerate(logs):
-                environment = _environment(rank, world, port)
+                environment = _environment(rank, world, store.port)
                 with log.open("wb") as output:
                     ranks.append(
                         subprocess.Popen(
@@ -83,16 +87,22 @@ def _environment(rank: int, world: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
 
 
 def free_port() -> int:
-    """Returns a port that nothing listens on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    """Returns a port that nothing listens on, of those that no system hands out by itself: what
+    asks for any port meanwhile does not get this one.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def _tail(log: Path) -> str:

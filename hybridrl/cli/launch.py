@@ -30,6 +30,7 @@ from hybridrl.errors import UserError
 
 LAUNCHER_PID = "HYBRIDRL_LAUNCHER_PID"
 LOG_DIR = "HYBRIDRL_LOG_DIR"
+STORE_FD = "HYBRIDRL_STORE_FD"  # of parallel/groups.py
 POLL_S = 0.1
 GRACE_S = 3.0  # after the first failure: time for the others to report the same mistake themselves
 KILL_AFTER_S = 10.0
@@ -116,9 +117,11 @@ def launch(
     with _caught_signals() as received:
         ranks: list[_Rank] = []
         try:
-            port = _free_port()
-            for index in range(world_size):
-                ranks.append(_start([*program, *arguments], index, world_size, port, log_dir))
+            # Rank 0 serves the job's store on this socket: a port that was only found to be free
+            # would be anybody's in the seconds until the rank has imported torch.
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                for index in range(world_size):
+                    ranks.append(_start([*program, *arguments], index, world_size, server, log_dir))
             _wait(ranks, received)
             culprits = [rank for rank in ranks if rank.failed]
         finally:
@@ -180,7 +183,7 @@ def _torch_has_cuda() -> bool:
 
 
 def _start(
-    arguments: Sequence[str], index: int, world_size: int, port: int, log_dir: Path
+    arguments: Sequence[str], index: int, world_size: int, server: socket.socket, log_dir: Path
 ) -> _Rank:
     environment = {
         "OMP_NUM_THREADS": "1",  # ranks share the cores already
@@ -192,10 +195,12 @@ def _start(
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(server.getsockname()[1]),
         LAUNCHER_PID: str(os.getpid()),
         LOG_DIR: str(log_dir.absolute()),
     }
+    if index == 0:
+        environment[STORE_FD] = str(server.fileno())
     log = log_dir / f"rank_{index}.log"
     with log.open("ab") as file:
         file.write(f"--- {time.strftime('%F %T')} python {' '.join(arguments)}\n".encode())
@@ -203,6 +208,7 @@ def _start(
         process = subprocess.Popen(
             [sys.executable, *arguments],
             env=environment,
+            pass_fds=(server.fileno(),) if index == 0 else (),
             stdin=subprocess.DEVNULL,
             stdout=None if index == 0 else file,
             stderr=subprocess.PIPE if index == 0 else file,
@@ -220,12 +226,6 @@ def _copy(source: BinaryIO, log: Path) -> None:
             file.write(block)
             file.flush()
             os.write(2, block)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

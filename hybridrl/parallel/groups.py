@@ -34,6 +34,7 @@ POLL_S = 0.25
 # Chunks of point-to-point messages: at 512 KiB one of 64 MiB is cut into too few to be pipelined
 # over 32 channels, and moves 148 GB/s between two H200 in place of 281.
 NCCL_SETTINGS = {"NCCL_GRAPH_REGISTER": "0", "NCCL_P2P_NVL_CHUNKSIZE": "65536"}
+STORE_FD = "HYBRIDRL_STORE_FD"  # of the socket that rank 0 serves the job's store on
 _NUMBERS = itertools.count()  # of the agreements of this process, the same on all ranks
 _STARTS = itertools.count()  # of its process groups, likewise
 _JOB: list[tuple[dist.Store, int, int]] = []  # empty until the first start
@@ -304,9 +305,22 @@ def start_process_group(platform: Platform, timeout_s: float) -> None:
 
 def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     """Returns the job's store, this rank and the world size. The store of the first start stays:
-    rank 0 may be the one that serves it, at a port that the launcher chose.
+    rank 0 may be the one that serves it, on a socket that the launcher listens on already.
     """
-    if not _JOB:
+    if not _JOB and STORE_FD in os.environ:
+        fd, size = int(os.environ.pop(STORE_FD)), int(os.environ["WORLD_SIZE"])
+        os.set_inheritable(fd, False)
+        served = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            size,
+            is_master=True,
+            timeout=timeout,
+            multi_tenant=True,
+            master_listen_fd=fd,
+        )
+        _JOB.append((served, 0, size))
+    elif not _JOB:
         _JOB.append(next(rendezvous("env://", timeout=timeout)))
     store, rank, size = _JOB[0]
     store.set_timeout(timeout)

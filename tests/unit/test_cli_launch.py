@@ -14,7 +14,7 @@ import pytest
 from hybridrl.cli.launch import is_launched, is_rank, launch
 
 PROGRAM = """
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, socket, sys, time
 from pathlib import Path
 from hybridrl.cli.launch import die_with_launcher
 die_with_launcher()
@@ -26,6 +26,11 @@ if what == "env":
     keys = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
     print(rank, *(os.environ[key] for key in keys), os.environ["MASTER_PORT"].isdigit(), flush=True)
     print(f"note {rank}", file=sys.stderr)
+elif what == "port":
+    with socket.socket() as other:
+        taken = other.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))) == 0
+    print(rank, taken, "HYBRIDRL_STORE_FD" in os.environ, file=sys.stderr)
+    time.sleep(0.5)  # rank 1 looks while rank 0 holds it
 elif what == "kill" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 elif what == "crash" and rank == 1:
@@ -83,6 +88,14 @@ def test_launch_gives_ranks_their_environment(
     assert err == "note 0\n"
     assert "2 2 3 3 127.0.0.1 1 True\nnote 2\n" in (tmp_path / "logs" / "rank_2.log").read_text()
     assert "note 0" in (tmp_path / "logs" / "rank_0.log").read_text()
+
+
+def test_the_port_of_the_job_is_taken_before_any_rank_asks(
+    tmp_path: Path, program: list[str]
+) -> None:
+    assert launch(["port"], 2, tmp_path / "logs", program) == 0
+    logs = [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in range(2)]
+    assert "0 True True\n" in logs[0] and "1 True False\n" in logs[1]
 
 
 def test_launch_ends_all_when_a_rank_is_killed(
