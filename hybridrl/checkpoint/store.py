@@ -18,6 +18,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ from hybridrl.checkpoint.folders import (
     read_state,
     step_folders,
 )
+from hybridrl.checkpoint.optimizer_state import param_state
 from hybridrl.errors import CheckpointError
 from hybridrl.models.directory import write_side_files
 from hybridrl.parallel.groups import World
@@ -200,8 +202,6 @@ def load_model(folder: Path, model: Saved, world: World) -> None:
 def _sharded(model: Saved, is_loading: bool) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
-        # Gathered over gloo, by one replica: otherwise through GPUs, which have no room for it.
-        "distrib_optim_fully_reshardable_mem_efficient": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
     }
@@ -214,6 +214,7 @@ def _sharded(model: Saved, is_loading: bool) -> dict[str, Any]:
     weights = parts["model0"] if len(model.chunks) == 1 else dict(parts)
     for optimizer in model.optimizer.chained_optimizers:
         _make_states(optimizer)
+        optimizer.sharded_param_state_fully_reshardable = partial(param_state, optimizer)
     parts["optimizer"] = model.optimizer.sharded_state_dict(
         weights, is_loading=is_loading, metadata=metadata
     )
@@ -225,8 +226,8 @@ def _sharded(model: Saved, is_loading: bool) -> dict[str, Any]:
 def _separate_storages(state: dict[str, Any]) -> None:
     """Gives each of a state's host tensors a storage that ends where it does, in the same memory.
 
-    They are cut from three of all parameters' size; the writer would clone every view, as much
-    memory once more. A feed-forward layer's two halves are cut from one tensor at last.
+    The writer would clone every view, as much memory once more: the two halves of a feed-forward
+    layer, and all where training is on CPU.
     """
     apply_factories(state)
     for part in nested_values(state):

@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from checkpoint_bytes import megatrons_own_way, read_bytes, written_bytes
 from megatron.core.distributed import param_and_grad_buffer as megatron_buffers
 from tiny_models import tiny_model
 from torch.distributed import distributed_c10d
@@ -223,34 +220,13 @@ def check_repacking(run: Run) -> None:
         raise AssertionError("a repacked parameter was not found")
 
 
-@contextmanager
-def written_bytes() -> Iterator[dict[str, int]]:
-    """Counts the bytes of fp32 tensors on the host that a checkpoint's writer gets, and clones."""
-    sizes = {"in place": 0, "cloned": 0}
-    given: set[int] = set()
-    save, prepare = dist_checkpointing.save, FileSystemWriterAsync.prepare_write_data
-
-    def watched_save(state: Any, *args: Any) -> Any:
-        for part in nested_values(state["optimizer"]):
-            if isinstance(part, ShardedTensor) and part.data is not None:
-                given.add(part.data.data_ptr())
-        return save(state, *args)
-
-    def watched_prepare(writer: Any, *args: Any) -> None:
-        prepare(writer, *args)
-        for *_, (_, tensors) in writer.write_buckets:
-            for item, tensor in tensors:
-                if item.index.fqn.startswith("optimizer."):
-                    is_given = tensor.data_ptr() in given
-                    sizes["in place" if is_given else "cloned"] += tensor.nbytes
-
-    dist_checkpointing.save = watched_save
-    FileSystemWriterAsync.prepare_write_data = watched_prepare
-    try:
-        yield sizes
-    finally:
-        dist_checkpointing.save = save
-        FileSystemWriterAsync.prepare_write_data = prepare
+def check_shares(run: Run, num_bytes: int) -> None:
+    """A rank handles its share of the state, and at its ends at most two parameters whole."""
+    sizes = [12 * p.numel() for p in run.model.weights_in_place().values()]
+    share = sum(sizes) / (run.world.layout.dp * run.world.layout.cp)
+    assert 0 < num_bytes <= share + 2 * max(sizes), (num_bytes, share, sizes)
+    if run.world.layout.dp * run.world.layout.cp == 1:
+        assert num_bytes == sum(sizes)
 
 
 def check_fused(world: World, case: Case, folder: Path) -> None:
@@ -281,15 +257,20 @@ def check_fused(world: World, case: Case, folder: Path) -> None:
         files = fused.model.source.files
         with written_bytes() as sizes:
             write_checkpoint(folder / "fused", world, {"policy": fused.model}, {}, files)
-        # A replica's first rank writes the optimizer's state, out of the memory it was gathered in.
-        has_state = world.where.dp == world.where.cp == 0
-        assert sizes["cloned"] == 0 and (sizes["in place"] > 0) == has_state, (sizes, has_state)
+        check_shares(fused, sizes["in place"])
+        assert sizes["cloned"] == 0, sizes
         assert set(gathers.take()) == {"gather"}
-    fresh = Run(world, case)
-    load_model(folder / "fused" / "policy", fresh.model, world)
+    other, fresh = Run(world, case), Run(world, case)
+    with megatrons_own_way():  # reads what ours wrote, and ours what it writes
+        load_model(folder / "fused" / "policy", other.model, world)
+        write_checkpoint(folder / "gathered", world, {"policy": other.model}, {}, files)
+    with read_bytes() as sizes:
+        load_model(folder / "gathered" / "policy", fresh.model, world)
+    check_shares(fresh, sizes["asked"])
     assert_equal(fresh.weights(), plain.weights())
     assert fresh.update(5) == plain.update(5) == fused.update(5)
     assert_equal(fused.weights(), plain.weights())
+    assert_equal(fresh.weights(), plain.weights())
     assert not all(torch.equal(initial[name], t) for name, t in plain.weights().items())
     sums = [sum(part) for part in zip(*gather_objects(received), strict=True)]
     if case.rollout_tp > case.train.tp:
