@@ -13,8 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed import TCPStore
-
 ROOT = Path(__file__).resolve().parents[1]
 TAIL_LINES = 40
 
@@ -33,13 +31,13 @@ def run_ranks(world: int, module_or_script: str, args: Sequence[str], timeout_s:
     """
     is_script = module_or_script.endswith(".py")
     command = [sys.executable, *([] if is_script else ["-m"]), module_or_script, *args]
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank_{rank}.log" for rank in range(world)]
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank, log in enumerate(logs):
-                environment = _environment(rank, world, store.port)
+                environment = _environment(rank, world, port)
                 with log.open("wb") as output:
                     ranks.append(
                         subprocess.Popen(
@@ -87,8 +85,6 @@ def _environment(rank: int, world: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }

@@ -1,123 +1,166 @@
-"""The optimizer's state in a checkpoint: every data-parallel rank writes and reads its own part.
+"""The optimizer's state in a checkpoint: every data-parallel rank writes and reads its part.
 
-Megatron's distributed optimizer lays the parameters of a buffer end to end and cuts that line into
+Megatron's distributed optimizer lays the parameters of a bucket end to end and cuts that line into
 equal shares, one a data-parallel rank, wherever the cuts fall; a checkpoint has whole parameters,
 so that any layout can read it. Megatron gathers all of the state on the first of those ranks, which
 then writes alone, and lets every rank read all: 12 bytes of host memory a parameter of the part of
-the model that they share. Here a parameter is written by the rank in whose share it begins, which
-is sent what lies in the shares behind, and read by the ranks that have a piece of it. The files are
-the same.
+the model that they share. Here each parameter has one rank that writes and reads it, of those that
+have a piece of it; the pieces go there and back. The files are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from torch import Tensor
 
 STATES = ("param", "exp_avg", "exp_avg_sq")  # as Megatron names them: fp32 weight, Adam's moments
+# Of pieces under way: a rank holds so much beside what it writes. Waiting for each would be slow.
+MOST_BYTES_UNDER_WAY = 256 << 20
 
 
-def param_state(
-    optimizer: Any,
-    model_state: Mapping[str, Any],
-    is_loading: bool = False,
-    metadata: Mapping[str, Any] | None = None,
+@dataclass(frozen=True)
+class _Cut:
+    """A parameter, the data-parallel ranks that have a piece of it, and which elements of it."""
+
+    parameter: torch.nn.Parameter
+    pieces: Mapping[int, slice]
+    keeper: int  # the one of them that writes and reads it
+
+    @property
+    def others(self) -> Iterator[tuple[int, slice]]:
+        """The pieces that the keeper has not."""
+        return ((rank, span) for rank, span in self.pieces.items() if rank != self.keeper)
+
+    def empty(self) -> Tensor:
+        """Returns room for one state of the whole parameter; memory is taken where it is filled.
+
+        It is numpy's: of such memory each view can be made a tensor with a storage of its own.
+        """
+        return torch.from_numpy(np.empty(self.parameter.numel(), np.float32))
+
+
+@contextmanager
+def own_shares(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Makes the `sharded_state_dict` of Megatron's distributed optimizers that of the parameters
+    that this rank writes and reads, for as long as the block lasts. They must have their states.
+
+    Collective over the data-parallel ranks when saving.
+    """
+    name = "sharded_param_state_fully_reshardable"
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        setattr(optimizer, name, partial(_param_state, optimizer))
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            delattr(optimizer, name)
+
+
+def hand_out(optimizers: Sequence[Any], states: Any) -> None:
+    """Completes what was loaded with the pieces that other ranks have read; collective over the
+    data-parallel ranks.
+
+    Args:
+        optimizers: `DistributedOptimizer`s.
+        states: their loaded states: of one optimizer its own, of several by their number.
+    """
+    for number, optimizer in enumerate(optimizers):
+        state = states if len(optimizers) == 1 else states[number]
+        found = state.setdefault("param_state", {})
+        exchange = _Exchange(optimizer.data_parallel_group_gloo)
+        for index, cut in enumerate(_cuts(optimizer, exchange.size)):
+            if exchange.rank not in cut.pieces or len(cut.pieces) == 1:
+                continue
+            if exchange.rank != cut.keeper:
+                found[index] = {name: cut.empty() for name in STATES}
+            for name in STATES:
+                whole = found[index][name].reshape(-1)
+                if exchange.rank != cut.keeper:
+                    exchange.receive(whole[cut.pieces[exchange.rank]], cut.keeper)
+                    continue
+                for peer, span in cut.others:
+                    exchange.send(whole[span], peer)
+        exchange.wait()
+
+
+def _param_state(
+    optimizer: Any, model_state: Mapping[str, Any], is_loading: bool, metadata: Mapping[str, Any]
 ) -> dict[int, dict[str, Any]]:
     """Stands in for `DistributedOptimizer.sharded_param_state_fully_reshardable`.
 
-    Collective over the optimizer's data-parallel ranks when saving.
-
     Args:
-        optimizer: a `DistributedOptimizer` that has its states.
+        optimizer: a `DistributedOptimizer`.
         model_state: sharded state of the model, whose data are the parameters themselves.
         is_loading: whether the tensors are to be filled from a checkpoint.
         metadata: not used.
 
     Returns:
-        By a parameter's number in the optimizer, Megatron's sharded tensors by STATES; only of
-        parameters that this rank writes, or has a piece of.
+        By a parameter's number in the optimizer, Megatron's sharded tensors by STATES.
     """
-    group = optimizer.data_parallel_group_gloo
-    rank = group.rank()
     tensors_of_model, _ = extract_sharded_tensors_and_factories(dict(model_state))
     described = {part.data: part for part in nested_values(tensors_of_model)}
-    messages: list[dist.P2POp] = []
+    exchange = _Exchange(optimizer.data_parallel_group_gloo)
     found: dict[int, dict[str, Any]] = {}
-    for index, (parameter, pieces) in enumerate(_parameters(optimizer, group.size())):
-        owner = next(iter(pieces))
-        if rank not in pieces:
+    for index, cut in enumerate(_cuts(optimizer, exchange.size)):
+        if exchange.rank not in cut.pieces:
             continue
-        own = {} if is_loading else optimizer._get_main_param_and_optimizer_states(parameter)
-        tensors = {}
-        for name in STATES:
-            if is_loading or (rank == owner and len(pieces) > 1):
-                tensors[name] = torch.empty(parameter.numel(), dtype=torch.float32)
-            elif rank == owner:
-                tensors[name] = own[name].detach()
-        if not is_loading and len(pieces) > 1:
-            messages += _exchange(tensors, own, pieces, group)
-        if tensors:
-            found[index] = _sharded(described, parameter, tensors, is_main=rank == owner)
-    if messages:
-        for work in dist.batch_isend_irecv(messages):
-            work.wait()
+        if is_loading:
+            kept = {name: cut.empty() for name in STATES}
+        else:
+            states = optimizer._get_main_param_and_optimizer_states(cut.parameter)
+            own = {name: states[name].detach() for name in STATES}
+            kept = own if len(cut.pieces) == 1 else _gathered(cut, own, exchange)
+        if exchange.rank == cut.keeper:
+            found[index] = _sharded(described, cut.parameter, kept)
+    exchange.wait()
     return found
 
 
-def _parameters(optimizer: Any, dp: int) -> Iterator[tuple[torch.nn.Parameter, dict[int, slice]]]:
-    """Yields the parameters in the order in which Megatron numbers them, each with the
-    data-parallel ranks that have a piece of it, first to last, and which elements.
-    """
+def _gathered(cut: _Cut, own: Mapping[str, Tensor], exchange: _Exchange) -> dict[str, Tensor]:
+    """Sends this rank's pieces to the keeper; returns there the places that they come to."""
+    if exchange.rank != cut.keeper:
+        for name in STATES:
+            exchange.send(own[name].cpu(), cut.keeper)
+        return {}
+    wholes = {name: cut.empty() for name in STATES}
+    for name, whole in wholes.items():
+        whole[cut.pieces[cut.keeper]].copy_(own[name])
+        for peer, span in cut.others:
+            exchange.receive(whole[span], peer)
+    return wholes
+
+
+def _cuts(optimizer: Any, dp: int) -> Iterator[_Cut]:
+    """Yields the parameters in the order in which Megatron numbers them."""
+    kept = [0] * dp  # elements, by rank
     for buffer in optimizer.buffers:
         for parameter, (start, end, which) in buffer.param_index_map.items():
             bucket = buffer.buckets[which]
             share = bucket.grad_data.numel() // dp
             first, last = start - bucket.offset, end - bucket.offset
-            yield (
-                parameter,
-                {
-                    rank: slice(
-                        max(first, rank * share) - first, min(last, (rank + 1) * share) - first
-                    )
-                    for rank in range(first // share, (last - 1) // share + 1)
-                },
-            )
-
-
-def _exchange(
-    whole: Mapping[str, torch.Tensor],
-    own: Mapping[str, torch.Tensor],
-    pieces: Mapping[int, slice],
-    group: dist.ProcessGroup,
-) -> Iterator[dist.P2POp]:
-    """Yields the messages that make a parameter's states `whole` on the rank that has its first
-    piece; puts that rank's own piece there.
-    """
-    rank, owner = group.rank(), next(iter(pieces))
-    for name in STATES:
-        if rank != owner:
-            piece = own[name].detach().cpu().contiguous()
-            yield dist.P2POp(dist.isend, piece, group=group, group_peer=owner)
-            continue
-        for peer, span in pieces.items():
-            if peer == owner:
-                whole[name][span].copy_(own[name].detach())
-            else:
-                yield dist.P2POp(dist.irecv, whole[name][span], group=group, group_peer=peer)
+            pieces = {
+                rank: slice(max(first, rank * share) - first, min(last, (rank + 1) * share) - first)
+                for rank in range(first // share, (last - 1) // share + 1)
+            }
+            keeper = min(pieces, key=lambda rank: kept[rank])
+            kept[keeper] += parameter.numel()
+            yield _Cut(parameter, pieces, keeper)
 
 
 def _sharded(
-    described: Mapping[torch.Tensor, Any],
-    parameter: torch.nn.Parameter,
-    tensors: Mapping[str, torch.Tensor],
-    is_main: bool,
+    described: Mapping[Tensor, Any], parameter: torch.nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Returns states as Megatron describes their parameter in the model."""
     if parameter not in described:
@@ -128,10 +171,45 @@ def _sharded(
         changes: dict[str, Any] = {
             "key": f"optimizer.state.{name}.{of_model.key}",
             "data": tensor.view(of_model.data.shape),
-            # The last coordinate is the data-parallel one; 0 of all writes, and must be there once.
-            "replica_id": (*of_model.replica_id[:-1], 0 if is_main else 1),
+            # The last coordinate is the data-parallel one: of these ranks only the keeper has it.
+            "replica_id": (*of_model.replica_id[:-1], 0),
         }
         if not isinstance(of_model, ShardedTensorFactory):
             changes["dtype"] = tensor.dtype
         parts[name] = replace(of_model, **changes)
     return parts
+
+
+class _Exchange:
+    """Pieces under way between the ranks of a gloo group, on the host.
+
+    Who waits for whom: a rank waits for the pieces that it has begun to send and receive whenever
+    they are many. All ranks take parameters, and their states, in one order: the rank that is
+    furthest behind waits for no other.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._group = group
+        self._under_way: list[tuple[Any, Tensor]] = []
+        self._num_bytes = 0
+
+    def send(self, piece: Tensor, peer: int) -> None:
+        """Begins to send a contiguous piece."""
+        self._add(dist.isend(piece, group=self._group, group_dst=peer), piece)
+
+    def receive(self, place: Tensor, peer: int) -> None:
+        """Begins to receive a piece where it belongs."""
+        self._add(dist.irecv(place, group=self._group, group_src=peer), place)
+
+    def wait(self) -> None:
+        """Waits for all pieces."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way, self._num_bytes = [], 0
+
+    def _add(self, work: Any, tensor: Tensor) -> None:
+        self._under_way.append((work, tensor))
+        self._num_bytes += tensor.nbytes
+        if self._num_bytes > MOST_BYTES_UNDER_WAY:
+            self.wait()

@@ -18,7 +18,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,7 +38,7 @@ from hybridrl.checkpoint.folders import (
     read_state,
     step_folders,
 )
-from hybridrl.checkpoint.optimizer_state import param_state
+from hybridrl.checkpoint.optimizer_state import hand_out, own_shares
 from hybridrl.errors import CheckpointError
 from hybridrl.models.directory import write_side_files
 from hybridrl.parallel.groups import World
@@ -195,6 +194,7 @@ def load_model(folder: Path, model: Saved, world: World) -> None:
         for index, chunk in enumerate(model.chunks):
             _load_weights(chunk, loaded[f"model{index}"])
         if model.optimizer is not None:
+            hand_out(model.optimizer.chained_optimizers, loaded["optimizer"])
             model.optimizer.load_state_dict(loaded["optimizer"])
             _separate_step_counts(model.optimizer)
 
@@ -214,25 +214,25 @@ def _sharded(model: Saved, is_loading: bool) -> dict[str, Any]:
     weights = parts["model0"] if len(model.chunks) == 1 else dict(parts)
     for optimizer in model.optimizer.chained_optimizers:
         _make_states(optimizer)
-        optimizer.sharded_param_state_fully_reshardable = partial(param_state, optimizer)
-    parts["optimizer"] = model.optimizer.sharded_state_dict(
-        weights, is_loading=is_loading, metadata=metadata
-    )
+    with own_shares(model.optimizer.chained_optimizers):
+        parts["optimizer"] = model.optimizer.sharded_state_dict(
+            weights, is_loading=is_loading, metadata=metadata
+        )
     if not is_loading:
         _separate_storages(parts["optimizer"])
     return parts
 
 
 def _separate_storages(state: dict[str, Any]) -> None:
-    """Gives each of a state's host tensors a storage that ends where it does, in the same memory.
+    """Gives tensors in numpy's memory a storage that ends where they do, in the same memory.
 
-    The writer would clone every view, as much memory once more: the two halves of a feed-forward
-    layer, and all where training is on CPU.
+    The writer would clone every view: the two halves of a feed-forward layer. Live tensors of a CPU
+    it clones: their storages must stay resizable, which those that numpy has seen are not.
     """
     apply_factories(state)
     for part in nested_values(state):
-        if isinstance(part, ShardedTensor) and part.data is not None and part.data.is_cpu:
-            part.data = torch.from_numpy(part.data.detach().numpy())
+        if isinstance(part, ShardedTensor) and not part.data.untyped_storage().resizable():
+            part.data = torch.from_numpy(part.data.numpy())
 
 
 def _only_weights(state: Mapping[str, Any]) -> dict[str, Any]:

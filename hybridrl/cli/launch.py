@@ -117,9 +117,10 @@ def launch(
     with _caught_signals() as received:
         ranks: list[_Rank] = []
         try:
-            # Rank 0 serves the job's store on this socket: a port that was only found to be free
-            # would be anybody's in the seconds until the rank has imported torch.
-            with socket.create_server(("127.0.0.1", 0)) as server:
+            # Rank 0 listens on this socket, for the job's store: a port that was only found to be
+            # free would be anybody's in the seconds until the rank has imported torch.
+            with socket.socket() as server:
+                server.bind(("127.0.0.1", 0))
                 for index in range(world_size):
                     ranks.append(_start([*program, *arguments], index, world_size, server, log_dir))
             _wait(ranks, received)
@@ -199,6 +200,7 @@ def _start(
         LAUNCHER_PID: str(os.getpid()),
         LOG_DIR: str(log_dir.absolute()),
     }
+    environment.pop(STORE_FD, None)  # of a rank that launches others
     if index == 0:
         environment[STORE_FD] = str(server.fileno())
     log = log_dir / f"rank_{index}.log"

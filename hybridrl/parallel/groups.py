@@ -305,7 +305,7 @@ def start_process_group(platform: Platform, timeout_s: float) -> None:
 
 def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     """Returns the job's store, this rank and the world size. The store of the first start stays:
-    rank 0 may be the one that serves it, on a socket that the launcher listens on already.
+    rank 0 may be the one that serves it, on a socket that the launcher has bound.
     """
     if not _JOB and STORE_FD in os.environ:
         fd, size = int(os.environ.pop(STORE_FD)), int(os.environ["WORLD_SIZE"])

@@ -308,7 +308,7 @@ class Trainer:
             "num_updates": {name: model.num_updates for name, model in self.trained.items()},
         }
         was_rollout = self.hybrid_engine.phases.phase is Phase.ROLLOUT
-        # Gathering optimizer states takes the memory that the engine holds.
+        # The optimizer's state may be away, and the engine holds memory.
         self.enter_training(frees_memory=True)
         with self.journal.timer.phase("checkpoint"):
             folder = self.store.save(self.step, self.trained, state, self.source.files)

@@ -76,7 +76,7 @@ def wrap_for_training(
             use_distributed_optimizer=True,
         ),
         wrapped,
-        use_gloo_process_groups=True,  # checkpoints are gathered over them
+        use_gloo_process_groups=True,  # pieces of checkpoints go over them
     )
     config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from megatron.core import dist_checkpointing
@@ -13,11 +14,12 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from hybridrl.checkpoint import store
+from hybridrl.trainer import optimizer as trainer_optimizer
 
 
 @contextmanager
 def written_bytes() -> Iterator[dict[str, int]]:
-    """Counts the bytes of fp32 tensors on the host that a checkpoint's writer gets, and clones."""
+    """Counts the bytes of the optimizer's state that a checkpoint's writer gets, and clones."""
     sizes = {"in place": 0, "cloned": 0}
     given: set[int] = set()
     save, prepare = dist_checkpointing.save, FileSystemWriterAsync.prepare_write_data
@@ -67,10 +69,30 @@ def read_bytes() -> Iterator[dict[str, int]]:
 @contextmanager
 def megatrons_own_way() -> Iterator[None]:
     """Checkpoints of which a first data-parallel rank gathers the optimizer's state."""
-    ours, gathers = store.param_state, DistributedOptimizer.sharded_param_state_fully_reshardable
+    name = "sharded_param_state_fully_reshardable"
+    ours, gathers = (store.own_shares, store.hand_out), getattr(DistributedOptimizer, name)
     over_gloo = {"distrib_optim_fully_reshardable_mem_efficient": True}
-    store.param_state = lambda optimizer, *args: gathers(optimizer, *args[:2], over_gloo)
+
+    def gather(optimizer: Any, model_state: Any, is_loading: bool, metadata: Any) -> Any:
+        return gathers(optimizer, model_state, is_loading, over_gloo)
+
+    store.own_shares, store.hand_out = lambda *_: nullcontext(), lambda *_: None
+    setattr(DistributedOptimizer, name, gather)
     try:
         yield
     finally:
-        store.param_state = ours
+        store.own_shares, store.hand_out = ours
+        setattr(DistributedOptimizer, name, gathers)
+
+
+@contextmanager
+def small_buckets() -> Iterator[None]:
+    """Models whose parameters are mostly cut over all data-parallel ranks, as those of large models
+    are by default: in buckets of a few thousand elements.
+    """
+    config = trainer_optimizer.DistributedDataParallelConfig
+    trainer_optimizer.DistributedDataParallelConfig = partial(config, bucket_size=5000)
+    try:
+        yield
+    finally:
+        trainer_optimizer.DistributedDataParallelConfig = config

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_bytes import megatrons_own_way, read_bytes, written_bytes
+from checkpoint_bytes import megatrons_own_way, read_bytes, small_buckets, written_bytes
 from megatron.core.distributed import param_and_grad_buffer as megatron_buffers
 from tiny_models import tiny_model
 from torch.distributed import distributed_c10d
@@ -221,7 +221,7 @@ def check_repacking(run: Run) -> None:
 
 
 def check_shares(run: Run, num_bytes: int) -> None:
-    """A rank handles its share of the state, and at its ends at most two parameters whole."""
+    """A rank writes and reads about its share of the state, in whole parameters."""
     sizes = [12 * p.numel() for p in run.model.weights_in_place().values()]
     share = sum(sizes) / (run.world.layout.dp * run.world.layout.cp)
     assert 0 < num_bytes <= share + 2 * max(sizes), (num_bytes, share, sizes)
@@ -257,20 +257,29 @@ def check_fused(world: World, case: Case, folder: Path) -> None:
         files = fused.model.source.files
         with written_bytes() as sizes:
             write_checkpoint(folder / "fused", world, {"policy": fused.model}, {}, files)
-        check_shares(fused, sizes["in place"])
-        assert sizes["cloned"] == 0, sizes
+        check_shares(fused, sum(sizes.values()))
         assert set(gathers.take()) == {"gather"}
-    other, fresh = Run(world, case), Run(world, case)
-    with megatrons_own_way():  # reads what ours wrote, and ours what it writes
-        load_model(folder / "fused" / "policy", other.model, world)
-        write_checkpoint(folder / "gathered", world, {"policy": other.model}, {}, files)
+    # From one bucket into many, and from many into one and many, by Megatron's way and ours.
+    fresh = Run(world, case)
+    with small_buckets():
+        cut, other = Run(world, case), Run(world, case)
+    with megatrons_own_way():
+        load_model(folder / "fused" / "policy", cut.model, world)
+    with written_bytes() as sizes:
+        write_checkpoint(folder / "cut", world, {"policy": cut.model}, {}, files)
+    check_shares(cut, sum(sizes.values()))
+    # What a rank has gathered is written where it came to; on CPU the rest is cloned.
+    assert case.train.pp > 1 or 5 * sizes["cloned"] < sizes["in place"], sizes
+    load_model(folder / "cut" / "policy", fresh.model, world)
     with read_bytes() as sizes:
-        load_model(folder / "gathered" / "policy", fresh.model, world)
-    check_shares(fresh, sizes["asked"])
-    assert_equal(fresh.weights(), plain.weights())
+        load_model(folder / "cut" / "policy", other.model, world)
+    check_shares(other, sizes["asked"])
+    for run in (fresh, cut, other):
+        assert_equal(run.weights(), plain.weights())
     assert fresh.update(5) == plain.update(5) == fused.update(5)
-    assert_equal(fused.weights(), plain.weights())
-    assert_equal(fresh.weights(), plain.weights())
+    assert other.update(5) == cut.update(5)  # a norm's terms are added in the order of shares
+    for ours, wanted in ((fresh, plain), (fused, plain), (other, cut)):
+        assert_equal(ours.weights(), wanted.weights())
     assert not all(torch.equal(initial[name], t) for name, t in plain.weights().items())
     sums = [sum(part) for part in zip(*gather_objects(received), strict=True)]
     if case.rollout_tp > case.train.tp:
@@ -281,7 +290,7 @@ def check_fused(world: World, case: Case, folder: Path) -> None:
         print(f"{case.name}: received until the engine has it {sums[1]}, plain {sums[0]}")
 
 
-def check_freed(world: World, case: Case, knobs: dict[str, Any]) -> None:
+def check_freed(world: World, case: Case, folder: Path, knobs: dict[str, Any]) -> None:
     """Weights that are freed while the engine generates, against weights that stay."""
     plain = Run(world, case)
     freed = Run(world, case, release_weights_in_rollout=True, **knobs)
@@ -321,11 +330,24 @@ def check_freed(world: World, case: Case, knobs: dict[str, Any]) -> None:
     freed.hybrid.to_rollout()  # without a word of training in between
     freed.hybrid.to_train()
     assert_equal(freed.weights(), plain.weights())
+    if knobs.get("offload_optimizer"):
+        check_offloaded(case, freed, plain, folder)
     with setup.released([*freed.memories, *freed.copies]):  # as around the engine's start
         assert freed.freed()
     assert_equal(freed.weights(), plain.weights())
     if world.rank == 0:
         print(f"{case.name}: freed and made again, {knobs}")
+
+
+def check_offloaded(case: Case, run: Run, plain: Run, folder: Path) -> None:
+    """A checkpoint has an offloaded state as it is now, not its last copy on the host."""
+    assert run.update(3) == plain.update(3)
+    write_checkpoint(folder, run.world, {"policy": run.model}, {}, run.model.source.files)
+    fresh = Run(run.world, case)
+    load_model(folder / "policy", fresh.model, run.world)
+    assert fresh.update(4) == plain.update(4) == run.update(4)
+    assert_equal(fresh.weights(), plain.weights())
+    assert_equal(run.weights(), plain.weights())
 
 
 def main() -> None:
@@ -337,11 +359,11 @@ def main() -> None:
         world = World(case.train, platform, 120)
         platform.seed(1)
         check_fused(world, case, folder / str(number))
-    for case in FREED:
+    for number, case in enumerate(FREED):
         world = World(case.train, platform, 120)
         platform.seed(1)
         for knobs in FREEING:
-            check_freed(world, case, knobs)
+            check_freed(world, case, folder / f"freed {number}", knobs)
 
 
 if __name__ == "__main__":

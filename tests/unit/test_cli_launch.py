@@ -27,10 +27,15 @@ if what == "env":
     print(rank, *(os.environ[key] for key in keys), os.environ["MASTER_PORT"].isdigit(), flush=True)
     print(f"note {rank}", file=sys.stderr)
 elif what == "port":
-    with socket.socket() as other:
-        taken = other.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))) == 0
-    print(rank, taken, "HYBRIDRL_STORE_FD" in os.environ, file=sys.stderr)
-    time.sleep(0.5)  # rank 1 looks while rank 0 holds it
+    try:
+        socket.socket().bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        is_taken = False
+    except OSError:
+        is_taken = True
+    print(rank, is_taken, "HYBRIDRL_STORE_FD" in os.environ, file=sys.stderr)
+    (logs / f"rank_{rank}.looked").touch()
+    while not (logs / "rank_1.looked").exists():  # while rank 0 holds it
+        time.sleep(0.05)
 elif what == "kill" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 elif what == "crash" and rank == 1:
