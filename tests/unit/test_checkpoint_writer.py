@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hybridrl.platform import Platform
+from hybridrl.platform import _save_checkpoints_in_this_process
 
 SIZE, PER_FILE = torch.Size([1000]), 6
 
@@ -60,7 +60,7 @@ def buckets(folder: Path, values: list[list[float]]) -> list[tuple]:
 
 
 def write(made: list[tuple]) -> dict | Exception:
-    Platform.detect().activate()
+    _save_checkpoints_in_this_process()
     writer = FileSystemWriterAsync
     results: queue.SimpleQueue = queue.SimpleQueue()
     made = writer.preload_tensors(made, True)
