@@ -68,6 +68,7 @@ WALLS = {
         "trainer/critic.py",
         "trainer/optimizer.py",
         "checkpoint/store.py",
+        "checkpoint/optimizer_state.py",
         "platform.py",
     ],
     "transformer_engine": ["platform.py"],
