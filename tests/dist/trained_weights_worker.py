@@ -257,20 +257,23 @@ def check_fused(world: World, case: Case, folder: Path) -> None:
             write_checkpoint(folder / "fused", world, {"policy": fused.model}, {}, files)
         check_shares(fused, sum(sizes.values()))
         assert set(gathers.take()) == {"gather"}
-    # From one bucket into many, and from many into one and many, by Megatron's way and ours.
+    # Megatron's way reads what ours wrote, of one bucket and of many, and ours what it wrote.
     fresh = Run(world, case)
     with small_buckets():
         cut, other = Run(world, case), Run(world, case)
     with megatrons_own_way():
         load_model(folder / "fused" / "policy", cut.model, world)
+        # Not of `cut`: Megatron 0.16.1 takes states of several padded buckets from wrong places.
+        write_checkpoint(folder / "gathered", world, {"policy": fused.model}, {}, files)
     with written_bytes() as sizes:
         write_checkpoint(folder / "cut", world, {"policy": cut.model}, {}, files)
     check_shares(cut, sum(sizes.values()))
     # What a rank has gathered is written where it came to; on CPU the rest is cloned.
     assert case.train.pp > 1 or 5 * sizes["cloned"] < sizes["in place"], sizes
-    load_model(folder / "cut" / "policy", fresh.model, world)
+    with megatrons_own_way():
+        load_model(folder / "cut" / "policy", fresh.model, world)
     with read_bytes() as sizes:
-        load_model(folder / "cut" / "policy", other.model, world)
+        load_model(folder / "gathered" / "policy", other.model, world)
     check_shares(other, sizes["asked"])
     for run in (fresh, cut, other):
         assert_equal(run.weights(), plain.weights())
