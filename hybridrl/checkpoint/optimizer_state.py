@@ -5,9 +5,9 @@ equal shares, one a data-parallel rank, wherever the cuts fall; a checkpoint has
 so that any layout can read it. Megatron gathers all of the state on the first of those ranks, which
 then writes alone, and lets every rank read all: 12 bytes of host memory a parameter of the part of
 the model that they share. Here each parameter has one rank that writes and reads it, of those that
-have a piece of it; the pieces go there and back. The files are the same. Of several
-buckets of which one is padded Megatron 0.16.1 writes states from wrong places: it cuts what it has
-gathered without the padding at places that count it.
+have a piece of it; the pieces go there and back. The files are the same, but that Megatron 0.16.1
+writes states from wrong places behind a padded bucket: it cuts what it has gathered, which has no
+padding between buckets, at places that count it.
 """
 
 from __future__ import annotations

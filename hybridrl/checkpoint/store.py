@@ -231,7 +231,9 @@ def _separate_storages(state: dict[str, Any]) -> None:
     """
     apply_factories(state)
     for part in nested_values(state):
-        if isinstance(part, ShardedTensor) and not part.data.untyped_storage().resizable():
+        if not isinstance(part, ShardedTensor) or not part.data.is_cpu:
+            continue
+        if not part.data.untyped_storage().resizable():
             part.data = torch.from_numpy(part.data.numpy())
 
 
