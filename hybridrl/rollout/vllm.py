@@ -39,9 +39,9 @@ from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
-from hybridrl.rollout.vllm_decoding import CacheShortcut, SampledLogprobs
+from hybridrl.rollout.vllm_decoding import DecodingSteps
 from hybridrl.rollout.vllm_start import start, stop
-from hybridrl.rollout.vllm_version import head_dim_rule
+from hybridrl.rollout.vllm_version import head_dim_rule, is_scheduler_known
 
 
 class VllmEngine:
@@ -107,9 +107,7 @@ class VllmEngine:
         )
         self._agreement = TokenAgreement(self._live.tp_group)
         scheduler = self._live.llm.engine_core.engine_core.scheduler
-        if CacheShortcut.fits(scheduler.kv_cache_manager):
-            CacheShortcut(scheduler.kv_cache_manager)
-        self._logps = SampledLogprobs(scheduler)
+        self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
         # Every unfinished request, in order of arrival, and those that vLLM has, by its name for
         # them. A name is given once: of an aborted request a token may still be under way.
         self._rows: dict[int, RunningRequest] = {}
@@ -251,6 +249,12 @@ class VllmEngine:
             # every token, a quarter of a step's time with small models.
             outputs = self._live.llm.engine_core.get_output().outputs
         drawn = [token for output in outputs for token in self._take(output)]
+        for name, token, logp in self._decoding.drawn():
+            if name in self._running:  # else aborted since
+                row = self._running[name]
+                if self._append(row, token, logp) is not None:
+                    raise RuntimeError(f"vLLM goes on with request {name} after its last token")
+                drawn.append((row.request.request_id, token))
         self._agreement.report(drawn)
         if not self._rows:
             self._agreement.settle()  # no step follows that would
@@ -305,13 +309,7 @@ class VllmEngine:
         request_id = row.request.request_id
         completion: Completion | None = None
         for token in output.new_token_ids:  # one, or none
-            logp = self._logps[output.request_id]
-            if not -float("inf") < logp <= 0:
-                raise RuntimeError(
-                    f"the vllm engine computed log-probability {logp} for request {request_id} "
-                    f"(weights version {self._version})"
-                )
-            completion = row.append(token, logp, self._version)
+            completion = self._append(row, token, self._decoding.logp(output.request_id))
             yield request_id, token
         if output.finished != (completion is not None):
             raise RuntimeError(
@@ -321,6 +319,14 @@ class VllmEngine:
         if completion is not None:
             del self._rows[request_id], self._running[output.request_id]
             self._finished.append(completion)
+
+    def _append(self, row: RunningRequest, token: int, logp: float) -> Completion | None:
+        if not -float("inf") < logp <= 0:
+            raise RuntimeError(
+                f"the vllm engine computed log-probability {logp} for request "
+                f"{row.request.request_id} (weights version {self._version})"
+            )
+        return row.append(token, logp, self._version)
 
     @property
     def model(self) -> torch.nn.Module:

@@ -43,7 +43,9 @@ BUDGET, LONGEST = 1024, 703
 # ranks, data parallel, and data with context parallel.
 MOST_NCCL_BYTES, MOST_GROUP_BYTES, NUM_GROUPS = 800 << 20, 950 << 20, 3
 TOLERANCE = 2e-2  # of the norm; a number in bf16 is within 4e-3 of what it stands for
-FP8_TOLERANCE = 0.15  # a number in FP8 is within 3e-2 (E4M3) or 6e-2 (E5M2)
+# Of FP8: formats alone give 0.176 (qwen2) and 0.212 (qwen3), computed in fp32 with every operand of
+# the blocks' products rounded; a forward pass in E5M2 would give 0.305 and 0.370.
+FP8_TOLERANCE = {"qwen2": 0.21, "qwen3": 0.25}
 SIZES: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -183,7 +185,7 @@ def check_alone(platform: Platform, name: str, folder: Path) -> None:
             from_fp32 = away(world, other, reference)["all"]
             ours_is = away(world, ours, {n: g for n, (g, _) in other.items()})["all"]
             print_once(world, f"{name} {way}: {from_fp32:.2e} from fp32, {ours_is:.2e} from ours")
-            most = FP8_TOLERANCE if way == "fp8" else TOLERANCE
+            most = FP8_TOLERANCE[name] if way == "fp8" else TOLERANCE
             assert from_fp32 < most, f"{name} {way}: gradients are {from_fp32} from fp32"
         check_checkpoints(name, world, folder)
 

