@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,25 +33,38 @@ OF_SCHEDULER = ("current_step", "finished_req_ids", "reset_preempted_req_ids")
 OF_FIRST_RUNNER = "prev_step_scheduled_req_ids"
 
 
-class Player:
-    """A scheduler of the kind that a live engine has, or that engines of GPUs have."""
+@dataclass(frozen=True)
+class Kind:
+    """Of a scheduler: whether it runs ahead of the model, which of vLLM's runners it is for, its
+    blocks, and the most tokens of a step (fewer than a prompt: it is computed in parts).
+    """
 
-    def __init__(
-        self, core: Any, is_async: bool, is_second_runner: bool, num_blocks: int, has_ours: bool
-    ) -> None:
+    is_async: bool
+    is_second_runner: bool
+    num_blocks: int
+    max_tokens: int = 8192
+
+
+class Player:
+    """A scheduler made as a live engine's was, but of a kind."""
+
+    def __init__(self, core: Any, kind: Kind, has_ours: bool, is_known: bool = True) -> None:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
 
         own, config = core.scheduler, deepcopy(core.scheduler.vllm_config)
-        config.scheduler_config.async_scheduling = is_async
-        self.scheduler = (AsyncScheduler if is_async else Scheduler)(
+        config.scheduler_config.async_scheduling = kind.is_async
+        config.scheduler_config.enable_chunked_prefill = True
+        config.scheduler_config.max_num_batched_tokens = kind.max_tokens
+        config.scheduler_config.max_num_scheduled_tokens = None
+        self.scheduler = (AsyncScheduler if kind.is_async else Scheduler)(
             vllm_config=config,
-            kv_cache_config=dataclasses.replace(own.kv_cache_config, num_blocks=num_blocks),
+            kv_cache_config=dataclasses.replace(own.kv_cache_config, num_blocks=kind.num_blocks),
             structured_output_manager=own.structured_output_manager,
             block_size=own.block_size,
             hash_block_size=own.hash_block_size,
         )
-        self.scheduler.use_v2_model_runner = is_second_runner
+        self.scheduler.use_v2_model_runner = kind.is_second_runner
         self.preempted: list[str] = []
         preempt = self.scheduler._preempt_request
 
@@ -69,7 +83,7 @@ class Player:
                 return schedule()
 
             self.scheduler.schedule = counted
-            self.ours = DecodingSteps(self.scheduler, is_known=True)
+            self.ours = DecodingSteps(self.scheduler, is_known)
 
     def update(self, scheduled: Any, found: Any) -> dict[str, tuple[Any, ...]]:
         """Returns, of each request that a token is for: it, its log-probability, why it ends."""
@@ -99,6 +113,7 @@ class Player:
         return {
             **{name: getattr(scheduler, name) for name in names},
             "running": [request.request_id for request in scheduler.running],
+            "waiting": [request.request_id for request in scheduler.waiting],
             "counts": scheduler.get_request_counts(),
             "requests": {n: dict(_fields(r)) for n, r in scheduler.requests.items()},
             "blocks": {n: [b.block_id for b in held] for n, held in blocks.req_to_blocks.items()},
@@ -111,16 +126,18 @@ class Player:
 def _fields(request: Any) -> Iterator[tuple[str, Any]]:
     for name, value in vars(request).items():
         if name not in NOT_COMPARED:
-            yield name, deepcopy(value)
+            yield name, value
     yield "has prefill_stats", request.prefill_stats is not None
 
 
-def make_request(core: Any, name: str, prompt: Sequence[int], max_tokens: int) -> Any:
+def make_request(
+    core: Any, name: str, prompt: Sequence[int], max_tokens: int, stops: Sequence[int]
+) -> Any:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
     params = SamplingParams(
-        max_tokens=max_tokens, stop_token_ids=[STOP], ignore_eos=True, logprobs=0, seed=1
+        max_tokens=max_tokens, stop_token_ids=list(stops), ignore_eos=True, logprobs=0, seed=1
     )
     hasher = core.request_block_hasher
     return Request(name, list(prompt), params, None, arrival_time=0.0, block_hasher=hasher)
@@ -145,57 +162,87 @@ def draw(scheduled: Any, sampled: Sequence[str], rng: np.random.Generator) -> An
 
 
 def compare_schedulers(
-    core: Any, is_async: bool, is_second_runner: bool, num_blocks: int, num_requests: int
+    core: Any, kind: Kind, num_requests: int, is_known: bool = True
 ) -> tuple[Player, Counter[str]]:
-    """Plays requests that come in two waves, a few of them aborted; returns the player with our
-    shortcuts and how many steps and tokens there were.
+    """Plays requests that come in two waves; some are aborted, once all of them, as an update of
+    weights does.
+
+    Args:
+        core: vLLM's `EngineCore`, or what of one is needed to make a scheduler and requests.
+        num_requests: in both waves.
+        is_known: what the shortcuts are told of vLLM's version.
+
+    Returns:
+        The player with our shortcuts, and how many steps, tokens and parts of prompts there were.
 
     Raises:
         AssertionError: the two differ in what they schedule, tell or hold after a step.
     """
-    kind = (core, is_async, is_second_runner, num_blocks)
-    players = [Player(*kind, has_ours=has_ours) for has_ours in (False, True)]
-    rng, total = np.random.default_rng(num_blocks), Counter[str]()
-    lengths = rng.integers(1, 70, num_requests)
-    prompts = [rng.integers(2, VOCAB, n).tolist() for n in lengths]
+    players = [Player(core, kind, False), Player(core, kind, True, is_known)]
+    own = players[0].scheduler
+    rng, total = np.random.default_rng(kind.num_blocks), Counter[str]()
+    prompts = [rng.integers(2, VOCAB, n).tolist() for n in rng.integers(1, 70, num_requests)]
     prompts[1::4] = prompts[0::4]  # some begin alike, and find each other's blocks
-    waves = {0: range(num_requests // 2), 90: range(num_requests // 2, num_requests)}
-    limits = rng.integers(2, 150, num_requests)
+    limits = rng.integers(1, 150, num_requests)
+    waves = {0: range(num_requests // 2), 90: range(num_requests // 2, num_requests - 1)}
+    # The last one comes alone, in parts one token is left of it, and the engine's length ends it.
+    waves[1500] = range(num_requests - 1, num_requests)
+    prompts[-1], limits[-1] = rng.integers(2, VOCAB, 17).tolist(), 1000
     under_way: deque[tuple[list[Any], list[str]]] = deque()
-    for step in range(2000):
-        for number in waves.get(step, ()):
-            for player in players:
-                request = make_request(core, f"r{number}", prompts[number], int(limits[number]))
-                player.scheduler.add_request(request)
-        if step % 25 == 24 and players[0].scheduler.running:
-            from vllm.v1.request import RequestStatus
 
-            name = players[0].scheduler.running[-1].request_id
+    def submit(name: str, prompt: Sequence[int], max_tokens: int) -> None:
+        stops = () if max_tokens == limits[-1] else (STOP,)
+        for player in players:
+            player.scheduler.add_request(make_request(core, name, prompt, max_tokens, stops))
+
+    def abort(names: Sequence[str]) -> None:
+        for player in players:
+            for name in names:
+                player.scheduler.finish_requests(name, _aborted())
+
+    for step in range(3000):
+        for number in waves.get(step, ()):
+            submit(f"r{number}", prompts[number], int(limits[number]))
+        if step % 25 == 24 and own.running and step < max(waves):
+            abort([own.running[-1].request_id, *[r.request_id for r in own.waiting][:1]])
+        if step == 60:  # as an update of weights: what was generated comes again as a prompt
+            left = list(own.requests.values())
+            so_far = [(r.request_id, list(r.all_token_ids), r.max_tokens) for r in left]
+            abort([request.request_id for request in left])
             for player in players:
-                player.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-        if players[0].scheduler.has_requests():
+                assert player.scheduler.reset_prefix_cache()
+            for name, tokens, max_tokens in so_far:
+                submit(f"{name}-again", tokens, max_tokens)
+        if own.has_requests():
             both = [player.scheduler.schedule() for player in players]
             _check_equal(*(vars(scheduled) for scheduled in both), f"step {step}")
-            requests = players[0].scheduler.requests
             names = both[0].num_scheduled_tokens
-            under_way.append((both, [n for n in names if not requests[n].is_prefill_chunk]))
+            sampled = [name for name in names if not own.requests[name].is_prefill_chunk]
+            under_way.append((both, sampled))
             total["schedule"] += 1
-            if is_async and len(under_way) < 2:
+            total["parts"] += len(names) - len(sampled)
+            if kind.is_async and len(under_way) < 2:
                 continue
         elif not under_way:
             if step > max(waves):
                 break
             continue
         both, sampled = under_way.popleft()
-        found = draw(both[0], sampled, rng)
-        told = [p.update(s, deepcopy(found)) for p, s in zip(players, both, strict=True)]
+        result = draw(both[0], sampled, rng)
+        told = [p.update(s, deepcopy(result)) for p, s in zip(players, both, strict=True)]
         assert told[0] == told[1], f"step {step}"
         total["tokens"] += len(told[0])
         _check_equal(*(player.state() for player in players), f"step {step}")
     else:
-        raise AssertionError("requests are left after 2,000 steps")
+        raise AssertionError("requests are left after 3,000 steps")
     assert players[0].preempted == players[1].preempted
     return players[1], total
+
+
+def _aborted() -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus.FINISHED_ABORTED
 
 
 def _check_equal(one: dict[str, Any], other: dict[str, Any], where: str) -> None:

@@ -250,11 +250,10 @@ class VllmEngine:
             outputs = self._live.llm.engine_core.get_output().outputs
         drawn = [token for output in outputs for token in self._take(output)]
         for name, token, logp in self._decoding.drawn():
-            if name in self._running:  # else aborted since
-                row = self._running[name]
-                if self._append(row, token, logp) is not None:
-                    raise RuntimeError(f"vLLM goes on with request {name} after its last token")
-                drawn.append((row.request.request_id, token))
+            row = self._running[name]
+            if self._append(row, token, logp) is not None:
+                raise RuntimeError(f"vLLM goes on with request {name} after its last token")
+            drawn.append((row.request.request_id, token))
         self._agreement.report(drawn)
         if not self._rows:
             self._agreement.settle()  # no step follows that would

@@ -45,15 +45,14 @@ CPU = Build(
     head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
 )
 CUDA = Build("vllm", "0.26", "Run: pip install 'hybridrl[vllm]'")
-# Versions of whose scheduler vllm_decoding.py repeats a part, which tests/scheduler_cases.py
-# compares with vLLM's own.
-KNOWN_SCHEDULERS = ("0.26", "0.32")
+# Versions of whose scheduler vllm_decoding.py repeats a part, compared with vLLM's own by
+# tests/gpu/scheduler_worker.py and, on CPU, tests/contracts/test_vllm_engine.py.
+KNOWN_SCHEDULERS = ("0.26.0", "0.32.0")
 
 
 def is_scheduler_known(version: str) -> bool:
     """Whether `installed_version` is one of those whose scheduler was compared."""
-    release = Version(version.split()[-1]).release[:2]
-    return ".".join(str(part) for part in release) in KNOWN_SCHEDULERS
+    return Version(version.split()[-1]).public in KNOWN_SCHEDULERS
 
 
 def installed_version(is_cpu: bool) -> str:

