@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,8 @@ class Player:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        own, config = core.scheduler, deepcopy(core.scheduler.vllm_config)
+        own, config = core.scheduler, copy(core.scheduler.vllm_config)  # a deep copy has caches
+        config.scheduler_config = copy(config.scheduler_config)
         config.scheduler_config.async_scheduling = kind.is_async
         config.scheduler_config.enable_chunked_prefill = True
         config.scheduler_config.max_num_batched_tokens = kind.max_tokens
