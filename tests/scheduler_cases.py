@@ -165,12 +165,12 @@ def draw(scheduled: Any, sampled: Sequence[str], rng: np.random.Generator) -> An
 def compare_schedulers(
     core: Any, kind: Kind, num_requests: int, is_known: bool = True
 ) -> tuple[Player, Counter[str]]:
-    """Plays requests that come in two waves; some are aborted, once all of them, as an update of
-    weights does.
+    """Plays requests that come in two waves, and a last one alone; some are aborted, once all of
+    them, as an update of weights does.
 
     Args:
         core: vLLM's `EngineCore`, or what of one is needed to make a scheduler and requests.
-        num_requests: in both waves.
+        num_requests: in all.
         is_known: what the shortcuts are told of vLLM's version.
 
     Returns:
