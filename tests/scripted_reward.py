@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+import warnings
 from collections.abc import Mapping
 
 
 def digits(prompt: str, response: str, columns: Mapping[str, object]) -> float:
     """Returns the share of digits in the response."""
     return sum(letter.isdigit() for letter in response) / max(len(response), 1)
+
+
+def tells_digits(prompt: str, response: str, columns: Mapping[str, object]) -> float:
+    """Returns what `digits` does, and prints and warns."""
+    print(f"said by rank {os.environ['RANK']}", flush=True)
+    warnings.warn("a reward's own", stacklevel=1)
+    return digits(prompt, response, columns)
 
 
 def begins_even(prompt: str, response: str, columns: Mapping[str, object]) -> float:
@@ -21,4 +30,18 @@ def hangs_on_rank_1(prompt: str, response: str, columns: Mapping[str, object]) -
     """Returns at once, but on rank 1 only after ten minutes."""
     if os.environ["RANK"] == "1":
         time.sleep(600)
+    return 0.0
+
+
+def stops_on_rank_1(prompt: str, response: str, columns: Mapping[str, object]) -> float:
+    """Returns at once, but stops the process of rank 1."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 0.0
+
+
+def is_killed_on_rank_1(prompt: str, response: str, columns: Mapping[str, object]) -> float:
+    """Returns at once, but kills the process of rank 1."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
     return 0.0

@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 
 from hybridrl.config.section import Section
 
+# Rewards whose score says how right a response is, from 0 to 1.
+JUDGES_ANSWERS = ("exact_match", "gsm8k", "math", "code")
+
 
 class ScorerConfig(Section):
     """One scorer: a function and how it is run."""
@@ -36,7 +39,7 @@ class ScorerConfig(Section):
     timeout_s: float = Field(
         60.0,
         gt=0,
-        description="Wall-clock limit of one call in a process. 60: far above any rule, below run.collective_timeout_s.",
+        description="Wall-clock limit of one call in a process. 60: far above any rule.",
     )
     workers: int = Field(
         2,
@@ -59,6 +62,10 @@ class RewardConfig(ScorerConfig):
     error_value: float = Field(
         0.0, description="The score of a scorer that failed, with on_error=value. 0: no reward."
     )
+    accuracy: str | None = Field(
+        None,
+        description="Scorer in 'functions' whose score, from 0 to 1, is the accuracy of evaluations. None: the only scorer, or the only one of exact_match, gsm8k, math and code.",
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -67,6 +74,9 @@ class RewardConfig(ScorerConfig):
                 value = getattr(self, name)
                 if value != field.get_default():
                     raise ValueError(f"{name}: nothing beside functions, not {value!r}")
+        if self.accuracy is not None and self.accuracy not in self.functions:
+            known = ", ".join(self.functions) or "nothing without functions"
+            raise ValueError(f"accuracy: {known}, not {self.accuracy!r}")
         for name in self.functions:
             if not name.replace("_", "").replace("-", "").isalnum() or name in ("mean", "std"):
                 raise ValueError(
@@ -75,6 +85,14 @@ class RewardConfig(ScorerConfig):
         if self.error_value and self.on_error != "value":
             raise ValueError(f"error_value: only with on_error=value, not {self.on_error}")
         return self
+
+    def accuracy_scorer(self) -> str | None:
+        """Returns the name of the scorer whose score is the accuracy; None if it is not known."""
+        scorers = self.scorers()
+        if self.accuracy is not None or len(scorers) == 1:
+            return self.accuracy or next(iter(scorers))
+        judging = [name for name, one in scorers.items() if one.function in JUDGES_ANSWERS]
+        return judging[0] if len(judging) == 1 else None
 
     def scorers(self) -> dict[str, ScorerConfig]:
         """Returns every scorer by the name that its metrics have."""

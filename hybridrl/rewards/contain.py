@@ -1,27 +1,45 @@
-"""Runs one untrusted program so that nothing of it lasts; a script of its own, started by
-sandbox.py as `python -I contain.py LIMITS PROGRAM FOLDER`.
+"""Runs one untrusted program so that nothing of it lasts; a process of its own, which sandbox.py
+starts.
 
-Three processes: the outer one enters new namespaces (mounts, processes, network, IPC; as a user
-also a user namespace), the inner one is process 1 there and arranges the file system (all of it
-read-only, but for a small file system in memory at FOLDER), the third becomes the program, without
-privileges, within its limits, and without the system calls that give memory which no limit counts.
-When process 1 ends the kernel kills all others of its namespace,
-so neither daemons nor fork bombs outlive it; it ends with the outer one, and that with its starter.
-Linux only; imports nothing of hybridrl.
+The outer process enters new namespaces (mounts, network, IPC, host name; without root also a user
+namespace) and builds a root of its own: empty, but for the interpreter, the system's libraries and
+a few devices, all read-only, and FOLDER, a small file system in memory. In it run one or two
+roles, each in a process namespace of its own, within its limits, without privileges and with the
+system calls of syscalls.py alone:
+
+- the program,
+- where it has tests, those (judge.py), which call the program through two pipes (program.py).
+
+A process namespace ends with its process 1, that with the outer process, and that with its
+starter, so neither daemons nor fork bombs outlive it.
+
+Why not bubblewrap, which does much of this: it is a system package that GPU images and clusters
+rarely have. It leaves the program of a root trainer with root's user id outside, or needs user
+namespaces, which docker's root with SYS_ADMIN need not be allowed; here such a program gets a user
+of its own, which no file belongs to. The limits, the filter of calls, the two roles, and telling
+its own failure from the program's would stay to be written around it. What it would take over is
+`_build_root` and `_enter_namespaces`, some 60 lines. Linux only: 5.12, without root 5.14.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import json
+import marshal
 import os
 import resource
+import select
 import signal
 import struct
 import sys
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from importlib import import_module
+
+from hybridrl.rewards.verdict import ENDED, FAILED, NOT_CONTAINED
+
+TYPE_CHECKING = False  # that of typing takes long to import
+if TYPE_CHECKING:
+    from typing import Any
 
 NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC, NEWUTS = (
     0x00020000,
@@ -32,246 +50,312 @@ NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC, NEWUTS = (
     0x04000000,
 )
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
-SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY = 442, -100, 0x8000, 1
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-# Sockets and files of others, to which a read-only file system is no bar; devices but for the plain
-# ones.
-HIDDEN = ("/tmp", "/var/tmp", "/home", "/root", "/mnt", "/media", "/srv")
-DEVICES = ("null", "zero", "full", "random", "urandom")
+MNT_DETACH = 2
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, -100, 0x8000, 1, 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+SECCOMP_MODE_FILTER = 2
+CAPABILITIES = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 RLIMIT_MSGQUEUE = 12  # bytes of POSIX message queues; not in the module resource
-NOT_CONTAINED = 97  # exit code: it could not be arranged, and the program did not run
 FIRST_UID = 0x20000000  # of processes that root starts: nobody else's
+USER = 1000  # what a user who is not root is called inside
+OWN_PROCESSES = 5  # beside a program's that count as that user's
 
-
-class Calls(NamedTuple):
-    """System calls of a kind of machine that are refused to the program, by number.
-
-    What is refused always gives memory which no limit counts: System V shared memory and messages,
-    memory files, io_uring; namespaces of its own (a tmpfs in one may take half of the host's
-    memory); sockets, of which one that listens holds what thousands have sent, and larger buffers
-    for them; pages given to a pipe. There is no network, and a pair of sockets, as event loops and
-    multiprocessing have, needs neither.
-
-    Args:
-        audit: number of the machine.
-        refused: always.
-        clone, clone3, socketpair, fcntl: refused by their arguments.
-    """
-
-    audit: int
-    refused: tuple[int, ...]
-    clone: int
-    clone3: int
-    socketpair: int
-    fcntl: int
-
-
-# In this order: shmget, shmat, msgget, msgsnd, memfd_create, memfd_secret, io_uring_setup, unshare,
-# setns, mount, open_tree, fsopen, socket, setsockopt, splice, tee, vmsplice, sendfile.
-# linux/audit.h, arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h.
-REFUSED = {
-    "x86_64": Calls(
-        0xC000003E,
-        (29, 30, 68, 69, 319, 447, 425, 272, 308, 165, 428, 430, 41, 54, 275, 276, 278, 40),
-        *(56, 435, 53, 72),
-    ),
-    "aarch64": Calls(
-        0xC00000B7,
-        (194, 196, 186, 189, 279, 447, 425, 97, 268, 40, 428, 430, 198, 208, 76, 77, 75, 71),
-        *(220, 435, 199, 25),
-    ),
+FOLDER = "/program"  # where the program may write
+CODE = "/hybridrl"  # where the two roles find theirs
+START_PROGRAM = (
+    f"import sys; sys.path.insert(0, {CODE!r})\n"
+    "from hybridrl.rewards.program import main\n"
+    "del sys.path[0]\n"
+    "main()"
+)
+DEVICES = ("null", "zero", "full", "random", "urandom")
+LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+    "shm": FOLDER,  # semaphores of multiprocessing
 }
-FIRST_ARGUMENT, SECOND_ARGUMENT = 16, 24  # lower halves in struct seccomp_data
-AF_UNIX, NOT_STREAM, F_SETPIPE_SZ = 1, 0xE, 1031  # SOCK_STREAM is 1; flags are higher bits
-PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
-ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000  # linux/seccomp.h; the latter with an errno
-X32_CALLS = 0x40000000  # x86-64 has a second table of calls from here
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Runs the program; exits like it, or with 128 + the signal that ended it."""
-    limits, program, folder = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
+    """Runs the plan of the file descriptor argv[1], with the tests of argv[2] (-1: none); exits
+    like the program (128 + the signal that ended it), or with a code of judge.py.
+    """
+    tests = int(sys.argv[2])
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        plan = marshal.load(file)
     try:
-        _enter_namespaces()
-        inner = os.fork()  # the first child is process 1 of the new namespace
-        if not inner:
+        own_user = _enter_namespaces()
+        # Its files in /proc belong to nobody, and who has the same user id cannot look into it.
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        _build_root(plan)
+        until = time.monotonic() + plan["limits"]["time_s"]
+        if tests < 0:
+            program = _start(lambda: _first_process(plan, own_user, []), [], [], with_proc=True)
+            os._exit(_wait(program, until))
+        from_program, to_judge = os.pipe()
+        from_judge, to_program = os.pipe()
+        judges, programs = [tests, from_program, to_program], [from_judge, to_judge]
+        judging = _start(lambda: _judge(plan, own_user, *judges), judges, programs)
+        program = _start(
+            lambda: _first_process(plan, own_user, programs), programs, judges, with_proc=True
+        )
+        for file_no in judges + programs:
+            os.close(file_no)
+    except Exception as error:  # no role has begun
+        _give_up(error)
+    code = _wait(judging, until)
+    if code == ENDED:  # why?
+        ended = _wait(program, until)
+        code = ended if ended == NOT_CONTAINED or ended > 128 else FAILED
+    os._exit(code)
+
+
+def _start(
+    role: Callable[[], None], own: list[int], others: list[int], with_proc: bool = False
+) -> int:
+    """Starts a role as process 1 of a namespace, and returns the process that waits for it.
+
+    Args:
+        role: what that process does.
+        own, others: files of this role, and of the other one, which then sees no end while they are
+            open here.
+        with_proc: /proc shows the namespace.
+    """
+    waiting = os.fork()
+    if waiting:
+        return waiting
+    try:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _check(libc.unshare(NEWPID | NEWNS), "unshare")
+        first = os.fork()
+        for file_no in others + own * (first != 0):
+            os.close(file_no)
+        if not first:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            _be_first_process(limits, program, folder)
-    except OSError as error:
+            if with_proc:
+                _mount_proc()
+            _close_root()
+            role()
+    except Exception as error:  # a role handles its own: whatever fails, it has not begun
         _give_up(error)
-    os._exit(_wait_for(inner))
+    os._exit(_code(os.waitpid(first, 0)[1]))
 
 
-def _enter_namespaces() -> None:
-    spaces = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
-    if os.geteuid() == 0:
-        _check(libc.unshare(spaces), "unshare")
-        return
+def _enter_namespaces() -> bool:
+    """Returns whether the program can have a user of its own."""
+    spaces = NEWNS | NEWNET | NEWIPC | NEWUTS
     uid, gid = os.geteuid(), os.getegid()
-    _check(libc.unshare(spaces | NEWUSER), "unshare")
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{uid} {uid} 1"),
-        ("gid_map", f"{gid} {gid} 1"),
-    ):
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-            file.write(text)
+    own_user = uid == 0 and _has_users()
+    _check(libc.unshare(spaces if own_user else spaces | NEWUSER), "unshare")
+    if not own_user:
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{USER} {uid} 1"),
+            ("gid_map", f"{USER} {gid} 1"),
+        ):
+            _text(f"/proc/self/{name}", text)
+    libc.sethostname(b"program", 7)
+    return own_user
 
 
-def _be_first_process(limits: dict[str, int], program: str, folder: str) -> None:
+def _has_users() -> bool:
+    """Whether this root may become any user, as that of a container with few may not."""
+    lines = _text("/proc/self/uid_map").splitlines()
+    ranges = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
+    return any(first <= FIRST_UID and first + count >= FIRST_UID << 2 for first, count in ranges)
+
+
+def _build_root(plan: dict[str, Any]) -> None:
+    """Makes an empty root this process's own, and places in it what can be seen.
+
+    The host's root stays this process's current folder until _close_root: what is placed is found
+    from there.
+    """
+    _mount("none", "/", None, MS_REC | MS_PRIVATE)
+    somewhere = os.path.dirname(__file__)  # a folder that exists; it is covered for a moment
+    host = os.open("/", os.O_PATH | os.O_DIRECTORY)
+    _mount("tmpfs", somewhere, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    os.chdir(somewhere)
+    _check(libc.pivot_root(b".", b"."), "pivot_root")
+    os.fchdir(host)
+    os.close(host)
+    _place(plan["visible"]["real"], plan["visible"]["links"])
+    os.mkdir("/dev")
+    for name in DEVICES:
+        _bind(f"/dev/{name}")
+    for name, target in LINKS.items():
+        os.symlink(target, f"/dev/{name}")
+    os.makedirs("/etc", exist_ok=True)
+    uid = FIRST_UID + 2 * plan["limits"]["number"] if os.geteuid() == 0 else USER
+    _text("/etc/passwd", f"program:x:{uid}:{uid}::{FOLDER}:/bin/sh\n")
+    _text("/etc/group", f"program:x:{uid}:\n")
+    _bind(plan["code"], CODE)
+    os.mkdir("/proc")
+    os.mkdir(FOLDER)
+    options = f"size={plan['limits']['disk_mib']}m,nr_inodes=1024,mode=1777"
+    _mount("tmpfs", FOLDER, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    _text(f"{FOLDER}/main.py", plan["program"])
+    if not os.path.lexists("/tmp"):
+        os.symlink(FOLDER, "/tmp")
+
+
+def _place(real: list[str], links: dict[str, str]) -> None:
+    """Places files and folders of the host at the same paths, and links that lead there."""
+    for path in real:
+        _bind(path)
+    for link, target in links.items():
+        if not os.path.lexists(link):
+            os.makedirs(os.path.dirname(link), exist_ok=True)
+            os.symlink(target, link)
+
+
+def _bind(path: str, place: str | None = None) -> None:
+    source, place = "." + path, place or path  # of the host's root
+    if os.path.isdir(source):
+        os.makedirs(place, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(source, place, None, MS_BIND | MS_REC)
+
+
+def _mount_proc() -> None:
+    """Shows the processes of this namespace, but not process 1."""
+    flags = MS_NOSUID | MS_NODEV
     try:
-        _arrange_files(limits, program, folder)
-        running = os.fork()
-        if not running:
-            _become_program(limits, folder)
-    except OSError as error:
-        _give_up(error)
-    until = time.monotonic() + limits["time_s"]
-    while time.monotonic() < until:  # it also takes over orphans, which are none of its business
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        _mount("proc", "/proc", "proc", flags, "hidepid=2")
+    except OSError:  # where /proc has covered parts, as in containers
+        _mount("tmpfs", "/proc", "tmpfs", flags, "size=4k")
+
+
+def _close_root() -> None:
+    """Takes the host's root away and makes the rest read-only, /proc too, but for the program's
+    folder.
+    """
+    _check(libc.umount2(b".", MNT_DETACH), "umount")
+    os.chdir("/")
+    _set_attributes("/", AT_RECURSIVE, ATTR_RDONLY | ATTR_NOSUID, 0)
+    _set_attributes(FOLDER, 0, 0, ATTR_RDONLY)
+    os.chdir(FOLDER)
+
+
+def _set_attributes(path: str, flags: int, those: int, not_those: int) -> None:
+    attributes = (ctypes.c_uint64 * 4)(those, not_those, 0, 0)
+    size = ctypes.sizeof(attributes)
+    done = libc.syscall(
+        SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, ctypes.byref(attributes), size
+    )
+    _check(done, f"mount_setattr {path}")
+
+
+def _first_process(plan: dict[str, Any], own_user: bool, pipes: list[int]) -> None:
+    """Starts the program and exits like it. Process 1 also takes over orphans, which are none of
+    its business.
+    """
+    failed, failing = os.pipe()  # closed when the program begins
+    running = os.fork()
+    if not running:
+        try:
+            _restrict(plan, own_user, 0)
+            for pipe in pipes:
+                os.set_inheritable(pipe, True)
+            script = ["-c", START_PROGRAM, *map(str, pipes)] if pipes else ["main.py"]
+            os.execve(sys.executable, [sys.executable, "-I", *script], _environment())
+        except Exception as error:  # the program has not begun
+            os.write(failing, b"failed")
+            _give_up(error)
+    for file_no in [*pipes, failing]:
+        os.close(file_no)
+    while True:
+        pid, status = os.wait()
         if pid == running:
             code = _code(status)
-            os._exit(1 if code == NOT_CONTAINED else code)  # that code is not the program's to give
-        time.sleep(0.002)
-    os._exit(128 + signal.SIGALRM)
+            if code == NOT_CONTAINED and not os.read(failed, 1):
+                code = 1  # that one is not the program's to give
+            os._exit(code)
 
 
-def _arrange_files(limits: dict[str, int], program: str, folder: str) -> None:
-    _mount("none", "/", None, MS_REC | MS_PRIVATE)
-    prefixes = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
-    if os.geteuid() == 0:
-        for prefix in prefixes:
-            _uncover(prefix)
-    for hidden in HIDDEN:
-        if os.path.isdir(hidden) and not os.path.islink(hidden):
-            _cover(hidden, [p for p in prefixes if (p + "/").startswith(hidden + "/")])
-    _cover("/dev", [f"/dev/{name}" for name in DEVICES])
-    os.makedirs(folder, exist_ok=True)
-    attributes = (ctypes.c_uint64 * 4)(ATTR_RDONLY, 0, 0, 0)
-    done = libc.syscall(
-        SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes)
-    )
-    _check(done, "mount_setattr")
-    options = f"size={limits['disk_mib']}m,nr_inodes=1024,mode=1777"
-    _mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    if os.path.isdir("/run"):  # sockets of services
-        _mount("tmpfs", "/run", "tmpfs", MS_NOSUID | MS_NODEV, "size=4k")
-    try:  # not the processes outside, with their environment
-        _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
-    except OSError:  # where /proc has covered parts, as in containers
-        _mount("tmpfs", "/proc", "tmpfs", MS_NOSUID | MS_NODEV, "size=4k")
-    os.chdir(folder)
-    with open("main.py", "w", encoding="utf-8") as file:
-        file.write(program)
+def _judge(
+    plan: dict[str, Any], own_user: bool, tests: int, from_program: int, to_program: int
+) -> None:
+    with os.fdopen(tests, encoding="utf-8") as file:
+        text = file.read()
+    _restrict(plan, own_user, 1)
+    os.environ.clear()
+    os.environ.update(_environment())
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hybridrl"]:
+        del sys.modules[name]  # they are of the host's folder, which is gone
+    sys.path[:] = [CODE, *plan["visible"]["path"]]
+    judge = import_module("hybridrl.rewards.judge")
+    del sys.path[0]
+    judge.main(text, from_program, to_program)
 
 
-def _cover(hidden: str, kept: list[str]) -> None:
-    """Puts an empty folder over one, in which only what is kept can be reached."""
-    files = {path: os.open(path, os.O_PATH) for path in kept if os.path.exists(path)}
-    _mount("tmpfs", hidden, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    for path, file in files.items():
-        if os.path.isdir(f"/proc/self/fd/{file}"):
-            os.makedirs(path, exist_ok=True)
-        else:
-            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o666))
-        _mount(f"/proc/self/fd/{file}", path, None, MS_BIND | MS_REC)
-        os.close(file)
+def _environment() -> dict[str, str]:
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": FOLDER,
+        "TMPDIR": FOLDER,
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
 
 
-def _uncover(prefix: str) -> None:
-    """Makes the interpreter's folder reachable for a user who may not enter one above it, of which
-    nothing else stays visible.
-    """
-    parts = prefix.split("/")[1:]
-    above = ["/" + "/".join(parts[: i + 1]) for i in range(len(parts))]
-    closed = next((folder for folder in above if not os.stat(folder).st_mode & 0o001), None)
-    if closed is None:
-        return
-    kept = os.open(prefix, os.O_PATH)
-    _mount("tmpfs", closed, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    os.makedirs(prefix, exist_ok=True)
-    _mount(f"/proc/self/fd/{kept}", prefix, None, MS_BIND | MS_REC)
-    os.close(kept)
-
-
-def _become_program(limits: dict[str, int], folder: str) -> None:
-    if os.geteuid() == 0:
+def _restrict(plan: dict[str, Any], own_user: bool, role: int) -> None:
+    """Takes privileges from this process and sets its limits."""
+    limits, num_processes = plan["limits"], plan["limits"]["processes"]
+    if own_user:
         # Each its own user, so that the limit on processes counts only this program's.
-        uid = FIRST_UID + limits["number"]
+        uid = FIRST_UID + 2 * limits["number"] + role
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+    else:
+        num_processes += OWN_PROCESSES
+    header = struct.pack("=Ii", CAPABILITIES, 0)
+    _check(libc.capset(header, bytes(24)), "capset")
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # another user's is forgotten
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _refuse_calls()
     mib = 1 << 20
     for kind, most in (
         (resource.RLIMIT_CPU, limits["time_s"] + 1),
         (resource.RLIMIT_AS, limits["memory_mib"] * mib),
         (resource.RLIMIT_FSIZE, limits["disk_mib"] * mib),
-        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_NPROC, num_processes),
         (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_SIGPENDING, 64),
         (RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (most, most))
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": folder,
-        "TMPDIR": folder,
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    os.execve(sys.executable, [sys.executable, "-I", "main.py"], environment)
-
-
-def _refuse_calls() -> None:
-    """Makes the calls of REFUSED fail, for this process and all that it starts; on machines that
-    are not in it none.
-    """
-    if (known := REFUSED.get(os.uname().machine)) is None:
+    code = bytes.fromhex(plan["filter"])
+    if not code:
         return
-    refuse, missing = FAIL_WITH | errno.EPERM, FAIL_WITH | errno.ENOSYS
-    # (code, jump if true, jump if false, operand): linux/filter.h; data as of struct seccomp_data.
-    lines = [
-        (LOAD, 0, 0, 4),  # the machine: another has other numbers
-        (EQUAL, 1, 0, known.audit),
-        (RETURN, 0, 0, refuse),
-        (LOAD, 0, 0, 0),  # the call
-        (AT_LEAST, 0, 1, X32_CALLS),
-        (RETURN, 0, 0, refuse),
-    ]
-    for call in known.refused:
-        lines += [(EQUAL, 0, 1, call), (RETURN, 0, 0, refuse)]
-    # Its flags lie in memory; the C library falls back to clone.
-    lines += [(EQUAL, 0, 1, known.clone3), (RETURN, 0, 0, missing)]
-    for call, argument, test, operand in (
-        (known.clone, FIRST_ARGUMENT, ANY_BIT, NEWUSER),
-        (known.socketpair, FIRST_ARGUMENT, ANY_BIT, 0xFFFFFFFF ^ AF_UNIX),
-        (known.socketpair, SECOND_ARGUMENT, ANY_BIT, NOT_STREAM),
-        (known.fcntl, SECOND_ARGUMENT, EQUAL, F_SETPIPE_SZ),
-    ):
-        lines += [
-            (EQUAL, 0, 4, call),
-            (LOAD, 0, 0, argument),
-            (test, 0, 1, operand),
-            (RETURN, 0, 0, refuse),
-            (LOAD, 0, 0, 0),
-        ]
-    lines.append((RETURN, 0, 0, ALLOW))
-    code = b"".join(struct.pack("=HBBI", *line) for line in lines)
     buffer = ctypes.create_string_buffer(code, len(code))
-    header = ctypes.create_string_buffer(struct.pack("@HP", len(lines), ctypes.addressof(buffer)))
-    done = libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0)
-    _check(done, "seccomp")
+    header = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
+    _check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0), "seccomp")
 
 
-def _wait_for(pid: int) -> int:
+def _wait(pid: int, until: float) -> int:
+    """Returns how a role ended, as SIGALRM if it has not by then."""
+    watched = select.poll()
+    watched.register(os.pidfd_open(pid), select.POLLIN)
+    if not watched.poll(max(0.0, until - time.monotonic()) * 1000):
+        return 128 + signal.SIGALRM
     return _code(os.waitpid(pid, 0)[1])
+
+
+def _text(path: str, new: str | None = None) -> str:
+    """Returns the text of a file, or gives it a new one."""
+    with open(path, "r" if new is None else "w", encoding="utf-8") as file:
+        return file.read() if new is None else str(file.write(new))
 
 
 def _code(status: int) -> int:
@@ -295,10 +379,7 @@ def _check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def _give_up(error: OSError) -> None:
-    os.write(2, f"not contained: {error.strerror or error}\n".encode())
+def _give_up(error: Exception) -> None:
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    os.write(2, f"not contained: {reason}\n".encode())
     os._exit(NOT_CONTAINED)
-
-
-if __name__ == "__main__":
-    main()

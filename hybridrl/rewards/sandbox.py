@@ -9,16 +9,19 @@ is one of the scorer. No torch.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import itertools
-import json
+import marshal
 import os
+import py_compile
 import re
-import secrets
 import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,25 +29,28 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import DataError, UserError
-from hybridrl.rewards.contain import NOT_CONTAINED
+from hybridrl.rewards import verdict
 from hybridrl.rewards.outcome import Noted
+from hybridrl.rewards.syscalls import system_call_filter
+from hybridrl.rewards.visible import visible_files
 
 MOST_OUTPUT = 1 << 20
-LIMITS = "limits"
-# Runs a program and its asserts, which stand in standard input, and then prints a mark.
-ASSERTS = """
-import json, sys
-
-def run():
-    text, mark = json.load(sys.stdin)
-    exec(compile(text, "main.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
-    print()
-    print(mark)
-
-run()
+LIMITS, UNJUDGED = "limits", "unjudged"
+START = """
+import os, sys
+sys.path.insert(0, {folder!r})
+try:
+    from hybridrl.rewards.contain import main
+except BaseException as error:  # the folder is gone, or the interpreter's
+    os.write(2, f"not contained: {{error}}\\n".encode())
+    os._exit({code})
+del sys.path[0]
+main()
 """
+CONTAINED = ("contain", "judge", "program", "rpc", "values", "verdict")
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _NUMBERS = itertools.count()
+_MAKING = threading.Lock()
 
 
 class SandboxError(Exception):
@@ -66,21 +72,23 @@ class Code:
 
     The program is the last ``` block of the response, else all of it. The row's tests are a text of
     asserts, a list of such texts, or a list of `{"input", "output"}` for standard input and output
-    (compared without white space at line ends and at the end). A program that ends before its
-    asserts have run has not passed them.
+    (compared without white space at line ends and at the end). Asserts run in a process of their
+    own (judge.py). A program that ends before its asserts have run has not passed them.
 
     Args:
         tests_key: the column of the tests.
         partial: score the share of tests passed; False: 1 if all are, else 0.
         time_s: wall-clock limit of one run, whole seconds.
         memory_mib, disk_mib, processes: further limits; memory is of each process.
+        readable: absolute paths of files and folders that programs and tests may read beside
+            Python, its packages and the system's libraries.
 
     Raises:
         UserError: programs cannot be contained on this host, or an option is wrong.
     """
 
     runs = "thread"
-    notes = (LIMITS,)
+    notes = (LIMITS, UNJUDGED)
 
     def __init__(
         self,
@@ -90,8 +98,9 @@ class Code:
         memory_mib: int = 512,
         disk_mib: int = 16,
         processes: int = 8,
+        readable: Sequence[str] = (),
     ) -> None:
-        self._key, self._partial = tests_key, partial
+        self._key, self._partial, self._readable = tests_key, partial, readable
         self._limits = {
             "time_s": time_s,
             "memory_mib": memory_mib,
@@ -103,10 +112,21 @@ class Code:
                 raise UserError(
                     f"reward.options.{name}", repr(value), "a whole number from 1", f"Set {name}."
                 )
+        if isinstance(readable, str) or not all(
+            isinstance(path, str) and path.startswith("/") and Path(path).exists()
+            for path in readable
+        ):
+            raise UserError(
+                "reward.options.readable",
+                repr(readable),
+                "a list of absolute paths that exist",
+                "Set readable, or leave it out.",
+            )
         _check_host()
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns a share from 0 to 1, with the note `limits` where a run met one.
+        """Returns a share from 0 to 1, with a note where a run met a limit (`limits`), or where
+        tests failed that do what the judge cannot (`unjudged`).
 
         Raises:
             DataError: the row has no tests.
@@ -115,75 +135,132 @@ class Code:
         tests = _tests(columns.get(self._key), self._key, prompt)
         blocks = _BLOCK.findall(response)
         program = blocks[-1] if blocks else response
-        passed, is_limited = 0, False
+        passed, notes = 0, set()
         for test in tests:
-            is_right, ended = self._passes(program, test)
+            is_right, note = self._passes(program, test)
             passed += is_right
-            is_limited |= ended.is_limited
+            notes.add(note)
             if not is_right and not self._partial:
                 break
         score = passed / len(tests) if self._partial else float(passed == len(tests))
-        return Noted(score, LIMITS) if is_limited else score
+        note = next((one for one in self.notes if one in notes), None)
+        return score if note is None else Noted(score, note)
 
-    def _passes(self, program: str, test: str | Mapping[str, Any]) -> tuple[bool, Ended]:
+    def _passes(self, program: str, test: str | Mapping[str, Any]) -> tuple[bool, str | None]:
         if isinstance(test, str):
-            # Printed when all asserts have run, and neither to be guessed nor in a file.
-            mark = secrets.token_hex(16)
-            parts = json.dumps([f"{program}\n{test}\n", mark])
-            ended = run_program(ASSERTS, parts, self._limits)
-            is_right = ended.code == 0 and ended.output.rstrip().endswith(f"\n{mark}")
+            ended = run_program(program, "", self._limits, test, self._readable)
+            is_right = ended.code == verdict.PASSED
+            is_unjudged = ended.code == verdict.UNJUDGED
         else:
-            ended = run_program(program, str(test["input"]), self._limits)
-            is_right = ended.code == 0 and _lines(ended.output) == _lines(str(test["output"]))
-        return is_right and not ended.is_limited, ended
+            given, expected = str(test["input"]), str(test["output"])
+            ended = run_program(program, given, self._limits, readable=self._readable)
+            is_right = ended.code == 0 and _lines(ended.output) == _lines(expected)
+            is_unjudged = False
+        note = LIMITS if ended.is_limited else UNJUDGED if is_unjudged else None
+        return is_right and not ended.is_limited, note
 
 
-def run_program(program: str, given: str, limits: Mapping[str, int]) -> Ended:
-    """Runs a Python program in the sandbox.
+def run_program(
+    program: str,
+    given: str,
+    limits: Mapping[str, int],
+    tests: str | None = None,
+    readable: Sequence[str] = (),
+) -> Ended:
+    """Runs a Python program in the sandbox, alone or against tests.
 
     Args:
         program: its text.
         given: its standard input.
         limits: `time_s`, `memory_mib`, `disk_mib`, `processes`.
+        tests: a text of asserts that use the program's names; the code says how they ended.
+        readable: what it can read beside Python, as `Code` has it.
 
     Raises:
         SandboxError: it could not be contained, and did not run.
     """
-    program = program.encode("utf-8", "replace").decode()
-    if "\0" in program or len(program.encode()) > 120_000:  # what a command line takes
-        return Ended(1, "", "not a program", False)
-    number = (os.getpid() * 1024 + next(_NUMBERS) % 1024) % (1 << 29)
-    numbered = json.dumps({**limits, "number": number})
-    contain = str(Path(__file__).with_name("contain.py"))
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stdin:
-        stdin.write(given.encode("utf-8", "replace"))
-        stdin.seek(0)
+    with _MAKING:  # threads share the folder
+        if not os.path.isdir(_code_folder().name):  # hosts remove old temporary folders
+            _code_folder.cache_clear()
+        folder = os.path.realpath(_code_folder().name)
+        visible = visible_files(tuple(readable))
+    start = START.format(folder=folder, code=verdict.NOT_CONTAINED)
+    plan = {
+        "code": folder,
+        "program": program.encode("utf-8", "replace").decode(),
+        "limits": {**limits, "number": (os.getpid() * 1024 + next(_NUMBERS) % 1024) % (1 << 29)},
+        "visible": visible,
+        "filter": system_call_filter(os.uname().machine).hex(),
+    }
+    texts = [text.encode("utf-8", "replace") for text in (given, tests) if text is not None]
+    contents = [texts[0], marshal.dumps(plan), *texts[1:]]
+    with contextlib.ExitStack() as stack:
+        stdin, *files = [_sealed(content, stack) for content in contents]
+        numbers = [*map(str, files), *(["-1"] if tests is None else [])]
         process = subprocess.Popen(
-            [sys.executable, "-I", contain, numbered, program, folder],
+            [sys.executable, "-I", "-S", "-c", start, *numbers],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pass_fds=files,
             env={},
             cwd="/",
             start_new_session=True,
         )
         try:
-            # The first process of the sandbox stops it in time; this limit is for that one.
+            # The sandbox stops itself in time; this limit is for that.
             output, error, is_cut = _read(process, time.monotonic() + limits["time_s"] + 5)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
-    if code == NOT_CONTAINED:
+            for pipe in filter(None, (process.stdout, process.stderr)):
+                pipe.close()
+    if code == verdict.NOT_CONTAINED:
         raise SandboxError(error.strip())
+    return Ended(code, output, error, is_cut or _is_limited(code, error))
+
+
+def _is_limited(code: int, error: str) -> bool:
     stopped = (signal.SIGALRM, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGKILL)
     met = ("MemoryError", "Errno 28]", "Errno 27]", "Errno 11]", "can't start new thread")
-    is_limited = is_cut or code < 0 or code - 128 in stopped
-    is_limited |= code != 0 and any(text in error[-2000:] for text in met)
-    return Ended(code, output, error, is_limited)
+    if code < 0 or code - 128 in stopped:
+        return True
+    return code != 0 and any(text in error[-2000:] for text in met)
+
+
+@functools.cache
+def _code_folder() -> tempfile.TemporaryDirectory[str]:
+    """Returns a folder, for this process's time, with what runs in the sandbox: compiled, since
+    nothing can be kept there, and apart from the package, which need not be readable there.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="hybridrl-")
+    os.chmod(folder.name, 0o755)  # a program of root is another user
+    package = Path(folder.name, "hybridrl")
+    (package / "rewards").mkdir(parents=True)
+    for part in (package, package / "rewards"):
+        (part / "__init__.py").touch()
+        os.chmod(part, 0o755)
+        os.chmod(part / "__init__.py", 0o644)
+    for name in CONTAINED:
+        file = package / "rewards" / f"{name}.pyc"
+        source = Path(__file__).with_name(f"{name}.py")
+        unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        py_compile.compile(str(source), str(file), invalidation_mode=unchecked, doraise=True)
+        os.chmod(file, 0o644)
+    return folder
+
+
+def _sealed(content: bytes, stack: contextlib.ExitStack) -> int:
+    """Returns a file in memory that nobody can change, open until the stack is left."""
+    number = os.memfd_create("hybridrl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    stack.callback(os.close, number)
+    with os.fdopen(os.dup(number), "wb") as file:
+        file.write(content)
+    os.lseek(number, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(number, fcntl.F_ADD_SEALS, seals)
+    return number
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str, bool]:

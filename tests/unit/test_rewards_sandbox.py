@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,11 +15,13 @@ from pathlib import Path
 
 import pytest
 from batches import rollout_batch
+from other_user import run_as_user
 
 from hybridrl.config.schema import RewardConfig, ScorerConfig
 from hybridrl.errors import DataError, UserError
+from hybridrl.rewards import sandbox
 from hybridrl.rewards.base import Scorer
-from hybridrl.rewards.contain import DEVICES, REFUSED
+from hybridrl.rewards.contain import DEVICES, FIRST_UID, LINKS
 from hybridrl.rewards.functions import find_reward
 from hybridrl.rewards.outcome import Noted
 from hybridrl.rewards.sandbox import Code, run_program
@@ -28,7 +32,7 @@ LIMITS = {"time_s": 2, "memory_mib": 256, "disk_mib": 4, "processes": 8}
 @pytest.fixture(scope="module")
 def code() -> Code:
     try:
-        return Code(time_s=2)
+        return Code()
     except UserError as error:
         if "not contained: unshare" in str(error):
             pytest.skip(f"no namespaces here: {error}")
@@ -110,42 +114,6 @@ BOMBS = {
 }
 
 
-# What a program prints that tries to get memory which none of its other limits counts.
-HOARDS = {
-    "memory file": "import os\nos.memfd_create('x')",
-    "shared memory": "call(libc.shmget, 0, ctypes.c_size_t(1 << 30), 0o1600)",
-    "messages": "call(libc.msgget, 0, 0o1600)",
-    "message queue": "call(libc.mq_open, b'/x', 0o102, 0o600, None)",
-    "io_uring": "call(libc.syscall, 425, 4, ctypes.create_string_buffer(256))",
-    "socket": "import socket\nsocket.socket(socket.AF_UNIX)",
-    "buffers": "import socket\nsocket.socketpair()[0].setsockopt(1, socket.SO_SNDBUF, 1 << 30)",
-    "datagrams": "import socket\nsocket.socketpair(type=socket.SOCK_DGRAM)",
-    "pipe": "import fcntl\nfcntl.fcntl(os.pipe()[1], 1031, 1 << 20)",
-    "pages": "call(libc.vmsplice, os.pipe()[1], (ctypes.c_size_t * 2)(1 << 12, 1), 1, 0)",
-    "splice": "call(libc.splice, os.pipe()[0], None, os.pipe()[1], None, 1, 0)",
-    "tee": "call(libc.tee, os.pipe()[0], os.pipe()[1], 1, 0)",
-    "sendfile": "os.sendfile(os.pipe()[1], os.open('main.py', 0), 0, 1)",
-    "namespace": "call(libc.unshare, 0x10020000)",
-    "namespace of a child": "call(libc.syscall, CLONE, 0x10000000 | 17, 0, 0, 0, 0)",
-}
-CALLS = """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
-def call(function, *arguments):
-    if function(*arguments) == -1:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-"""
-
-
-@pytest.mark.skipif(os.uname().machine not in REFUSED, reason="no table of calls")
-@pytest.mark.parametrize("way", HOARDS)
-def test_memory_that_no_limit_counts_is_refused(code, way):
-    ended = run_program(f"{CALLS}\n{HOARDS[way]}", "", LIMITS)
-    wanted = "Errno 24]" if way == "message queue" else "Errno 1]"
-    assert ended.code == 1 and wanted in ended.error, ended
-
-
 def test_threads_and_processes_work_within_the_limits(code):
     program = (
         "import subprocess, sys, threading\n"
@@ -172,7 +140,7 @@ try:
 except OSError: print(len(keep), held)
 """
 LOOP = """
-import asyncio, multiprocessing, shutil, subprocess
+import asyncio, multiprocessing, shutil, sqlite3, ssl, subprocess, tempfile, zoneinfo
 async def main():
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec("/bin/cat", stdin=pipe, stdout=pipe)
@@ -185,13 +153,24 @@ child = multiprocessing.get_context("fork").Process(target=answer)
 child.start()
 print(ours.recv())
 child.join()
-print(shutil.copy("main.py", "copy"))
+print(shutil.copy2("main.py", "copy"))
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(pool.map(abs, [-1, -2])[1])
+base = sqlite3.connect("base")
+base.execute("create table t (x)")
+base.execute("insert into t values (7)")
+base.commit()
+print(base.execute("select x from t").fetchone()[0])
+with tempfile.TemporaryFile() as file:
+    print(file.write(b"x"))
+print(zoneinfo.ZoneInfo("Europe/Paris"))
 """
 
 
 def test_what_event_loops_and_copies_need_is_there(code):
     ended = run_program(LOOP, "", {**LIMITS, "time_s": 20})
-    assert (ended.code, ended.output.split()) == (0, ["200000", "thread", "child", "copy"]), ended
+    found = ["200000", "thread", "child", "copy", "2", "7", "1", "Europe/Paris"]
+    assert (ended.code, ended.output.split()) == (0, found), ended
 
 
 def test_pairs_of_sockets_hold_little(code):
@@ -204,16 +183,29 @@ def test_pairs_of_sockets_hold_little(code):
 
 
 def descendants_left() -> list[str]:
+    """Returns processes of sandboxes that this process started, as far as they can be told."""
     found = []
+    first = FIRST_UID + 2 * (os.getpid() * 1024 % (1 << 29))
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                status = (folder / "status").read_text()
+                uid = folder.stat().st_uid
             except OSError:
                 continue
-            if "main.py" in line.split() or f"contain.py {os.getpid()}" in line:
-                found.append(line)
+            is_start = f"PPid:\t{os.getpid()}\n" in status and "hybridrl.rewards.contain" in line
+            is_own = os.geteuid() != 0 and "main.py" in line.split()
+            if is_start or is_own or first <= uid < first + 2048:
+                found.append(f"{uid} {line}")
     return found
+
+
+def left_after(most_s: float) -> list[str]:
+    until = time.monotonic() + most_s
+    while (left := descendants_left()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
@@ -223,10 +215,7 @@ def test_a_bomb_is_contained_and_leaves_nothing(code, bomb, tmp_path):
     assert ended.is_limited, ended
     assert ended.code != 0
     assert time.monotonic() - began < LIMITS["time_s"] + 5
-    until = time.monotonic() + 3
-    while (left := descendants_left()) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not left
+    assert not left_after(3)
 
 
 NETWORK = {
@@ -253,15 +242,13 @@ def test_nothing_outside_can_be_reached(code, way):
         exec(program, namespace)
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["/tmp/hybridrl-evil", "/dev/shm/hybridrl-evil", str(Path(__file__).parent / "evil"), "/evil"],
-)
+@pytest.mark.parametrize("place", ["/tmp", "/dev/shm", str(Path(__file__).parent), ""])
 def test_no_file_outside_can_be_written(code, place):
-    ended = run_program(f"open({place!r}, 'w').write('x')", "", LIMITS)
-    assert ended.code == 1, ended
-    assert "Read-only file system" in ended.error or "No such file" in ended.error
-    assert not Path(place).exists()
+    """Where /tmp and /dev/shm are there at all, they are the program's own folder."""
+    ended = run_program(f"open('{place}/hybridrl-evil', 'w').write('x')", "", LIMITS)
+    if place not in ("/tmp", "/dev/shm"):
+        assert "Read-only file system" in ended.error or "No such file" in ended.error
+    assert not Path(f"{place}/hybridrl-evil").exists()
 
 
 def test_neither_sockets_nor_devices_nor_files_of_others_are_in_sight(code):
@@ -279,7 +266,53 @@ def test_neither_sockets_nor_devices_nor_files_of_others_are_in_sight(code):
         listed = run_program(
             f"import os; print(os.path.exists({folder!r}), sorted(os.listdir('/dev')))", "", limits
         )
-    assert listed.output.split() == ["False", *str(sorted(DEVICES)).split()]
+    assert listed.output.split() == ["False", *str(sorted([*DEVICES, *LINKS])).split()]
+
+
+def test_only_python_and_what_an_option_names_can_be_read():
+    """Not what everybody may read, either."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        file = Path(folder, "words")
+        file.write_text("a word")
+        program = f"print(open({str(file)!r}).read())"
+        pairs = [{"input": "", "output": "a word"}]
+        assert Code()("", program, {"tests": pairs}) == 0
+        assert Code(readable=[folder])("", program, {"tests": pairs}) == 1
+        link = Path(folder, "link")
+        link.symlink_to("words")
+        program = program.replace(str(file), str(link))
+        assert Code(readable=[str(link)])("", program, {"tests": pairs}) == 1
+        tests = f"assert f({str(file)!r}) == open({str(file)!r}).read()"
+        reads = "def f(path): return open(path).read()"
+        assert Code(readable=[str(file)])("", reads, {"tests": tests}) == 1
+    ended = run_program("import os; print(*os.listdir('/'), *os.listdir('/etc'))", "", LIMITS)
+    assert not {"home", "var", "run", "boot", "mnt", "opt", "srv", "shadow"} & set(
+        ended.output.split()
+    )
+
+
+def test_a_sandbox_that_cannot_start_is_no_wrong_answer(code, monkeypatch):
+    shutil.rmtree(sandbox._code_folder().name)
+    monkeypatch.setattr(sandbox, "CONTAINED", ())
+    with pytest.raises(sandbox.SandboxError, match="not contained: No module"):
+        code("", ADD, {"tests": ASSERTS})
+    monkeypatch.undo()
+    shutil.rmtree(sandbox._code_folder().name)
+    assert code("", ADD, {"tests": ASSERTS}) == 1  # a folder that is gone is made again
+
+
+@pytest.mark.parametrize("readable", ["/", ["relative"], ["/is/not/there"], [3]])
+def test_what_can_be_read_is_checked(readable):
+    with pytest.raises(UserError, match="readable"):
+        Code(readable=readable)
+
+
+@pytest.mark.parametrize("bomb", ["memory", "sleep", "loop", "output", "file"])
+def test_a_bomb_that_a_test_sets_off_is_a_limit(code, bomb):
+    body = BOMBS[bomb].replace("\n", "\n    ")
+    ended = run_program(f"def f():\n    {body}", "", LIMITS, "assert f() is None")
+    assert ended.code != 0 and ended.is_limited, ended
 
 
 def test_a_program_sees_no_environment_and_no_other_process(code, monkeypatch):
@@ -319,8 +352,10 @@ def test_a_daemon_does_not_outlive_its_program(code):
     )
     ended = run_program(program, "", LIMITS)
     assert (ended.code, ended.output) == (0, "gone\n")
-    time.sleep(0.2)
-    assert not descendants_left()
+    assert not left_after(3)
+
+
+NOTED = ("errors", "limits", "unjudged")
 
 
 class Texts:
@@ -350,53 +385,61 @@ def test_limits_are_counted_beside_the_reward(scorer):
     scored = scorer.score(replace(batch, prompts=prompts))
     assert scored is not None
     assert scored.reward_B.tolist() == [0, 1, 1, 1, 1, 1]
-    assert scorer.take_counts() == {"reward/code/errors": 0, "reward/code/limits": 1}
+    counts = scorer.take_counts()
+    assert counts == {f"reward/code/{name}": name == "limits" for name in NOTED}
+
+
+AS_USER = """
+import json
+from hybridrl.rewards.sandbox import run_program
+limits = {LIMITS}
+found = [run_program(*one) for one in (
+    ("import os; print(os.getuid(), os.getpid(), os.listdir('.'))", "", limits),
+    ("print(2 * int(input()))", "4", limits),
+    ("def add(a, b): return a + b", "", limits, "assert add(1, 2) == 3"),
+    ("def add(a, b): return a - b", "", limits, "assert add(1, 2) == 3"),
+    ("import os; os._exit(0)", "", limits, "assert add(1, 2) == 3"),
+    ({FORK}, "", limits),
+    ({MEMORY}, "", limits),
+)]
+print(json.dumps([(one.code, one.output, one.is_limited) for one in found]))
+"""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_user_without_privileges_can_contain_too(code, tmp_path):
-    """The script itself, as nobody, with an interpreter that everybody may read."""
-
-    from hybridrl.rewards import contain
-
-    python = Path("/usr/bin/python3")
-    if not python.exists():
-        pytest.skip("no interpreter for everybody")
-    script, folder = Path("/var/tmp/hybridrl-contain.py"), Path("/var/tmp/hybridrl-contain")
-    script.write_text(Path(contain.__file__).read_text())
-    folder.mkdir(exist_ok=True)
-    os.chown(folder, 65534, 65534)
-    program = (
-        "import os, socket\n"
-        "print(os.listdir('.'))\n"
-        "try: socket.create_connection(('127.0.0.1', 9), 1)\n"
-        "except OSError as error: print(error.errno)\n"
-        "try:\n"
-        "  while os.fork() or True: pass\n"
-        "except OSError as error: print(error.errno)\n"
-        "try: open('/var/tmp/evil', 'w')\n"
-        "except OSError as error: print(error.errno, flush=True)\n"
-    )
-    try:
-        done = subprocess.run(
-            [python, "-I", script, '{"number": 1, ' + str(LIMITS)[1:].replace("'", '"')]
-            + [program, folder],
-            check=False,
-            user=65534,
-            group=65534,
-            extra_groups=[],
-            capture_output=True,
-            text=True,
-            timeout=20,
-        )
-    finally:
-        script.unlink()
-        folder.rmdir()
+def test_a_user_without_privileges_can_contain_too(code):
+    script = AS_USER.replace("{LIMITS}", str(LIMITS))
+    for name in ("fork", "memory"):
+        script = script.replace(f"{{{name.upper()}}}", repr(BOMBS[name]))
+    done = run_as_user(script)
     if "not contained: unshare" in done.stderr:
         pytest.skip("this kernel lets users make no namespaces")
-    lines = done.stdout.split()
-    refused = "1" if os.uname().machine in REFUSED else "101"  # no sockets, or no network for them
-    assert {"['main.py']", refused, "11", "30"} <= set(lines), done
+    assert done.returncode == 0, done.stderr
+    listed, doubled, right, wrong, left, fork, memory = json.loads(done.stdout)
+    assert listed[:2] == [0, "1000 2 ['main.py']\n"]
+    assert (doubled[1], right[0], wrong[0], left[0]) == ("8\n", 0, 1, 1)
+    assert fork[2] and memory[2] and not left[2]
+
+
+def test_root_of_a_container_with_few_users_can_contain_too(code):
+    """Where root may not become a user of the program's own."""
+    unshare = shutil.which("unshare")
+    script = (
+        "from hybridrl.rewards.sandbox import run_program\n"
+        f"ended = run_program('import os; print(os.getuid())', '', {LIMITS})\n"
+        "print(ended.output, ended.error)"
+    )
+    if unshare is None:
+        pytest.skip("no unshare here")
+    done = subprocess.run(
+        [unshare, "--user", "--map-root-user", "--mount", sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "unshare" in done.stderr:
+        pytest.skip("this kernel lets users make no namespaces")
+    assert done.stdout.split() == ["1000"], done
 
 
 def test_a_host_that_cannot_contain_is_refused(monkeypatch):
