@@ -12,10 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.surrogate import importance_ratio
 from hybridrl.batch import RolloutBatch
 from hybridrl.config.correction import CorrectionConfig, Level
-
-MAX_LOG_WEIGHT = 20.0  # of a whole response, whose product may overflow; exp(20) is 5e8
 
 Sum = Callable[[Tensor], Tensor]
 """Returns at each token the sum over its response."""
@@ -36,7 +35,7 @@ def ratio(log_ratio_N: Tensor, level: Level, sum_of: Sum) -> Tensor:
         log_k_N = sum_of(log_ratio_N)
     if level == "geometric":
         log_k_N = log_k_N / sum_of(torch.ones_like(log_ratio_N)).clamp(min=1)
-    return log_k_N.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    return importance_ratio(log_k_N)
 
 
 def bounded(ratio_N: Tensor, config: CorrectionConfig) -> Tensor:
@@ -69,12 +68,18 @@ def weights(log_ratio_N: Tensor, config: CorrectionConfig, sum_of: Sum) -> Tenso
 def off_policy_metrics(
     batch: RolloutBatch, old_logp_T: Tensor, config: CorrectionConfig | None = None
 ) -> dict[str, float]:
-    """Returns how far the behaviour policy is from the one at the start of the step, by the
-    definitions of verl's rollout correction (verl-project/verl, docs/algo/rollout_corr.md).
+    """Returns how far the behaviour policy is from the one at the start of the step.
 
-    `mismatch/*` always: perplexities, each the mean over responses, with ppl = exp(-mean_t logp);
-    `kl_k1`, the mean of behaviour - old; chi2_token = mean(k^2) - 1 and chi2_sequence, with k the
-    product over a response. `correction/*` where there are weights or a rejection.
+    `mismatch/*` always. Of each response i, with d_t = old - behaviour of its token t,
+    e_i = -mean_t behaviour, the engine's log-perplexity, and o_i = -mean_t old, the trainer's:
+    `rollout_ppl` = mean_i exp(e_i), `training_ppl` = mean_i exp(o_i), `*_log_ppl` = mean_i of e_i
+    and of o_i, `log_ppl_diff` = mean_i (o_i - e_i), above 0 where the trainer is the less
+    confident, with the mean of its absolute value, its largest and its least, and `ppl_ratio` =
+    mean_i exp(o_i - e_i). Over all tokens `kl_k1` = mean(-d_t) and `chi2_token` = mean(k^2) - 1,
+    k = exp(d_t); `chi2_sequence` = mean_i (exp(sum_t d_t)^2) - 1. These are what the code of verl's
+    rollout correction computes (verl/trainer/ppo/rollout_corr_helper.py); its documentation
+    (docs/algo/rollout_corr.md) has another sign of `log_ppl_diff` and another `ppl_ratio`.
+    `correction/*` where there are weights or a rejection.
 
     Args:
         batch: its `behaviour_logp_T` are the engine's.
@@ -88,14 +93,14 @@ def off_policy_metrics(
     )
     log_ratio_R = old_R - engine_R
     engine_B, old_B = -sums(engine_R) / lengths_B, -sums(old_R) / lengths_B
-    gap_B = engine_B - old_B
-    product_B = sums(log_ratio_R).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    gap_B = old_B - engine_B
+    product_B = importance_ratio(sums(log_ratio_R))
     found = {
         "rollout_ppl": engine_B.exp().mean(),
         "training_ppl": old_B.exp().mean(),
         "rollout_log_ppl": engine_B.mean(),
         "training_log_ppl": old_B.mean(),
-        "ppl_ratio": (-gap_B).mean().exp(),
+        "ppl_ratio": importance_ratio(gap_B).mean(),
         "log_ppl_diff": gap_B.mean(),
         "log_ppl_abs_diff": gap_B.abs().mean(),
         "log_ppl_diff_max": gap_B.max(),
@@ -128,21 +133,25 @@ class _Sums:
 def _correction_metrics(
     log_ratio_R: Tensor, sums: _Sums, config: CorrectionConfig
 ) -> dict[str, float]:
-    """Returns what there is to say of the weights before their bounds: mean, deviation, least,
-    largest, effective sample size (sum k)^2 / (n sum k^2) as a share of the tokens, and the shares
-    beyond the bounds; of the responses' mean weights the same, but for the sample size; and of what
-    was rejected.
+    """Returns what there is to say of the weights before their bounds, k, and of what was rejected.
+
+    `effective_sample_size` = (sum k)^2 / (n sum k^2), a share of the n tokens. `weight_*` of the
+    tokens' k and `sequence_weight_*` of the responses' means of k: mean, deviation, least, largest,
+    largest |k - 1|, and the shares above `max` and below `min` (1 / `max` where that is 0). The
+    deviation divides by n over tokens and by n - 1 over responses, which are few; 0 of one.
     """
     metrics = {}
     if config.weight != "none":
         weight_R = ratio(log_ratio_R, config.weight, sums.spread)
         size = weight_R.sum() ** 2 / (len(weight_R) * weight_R.square().sum())
         metrics["correction/effective_sample_size"] = float(size)
-        for name, value_N in (
-            ("weight", weight_R),
-            ("sequence_weight", sums(weight_R) / sums.lengths_B),
+        mean_B = sums(weight_R) / sums.lengths_B
+        for name, value_N, ddof in (
+            ("weight", weight_R, 0),
+            ("sequence_weight", mean_B, min(len(mean_B) - 1, 1)),
         ):
-            metrics |= {f"correction/{name}_{k}": v for k, v in _spread(value_N, config).items()}
+            spread = _spread(value_N, config, ddof)
+            metrics |= {f"correction/{name}_{k}": v for k, v in spread.items()}
     if config.reject != "none":
         lost_R = (~kept(ratio(log_ratio_R, config.reject, sums.spread), config)).double()
         metrics["correction/rejected_tokens"] = float(lost_R.mean())
@@ -150,11 +159,11 @@ def _correction_metrics(
     return metrics
 
 
-def _spread(weight_N: Tensor, config: CorrectionConfig) -> dict[str, float]:
+def _spread(weight_N: Tensor, config: CorrectionConfig, ddof: int) -> dict[str, float]:
     low = config.min or 1 / config.max
     found = {
         "mean": weight_N.mean(),
-        "std": weight_N.std(correction=0),
+        "std": weight_N.std(correction=ddof),
         "min": weight_N.min(),
         "max": weight_N.max(),
         "max_deviation": (weight_N - 1).abs().max(),

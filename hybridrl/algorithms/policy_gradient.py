@@ -86,7 +86,7 @@ class PolicyGradient:
             reference_S = micro.require("reference_logp_S", self.name)
             kl_S = surrogate.kl_estimate(logp_S, reference_S, config.kl_estimator)
             if config.kl_importance_weighted:
-                kl_S = kl_S * (logp_S - old_S).exp()
+                kl_S = kl_S * surrogate.importance_ratio(logp_S - old_S)
             loss_S = loss_S + self.kl_coef * kl_S
         loss_S = self.weighted(loss_S, micro)
         metrics = {
@@ -147,13 +147,15 @@ class PolicyGradient:
                 log_ratio_S, advantages_S, low, high, config.dual_clip
             )
         if config.objective == "ratio":
-            return log_ratio_S.exp() * advantages_S, torch.zeros_like(micro.loss_mask_S)
+            ratio_S = surrogate.importance_ratio(log_ratio_S)
+            return ratio_S * advantages_S, torch.zeros_like(micro.loss_mask_S)
         if config.objective == "sequence_clip":
             log_ratio_S = with_sequence_mean(log_ratio_S, micro)
             return surrogate.clipped_surrogate(log_ratio_S, advantages_S, low, high)
         if config.objective == "geometric_mean":
             bounded_S, clipped_S = surrogate.clipped_log_ratio(log_ratio_S, advantages_S, low, high)
-            return with_sequence_mean(bounded_S, micro).exp() * advantages_S, clipped_S
+            ratio_S = surrogate.importance_ratio(with_sequence_mean(bounded_S, micro))
+            return ratio_S * advantages_S, clipped_S
         if config.objective == "cispo":
             return surrogate.weighted_logp(logp_S, log_ratio_S, advantages_S, low, high)
         if config.objective == "sapo":

@@ -13,6 +13,25 @@ from torch import Tensor
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
+MAX_LOG_RATIO = 20.0  # exp(20) is 5e8; in float32 exp(89) is infinite
+MAX_K3 = 10.0  # nats a token
+
+
+def bounded_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Returns the logarithm of a ratio of probabilities, at least -20 and at most 20; beyond these
+    bounds, those of verl and OpenRLHF, it has no gradient.
+
+    Only what this function returns is exponentiated. An infinite ratio would make the loss
+    infinite, or, where clipping multiplies its gradient by 0, the gradient NaN, and the whole
+    optimizer step would be skipped because of one token. A NaN stays NaN.
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def importance_ratio(log_ratio: Tensor) -> Tensor:
+    """Returns the ratio of probabilities with this logarithm, bounded as `bounded_log_ratio`."""
+    return bounded_log_ratio(log_ratio).exp()
+
 
 def clipped_surrogate(
     log_ratio_S: Tensor,
@@ -34,7 +53,7 @@ def clipped_surrogate(
     Returns:
         The objective, and where it is a clipped term, which has no gradient.
     """
-    ratio_S = log_ratio_S.exp()
+    ratio_S = importance_ratio(log_ratio_S)
     plain_S = ratio_S * advantages_S
     clipped_S = ratio_S.clamp(1 - clip_low, 1 + clip_high) * advantages_S
     objective_S, is_clipped_S = torch.minimum(plain_S, clipped_S), clipped_S < plain_S
@@ -67,7 +86,7 @@ def weighted_logp(
     sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp, sg without a gradient: a bounded weight, and
     a gradient at every token.
     """
-    ratio_S = log_ratio_S.detach().exp()
+    ratio_S = importance_ratio(log_ratio_S.detach())
     weight_S = ratio_S.clamp(1 - clip_low, 1 + clip_high)
     return weight_S * advantages_S * logp_S, weight_S != ratio_S
 
@@ -81,7 +100,8 @@ def soft_gated(
     that of r A, and fades on both sides.
     """
     tau_S = torch.full_like(log_ratio_S, tau_negative).masked_fill(advantages_S > 0, tau_positive)
-    return 4 / tau_S * torch.sigmoid(tau_S * (log_ratio_S.exp() - 1)) * advantages_S
+    gate_S = torch.sigmoid(tau_S * (importance_ratio(log_ratio_S) - 1))
+    return 4 / tau_S * gate_S * advantages_S
 
 
 def clipped_value_loss(
@@ -113,6 +133,10 @@ def kl_estimate(logp_S: Tensor, other_logp_S: Tensor, estimator: KlEstimator) ->
     (p without a gradient), k1 and k3 have that of the KL too (DeepSeek-V3.2, arXiv 2512.02556,
     sec. 3.1).
 
+    k3 is at most 10 nats a token and has no gradient beyond, as in verl: otherwise a single token
+    would outweigh all others long before its exponential reaches its bound. k1 and k2 have no
+    bound.
+
     Args:
         logp_S: log p of the sampled tokens.
         other_logp_S: log q of the same tokens.
@@ -122,4 +146,5 @@ def kl_estimate(logp_S: Tensor, other_logp_S: Tensor, estimator: KlEstimator) ->
         return -d_S
     if estimator == "k2":
         return d_S.square() / 2
-    return d_S.exp() - 1 - d_S
+    bounded_S = bounded_log_ratio(d_S)
+    return (bounded_S.exp() - 1 - bounded_S).clamp(max=MAX_K3)

@@ -573,3 +573,52 @@ def test_advantages_leave_the_rest_of_the_batch_alone(case):
     expected = {"advantages_T"} if has_advantages and not has_distributions(case) else set()
     expected |= {"returns_T"} if algorithm.needs.values else set()
     assert added == expected | ({"term_weights_T"} if case in ("kl_cov", "vapo") else set())
+
+
+def far_apart(batch: TrainBatch, gap: float) -> TrainBatch:
+    """The batch with log-probabilities of -0.5 or `gap` less: of two policies each is the less
+    likely one at some tokens. Teachers' distributions are as uneven.
+    """
+    mask_T = batch.response_mask_T
+    names = ("old_logp_T", "behaviour_logp_T", "reference_logp_T", "teacher_logp_T")
+    columns = {name: either(gap, batch.num_tokens) * mask_T for name in names}
+    if (top_TK := batch.teacher_logp_TK) is not None:
+        columns["teacher_logp_TK"] = uneven(gap, top_TK.shape) * mask_T[:, None]
+    return replace(batch, **columns)
+
+
+def either(gap: float, size: int) -> Tensor:
+    return -0.5 - gap * (torch.rand(size) < 0.5)
+
+
+def uneven(gap: float, shape: torch.Size) -> Tensor:
+    return (gap * torch.rand(shape)).log_softmax(-1)
+
+
+def with_each_kl(case: str) -> list:
+    """The settings of a case, and those with each estimate of the KL in each place."""
+    config = CASES[case]
+    if not isinstance(config, PolicyGradientConfig) or getattr(config, "normalize_parts", False):
+        return [config]
+    in_reward = [{"kl_in": "reward", "kl_estimator": name} for name in ("k1", "k2", "k3")]
+    in_loss = [term | {"kl_in": "loss"} for term in in_reward]
+    weighted = [term | {"kl_importance_weighted": True} for term in in_loss]
+    terms = in_reward + in_loss + weighted
+    return [config, *(config.model_copy(update={"kl_coef": 0.1, **term}) for term in terms)]
+
+
+@pytest.mark.parametrize("gap", [90.0, 1000.0])
+def test_policies_that_are_far_apart_give_a_finite_loss_and_gradient(case, gap):
+    """In float32, where exp(89) is infinite, and 0 times that is not a number."""
+    torch.manual_seed(3)
+    for config in with_each_kl(case):
+        algorithm, (_, _, batch) = make_algorithm(config), prepare(case)
+        filled = algorithm.advantages(far_apart(batch, gap))
+        micro = micro_batch(filled, range(12), 1, 4)
+        logp_S, entropy_S = either(gap, micro.num_positions), torch.zeros(micro.num_positions)
+        if has_distributions(case):
+            logp_S = uneven(gap, micro.teacher_logp_SK.shape)
+        found = algorithm.loss(logp_S.requires_grad_(), entropy_S, micro, 7.0)
+        found.loss.backward()
+        assert found.loss.isfinite() and logp_S.grad.isfinite().all()
+        assert all(value.isfinite() for value in found.metrics.values())

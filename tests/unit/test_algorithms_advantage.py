@@ -51,7 +51,8 @@ def gae_by_definition(rewards, values, gamma, lam):
 def kl_by_definition(estimator, logp, reference):
     """Schulman 2020, with r = q / p, p sampled from."""
     r = np.exp(reference - logp)
-    return {"k1": -np.log(r), "k2": np.log(r) ** 2 / 2, "k3": (r - 1) - np.log(r)}[estimator]
+    bounded = np.minimum((r - 1) - np.log(r), 10)
+    return {"k1": -np.log(r), "k2": np.log(r) ** 2 / 2, "k3": bounded}[estimator]
 
 
 @settings(max_examples=100, deadline=None)

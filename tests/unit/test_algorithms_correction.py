@@ -173,13 +173,13 @@ def test_metrics_are_their_definitions(batches: list[TrainBatch]) -> None:
         product = np.array([row[0] for row in ratios(batch, "sequence")])
         k = np.concatenate(ratios(batch, "sequence"))
         lost = [(row < 1 / 1.3) | (row > 1.3) for row in ratios(batch, "token")]
-        gap = log_ppl[:, 0] - log_ppl[:, 1]
+        gap = log_ppl[:, 1] - log_ppl[:, 0]  # above 0 where the trainer is the less confident
         expected = {
             "mismatch/rollout_ppl": np.exp(log_ppl[:, 0]).mean(),
             "mismatch/training_ppl": np.exp(log_ppl[:, 1]).mean(),
             "mismatch/rollout_log_ppl": log_ppl[:, 0].mean(),
             "mismatch/training_log_ppl": log_ppl[:, 1].mean(),
-            "mismatch/ppl_ratio": math.exp((log_ppl[:, 1] - log_ppl[:, 0]).mean()),
+            "mismatch/ppl_ratio": (np.exp(log_ppl[:, 1]) / np.exp(log_ppl[:, 0])).mean(),
             "mismatch/log_ppl_diff": gap.mean(),
             "mismatch/log_ppl_abs_diff": abs(gap).mean(),
             "mismatch/log_ppl_diff_max": gap.max(),
@@ -191,10 +191,10 @@ def test_metrics_are_their_definitions(batches: list[TrainBatch]) -> None:
             "correction/rejected_tokens": np.concatenate(lost).mean(),
             "correction/rejected_sequences": np.mean([row.any() for row in lost]),
         }
-        for name, values in (("weight", k), ("sequence_weight", product)):
+        for name, values, ddof in (("weight", k, 0), ("sequence_weight", product, 1)):
             expected |= {
                 f"correction/{name}_mean": values.mean(),
-                f"correction/{name}_std": values.std(),
+                f"correction/{name}_std": values.std(ddof=ddof),
                 f"correction/{name}_min": values.min(),
                 f"correction/{name}_max": values.max(),
                 f"correction/{name}_max_deviation": abs(values - 1).max(),
@@ -207,6 +207,12 @@ def test_metrics_are_their_definitions(batches: list[TrainBatch]) -> None:
         assert always == {n: v for n, v in found.items() if n.startswith("mismatch/")}
 
 
+def test_the_deviation_of_one_response_is_0() -> None:
+    batch = batch_of(0).select([0])
+    found = off_policy_metrics(batch, batch.old_logp_T, CorrectionConfig(weight="token"))
+    assert found["correction/sequence_weight_std"] == 0 < found["correction/weight_std"]
+
+
 def test_equal_policies_have_no_mismatch_and_full_sample_size() -> None:
     batch = batch_of(0)
     config = CorrectionConfig(weight="token", reject="sequence")
@@ -216,12 +222,18 @@ def test_equal_policies_have_no_mismatch_and_full_sample_size() -> None:
     assert found["mismatch/chi2_sequence"] == found["correction/rejected_tokens"] == 0
 
 
-def test_a_response_of_another_policy_does_not_overflow() -> None:
+@pytest.mark.parametrize("gap", [-1000.0, 1000.0])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_response_of_another_policy_does_not_overflow(gap: float, level: str) -> None:
     batch = batch_of(0)
-    batch = replace(batch, behaviour_logp_T=batch.behaviour_logp_T - 500 * batch.response_mask_T)
-    found = off_policy_metrics(batch, batch.old_logp_T, CorrectionConfig(weight="sequence"))
-    assert all(math.isfinite(value) for name, value in found.items() if "ppl" not in name)
-    config = GrpoConfig(correction=CorrectionConfig(weight="sequence"))
+    batch = replace(batch, old_logp_T=batch.old_logp_T - 1001 * batch.response_mask_T)
+    behaviour_T = batch.old_logp_T + gap * batch.response_mask_T
+    batch = replace(batch, behaviour_logp_T=behaviour_T)
+    config = CorrectionConfig(weight=level, reject=level)
+    found = off_policy_metrics(batch, batch.old_logp_T, config)
+    perplexities = {"mismatch/rollout_ppl", "mismatch/training_ppl"}  # theirs are beyond float64
+    assert all(math.isfinite(found[name]) for name in found.keys() - perplexities)
+    config = GrpoConfig(correction=CorrectionConfig(weight=level))
     batch = make_algorithm(config).advantages(replace(batch, values_T=now_of(batch, 0)))
-    loss, _ = loss_of(batch, config)
-    assert math.isfinite(loss)
+    loss, gradient = loss_of(batch, config)
+    assert math.isfinite(loss) and np.isfinite(gradient).all()

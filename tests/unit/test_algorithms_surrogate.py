@@ -11,12 +11,68 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.algorithms.surrogate import clipped_surrogate, clipped_value_loss, kl_estimate
+from hybridrl.algorithms.surrogate import (
+    clipped_surrogate,
+    clipped_value_loss,
+    importance_ratio,
+    kl_estimate,
+    soft_gated,
+)
 from hybridrl.batch import MicroBatch
 from hybridrl.config.schema import GrpoConfig
 
 LOGP = st.floats(-6, 0)
 NUMBER = st.floats(-3, 3)
+
+
+def value_and_slope(function, values, dtype=torch.float32):
+    x = torch.tensor(values, dtype=dtype, requires_grad=True)
+    found = function(x)
+    (slope,) = torch.autograd.grad(found.sum(), x)
+    return found.detach(), slope
+
+
+def test_importance_ratio_is_exp_bit_by_bit_within_its_bounds_and_constant_beyond():
+    inside = torch.linspace(-20, 20, 4001).tolist()
+    for mine, theirs in zip(
+        value_and_slope(importance_ratio, inside), value_and_slope(torch.exp, inside), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    ends = value_and_slope(torch.exp, [-20.0, -20.0, 20.0, 20.0, 20.0])[0]
+    found, slope = value_and_slope(importance_ratio, [-1000.0, -20.5, 20.5, 90.0, 1000.0])
+    assert torch.equal(found, ends) and not slope.any()
+    assert importance_ratio(torch.tensor(math.nan)).isnan()  # what is broken stays so
+
+
+def test_k3_is_its_definition_bit_by_bit_up_to_10_nats_and_constant_beyond():
+    def k3(logp):
+        return kl_estimate(logp, torch.zeros(()), "k3")
+
+    def unbounded(logp):
+        return (-logp).exp() - 1 + logp
+
+    inside = torch.linspace(-2.6, 10.9, 1001).tolist()
+    for mine, theirs in zip(
+        value_and_slope(k3, inside), value_and_slope(unbounded, inside), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    found, slope = value_and_slope(k3, [-1000.0, -90.0, -2.7, 11.1, 90.0, 1000.0])
+    assert (found == 10).all() and not slope.any()
+    assert kl_estimate(torch.tensor(math.nan), torch.zeros(()), "k3").isnan()
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_a_ratio_beyond_float32_leaves_the_gradients_of_other_tokens_as_they_are(advantage):
+    """exp(90) is infinite, and 0 times that, where clipping takes the gradient, not a number."""
+    advantages = torch.tensor([advantage, 1.0, advantage])
+    for objective in (
+        lambda x: clipped_surrogate(x, advantages, 0.2, 0.2)[0],
+        lambda x: clipped_surrogate(x, advantages, 0.2, 0.2, 3.0)[0],
+        lambda x: soft_gated(x, advantages, 1.0, 1.05),
+    ):
+        found, slope = value_and_slope(objective, [90.0, 0.1, -90.0])
+        assert found.isfinite().all() and slope[1] > 0
+        assert slope[0] == slope[2] == 0
 
 
 @given(LOGP, LOGP, NUMBER, st.floats(0.05, 0.5), st.floats(0.05, 0.5))
@@ -82,6 +138,7 @@ def test_clipped_value_loss_is_the_worse_of_two_squares(value, old, target, clip
 def test_kl_estimates_are_their_definitions(logp, other):
     r = math.exp(other - logp)
     expected = {"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}
+    expected["k3"] = min(expected["k3"], 10)
     for estimator, value in expected.items():
         found = kl_estimate(
             torch.tensor(logp, dtype=torch.float64),
@@ -93,7 +150,7 @@ def test_kl_estimates_are_their_definitions(logp, other):
 
 def test_kl_estimates_have_the_kl_as_their_mean():
     rng = np.random.default_rng(0)
-    p, q = (torch.from_numpy(rng.dirichlet(np.ones(6))) for _ in range(2))
+    p, q = (torch.from_numpy(rng.dirichlet(np.full(6, 4.0))) for _ in range(2))
     exact = (p * (p / q).log()).sum()
     mean = {e: (p * kl_estimate(p.log(), q.log(), e)).sum() for e in ("k1", "k2", "k3")}
     assert mean["k1"].item() == pytest.approx(exact.item(), rel=1e-12)

@@ -64,6 +64,16 @@ def test_mismatch_metrics_are_their_formulas_in_float64(scale: float) -> None:
     assert found["mismatch/kl"] > 0
 
 
+@pytest.mark.parametrize("gap", [-1000.0, 1000.0])
+def test_mismatch_metrics_of_policies_that_are_far_apart_are_finite(gap: float) -> None:
+    batch = rollout_batch(num_prompts=4)
+    found = mismatch_metrics(batch, batch.behaviour_logp_T + gap * batch.response_mask_T)
+    assert all(math.isfinite(value) for value in found.values())
+    # exp of a bounded logarithm, less the logarithm itself
+    expected = math.exp(20) - 1 - gap if gap > 0 else -1 - gap
+    assert found["mismatch/kl"] == pytest.approx(expected, rel=1e-6)
+
+
 def test_mismatch_kl_has_the_kl_of_engine_and_trainer_as_its_mean() -> None:
     rng = np.random.default_rng(1)
     engine, trainer = (torch.from_numpy(rng.dirichlet(np.ones(5))) for _ in range(2))
