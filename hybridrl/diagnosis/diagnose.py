@@ -12,7 +12,7 @@ told to all before any goes on, so that all take part in what follows, or none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.schema import Config
+from hybridrl.diagnosis.reference import reference_streams
 from hybridrl.diagnosis.residual import engine_streams, stages, trainer_logits, trainer_streams
 from hybridrl.diagnosis.verdicts import (
     Answer,
@@ -32,12 +33,9 @@ from hybridrl.diagnosis.verdicts import (
     mean_difference,
     relative_rms,
 )
-from hybridrl.hybrid_engine.export import gather_tensors
 from hybridrl.hybrid_engine.verify import VerifyError
-from hybridrl.models.weights import hf_shapes
 from hybridrl.rollout.agreement import TokensDifferError
 from hybridrl.rollout.engine import Request, SamplingParams, generate
-from hybridrl.rollout.hf import HfEngine
 from hybridrl.rollout.sampling import log_distribution
 from hybridrl.rollout.scripted import ScriptedEngine
 from hybridrl.trainer.loop import Trainer
@@ -54,7 +52,8 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
     Args:
         config: of the run, with an engine and an algorithm that generate; the weights are its
             newest checkpoint's, or the initial ones.
-        with_reference: also compare both with transformers in float32, on rank 0's CPU.
+        with_reference: also compare both with transformers' own forward in float32, on rank 0's
+            CPU.
 
     Returns:
         The report, the same on all ranks: `agree`, `checkpoint`, `engine`, `dtype`, and a Finding
@@ -162,14 +161,17 @@ def _compare(
     ends_N = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
     ours["logits"] = trainer_logits(model, ours["norm"][ends_N])
     said = _tokenwise(trainer, batch, norm_TD, plain_T)
-    exact = _reference_streams(trainer, prompts) if with_reference else {}
+    exact = reference_streams(model, prompts) if with_reference else {}
     bounds = BOUNDS[trainer.source.dtype]
     total, replica = mean_difference(placed, said)
-    table = _table(trainer, theirs, ours, exact)
+    numerics = judge_numerics(_table(trainer, theirs, ours, exact), total, replica, bounds)
+    # What only happens further on, as a window or a scaling of positions may, was not looked at.
+    longest = max(map(len, prompts))
+    numerics = replace(numerics, found=f"{numerics.found}; on prompts of up to {longest} tokens")
     return {
         "tokens": judge_tokens(layout, by_rank, placed, said, bounds.refuse),
         "sampling": judge_sampling(placed, said, sampling, bounds.warn),
-        "numerics": judge_numerics(table, total, replica, bounds),
+        "numerics": numerics,
     }
 
 
@@ -240,19 +242,3 @@ def _table(
         }
         for stage in order
     ]
-
-
-def _reference_streams(trainer: Trainer, prompts: Sequence[tuple[int, ...]]) -> Streams:
-    """Returns, on rank 0, the stages of transformers' model in float32; elsewhere none."""
-    model, world, source = trainer.policy.model, trainer.world, trainer.source
-    layouts = [model.layout_of(rank) for rank in range(world.size)]
-    shapes = hf_shapes(source.family, source.shape)
-    reference = HfEngine(dict(source.hf_config)) if world.rank == 0 else None
-    weights = gather_tensors(layouts, model.weights(), shapes, torch.float32, world.rank)
-    for name, tensor in weights:
-        assert reference is not None  # nothing is yielded elsewhere
-        reference.tensors()[name].copy_(tensor)
-    if reference is None:
-        return {}
-    reference.finish_update(0)
-    return engine_streams(reference, prompts)

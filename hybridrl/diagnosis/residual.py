@@ -59,7 +59,7 @@ def engine_streams(
             rows = hidden.detach().flatten(0, -2).to("cpu", torch.float32, copy=True)
             parts.setdefault(stage, []).append(rows)
 
-        with _decoder_hooks(engine.model, keep):
+        with decoder_hooks(engine.model, keep):
             generate(engine, [Request(number, prompt, 0, GREEDY)])
         for stage in expected:
             whole = torch.cat(parts.get(stage, [torch.empty(0, 1)]))[: len(prompt)]
@@ -75,7 +75,7 @@ def engine_streams(
 
 
 @contextmanager
-def _decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
+def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
     """Calls `keep` with every stage that a model with HF's module names computes.
 
     A vLLM layer returns what its MLP adds and the stream so far apart, and so do its norms.

@@ -171,16 +171,19 @@ def mean_difference(placed: Placed, said: Tokenwise) -> tuple[float, int]:
 def judge_numerics(
     table: Sequence[Mapping[str, Any]], total: float, replica: int, bounds: Bounds
 ) -> Finding:
-    """Names the first stage that stands out, and judges what is left at the end, in nats.
+    """Names the first stage that stands out, between the two or from the reference, and judges what
+    is left at the end, in nats.
 
     Args:
-        table: `stage` and `difference` (relative RMS) of every stage, in order.
+        table: `stage` and `difference` (relative RMS) of every stage, in order; where there is a
+            reference also `trainer_error` and `engine_error`, from it.
         total, replica: as of `mean_difference`.
     """
     first = standing_out([(row["stage"], row["difference"]) for row in table], bounds.residual)
-    agrees = first is None and total <= bounds.warn
+    wrong = {who: _first_error(table, who, bounds.residual) for who in ("trainer", "engine")}
     details = {
         "first": first,
+        "first_errors": wrong,
         "diff_mean": total,
         "bound": bounds.warn,
         "residual_bound": bounds.residual,
@@ -190,14 +193,28 @@ def judge_numerics(
         f"log-probabilities differ by {total:.2g} nats on average in replica {replica} (allowed "
         f"{bounds.warn:g}); "
     )
-    if first is not None:
-        remedy = f"Compare, in config.json and the engine, {LOOK_AT[first.split('.')[-1]]}."
-        found += f"{first} is the first stage that stands out"
-        return Finding(agrees, found, remedy, details)
+    for who, stage in wrong.items():
+        if stage is not None:
+            found += f"the {who} differs from transformers, first after {stage}; "
+    stage = first or wrong["trainer"] or wrong["engine"]
+    if stage is not None:
+        remedy = f"Compare, in config.json and the engine, {LOOK_AT[stage.split('.')[-1]]}."
+        standing = f"{first} is the first stage that stands out"
+        found += standing if first else "engine and trainer agree with each other"
+        return Finding(False, found, remedy, details)
     largest = max(table, key=lambda row: row["difference"])
     found += f"no stage stands out, most differs {largest['stage']}: {largest['difference']:.2g}"
+    agrees = total <= bounds.warn
     remedy = "" if agrees else "Rounding that adds up over the layers: try model.dtype=float32."
     return Finding(agrees, found, remedy, details)
+
+
+def _first_error(table: Sequence[Mapping[str, Any]], who: str, floor: float) -> str | None:
+    """Returns the first stage at which one side stands out from the reference, where there is
+    one.
+    """
+    errors = [(row["stage"], row[f"{who}_error"]) for row in table if f"{who}_error" in row]
+    return standing_out(errors, floor)
 
 
 def relative_rms(found_ND: Tensor, expected_ND: Tensor) -> float:

@@ -30,6 +30,9 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from hybridrl.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,8 @@ def _gathered_index(
 
 
 class PackedAttention(MegatronModule):
-    """Causal `core_attention` on torch's scaled_dot_product_attention.
+    """Causal `core_attention` on torch's scaled_dot_product_attention, within the window that
+    Megatron's `window_size` gives the layer, if any.
 
     Takes packed sequences (thd) with `PackedSequences`, with or without context parallel, and plain
     [s, b, h, d] batches. Grouped-query heads are shared by torch, not repeated in memory.
@@ -239,6 +243,20 @@ class PackedAttention(MegatronModule):
             raise ValueError(f"attn_mask_type={attn_mask_type}: PackedAttention is causal")
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if config.softmax_type != "vanilla":
+            raise ModelError(
+                "softmax_type of the family's transformer_config",
+                config.softmax_type,
+                "vanilla with layers of torch",
+                "Give the family a layer_spec whose attention has it.",
+            )
+        is_windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        # How many positions before its own a query attends to; None: all.
+        self.num_before = int(config.window_size[0]) if is_windowed else None
+        if self.num_before is not None and self.num_before < 0:  # Megatron's "no bound"
+            self.num_before = None
         self.cp_group: dist.ProcessGroup | None = (
             pg_collection.cp
             if pg_collection is not None and config.context_parallel_size > 1
@@ -301,9 +319,15 @@ class PackedAttention(MegatronModule):
         query_position_NQ: torch.Tensor | None,
     ) -> torch.Tensor:
         mask = None
-        if query_position_NQ is not None:
+        if query_position_NQ is not None or self.num_before is not None:
             column_K = torch.arange(key.size(2))
-            mask = (query_position_NQ[:, None, :, None] >= column_K).to(query.device)
+            # Without positions of their own queries and keys coincide.
+            position_NQ = column_K[None] if query_position_NQ is None else query_position_NQ
+            position_N1Q1 = position_NQ[:, None, :, None]
+            mask = position_N1Q1 >= column_K
+            if self.num_before is not None:
+                mask &= position_N1Q1 - self.num_before <= column_K
+            mask = mask.to(query.device)
         return F.scaled_dot_product_attention(
             query,
             key,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.files import read_json_object
 from hybridrl.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -30,26 +31,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """Returns the content of an HF config: a directory's config.json, or `path` itself if a file.
 
     Raises:
-        CheckpointError: it is missing or is not a JSON object.
+        CheckpointError: it is missing, damaged, or not a JSON object whose keys differ.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
+    if file.is_dir():
         file = file / CONFIG_FILE
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(
-            str(file), error.strerror or error, "a readable config.json", "Check the path."
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(
-            str(file), f"text that is not JSON ({error})", "a JSON object", "Fetch the file again."
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(
-            str(file), type(config).__name__, "a JSON object", "Fetch the file again."
-        )
-    return config
+    return read_json_object(file, CheckpointError)
 
 
 def write_side_files(

@@ -11,11 +11,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hybridrl.config.files import plain, shown
 from hybridrl.errors import ModelError
+from hybridrl.models.config_keys import DECODER_KEYS, check_keys, check_values
 from hybridrl.models.families import FAMILIES
 
 HfConfig = Mapping[str, Any]
@@ -102,6 +104,9 @@ class Family:
             longest sequence.
         rows: the weight table.
         layer_spec: makes a layer's Megatron ModuleSpec, for families other than llama-shaped ones.
+        config_keys: keys of config.json that the functions above answer for: they follow them, or
+            raise ModelError where they do not. By default those of families/decoder.py's functions.
+            Other keys are refused unless config_keys.py says that they change no numbers.
     """
 
     name: str
@@ -111,6 +116,39 @@ class Family:
     model_keywords: Callable[[HfConfig], dict[str, Any]]
     rows: Callable[[ModelShape], tuple[Row, ...]]
     layer_spec: Callable[..., Any] | None = None
+    config_keys: Collection[str] = DECODER_KEYS
+
+
+def read_model(name: str | None, hf_config: HfConfig) -> tuple[Family, ModelShape]:
+    """Returns a model's family and sizes, once the family is known to describe it in full.
+
+    `hybridrl plan`, the parent of a run and its ranks all judge a model here, so that none finds
+    what the others do not.
+
+    Args:
+        name: as of `resolve_family`.
+        hf_config: the content of the model's config.json.
+
+    Raises:
+        ModelError: no family describes it, or a key has a value that the family does not offer.
+    """
+    family = resolve_family(name, hf_config)
+    model_type = hf_config.get("model_type")
+    if model_type is None or (family.name in FAMILIES and model_type != family.name):
+        # Engines choose the model's code by this key, the trainer by `architectures`.
+        allowed = f"{family.name!r}, as architectures say" if model_type else "the model's type"
+        raise ModelError(
+            "config.json: model_type",
+            "nothing" if model_type is None else shown(model_type),
+            allowed,
+            "Engines would compute another model: get config.json again, or mend the key.",
+        )
+    check_keys(family.name, family.config_keys, hf_config)
+    check_values(hf_config)
+    shape = family.shape(hf_config)
+    family.transformer_config(hf_config)
+    family.model_keywords(hf_config)
+    return family, shape
 
 
 def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
@@ -123,7 +161,7 @@ def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
     Raises:
         ModelError: no such family, or the family does not describe this model's architecture.
     """
-    architectures = tuple(hf_config.get("architectures") or ())
+    architectures = _architectures(hf_config)
     if name is None:
         return _family_of(hf_config, architectures)
     if ":" in name:
@@ -141,7 +179,7 @@ def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
         raise ModelError(
             "model.family",
             name,
-            f"a family that describes {', '.join(architectures)}",
+            f"a family that describes {_listed(architectures)}",
             f"Family {family.name} describes {', '.join(family.architectures)}; leave model.family "
             "out to choose by the model's config.json.",
         )
@@ -154,18 +192,34 @@ def _family_of(hf_config: HfConfig, architectures: tuple[str, ...]) -> Family:
         if set(architectures) & set(family.architectures):
             return family
     model_type = hf_config.get("model_type")
-    if not architectures and model_type in known:
+    if not architectures and isinstance(model_type, str) and model_type in known:
         return known[model_type]
     allowed = ", ".join(
         architecture for family in known.values() for architecture in family.architectures
     )
-    asked = ", ".join(architectures) or f"none (model_type {model_type!r})"
+    asked = _listed(architectures) or f"none (model_type {shown(model_type)})"
     raise ModelError(
         "config.json: architectures",
         asked,
         allowed,
         "Choose a supported model, or set model.family to your own: package.module:FAMILY.",
     )
+
+
+def _architectures(hf_config: HfConfig) -> tuple[str, ...]:
+    found = hf_config.get("architectures") or []
+    if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
+        raise ModelError(
+            "config.json: architectures",
+            shown(found),
+            "a list of names",
+            "Get the model's config.json again.",
+        )
+    return tuple(found)
+
+
+def _listed(architectures: tuple[str, ...]) -> str:
+    return plain(", ".join(architectures))
 
 
 def _load(path: str, key: str) -> Family:

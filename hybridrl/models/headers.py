@@ -6,7 +6,6 @@ and imports no torch, so that the command line can refuse a bad directory before
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +14,14 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
+from hybridrl.config.files import FETCH_AGAIN, plain, read_json_object, regular_file_bytes, shown
 from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Shape
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
 # Buffers that old checkpoints carry, and the copy of the embedding that some tied ones do.
 NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
 
@@ -28,6 +29,8 @@ NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
 @contextmanager
 def open_shard(file: Path, framework: Literal["pt", "numpy"]) -> Iterator[Any]:
     """Opens one safetensors file; damage becomes CheckpointError."""
+    if file.exists():  # else it is missing, below
+        regular_file_bytes(file, CheckpointError, "a safetensors file")
     try:
         with safe_open(file, framework=framework) as opened:
             yield opened
@@ -38,7 +41,7 @@ def open_shard(file: Path, framework: Literal["pt", "numpy"]) -> Iterator[Any]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             str(file),
-            f"a damaged file ({error})",
+            f"a damaged file ({' '.join(str(error).split())[:160]})",
             "a complete safetensors file",
             "Fetch or export the file again.",
         ) from error
@@ -64,7 +67,7 @@ class HfHeaders:
         for name, file in (index or {}).items():
             if self.files.get(name) != self.directory / file:
                 raise CheckpointError(
-                    f"tensor {name}",
+                    f"tensor {plain(name, 160)}",
                     f"nothing in {self.directory / file}",
                     f"the tensor that {INDEX_FILE} says is there",
                     "Fetch or export the model again.",
@@ -87,10 +90,11 @@ class HfHeaders:
 
     def _index(self) -> dict[str, str] | None:
         """Returns the file of each tensor; None where one file holds them all."""
-        if (self.directory / SINGLE_FILE).is_file():
+        single = self.directory / SINGLE_FILE
+        if single.exists() or single.is_symlink():
             return None
         file = self.directory / INDEX_FILE
-        if not file.is_file():
+        if not (file.exists() or file.is_symlink()):
             raise CheckpointError(
                 str(self.directory),
                 "no weights",
@@ -98,17 +102,35 @@ class HfHeaders:
                 "Point model.path at an HF directory with safetensors weights.",
             )
         try:
-            weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-            return {str(name): str(shard) for name, shard in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            weight_map = read_json_object(file, CheckpointError).get("weight_map")
+        except CheckpointError as error:
             raise CheckpointError(
-                str(file), f"unreadable ({error!r})", "JSON with a weight_map", "Fetch it again."
-            ) from error
+                error.name, f"unreadable ({error.value})", "JSON with a weight_map", FETCH_AGAIN
+            ) from None
+        if not isinstance(weight_map, dict) or not weight_map:
+            what = "nothing" if weight_map is None else shown(weight_map)
+            allowed = "JSON with a weight_map of tensors and their files"
+            found = f"unreadable (weight_map is {what})"
+            raise CheckpointError(str(file), found, allowed, FETCH_AGAIN)
+        for name, shard in weight_map.items():
+            # Nothing outside the directory is read, whoever wrote the index. The files themselves
+            # may be links: those of the hub's cache are.
+            if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard):
+                raise CheckpointError(
+                    f"{file}: weight_map: {shown(name)}",
+                    shown(shard),
+                    "the name of a safetensors file in the same directory",
+                    FETCH_AGAIN,
+                )
+        return weight_map
 
     def _read_header(self, file: Path) -> None:
         with open_shard(file, "numpy") as opened:
             for name in opened.keys():  # noqa: SIM118 - a safe_open is not iterable
                 part = opened.get_slice(name)
+                if name in self.files:
+                    where = f"both {self.files[name].name} and {file.name}"
+                    raise self._error(name, where, "a tensor in one file")
                 self.files[name] = file
                 self.shapes[name] = tuple(part.get_shape())
                 if part.get_dtype() not in TORCH_NAMES:
@@ -117,7 +139,7 @@ class HfHeaders:
 
     def _error(self, name: str, found: str, allowed: str) -> CheckpointError:
         return CheckpointError(
-            f"tensor {name} in {self.directory}",
+            f"tensor {plain(name, 160)} in {self.directory}",
             found,
             allowed,
             "The weights do not fit this config.json and family; check that they belong together.",

@@ -8,6 +8,7 @@ all ranks refuse a bad directory alike.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +23,7 @@ from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.directory import read_config, write_side_files
 from hybridrl.models.headers import INDEX_FILE, SINGLE_FILE, TORCH_NAMES, HfHeaders, open_shard
-from hybridrl.models.weights import RankLayout, check_tensors
+from hybridrl.models.weights import RankLayout, Region, check_tensors
 
 __all__ = [
     "HfCheckpoint",
@@ -95,7 +96,32 @@ def load_hf(
                     part = opened.get_slice(region.hf)
                     read = part[tuple(slice(start, stop) for start, stop in region.hf_box)]
                     box_view(tensors[region.local], region.local_box).copy_(read)
+            _refuse_non_finite(file, regions, tensors)
     return absent
+
+
+def _refuse_non_finite(
+    file: Path, regions: Sequence[Region], tensors: Mapping[str, Tensor]
+) -> None:
+    """Refuses what was read of a file if a NaN or an infinity is among it.
+
+    A sum of finite elements may overflow, a sum of others is never finite: so sums, the cheapest
+    look at every element, say where to look closely. They are fetched at once, for a device.
+    """
+    views = [box_view(tensors[region.local], region.local_box) for region in regions]
+    sums = torch.stack([view.sum() for view in views]).tolist()
+    for region, view, total in zip(regions, views, sums, strict=True):
+        if math.isfinite(total) or bool(view.isfinite().all()):
+            continue
+        places = (~view.isfinite()).nonzero()
+        index = places[0].tolist()
+        at = [i + start for i, (start, _) in zip(index, region.hf_box, strict=True)]
+        raise CheckpointError(
+            f"tensor {region.hf} in {file}",
+            f"{float(view[tuple(index)])} at {at}, one of {len(places)} such elements",
+            f"numbers that are finite in {str(view.dtype).removeprefix('torch.')}",
+            "Get or export the weights again.",
+        )
 
 
 class HfWriter:

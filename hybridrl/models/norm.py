@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from hybridrl.errors import ModelError
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """torch's, for inputs that are wider than the weight as well."""
@@ -47,6 +49,13 @@ class TorchNorm:
     def __new__(  # type: ignore[misc]  # a ModuleSpec names a class; what it builds is the torch module
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> torch.nn.Module:
+        if config.layernorm_zero_centered_gamma:
+            raise ModelError(
+                "layernorm_zero_centered_gamma of the family's transformer_config",
+                "true",
+                "false with layers of torch",
+                "Give the family a layer_spec whose norms have it.",
+            )
         kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
         norm = kind(
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()

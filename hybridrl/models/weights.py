@@ -130,6 +130,22 @@ def megatron_layout(
     return held.layout()
 
 
+def megatron_layouts(
+    family: Family, shape: ModelShape, layout: TrainLayout, head: Head = "lm", te: bool = False
+) -> list[RankLayout]:
+    """Returns what each rank of a Megatron model holds; data- and context-parallel ranks, which
+    hold the same, share an object.
+    """
+    found: dict[tuple[int, int], RankLayout] = {}
+    ranks = []
+    for rank in range(layout.world_size):
+        where = layout.coordinates(rank)
+        if (where.tp, where.pp) not in found:
+            found[where.tp, where.pp] = megatron_layout(family, shape, layout, rank, head, te)
+        ranks.append(found[where.tp, where.pp])
+    return ranks
+
+
 def hf_layout(shapes: Mapping[str, Shape]) -> RankLayout:
     """Returns the layout that holds the HF tensors themselves, whole, under their own names."""
     boxes = {name: whole(shape) for name, shape in shapes.items()}

@@ -11,17 +11,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
 from hybridrl.errors import ModelError
+from hybridrl.models.config_keys import NEUTRAL_KEYS
+from hybridrl.models.directory import read_config
 from hybridrl.models.weights import RankLayout, hf_layout
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
-from hybridrl.rollout.sampling import sample, uniforms
+from hybridrl.rollout.sampling import no_logprob, sample, uniforms
 
 # One prefill forward takes at most this many padded tokens, and computes logits of at most this
 # many (prompt, position) pairs: both bound its memory, and are large enough to hide its overhead.
@@ -29,6 +32,8 @@ PREFILL_TOKENS = 8192
 PREFILL_LOGITS = 1024
 # The cache grows by this many positions at a time.
 CACHE_BLOCK = 64
+# transformers' names of kinds of layers.
+FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
 class HfEngine:
@@ -51,7 +56,9 @@ class HfEngine:
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch} must be 1 or more")
         self._device = torch.device(device)
-        self._model = _build_model(_read_config(model_config), dtype, self._device)
+        self._model = transformers_model(model_config, dtype, self._device, "sdpa")
+        _refuse_undecodable(self._model.config)
+        self._masks = _Masks(self._model.config)
         self._max_batch = max_batch
         self._tensors = {name: p.data for name, p in self._model.named_parameters()}
         self._cache = _SlotCache(self._model.config.num_hidden_layers)
@@ -152,7 +159,7 @@ class HfEngine:
                 [context + (0,) * (max_length - len(context)) for context in contexts],
                 device=self._device,
             )
-            position_L = torch.arange(max_length, device=self._device)
+            position_1L = torch.arange(max_length, device=self._device)[None]
             rows_of = [by_context[context] for context in contexts]
             chunk = [row for rows_of_context in rows_of for row in rows_of_context]
             source = [i for i, group in enumerate(rows_of) for _ in group]
@@ -162,8 +169,8 @@ class HfEngine:
             last_U, where_B = torch.unique(lengths - 1, return_inverse=True)
             logits_BUV = self._model(
                 input_ids=tokens_BL,
-                attention_mask=(position_L[:, None] >= position_L)[None, None],
-                position_ids=position_L[None],
+                attention_mask=self._masks.of(position_1L, max_length),
+                position_ids=position_1L,
                 past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=last_U,
@@ -179,11 +186,10 @@ class HfEngine:
         position = [len(row.request.prompt) + len(row.tokens) - 1 for row in self._running]
         position_B = torch.tensor(position, device=self._device)
         num_keys = max(position) + 1
-        key_K = torch.arange(num_keys, device=self._device)
         self._cache.start_decode(position_B, num_keys)
         logits_BLV = self._model(
             input_ids=torch.tensor(last, device=self._device)[:, None],
-            attention_mask=(key_K <= position_B[:, None])[:, None, None],
+            attention_mask=self._masks.of(position_B[:, None], num_keys),
             position_ids=position_B[:, None],
             past_key_values=self._cache,
             use_cache=True,
@@ -200,10 +206,8 @@ class HfEngine:
         is_done = [False] * start
         for row, token, logp in drawn:
             if not -float("inf") < logp <= 0:
-                raise RuntimeError(
-                    f"the hf engine computed log-probability {logp} for request "
-                    f"{row.request.request_id} (weights version {self._version})"
-                )
+                number = row.request.request_id
+                raise no_logprob("hf", logp, number, self._version, self._tensors)
             completion = row.append(token, logp, self._version)
             is_done.append(completion is not None)
             if completion is not None:
@@ -318,37 +322,123 @@ def _prefill_chunks(
         yield chunk
 
 
-def _read_config(model_config: str | Path | Mapping[str, Any]) -> Any:
-    """Returns the transformers config, for architectures that this engine decodes correctly."""
+class _Masks:
+    """Which keys a query attends to, as each kind of layer of the model needs it.
+
+    transformers takes masks that it is given as they are, so windows are made here.
+
+    Args:
+        config: of transformers; `layer_types` where layers differ, else `sliding_window` is of all.
+
+    Raises:
+        ModelError: a kind of layer that attends otherwise.
+    """
+
+    def __init__(self, config: Any) -> None:
+        kinds = set(getattr(config, "layer_types", None) or ())
+        window = getattr(config, "sliding_window", None)
+        others = sorted(kinds - {FULL, WINDOWED})
+        if others or (WINDOWED in kinds and window is None):
+            raise ModelError(
+                "config.json: layer_types",
+                ", ".join(others) or f"{WINDOWED} without a sliding_window",
+                f"{FULL}, or {WINDOWED} with a sliding_window, for rollout.engine=hf",
+                "Use another rollout engine, or another model.",
+            )
+        self._is_mixed = WINDOWED in kinds
+        self._window: int | None = window if self._is_mixed or not kinds else None
+
+    def of(self, position_BQ: Tensor, num_keys: int) -> Tensor | dict[str, Tensor]:
+        """Returns masks (B, 1, Q, K), true where a key is attended to; by kind where there are two.
+
+        Args:
+            position_BQ: of the queries; keys lie at positions from 0 on.
+            num_keys: how many there are.
+        """
+        query_BQ1 = position_BQ[:, :, None]
+        key_K = torch.arange(num_keys, device=position_BQ.device)
+        full_B1QK = (key_K <= query_BQ1)[:, None]
+        if self._window is None:
+            return full_B1QK
+        near_B1QK = full_B1QK & (key_K > query_BQ1 - self._window)[:, None]
+        return {FULL: full_B1QK, WINDOWED: near_B1QK} if self._is_mixed else near_B1QK
+
+
+def transformers_model(
+    model_config: str | Path | Mapping[str, Any],
+    dtype: str,
+    device: torch.device,
+    attention: Literal["sdpa", "eager"],
+) -> Any:
+    """Returns transformers' causal language model with unset weights, leaving every global random
+    generator as it was.
+
+    Args:
+        model_config: HF directory, or the contents of a config.json.
+        dtype: of its parameters.
+        device: where they live.
+        attention: transformers' name of the implementation.
+
+    Raises:
+        ModelError: transformers does not know the model, or does not take its config.json, or makes
+            another architecture of it than it names.
+    """
+    if not isinstance(model_config, Mapping):
+        model_config = read_config(model_config)
+    named = model_config.get("architectures")
+    # Without what changes no number: labels, defaults of generation, forms of the output. A null
+    # means "not set", which transformers does not take everywhere; in one place it means a value.
+    fields = {
+        key: value
+        for key, value in model_config.items()
+        if key not in NEUTRAL_KEYS and (value is not None or key == "num_key_value_heads")
+    }
+    cuda = [device.index or 0] if device.type == "cuda" else []
     try:
-        if isinstance(model_config, Mapping):
-            fields = dict(model_config)
-            config = AutoConfig.for_model(fields.pop("model_type", None), **fields)
-        else:
-            config = AutoConfig.from_pretrained(model_config)
-    except ValueError as error:
+        config = AutoConfig.for_model(model_config.get("model_type"), **fields)
+        with torch.random.fork_rng(devices=cuda), device:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, dtype), attn_implementation=attention
+            )
+    # transformers judges the config by types and rules of its own, each with errors of its own.
+    except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
+        said = " ".join(str(error).split())[:160] or type(error).__name__
         raise ModelError(
             "model_type",
-            "a config.json that transformers does not know",
-            "a causal language model of the installed transformers, for rollout.engine=hf",
-            f"Use another rollout engine, or a newer transformers. {str(error).splitlines()[0]}",
+            f"{model_config.get('model_type')}, with a config.json that transformers does not take",
+            f"a causal language model of the installed transformers, for {attention} attention",
+            f"Use another rollout engine, or a newer transformers, which said: {said}.",
         ) from error
-    layer_types = set(config.layer_types if hasattr(config, "layer_types") else ())
-    if layer_types - {"full_attention"}:
+    if named and type(model).__name__ not in named:
         raise ModelError(
-            "layer_types",
-            sorted(layer_types),
-            "full_attention only, for rollout.engine=hf",
-            "Use another rollout engine, or a model without sliding-window attention.",
-        )
-    return config
-
-
-def _build_model(config: Any, dtype: str, device: torch.device) -> Any:
-    """Returns the model with unset weights, leaving every global random generator as it was."""
-    cuda = [device.index or 0] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), device:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+            "config.json: model_type",
+            f"{model_config.get('model_type')}, which transformers makes {type(model).__name__} of",
+            f"the type of {', '.join(named)}, as architectures say",
+            "Get config.json again, or mend the key.",
         )
     return model.eval().requires_grad_(False)
+
+
+def _refuse_undecodable(config: Any) -> None:
+    """Refuses models that this engine would decode wrongly.
+
+    Raises:
+        ModelError: naming the key.
+    """
+    ropes = getattr(config, "rope_parameters", None) or {}
+    # Other angles for longer sequences: rows of one batch, whose lengths differ, would share them.
+    for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            raise _undecodable("rope_parameters.rope_type", rope["rope_type"], "a fixed scaling")
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None:  # transformers' sdpa passes over it
+        raise _undecodable("attn_logit_softcapping", softcap, "null")
+
+
+def _undecodable(key: str, value: object, allowed: str) -> ModelError:
+    return ModelError(
+        f"config.json: {key}",
+        value,
+        f"{allowed}, for rollout.engine=hf",
+        "Use another rollout engine, or another model.",
+    )

@@ -7,13 +7,15 @@ came, or whether a request was interrupted in between; no generator state exists
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hybridrl.errors import UserError
+from hybridrl.models.exploded import exploded, explosion
 from hybridrl.rollout.engine import SamplingParams
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -118,3 +120,30 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
+
+
+def no_logprob(
+    engine: str, logp: float, request_id: int, version: int, tensors: Mapping[str, Tensor]
+) -> Exception:
+    """Returns the error of an engine that computed a log-probability which is none, NaN most often.
+
+    Args:
+        engine: its name.
+        logp: what it computed.
+        request_id: for which request.
+        version: of the weights, the number of steps that they were trained for.
+        tensors: the engine's weights, of which some may have exploded; then it is a UserError.
+    """
+    text = f"the {engine} engine computed log-probability {logp} for request {request_id} "
+    text += f"(weights version {version})"
+    found = exploded(tensors)
+    if found is None:
+        return RuntimeError(text)
+    if version > 0:
+        return explosion(found, f"step {version}", text)
+    return UserError(
+        "model",
+        f"first weights of which {found}: {text}",
+        "weights that a model can compute with",
+        "Look at the files that model.path or model.init names.",
+    )

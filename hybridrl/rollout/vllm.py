@@ -36,7 +36,7 @@ from hybridrl.rollout.engine import (
     new_rows,
 )
 from hybridrl.rollout.process_state import keep_generators
-from hybridrl.rollout.sampling import draw_seeds
+from hybridrl.rollout.sampling import draw_seeds, no_logprob
 from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_decoding import DecodingSteps
@@ -321,10 +321,8 @@ class VllmEngine:
 
     def _append(self, row: RunningRequest, token: int, logp: float) -> Completion | None:
         if not -float("inf") < logp <= 0:
-            raise RuntimeError(
-                f"the vllm engine computed log-probability {logp} for request "
-                f"{row.request.request_id} (weights version {self._version})"
-            )
+            number = row.request.request_id
+            raise no_logprob("vllm", logp, number, self._version, self._tensors)
         return row.append(token, logp, self._version)
 
     @property

@@ -59,7 +59,8 @@ def installed_version(is_cpu: bool) -> str:
     """Returns distribution and version of the installed vLLM, once it fits this host.
 
     Raises:
-        UserError: it is missing, made for other devices, too old, or built for another torch.
+        UserError: it is missing, made for other devices, too old, or needs another torch or
+            transformers.
     """
     build = CPU if is_cpu else CUDA
     allowed = f"{build.distribution} {build.oldest} or newer on a host without GPUs"
@@ -75,7 +76,7 @@ def installed_version(is_cpu: bool) -> str:
     name, number = fitting[0], installed[fitting[0]]
     if Version(number).release < Version(build.oldest).release:
         raise UserError(NAME, f"{name} {number}", allowed, f"{build.install}. {FALLBACK}")
-    _check_torch(name, number, build)
+    _check_pins(name, number, build)
     return f"{name} {number}"
 
 
@@ -118,20 +119,28 @@ def _is_for_cpu(name: str, number: str) -> bool:
     return name == CPU.distribution or "cpu" in (Version(number).local or "")
 
 
-def _check_torch(name: str, number: str, build: Build) -> None:
-    """Compares the installed torch with the one that the wheel's binaries were linked against."""
-    torch = _version("torch")
+def _check_pins(name: str, number: str, build: Build) -> None:
+    """Compares the installed torch with the one that the wheel's binaries were linked against, and
+    transformers with what that vLLM imports.
+    """
     for line in requires(name) or ():
         wanted = Requirement(line)
-        if wanted.name != "torch" or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+        found = _version(wanted.name) if wanted.name in ("torch", "transformers") else None
+        is_other = wanted.marker is not None and not wanted.marker.evaluate({"extra": ""})
+        if wanted.name not in ("torch", "transformers") or is_other:
             continue
-        pins = {Version(pin.version).public for pin in wanted.specifier if pin.operator == "=="}
-        if pins and (torch is None or Version(torch).public not in pins):
+        if wanted.name == "torch":
+            pins = {Version(pin.version).public for pin in wanted.specifier if pin.operator == "=="}
+            fits = not pins or (found is not None and Version(found).public in pins)
+        else:
+            fits = found is not None and wanted.specifier.contains(found, prereleases=True)
+        if not fits:
+            reason = "was built for" if wanted.name == "torch" else "needs"
             raise UserError(
                 NAME,
-                f"torch {torch} with {name} {number}",
-                f"torch{wanted.specifier}, which that vLLM was built for",
-                f"Run: pip install 'torch{wanted.specifier}', or install another vLLM. "
+                f"{wanted.name} {found} with {name} {number}",
+                f"{wanted.name}{wanted.specifier}, which that vLLM {reason}",
+                f"Run: pip install '{wanted.name}{wanted.specifier}', or install another vLLM. "
                 f"{build.install}. {FALLBACK}",
             )
 

@@ -16,6 +16,7 @@ import torch
 from hybridrl.algorithms.base import Algorithm
 from hybridrl.algorithms.correction import off_policy_metrics
 from hybridrl.algorithms.policy_gradient import PolicyGradient
+from hybridrl.algorithms.surrogate import bounded_log_ratio
 from hybridrl.batch import RolloutBatch
 
 MEAN = "mismatch/logprob_diff_mean"
@@ -53,7 +54,8 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
     """Returns the metrics of a step, over all of its sampled tokens, each counted once.
 
     `mismatch/kl` estimates KL(engine, trainer) by k3 (Schulman 2020,
-    joschu.net/blog/kl-approx.html): the mean of exp(d) - 1 - d with d = trainer's - engine's.
+    joschu.net/blog/kl-approx.html): the mean of exp(d) - 1 - d with d = trainer's - engine's, which
+    is at most 20 in the exponential.
     `mismatch/correlation` is Pearson's; NaN where either side says the same of all tokens.
 
     Args:
@@ -71,7 +73,7 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
     return {
         MEAN: float(d_N.abs().mean()),
         "mismatch/logprob_diff_max": float(d_N.abs().max()),
-        "mismatch/kl": float((d_N.expm1() - d_N).mean()),
+        "mismatch/kl": float((bounded_log_ratio(d_N).expm1() - d_N).mean()),
         "mismatch/correlation": float("nan") if is_constant else float(covariance[0, 1] / scale),
     }
 

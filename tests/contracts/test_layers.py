@@ -16,7 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import tiny_model
 
 from hybridrl.batch import Producer, Prompt, TrainBatch
-from hybridrl.checkpoint.store import _make_states, load_model, write_checkpoint
+from hybridrl.checkpoint.folders import Checkpoint
+from hybridrl.checkpoint.model_state import _make_states, load_model
+from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.errors import UserError
 from hybridrl.models.family import resolve_family
@@ -106,7 +108,7 @@ def test_checkpoints_name_norms_as_transformer_engine_does(world: World, tmp_pat
     write_checkpoint(folder, world, {"policy": model}, {}, model.source.files)
     assert b"_extra_state" not in (folder / "policy" / ".metadata").read_bytes()
     other = make(world, seed=4)
-    load_model(folder / "policy", other, world)
+    load_model(Checkpoint.open(folder), "policy", other, world)
     assert all(torch.equal(model.weights()[n], t) for n, t in other.weights().items())
 
 

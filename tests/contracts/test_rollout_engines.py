@@ -33,7 +33,7 @@ from engine_cases import (
     write_weights,
 )
 
-from hybridrl.errors import ModelError
+from hybridrl.errors import ModelError, UserError
 from hybridrl.models.weights import check_layout
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
@@ -298,13 +298,23 @@ def test_generate_needs_an_idle_engine(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", VLLM[0]])
-def test_engine_names_the_request_of_a_non_finite_logp(name: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "named", "reason"),
+    [
+        (4, "train.learning_rate", "the weights grew until lm_head.weight is not finite after"),
+        (0, "model", "first weights of which lm_head.weight is not finite"),
+    ],
+)
+def test_engine_names_the_request_of_a_non_finite_logp_and_the_weights_that_explain_it(
+    name: str, version: int, named: str, reason: str
+) -> None:
     engine = make_engine(name)
     engine.begin_update()
     engine.tensors()["lm_head.weight"].fill_(float("nan"))
-    engine.finish_update(4)
-    with pytest.raises(RuntimeError, match=r"request 100 \(weights version 4\)"):
+    engine.finish_update(version)
+    with pytest.raises(UserError, match=rf"request 100 \(weights version {version}\)") as caught:
         generate(engine, make_requests(1, SamplingParams()))
+    assert caught.value.name == named and reason in str(caught.value)
 
 
 def test_hf_engine_prefills_contexts_over_the_forward_limits(
@@ -319,15 +329,33 @@ def test_hf_engine_prefills_contexts_over_the_forward_limits(
     assert all(close(one, two) for one, two in zip(expected, found, strict=True))
 
 
-def test_hf_engine_refuses_sliding_window_attention() -> None:
-    config = {**HF_MODELS["qwen2-tied"], "use_sliding_window": True, "max_window_layers": 1}
-    with pytest.raises(ModelError, match="sliding_attention"):
-        HfEngine({**config, "sliding_window": 4})
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "no-such-type"}, "no-such-type"),
+        ({"model_type": None}, "model_type: got None"),
+        ({"hidden_size": "32"}, "transformers does not take"),
+        ({"rope_parameters": 3}, "transformers does not take"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: got dynamic"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "LlamaForCausalLM.*the type of Qwen3ForCausalLM"),
+        ({"model_type": "gemma2"}, "attn_logit_softcapping: got 50.0"),
+        ({"model_type": "gpt_oss", "num_local_experts": 2}, "sdpa"),
+        ({"model_type": "llama4_text", "num_local_experts": 2}, "chunked_attention"),
+    ],
+)
+def test_hf_engine_refuses_what_it_would_decode_wrongly(
+    change: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ModelError, match=expected):
+        HfEngine({**TINY, "model_type": "llama", **change})
 
 
-def test_hf_engine_refuses_a_model_that_transformers_does_not_know() -> None:
-    with pytest.raises(ModelError, match="no-such-type"):
-        HfEngine({**TINY, "model_type": "no-such-type"})
+def test_hf_engine_needs_no_key_that_changes_no_number() -> None:
+    odd = {"pad_token_id": 999, "return_dict": False, "id2label": 3, "dtype": "bfloat16"}
+    engine = HfEngine({**HF_MODELS["qwen3"], **odd})
+    write_weights(engine, make_reference("qwen3"), 0)
+    requests = make_requests(3, MIXED)
+    assert generate(engine, requests) == generate(make_engine("qwen3"), requests)
 
 
 def test_hf_engine_reads_a_model_directory(tmp_path: Any) -> None:

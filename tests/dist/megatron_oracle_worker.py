@@ -9,7 +9,7 @@ loads the other; neither knows our weight table, plan or transport.
 from __future__ import annotations
 
 import json
-import re
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,9 @@ from megatron.core.resharding import swap_model_weights
 from safetensors.torch import load_file
 from weight_cases import fused_reference
 
-from hybridrl.checkpoint.store import load_model, write_checkpoint
+from hybridrl.checkpoint.folders import Checkpoint
+from hybridrl.checkpoint.model_state import load_model
+from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.cli.plan import plan_report
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import TrainConfig
@@ -33,7 +35,7 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import box_view, load_hf
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
-from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.setup import make_world, rollout_layout
@@ -183,7 +185,7 @@ def check_saved(folder: Path, case: Move, platform: Platform, checkpoint: Path) 
     write_checkpoint(checkpoint, world, {"policy": before}, {}, before.source.files)
     world = World(case.after, platform, TIMEOUT_S)
     after = build(folder, case.name, world)
-    load_model(checkpoint / "policy", after, world)
+    load_model(Checkpoint.open(checkpoint), "policy", after, world)
     wanted = held(after)
     poison(after)
     move(before, after, world.rank)
@@ -191,7 +193,7 @@ def check_saved(folder: Path, case: Move, platform: Platform, checkpoint: Path) 
 
 
 def check_promise(folder: Path, platform: Platform) -> None:
-    """What plan promises of the order that it names, is what then goes over the link."""
+    """What plan promises of the order that is chosen, is what then goes over the link."""
     sections = {
         "run": {"name": "a"},
         "model": {"init": str(folder / "even"), "dtype": "float32"},
@@ -201,16 +203,12 @@ def check_promise(folder: Path, platform: Platform) -> None:
         "rollout": {"engine": "vllm", "tp": 4, "max_new_tokens": 16},
         "data": {"max_prompt_tokens": 64},
     }
-    report, violations = plan_report(load_config_dict(sections), 4)
-    assert violations == []
-    choices = report["rollout"]["choices"]
-    named = re.search(r"Set (train\.order=[a-z-]+):", choices["remedy"])
-    assert named, choices["remedy"]
-    config = load_config_dict(sections, [named[1]])
+    own, _ = plan_report(load_config_dict(sections, [f"train.order={DEFAULT_ORDER}"]), 4)
+    config = load_config_dict(sections)
     report, violations = plan_report(config, 4)
     assert violations == []
     world = make_world(config, platform)
-    assert world.layout.order == config.train.order
+    assert world.layout.order == report["order"]["axes"] != DEFAULT_ORDER
     model = build(folder, "even", world)
     load(folder, "even", model)
     family, shape = model.source.family, model.source.shape
@@ -223,9 +221,8 @@ def check_promise(folder: Path, platform: Platform) -> None:
     stats = hybrid.to_rollout()
     assert stats.received_bytes == report["reshard"]["receive_bytes"][world.rank]
     assert stats.sent_bytes == report["reshard"]["send_bytes"][world.rank]
-    assert stats.received_bytes <= choices["any_order"]["max_receive_bytes"]
     most = max(world.gather_objects(stats.received_bytes))
-    assert most < choices["used"]["max_receive_bytes"]
+    assert math.isclose(2 * most, max(own["reshard"]["receive_bytes"]), rel_tol=0.02)
     hf = {n: t.numpy() for n, t in load_file(folder / "even" / "model.safetensors").items()}
     for name, values in fused_reference(hf, shape, 4, tp_rank).items():
         written = engine.tensors()[name].numpy()

@@ -219,6 +219,8 @@ def check_diagnosis(engine: str, model: str, folder: Path) -> None:
     if trainer.world.rank == 0:
         print(json.dumps(clean["numerics"].details, indent=1))
     assert all(max(row["trainer_error"], row["engine_error"]) < 5e-6 for row in table), table
+    assert clean["numerics"].details["first_errors"] == {"trainer": None, "engine": None}
+    check_reference(trainer, agree)
     assert clean["tokens"].details["num_greedy"] == 8 * 6 * trainer.engine.layout.replicas
 
     def stale_layer() -> None:
@@ -262,6 +264,22 @@ def check_diagnosis(engine: str, model: str, folder: Path) -> None:
     assert turned["numerics"].details["stages"][0]["difference"] < 1e-6
     assert "rope" in turned["numerics"].remedy
     trainer.raw_engine.close()
+
+
+def check_reference(trainer: Trainer, agree: dict[str, bool]) -> None:
+    """A window that engine and trainer both pass over, as a family may that does not know of it."""
+    model = trainer.policy.model
+    source, shape = model.source, model.source.shape
+    kinds = ["full_attention"] + ["sliding_attention"] * (shape.num_layers - 1)
+    windows = {"use_sliding_window": True, "sliding_window": 2, "layer_types": kinds}
+    blind = replace(source.family, shape=lambda hf_config: shape)
+    model.source = replace(source, family=blind, hf_config={**source.hf_config, **windows})
+    missed = look(trainer, reference=True)
+    model.source = source
+    assert verdicts(missed) == {**agree, "numerics": False}, missed
+    wrong = missed["numerics"].details["first_errors"]
+    assert wrong == {"trainer": "layers.1.attention", "engine": "layers.1.attention"}, missed
+    assert "the trainer differs from transformers, first after" in missed["numerics"].found
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from hybridrl.trainer.model import ModelSource, ParallelModel
 
 LENGTHS = [(3, 9), (5, 2), (2, 17), (7, 7), (1, 30), (4, 1), (6, 12), (3, 3)]
 # A user's own families, which no architecture name leads to.
-FAMILY_KEYS = {"olmo": "olmo_family:FAMILY"}
+FAMILY_KEYS = {"olmo": "olmo_family:FAMILY", "windowed": "windowed_family:FAMILY"}
 GRADIENT_TOLERANCE = 2e-6  # of the largest gradient; fp32 sums in another order, nothing else
 
 

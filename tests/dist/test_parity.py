@@ -13,6 +13,7 @@ from tiny_models import FAMILIES, save_tiny_models
 
 WORKER = str(Path(__file__).with_name("parity_worker.py"))
 NAMES = (*FAMILIES, "olmo")
+WITH_WINDOWS = ("llama", "windowed", "qwen3", "olmo")  # windowed: qwen2, and windows
 ORDER = "tp-cp-ep-dp-pp"
 # tp, pp, cp, vpp, order of the axes, recompute; what is left of the world is data parallel.
 TWO_RANKS = (
@@ -38,14 +39,15 @@ FOUR_RANKS = (
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    save_tiny_models(folder, NAMES)
-    run_ranks(1, WORKER, ["reference", str(folder), ",".join(NAMES)], timeout_s=200)
+    save_tiny_models(folder, (*NAMES, "windowed"))
+    run_ranks(1, WORKER, ["reference", str(folder), ",".join((*NAMES, "windowed"))], timeout_s=200)
     return folder
 
 
 @pytest.mark.dist
 def test_two_ranks_give_the_gradients_of_one_process(models: Path) -> None:
-    run_ranks(2, WORKER, ["compare", str(models), ",".join(NAMES), *TWO_RANKS], timeout_s=300)
+    names = ",".join(WITH_WINDOWS)
+    run_ranks(2, WORKER, ["compare", str(models), names, *TWO_RANKS], timeout_s=300)
 
 
 @pytest.mark.dist

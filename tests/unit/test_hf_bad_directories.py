@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,12 +43,12 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _load(folder: Path, rank: int = 0) -> None:
+def _load(folder: Path, rank: int = 0, dtype: torch.dtype = torch.float32) -> None:
     hf_config = read_config(folder)
     family = resolve_family(None, hf_config)
     shape = family.shape(hf_config)
     layout = megatron_layout(family, shape, TrainLayout(2, pp=2), rank)
-    load_hf(folder, layout, allocate(layout, torch.float32), hf_shapes(family, shape))
+    load_hf(folder, layout, allocate(layout, dtype), hf_shapes(family, shape))
 
 
 def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -122,6 +123,36 @@ def test_hf_tensor_of_integers_is_named(single: Path) -> None:
     _edit(single, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
     with pytest.raises(CheckpointError, match="model.norm.weight.*got I8; allowed: F32, F16, BF16"):
         _load(single)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "expected"),
+    [
+        (torch.float32, float("nan"), "nan at [3, 5], one of 2 such elements; allowed: numbers"),
+        (torch.float32, float("-inf"), "-inf at [3, 5], one of 2"),
+        (torch.bfloat16, float("inf"), "inf at [3, 5], one of 2"),
+        # Larger than the largest number of bfloat16, which it is rounded to.
+        (torch.bfloat16, 3.4e38, "inf at [3, 5], one of 2 such elements"),
+    ],
+)
+def test_hf_tensor_that_is_not_finite_is_named(
+    single: Path, dtype: torch.dtype, value: float, expected: str
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][3, 5] = tensors[name][7, 2] = value
+
+    _edit(single, spoil)
+    _load(single, rank=0, dtype=dtype)  # of the other layer
+    with pytest.raises(CheckpointError, match=re.escape(f"{name} in ")) as caught:
+        _load(single, rank=1, dtype=dtype)
+    assert expected in str(caught.value)
+
+
+def test_hf_tensor_whose_sum_overflows_is_taken(single: Path) -> None:
+    _edit(single, lambda tensors: tensors["model.norm.weight"].fill_(3e38))
+    _load(single, rank=1)
 
 
 def test_hf_untied_weights_for_a_tied_config_need_the_embedding(single: Path) -> None:

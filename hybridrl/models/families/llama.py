@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridrl.models.config_keys import DECODER_KEYS
 from hybridrl.models.families.decoder import (
     decoder_config,
     decoder_rows,
     decoder_shape,
+    flag,
     refusal,
     rope_keywords,
 )
@@ -16,12 +18,14 @@ from hybridrl.models.family import Family, HfConfig, ModelShape
 
 def shape(hf_config: HfConfig) -> ModelShape:
     """Reads the sizes; Megatron has biases on all linear layers or on none."""
-    attention_bias, mlp_bias = (
-        bool(hf_config.get(key, False)) for key in ("attention_bias", "mlp_bias")
-    )
+    attention_bias, mlp_bias = (flag(hf_config, key) for key in ("attention_bias", "mlp_bias"))
     if attention_bias != mlp_bias:
         raise refusal("attention_bias", attention_bias, f"the same as mlp_bias = {mlp_bias}")
-    return decoder_shape(hf_config, linear_bias=attention_bias)
+    found = decoder_shape(hf_config, linear_bias=attention_bias)
+    if found.hidden_size % found.num_heads:  # transformers asks for it also beside a head_dim
+        allowed = f"a divisor of hidden_size = {found.hidden_size}"
+        raise refusal("num_attention_heads", found.num_heads, allowed)
+    return found
 
 
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
@@ -30,5 +34,11 @@ def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    "llama", ("LlamaForCausalLM",), shape, transformer_config, rope_keywords, decoder_rows
+    "llama",
+    ("LlamaForCausalLM",),
+    shape,
+    transformer_config,
+    rope_keywords,
+    decoder_rows,
+    config_keys=DECODER_KEYS | {"attention_bias", "mlp_bias"},
 )

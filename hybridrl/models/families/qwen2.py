@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridrl.models.config_keys import DECODER_KEYS, WINDOW_KEYS
 from hybridrl.models.families.decoder import (
     decoder_config,
     decoder_rows,
     decoder_shape,
+    require,
     rope_keywords,
 )
 from hybridrl.models.family import Family, HfConfig, ModelShape
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes."""
-    return decoder_shape(hf_config, qkv_bias=True)
+    """Reads the sizes; a config without key-value heads means transformers' default of 32."""
+    for key in ("attention_bias", "qkv_bias"):  # of the three projections always, of no other
+        require(hf_config, key, True, (True,))
+    return decoder_shape(hf_config, qkv_bias=True, default_kv_heads=32)
 
 
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
@@ -24,5 +28,12 @@ def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    "qwen2", ("Qwen2ForCausalLM",), shape, transformer_config, rope_keywords, decoder_rows
+    "qwen2",
+    ("Qwen2ForCausalLM",),
+    shape,
+    transformer_config,
+    rope_keywords,
+    decoder_rows,
+    # Windows have no effect without `use_sliding_window`, which is false where it is absent.
+    config_keys=DECODER_KEYS | {"attention_bias", "qkv_bias", *WINDOW_KEYS},
 )

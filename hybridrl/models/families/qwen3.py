@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridrl.models.config_keys import DECODER_KEYS, WINDOW_KEYS
 from hybridrl.models.families.decoder import (
     decoder_config,
     decoder_rows,
@@ -15,9 +16,9 @@ from hybridrl.models.family import Family, HfConfig, ModelShape
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes; a config without head size means 128."""
+    """Reads the sizes; a config without head size means 128, without key-value heads 32."""
     require(hf_config, "attention_bias", False, (False,))
-    return decoder_shape(hf_config, qk_norm=True, default_head_dim=128)
+    return decoder_shape(hf_config, qk_norm=True, default_head_dim=128, default_kv_heads=32)
 
 
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
@@ -26,5 +27,12 @@ def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    "qwen3", ("Qwen3ForCausalLM",), shape, transformer_config, rope_keywords, decoder_rows
+    "qwen3",
+    ("Qwen3ForCausalLM",),
+    shape,
+    transformer_config,
+    rope_keywords,
+    decoder_rows,
+    # Windows have no effect without `use_sliding_window`, which is false where it is absent.
+    config_keys=DECODER_KEYS | {"attention_bias", *WINDOW_KEYS},
 )

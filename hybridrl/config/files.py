@@ -1,0 +1,124 @@
+"""Reading the small JSON files of a model's directory, which may be damaged in any way. No torch.
+
+Owns the errors of a file that is missing, is no regular file, is too large or is no JSON object. A
+path that is a link is followed: the hub's cache consists of links.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import UserError
+
+FETCH_AGAIN = "Fetch or export the file again."
+# The largest of known models are 1.1 MB (tokenizer_config.json) and 20 MB (an index of weights).
+MAX_BYTES = 64 << 20
+
+
+def read_json_object(
+    file: Path,
+    error: type[UserError],
+    *,
+    has_unique_keys: bool = True,
+    max_bytes: int = MAX_BYTES,
+) -> dict[str, Any]:
+    """Returns the content of a JSON file that must hold one object.
+
+    Args:
+        file: the file, or a link to it.
+        error: the class of what is raised.
+        has_unique_keys: whether a key that comes twice in an object is refused.
+        max_bytes: a larger file is refused unread.
+
+    Raises:
+        UserError: of class `error`; names the file.
+    """
+    text = read_bytes(file, error, "a JSON object", max_bytes)
+
+    def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise _TwiceError(key)
+            found[key] = value
+        return found
+
+    try:
+        content = json.loads(
+            text.decode("utf-8"), object_pairs_hook=unique if has_unique_keys else None
+        )
+    except _TwiceError as twice:
+        raise error(
+            f"{file}: {shown(twice.key)}",
+            "the key twice in one object",
+            "a JSON object whose keys differ",
+            "Remove one of the two.",
+        ) from None
+    except RecursionError:
+        raise error(str(file), "JSON nested too deeply", "a JSON object", FETCH_AGAIN) from None
+    except ValueError as fault:  # of the text's encoding, or of JSON
+        found = f"text that is not JSON ({fault})"
+        raise error(str(file), found, "a JSON object", FETCH_AGAIN) from None
+    if not isinstance(content, dict):
+        raise error(str(file), type(content).__name__, "a JSON object", FETCH_AGAIN)
+    return content
+
+
+def read_bytes(
+    file: Path, error: type[UserError], allowed: str, max_bytes: int = MAX_BYTES
+) -> bytes:
+    """Returns what a regular file holds.
+
+    Raises:
+        UserError: of class `error`; names the file.
+    """
+    num_bytes = regular_file_bytes(file, error, allowed)
+    if num_bytes > max_bytes:
+        found = f"a file of {num_bytes} bytes"
+        raise error(str(file), found, f"{allowed} of at most {max_bytes} bytes", FETCH_AGAIN)
+    try:
+        return file.read_bytes()
+    except OSError as fault:
+        raise error(str(file), fault.strerror or fault, allowed, "Check the path.") from None
+
+
+def regular_file_bytes(file: Path, error: type[UserError], allowed: str) -> int:
+    """Returns the size of a regular file; a pipe or a device is never opened, which could block.
+
+    Raises:
+        UserError: of class `error`; there is no such file, or it is of another kind.
+    """
+    try:
+        status = file.stat()
+    except (OSError, ValueError) as fault:  # ValueError: a NUL in the name
+        found = getattr(fault, "strerror", None) or fault
+        raise error(str(file), found, allowed, "Check the path.") from None
+    if not stat.S_ISREG(status.st_mode):
+        found = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
+        raise error(str(file), found, allowed, FETCH_AGAIN)
+    return status.st_size
+
+
+def shown(value: object, max_characters: int = 80) -> str:
+    """Returns a value of a file as JSON for a message: ASCII on one line, cut where it is long."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = ascii(value)
+    return text if len(text) <= max_characters else f"{text[:max_characters]}..."
+
+
+def plain(value: object, max_characters: int = 80) -> str:
+    """Returns a text as it is where it is short and printable; anything else as `shown`."""
+    is_plain = isinstance(value, str) and value.isprintable() and len(value) <= max_characters
+    return str(value) if is_plain else shown(value, max_characters)
+
+
+class _TwiceError(Exception):
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key

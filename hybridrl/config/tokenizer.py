@@ -1,0 +1,168 @@
+"""Whether the tokenizer files of a local directory can be used with a model. No torch.
+
+Owns the refusals of damaged tokenizer files. transformers, which no command imports before ranks
+start, meets damage as whatever error its reading ends in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from tokenizers import Tokenizer
+
+from hybridrl.config.files import (
+    FETCH_AGAIN,
+    read_bytes,
+    read_json_object,
+    regular_file_bytes,
+    shown,
+)
+from hybridrl.config.schema import ModelConfig
+from hybridrl.errors import ModelError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+JSON_FILES = (
+    "added_tokens.json",
+    "chat_template.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+OTHER_FILES = ("merges.txt", "tokenizer.model", "vocab.txt")
+MAX_BYTES = 1 << 28  # the largest known tokenizer.json has 33 MB
+
+
+def check_tokenizer_files(model: ModelConfig) -> None:
+    """Refuses a local folder without a tokenizer, of which transformers would make an empty one.
+
+    Raises:
+        ModelError: the folder that the section names as the tokenizer's holds none.
+    """
+    place = _place(model)
+    if place.is_dir() and not any((place / name).exists() for name in TOKENIZER_FILES):
+        raise ModelError(
+            "model.tokenizer",
+            str(place),
+            f"a directory with one of {', '.join(TOKENIZER_FILES)}",
+            "Set model.tokenizer to a directory that holds the tokenizer.",
+        )
+
+
+def check_tokenizer_contents(model: ModelConfig, num_tokens: int) -> None:
+    """Reads the tokenizer files of a local folder.
+
+    Args:
+        model: names the folder.
+        num_tokens: of the model; no token may have a number beyond them.
+
+    Raises:
+        ModelError: a file is damaged or of another model; names the file, and the token if it is
+            one.
+    """
+    place = _place(model)
+    if not place.is_dir():
+        return
+    contents = {
+        name: read_json_object(place / name, ModelError, has_unique_keys=False, max_bytes=MAX_BYTES)
+        for name in JSON_FILES
+        if _exists(place / name)
+    }
+    for name in OTHER_FILES:
+        if _exists(place / name) and not regular_file_bytes(place / name, ModelError, "a file"):
+            raise ModelError(str(place / name), "an empty file", "a tokenizer's file", FETCH_AGAIN)
+    if _exists(file := place / "tokenizer.json"):
+        check_token_numbers(str(file), _read_vocabulary(file), num_tokens)
+    for where, template in _templates(place, contents):
+        _check_template(where, template)
+
+
+def check_token_numbers(where: str, vocabulary: Mapping[str, int], num_tokens: int) -> None:
+    """Refuses tokens that the model's embedding has no row for.
+
+    Raises:
+        ModelError: naming `where`, the first such token and how many there are.
+    """
+    beyond = [token for token, number in vocabulary.items() if number >= num_tokens]
+    if beyond:
+        first = min(beyond, key=lambda token: (vocabulary[token], token))
+        raise ModelError(
+            where,
+            f"token {shown(first)} with number {vocabulary[first]}, and {len(beyond) - 1} more"
+            if len(beyond) > 1
+            else f"token {shown(first)} with number {vocabulary[first]}",
+            f"numbers below the model's vocab_size = {num_tokens}",
+            "Set model.tokenizer to the tokenizer of this model.",
+        )
+
+
+def _place(model: ModelConfig) -> Path:
+    place = Path(model.tokenizer or model.path or model.init or "").expanduser()
+    return place.parent if place.is_file() and model.tokenizer is None else place
+
+
+def _exists(file: Path) -> bool:
+    return file.exists() or file.is_symlink()  # a broken link is damage, not absence
+
+
+def _read_vocabulary(file: Path) -> dict[str, int]:
+    content = read_bytes(file, ModelError, "a tokenizer", MAX_BYTES)
+    try:
+        found: dict[str, int] = Tokenizer.from_buffer(content).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library, written in Rust, raises Exception itself
+        what = str(error).strip() or type(error).__name__
+        raise ModelError(
+            str(file),
+            f"a damaged file ({what.splitlines()[0][:160]})",
+            "a tokenizer of the tokenizers library",
+            FETCH_AGAIN,
+        ) from None
+    return found
+
+
+def _templates(
+    place: Path, contents: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, object]]:
+    """Yields where each chat template stands, and the template."""
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        found = contents.get(name, {}).get("chat_template")
+        where = f"{place / name}: chat_template"
+        if isinstance(found, list):
+            for part in found:
+                yield where, part.get("template") if isinstance(part, dict) else part
+        elif found is not None:
+            yield where, found
+    if _exists(file := place / "chat_template.jinja"):
+        content = read_bytes(file, ModelError, "a chat template")
+        yield str(file), content.decode("utf-8", errors="replace")
+
+
+def _check_template(where: str, template: object) -> None:
+    if not isinstance(template, str):
+        raise ModelError(where, shown(template), "a text, or null", FETCH_AGAIN)
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    try:
+        environment.parse(template)
+    except (TemplateError, RecursionError) as error:
+        line = getattr(error, "lineno", None)
+        what = f"line {line}: {error}" if line is not None else type(error).__name__
+        raise ModelError(
+            where, what.splitlines()[0][:160], "a Jinja template", FETCH_AGAIN
+        ) from None
+
+
+class _Generation(Extension):
+    """The block `generation`, which transformers adds to Jinja."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

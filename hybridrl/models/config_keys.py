@@ -1,0 +1,178 @@
+"""Which keys of a config.json change a model's numbers, and whether somebody answers for them.
+
+Owns the tables of keys that change no number and of values at which a key changes none. A key that
+a family does not name and that no table has is refused: a model that is computed otherwise than it
+was trained gives wrong log-probabilities without any other sign. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from hybridrl.config.files import plain, shown
+from hybridrl.errors import ModelError
+
+# What `decoder_shape`, `decoder_config` and `rope_keywords` of families/decoder.py read or refuse.
+DECODER_KEYS = frozenset(
+    {
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "initializer_range",
+        "intermediate_size",
+        "layer_types",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "partial_rotary_factor",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "tie_word_embeddings",
+        "use_sliding_window",
+        "vocab_size",
+    }
+)
+
+# What names, labels and stores a model, says how transformers runs it, or how it generates by
+# default; and lengths that only bound requests. Keys that start with "_" are transformers' own too.
+# fmt: off
+NEUTRAL_KEYS = frozenset({
+    "architectures", "model_type", "transformers_version", "name_or_path", "torch_dtype",
+    "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id",
+    "mask_token_id", "unk_token_id", "decoder_start_token_id", "tokenizer_class", "prefix",
+    "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
+    "task_specific_params", "classifier_dropout", "classifier_bias", "use_cache",
+    "cache_implementation", "attn_implementation", "use_bfloat16", "torchscript",
+    "tf_legacy_loss", "return_dict", "return_dict_in_generate", "output_attentions",
+    "output_hidden_states", "output_scores", "output_router_logits",
+    "keys_to_ignore_at_inference", "chunk_size_feed_forward", "pretraining_tp",
+    "is_decoder", "max_length", "min_length", "max_new_tokens", "do_sample",
+    "early_stopping", "num_beams", "num_beam_groups", "num_return_sequences",
+    "diversity_penalty", "length_penalty", "repetition_penalty", "temperature", "top_k",
+    "top_p", "typical_p", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+    "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty",
+    "max_sequence_length", "model_max_length", "seq_length", "tokenizer_model_max_length",
+    "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+})
+# fmt: on
+# Values at which these keys change no number. A null is transformers' "not set" for every key.
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),
+    "attention_chunk_size": (),
+    "attention_dropout": (0,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "attn_pdrop": (0,),
+    "auto_map": (),
+    "clip_qkv": (),
+    "embd_pdrop": (0,),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "hidden_dropout": (0,),
+    "hidden_dropout_prob": (0,),
+    "is_encoder_decoder": (False,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "max_window_layers": (),
+    "mlp_bias": (False,),
+    "n_routed_experts": (0,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "pruned_heads": ({},),
+    "neftune_noise_alpha": (0,),
+    "qk_layer_norms": (False,),
+    "qk_layernorm": (False,),
+    "qk_norm": (False,),
+    "quantization_config": ({},),
+    "query_pre_attn_scalar": (),
+    "resid_pdrop": (0,),
+    "residual_multiplier": (1,),
+    "rope_interleaved": (False,),
+    "sliding_window": (),
+    "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
+    "use_qk_norm": (False,),
+}
+# Without effect where the config says that it uses no window.
+WINDOW_KEYS = ("max_window_layers", "sliding_window")
+MOST_NAMED = 5
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+
+
+def check_keys(family: str, handled: Collection[str], hf_config: Mapping[str, Any]) -> None:
+    """Refuses keys of a config.json that may change the model's numbers unseen by its family.
+
+    Args:
+        family: its name.
+        handled: the keys that the family answers for.
+        hf_config: the content of config.json.
+
+    Raises:
+        ModelError: naming the keys and their values.
+    """
+    found = [key for key in hf_config if not _is_answered(key, handled, hf_config)]
+    if not found:
+        return
+    known = [key for key in found if key in NEUTRAL_VALUES]
+    chosen = known or found  # what is known to change numbers is said first
+    named = ", ".join(plain(key, 40) for key in chosen[:MOST_NAMED])
+    if len(chosen) > MOST_NAMED:
+        named += f" and {len(chosen) - MOST_NAMED} more"
+    values = ", ".join(shown(hf_config[key], 40) for key in chosen[:MOST_NAMED])
+    if known:
+        allowed = "; ".join(
+            " or ".join(shown(value) for value in (*NEUTRAL_VALUES[key], None))
+            for key in known[:MOST_NAMED]
+        )
+        remedy = f"Family {family} computes without it, which gives other numbers: choose"
+    else:
+        allowed = f"keys that family {family} handles or that are known to change no numbers"
+        remedy = "Whether it changes numbers is not known: remove it if it does not, else choose"
+    raise ModelError(
+        f"config.json: {named}",
+        values,
+        allowed,
+        f"{remedy} another model or write a family that names it in Family.config_keys.",
+    )
+
+
+def _is_answered(key: str, handled: Collection[str], hf_config: Mapping[str, Any]) -> bool:
+    value = hf_config[key]
+    is_known = key in handled or key in NEUTRAL_KEYS or str(key).startswith("_")
+    if is_known or value is None or value in NEUTRAL_VALUES.get(key, ()):
+        return True
+    return key in WINDOW_KEYS and hf_config.get("use_sliding_window") is False
+
+
+def check_values(hf_config: Mapping[str, Any]) -> None:
+    """Refuses values that engines and exports read whatever the family: the type of the weights,
+    the kinds of the layers, and end tokens that are no tokens of the model.
+
+    Raises:
+        ModelError: naming the key.
+    """
+    for key in ("dtype", "torch_dtype"):
+        value = hf_config.get(key)
+        if value is not None and value not in DTYPES:
+            raise _refusal(key, value, ", ".join(DTYPES))
+    kinds, num_layers = hf_config.get("layer_types"), hf_config.get("num_hidden_layers")
+    if isinstance(kinds, list) and isinstance(num_layers, int) and len(kinds) != num_layers:
+        allowed = f"one for each of num_hidden_layers = {num_layers}"
+        raise _refusal("layer_types", f"{len(kinds)} kinds", allowed)
+    end, num_tokens = hf_config.get("eos_token_id"), hf_config.get("vocab_size")
+    if not isinstance(num_tokens, int):
+        return  # the family says so
+    for token in end if isinstance(end, list) else [end]:
+        is_number = isinstance(token, int) and not isinstance(token, bool)
+        if token is not None and not (is_number and 0 <= token < num_tokens):
+            raise _refusal("eos_token_id", end, f"tokens below vocab_size = {num_tokens}, or null")
+
+
+def _refusal(key: str, value: object, allowed: str) -> ModelError:
+    return ModelError(f"config.json: {key}", plain(value), allowed, "Mend the model's config.json.")

@@ -1,0 +1,174 @@
+"""Which config.json a family takes: those of published models as they are, and none with a key that
+may change numbers behind the family's back.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from transformers import LlamaConfig, OlmoConfig, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from windowed_family import FAMILY as WINDOWED
+
+from hybridrl.cli.plan import plan_report
+from hybridrl.cli.validate import validate_training
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.schema import ModelConfig
+from hybridrl.errors import ConfigError, ModelError
+from hybridrl.models.family import read_model
+from hybridrl.platform import Platform
+from hybridrl.trainer.setup import model_source
+
+PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SIZES}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_is_taken(name: str) -> None:
+    family, shape = read_model(None, PUBLISHED[name]["config"])
+    assert family.name == PUBLISHED[name]["config"]["model_type"]
+    assert [shape.num_layers, shape.num_kv_heads, shape.head_dim] == PUBLISHED[name]["shape"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES),
+        LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+        LlamaConfig(**SIZES, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        Qwen2Config(**SIZES),
+        Qwen3Config(**SIZES),
+    ],
+)
+def test_what_transformers_writes_is_taken(config: Any, tmp_path: Path) -> None:
+    config.architectures = [{"llama": "Llama", "qwen2": "Qwen2"}.get(config.model_type, "Qwen3")]
+    config.architectures[0] += "ForCausalLM"
+    config.save_pretrained(tmp_path)
+    for written in (
+        json.loads((tmp_path / "config.json").read_text()),  # what differs from the defaults
+        json.loads(config.to_json_string(use_diff=False)),
+    ):
+        _, shape = read_model(None, written)
+        assert (shape.num_layers, shape.num_kv_heads) == (2, 2)
+    without = {key: value for key, value in written.items() if key != "num_key_value_heads"}
+    if config.model_type != "llama":  # transformers' default, which is no divisor of these heads
+        with pytest.raises(ModelError, match="num_key_value_heads: got 32"):
+            read_model(None, without)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({**LLAMA, "sliding_window": 4096}, "sliding_window: got 4096; allowed: null"),
+        ({**LLAMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping: got 30.0"),
+        ({**LLAMA, "query_pre_attn_scalar": 144}, "query_pre_attn_scalar: got 144"),
+        ({**LLAMA, "logit_scale": 0.0625}, "logit_scale: got 0.0625; allowed: 1 or null"),
+        ({**LLAMA, "embedding_multiplier": 12}, "embedding_multiplier: got 12"),
+        ({**LLAMA, "residual_multiplier": 0.22}, "residual_multiplier: got 0.22"),
+        ({**LLAMA, "attention_chunk_size": 8192}, "attention_chunk_size: got 8192"),
+        ({**LLAMA, "attention_dropout": 0.1}, "attention_dropout: got 0.1; allowed: 0 or null"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config: got"),
+        ({**LLAMA, "num_local_experts": 8}, "num_local_experts: got 8; allowed: 0 or null"),
+        ({**LLAMA, "qk_norm": True}, "qk_norm: got true"),
+        ({**LLAMA, "auto_map": {"AutoModel": "x.X"}}, "auto_map: got"),
+        ({**LLAMA, "hidden_act": "gelu_pytorch_tanh"}, "hidden_act: got gelu_pytorch_tanh"),
+        ({**LLAMA, "my_scale": 0.5}, "my_scale: got 0.5; allowed: keys that family llama handles"),
+        ({**QWEN2, "dual_chunk_attention_config": {"chunk_size": 9}}, "dual_chunk_attention_conf"),
+        ({**QWEN2, "mlp_bias": True}, "mlp_bias: got true"),
+        ({**QWEN2, "attention_bias": False}, "attention_bias: got false; allowed: True"),
+        ({**QWEN2, "use_mrope": True}, "use_mrope: got true; allowed: false or null"),
+        ({**QWEN3, "partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5"),
+        ({**QWEN3, "rope_scaling": {"rope_type": "longrope"}}, "rope_type: got longrope"),
+    ],
+)
+def test_key_that_changes_numbers_is_refused(config: dict[str, Any], key: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        read_model(None, config)
+    assert f"config.json: {key}" in str(caught.value) or key in str(caught.value)
+    assert "family" in str(caught.value)
+
+
+def test_family_of_ones_own_answers_for_the_keys_that_it_names() -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    family, shape = read_model("windowed_family:FAMILY", {**QWEN2, **windows})
+    assert family is WINDOWED and shape.qkv_bias
+    keywords = family.transformer_config({**QWEN2, **windows})
+    assert keywords["window_size"] == (4, 0) and keywords["window_attn_skip_freq"] == [0, 1]
+    with pytest.raises(ModelError, match="attn_logit_softcapping: got 50.0"):
+        read_model("windowed_family:FAMILY", {**QWEN2, **windows, "attn_logit_softcapping": 50.0})
+    olmo = OlmoConfig(**SIZES, eos_token_id=1).to_dict() | {"architectures": ["OlmoForCausalLM"]}
+    assert read_model("olmo_family:FAMILY", olmo)[0].name == "olmo"
+    with pytest.raises(ModelError, match="clip_qkv: got 8.0; allowed: null"):
+        read_model("olmo_family:FAMILY", {**olmo, "clip_qkv": 8.0})
+
+
+def test_plan_and_train_and_ranks_refuse_alike(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN2, "rope_scaling": yarn}))
+    config = load_config_dict(
+        {
+            "run": {"name": "a", "dir": str(tmp_path)},
+            "model": {"init": str(tmp_path)},
+            "algorithm": {"name": "grpo"},
+            "steps": {"samples_per_prompt": 2},
+        }
+    )
+    said = "config.json: rope_scaling.rope_type: got yarn; allowed: default, linear, llama3"
+    report, violations = plan_report(config, 1)
+    assert report["train"] is None and said in str(violations[0])
+    with pytest.raises(ConfigError, match="got yarn"):
+        validate_training(config, 1)
+    with pytest.raises(ModelError, match="got yarn"):
+        model_source(ModelConfig(init=str(tmp_path)), Platform.detect())
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 500000.0},
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ],
+)
+def test_rotary_angles_are_those_of_transformers(rope: dict[str, Any]) -> None:
+    sizes = {**SIZES, "hidden_size": 256}
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(rope)))
+    cos, _ = theirs(torch.zeros(1), torch.arange(9000)[None])
+    family, shape = read_model(None, {**LLAMA, **sizes, "rope_parameters": rope})
+    keywords = family.model_keywords({**LLAMA, **sizes, "rope_parameters": rope})
+    ours = RotaryEmbedding(
+        shape.head_dim,
+        keywords["rotary_percent"],
+        seq_len_interpolation_factor=keywords.get("seq_len_interpolation_factor"),
+        rotary_base=keywords["rotary_base"],
+        rope_scaling=keywords["rope_scaling"],
+        rope_scaling_factor=keywords.get("rope_scaling_factor", 8.0),
+        use_cpu_initialization=True,
+    )
+    angles = ours.get_freqs_non_repeated(9000)
+    half = shape.head_dim // 2
+    # Angles up to 9000 in float32, whose last place is 1e-3 of a radian there.
+    torch.testing.assert_close(angles.cos(), cos[0, :, :half], rtol=0, atol=2e-3)
