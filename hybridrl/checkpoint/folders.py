@@ -1,37 +1,187 @@
 """Checkpoint folders as files: which are there, which is meant, and whether one is whole.
 
-Owns the names inside a checkpoint folder and the errors of a damaged one. No torch, so that the
-command line can refuse a damaged checkpoint before any rank starts.
+Owns the names inside a checkpoint folder, what a run may find in one, and the errors of a damaged
+one. No torch, so that the command line can refuse a damaged checkpoint before any rank starts.
+
+The newest checkpoint of a run folder is the one that was written last, not the one with the most
+steps: who loads step 10 and trains on has left steps 20 and 30 behind.
 """
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from hybridrl.checkpoint.manifest import (
+    MANIFEST,
+    Ancestor,
+    Manifest,
+    check_sizes,
+    damaged,
+    parse_json,
+    read_listed,
+    read_manifest,
+    verify_all,
+)
 from hybridrl.errors import CheckpointError
 
-STEP_FOLDER = re.compile(r"step_(\d+)")
-PARTIAL = ".partial"
-MANIFEST = "manifest.json"
+STEP_FOLDER = re.compile(r"step_(\d{1,18})")
+PARTIAL, REPLACED = ".partial", ".replaced"
 STATE = "state.json"
 HF_FILES = "hf"
 
 
+class SavedState(BaseModel):
+    """What `state.json` says of a run, beside its weights.
+
+    Args:
+        step: number of finished steps; None for weights alone, as `hybridrl convert` writes them.
+        prompts, mix: cursors of the prompts and of further terms' prompts.
+        rollouts: unfinished rollouts, response lengths.
+        algorithm: of adaptive algorithms.
+        evaluations: `reward` and `accuracy` of evaluations, by step.
+        seconds: of training so far.
+        num_updates: optimizer steps of each trained model.
+        layout: of the ranks that saved; random states go on in the same layout only.
+        family: what `model.family` would have to say.
+        dtype: of the policy's weights.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    step: int | None = Field(None, ge=0)
+    prompts: dict[str, Any] = {}
+    mix: dict[str, Any] = {}
+    rollouts: dict[str, Any] = {}
+    algorithm: dict[str, float] = {}
+    evaluations: dict[str, dict[str, float]] = {}
+    seconds: float = Field(0.0, ge=0, allow_inf_nan=False)
+    num_updates: dict[str, int] = {}
+    layout: str
+    family: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+
+    @field_validator("evaluations", mode="before")
+    @classmethod
+    def _of_format_1(cls, evaluations: Any) -> Any:
+        """Takes what was written before accuracy and reward were two things."""
+        if not isinstance(evaluations, dict):
+            return evaluations
+        return {
+            step: {"reward": found, "accuracy": found} if isinstance(found, float) else found
+            for step, found in evaluations.items()
+        }
+
+    @model_validator(mode="after")
+    def _check_run(self) -> Self:
+        if self.step is not None and not self.prompts.get("fingerprint"):
+            raise ValueError("prompts: nothing, where a run has a cursor with a fingerprint")
+        if any(count < 0 for count in self.num_updates.values()):
+            raise ValueError("num_updates: counts from 0")
+        return self
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder whose manifest was read.
+
+    Args:
+        folder: where it is.
+        manifest: its files.
+        digest: of the manifest.
+    """
+
+    folder: Path
+    manifest: Manifest
+    digest: str
+
+    @staticmethod
+    def open(folder: Path) -> Checkpoint:
+        """Reads the manifest; raises CheckpointError where it is damaged."""
+        return Checkpoint(folder, *read_manifest(folder))
+
+    @property
+    def ancestor(self) -> Ancestor | None:
+        """What later checkpoints say of this one; None for weights alone."""
+        step = self.manifest.step
+        return None if step is None else Ancestor(step=step, order=self.manifest.order)
+
+    def check(self) -> SavedState:
+        """Checks that all files are there in their sizes, verifies those that say what the
+        checkpoint is of, and returns the state.
+
+        Raises:
+            CheckpointError: naming the file that is missing, cut short, damaged or malformed.
+        """
+        check_sizes(self.folder, self.manifest)
+        for name in self.manifest.files:
+            if name.startswith(HF_FILES + "/"):
+                read_listed(self.folder, name, self.manifest)
+        return self.read_state()
+
+    def read_state(self) -> SavedState:
+        """Reads and verifies `state.json`; raises CheckpointError."""
+        content, file = read_listed(self.folder, STATE, self.manifest), self.folder / STATE
+        try:
+            return SavedState.model_validate(parse_json(content))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            found = f"{key}: {first['input']!r:.80}" if key else first["msg"]
+            allowed = first["msg"] if key else "the state of a run"
+            raise damaged(file, found, allowed) from None
+        except ValueError as error:
+            raise damaged(file, str(error), "a JSON object") from None
+
+
 def step_folders(root: Path) -> dict[int, Path]:
-    """Returns the complete checkpoints under `root` by step, oldest first."""
+    """Returns the checkpoint folders under `root` by step, fewest steps first.
+
+    Raises:
+        CheckpointError: something else has the place of a checkpoint or of their folder.
+    """
     if not root.is_dir():
+        if root.exists():
+            raise _in_the_way(root)
         return {}
-    found = ((STEP_FOLDER.fullmatch(path.name), path) for path in root.iterdir())
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    found: dict[int, Path] = {}
+    for path in root.iterdir():
+        if match := STEP_FOLDER.fullmatch(path.name):
+            if not path.is_dir():
+                raise _in_the_way(path)
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
 
 
 def newest_checkpoint(root: Path) -> Path | None:
-    """Returns the newest complete checkpoint under `root`, or None."""
-    folders = step_folders(root)
-    return folders[max(folders)] if folders else None
+    """Returns the newest checkpoint under `root`, or None.
+
+    One whose manifest cannot be read counts by its step: it may be the newest, and whoever opens it
+    is told of the damage.
+    """
+    return next(newest_first(root), None)
+
+
+def newest_first(root: Path) -> Iterator[Path]:
+    """Yields the checkpoints under `root`, the one that was written last first."""
+    opened: dict[Path, tuple[int, int]] = {}
+    unreadable: list[tuple[int, Path]] = []
+    for step, folder in step_folders(root).items():
+        try:
+            opened[folder] = (Checkpoint.open(folder).manifest.order, step)
+        except CheckpointError:
+            unreadable.append((step, folder))
+    ordered = sorted(opened, key=lambda folder: opened[folder], reverse=True)
+    newest_step = opened[ordered[0]][1] if ordered else -1
+    later = [folder for step, folder in sorted(unreadable, reverse=True) if step > newest_step]
+    yield from later
+    yield from ordered
+    yield from (folder for _, folder in sorted(unreadable, reverse=True) if folder not in later)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -54,32 +204,87 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Checks that a checkpoint is whole and returns its `state.json`.
+def open_checkpoint(path: Path) -> tuple[Checkpoint, SavedState]:
+    """Opens and checks the checkpoint that `path` means.
 
     Raises:
-        CheckpointError: naming the file that is missing, cut short or unreadable.
+        CheckpointError: there is none, or it is damaged; names another one that is whole.
     """
-    remedy = f"Delete {folder} to go on from an older checkpoint."
-    manifest = _read_json(folder / MANIFEST, remedy)
-    for name, size in manifest.items():
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(str(file), "missing", f"a file of {size} bytes", remedy)
-        if file.stat().st_size != size:
-            raise CheckpointError(
-                str(file), f"{file.stat().st_size} bytes", f"{size} bytes, as written", remedy
-            )
-    return _read_json(folder / STATE, remedy)
-
-
-def _read_json(file: Path, remedy: str) -> dict[str, Any]:
+    folder = find_checkpoint(path)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(str(file), "missing", "a JSON object", remedy) from None
-    except ValueError as error:
-        raise CheckpointError(str(file), str(error), "a JSON object", remedy) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(str(file), type(content).__name__, "a JSON object", remedy)
-    return content
+        checkpoint = Checkpoint.open(folder)
+        return checkpoint, checkpoint.check()
+    except CheckpointError as error:
+        raise with_remedy(error, folder) from None
+
+
+def check_family(named: str, allowed: str | None, folder: Path) -> None:
+    """Refuses a checkpoint whose family is code that the user has not named: importing it would
+    run what may come from a stranger.
+
+    Args:
+        named: by the checkpoint.
+        allowed: by the user; None: nothing.
+        folder: of the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint names `package.module:FAMILY`, and the user does not.
+    """
+    if ":" in named and named != allowed:
+        raise CheckpointError(
+            str(folder / STATE),
+            f"family {named}, which is code outside hybridrl",
+            "a family of hybridrl, or the one that --family names",
+            f"If you trust it, add --family {named}.",
+        )
+
+
+def newest_whole(
+    root: Path, other_than: Path, tell: Callable[[str], None] = lambda text: None
+) -> Path | None:
+    """Returns the newest checkpoint under `root`, beside one, of which every byte is as written.
+
+    Args:
+        root: folder of checkpoints.
+        other_than: a checkpoint that is not meant.
+        tell: gets a line about each checkpoint before it is read, which may take long.
+    """
+    for folder in newest_first(root):
+        if folder.name == other_than.name:
+            continue
+        tell(f"verifying {folder}")
+        try:
+            checkpoint = Checkpoint.open(folder)
+            checkpoint.check()
+            verify_all(folder, checkpoint.manifest)
+        except CheckpointError:
+            continue
+        return folder
+    return None
+
+
+def with_remedy(
+    error: CheckpointError, folder: Path, tell: Callable[[str], None] = lambda text: None
+) -> CheckpointError:
+    """Returns the error of a damaged checkpoint, naming the newest one beside it that is whole.
+
+    Args:
+        error: of a file in it.
+        folder: of the damaged checkpoint.
+        tell: as of `newest_whole`.
+    """
+    whole = newest_whole(folder.parent, folder, tell) if STEP_FOLDER.match(folder.name) else None
+    if whole is not None:
+        remedy = (
+            f"The newest whole checkpoint beside it is {whole}: train with --resume previous to go "
+            "on from there."
+        )
+    else:
+        remedy = "No other checkpoint beside it is whole. Restore the file from a copy."
+    return CheckpointError(error.name, error.value, error.allowed, remedy)
+
+
+def _in_the_way(path: Path) -> CheckpointError:
+    return CheckpointError(
+        str(path), "a file", "a folder, which hybridrl makes here", f"Move {path} away."
+    )

@@ -17,7 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hybridrl.errors import UserError
 from hybridrl.metrics.values import ACCURACY, PHASES, Record
+
+DAMAGED = ".damaged"  # ending of the file of lines that are no records
 
 
 class MetricSink(Protocol):
@@ -37,17 +40,29 @@ class JsonlSink:
 
     Args:
         path: usually `runs/NAME/metrics.jsonl`.
-        last_step: the step that the run continues from; later lines, and a line cut short by a
-            crash, are removed. 0 for a new run.
+        last_step: the step that the run continues from; later lines are removed, and lines that are
+            no records go to a file beside it. 0 for a new run.
+
+    Attributes:
+        num_damaged: lines that were no records, but for one that a crash had cut short.
+
+    Raises:
+        UserError: something else than a file has this path.
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.num_damaged = 0
         if path.exists():
-            kept = [json.dumps(r) + "\n" for r in read_records(path) if _step(r) <= last_step]
+            records, damaged = read_lines(path)
+            kept = [json.dumps(r) + "\n" for r in records if _step(r) <= last_step]
             replacement = path.with_name(path.name + ".new")
             replacement.write_text("".join(kept), encoding="utf-8")
+            if damaged:
+                with path.with_name(path.name + DAMAGED).open("ab") as file:
+                    file.writelines(line + b"\n" for line in damaged)
             os.replace(replacement, path)
+            self.num_damaged = len(damaged)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -135,6 +150,32 @@ class ConsoleSink:
         self._progress.stop()
 
 
+class LogSink:
+    """Writes a line a step, and what the run says besides, to a rank's log.
+
+    Args:
+        path: usually `runs/NAME/logs/rank_0.log`; lines are appended.
+        num_steps: the last step of the run.
+    """
+
+    def __init__(self, path: Path, num_steps: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file, self._num_steps = path.open("a", encoding="utf-8"), num_steps
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes a step."""
+        self.message(step_line(step, self._num_steps, metrics))
+
+    def message(self, text: str) -> None:
+        """Writes a line."""
+        self._file.write(text + "\n")
+        self._file.flush()  # at once, since what crashes may write there too
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
 class RolloutDump:
     """Writes samples to read: one JSONL file for every step that is due.
 
@@ -177,16 +218,43 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Returns the records of a metrics.jsonl; a line cut short by a crash is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and "step" in record:
+    """Returns the records of a metrics.jsonl; lines that are none are left out.
+
+    Raises:
+        UserError: there is something else than a file.
+    """
+    return read_lines(path)[0]
+
+
+def read_lines(path: Path) -> tuple[list[Record], list[bytes]]:
+    """Returns the records of a metrics.jsonl, and lines that are none; the last line is neither if
+    a crash has cut it short.
+
+    Raises:
+        UserError: there is something else than a file.
+    """
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "not a file"
+        raise UserError(str(path), found, "a file of metrics", f"Move {path} away.")
+    lines = path.read_bytes().split(b"\n")
+    records, damaged = [], []
+    for number, line in enumerate(lines):
+        if (record := _record(line)) is not None:
             records.append(record)
-    return records
+        elif line.strip() and number < len(lines) - 1:
+            damaged.append(line)
+    return records, damaged
+
+
+def _record(line: bytes) -> Record | None:
+    """Returns the numbers of a line by name, if it has a step."""
+    try:
+        found = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or type(found.get("step")) is not int:
+        return None
+    return {k: v for k, v in found.items() if v is None or type(v) in (int, float)}
 
 
 def _step(record: Record) -> int:

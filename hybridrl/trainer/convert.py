@@ -9,13 +9,15 @@ from typing import Literal
 
 import torch
 
-from hybridrl.checkpoint.folders import HF_FILES, find_checkpoint, read_state
-from hybridrl.checkpoint.store import load_model, write_checkpoint
+from hybridrl.checkpoint.folders import HF_FILES, check_family
+from hybridrl.checkpoint.model_state import load_model
+from hybridrl.checkpoint.opening import open_on_all_ranks
+from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.models.build import Head
 from hybridrl.models.directory import read_config
-from hybridrl.models.family import resolve_family
+from hybridrl.models.family import read_model
 from hybridrl.models.hf import HfCheckpoint, load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
@@ -27,7 +29,12 @@ TIMEOUT_S = 1800.0
 
 
 def convert_rank(
-    source: Path, target: Path, to: Literal["hf", "megatron"], tp: int, pp: int
+    source: Path,
+    target: Path,
+    to: Literal["hf", "megatron"],
+    tp: int,
+    pp: int,
+    family: str | None = None,
 ) -> None:
     """Runs one rank of `hybridrl convert`.
 
@@ -36,6 +43,8 @@ def convert_rank(
         target: folder to write; new or empty.
         to: the format to write.
         tp, pp: layout of the ranks that share the work and the memory; any layout reads the result.
+        family: as `model.family`; None: found from config.json, or the built-in one that the
+            checkpoint names.
     """
     platform = Platform.detect()
     platform.activate()
@@ -43,18 +52,18 @@ def convert_rank(
     world = World(TrainLayout(tp * pp, tp, pp), platform, TIMEOUT_S)
     platform.seed(0)
     if to == "megatron":
-        _to_megatron(world, source, target)
+        _to_megatron(world, source, target, family)
     else:
-        _to_hf(world, source, target)
+        _to_hf(world, source, target, family)
     stop_process_group()
 
 
-def _to_megatron(world: World, source: Path, target: Path) -> None:
+def _to_megatron(world: World, source: Path, target: Path, family_key: str | None) -> None:
     with world.all_agree("reading the HF directory"):
         hf_config = read_config(source)
-        family = resolve_family(None, hf_config)
+        family, _ = read_model(family_key, hf_config)
         dtype = next(iter(HfCheckpoint(source).dtypes.values()))
-        model_source = ModelSource(family, hf_config, dtype, family.name, source)
+        model_source = ModelSource(family, hf_config, dtype, family_key or family.name, source)
     model = ParallelModel(world, model_source, "lm", TrainConfig())
     shapes = hf_shapes(family, model_source.shape)
     with world.all_agree("loading the weights"):
@@ -62,27 +71,30 @@ def _to_megatron(world: World, source: Path, target: Path) -> None:
     write_checkpoint(target, world, {"policy": model}, {}, model_source.files)
 
 
-def _to_hf(world: World, source: Path, target: Path) -> None:
-    with world.all_agree("reading the checkpoint"):
-        folder = find_checkpoint(source)
-        state = read_state(folder)
+def _to_hf(world: World, source: Path, target: Path, family_key: str | None) -> None:
+    checkpoint, state = open_on_all_ranks(source, world)
+    folder = checkpoint.folder
+    with world.all_agree("reading the model's config"):
         hf_config = read_config(folder / HF_FILES)
-        family = resolve_family(state["family"], hf_config)
-    dtype = getattr(torch, state["dtype"])
-    model_source = ModelSource(family, hf_config, dtype, state["family"], folder / HF_FILES)
+        check_family(state.family, family_key, checkpoint.folder)
+        family, _ = read_model(state.family, hf_config)
+    dtype = getattr(torch, state.dtype)
+    model_source = ModelSource(family, hf_config, dtype, state.family, folder / HF_FILES)
     # A reward model's checkpoint has no policy; HF's *ForSequenceClassification reads what comes.
     head: Head = "lm" if (folder / "policy").is_dir() else "value"
     if head == "value":
         hf_config = {**hf_config, "num_labels": 1}
     model = ParallelModel(world, model_source, head, TrainConfig())
-    load_model(folder / ("policy" if head == "lm" else "critic"), model, world)
-    export_hf(
-        target,
-        [model.layout_of(rank) for rank in range(world.size)],
-        model.weights(),
-        hf_shapes(family, model_source.shape, head),
-        dtype,
-        hf_config,
-        rank=world.rank,
-        side_files=folder / HF_FILES,
-    )
+    load_model(checkpoint, "policy" if head == "lm" else "critic", model, world)
+    layouts = [model.layout_of(rank) for rank in range(world.size)]
+    with world.all_agree("writing the HF directory", is_unbounded=True):
+        export_hf(
+            target,
+            layouts,
+            model.weights(),
+            hf_shapes(family, model_source.shape, head),
+            dtype,
+            hf_config,
+            rank=world.rank,
+            side_files=folder / HF_FILES,
+        )

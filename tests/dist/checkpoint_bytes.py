@@ -10,10 +10,9 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from hybridrl.checkpoint import store
+from hybridrl.checkpoint import model_state, sharded_files
 from hybridrl.trainer import optimizer as trainer_optimizer
 
 
@@ -21,30 +20,21 @@ from hybridrl.trainer import optimizer as trainer_optimizer
 def written_bytes() -> Iterator[dict[str, int]]:
     """Counts the bytes of the optimizer's state that a checkpoint's writer gets, and clones."""
     sizes = {"in place": 0, "cloned": 0}
-    given: set[int] = set()
-    save, prepare = dist_checkpointing.save, FileSystemWriterAsync.prepare_write_data
+    write = sharded_files._FileWriter.write
 
-    def watched_save(state: Any, *args: Any) -> Any:
-        for part in nested_values(state["optimizer"]):
-            if isinstance(part, ShardedTensor) and part.data is not None:
-                given.add(part.data.data_ptr())
-        return save(state, *args)
-
-    def watched_prepare(writer: Any, *args: Any) -> None:
-        prepare(writer, *args)
-        for *_, (_, tensors) in writer.write_buckets:
-            for item, tensor in tensors:
+    def watched_write(writer: Any) -> None:
+        for _, content in writer._buckets:
+            for item, tensor in content:
                 if item.index.fqn.startswith("optimizer."):
-                    is_given = tensor.data_ptr() in given
-                    sizes["in place" if is_given else "cloned"] += tensor.nbytes
+                    is_same = sharded_files.on_host(tensor).data_ptr() == tensor.data_ptr()
+                    sizes["in place" if is_same else "cloned"] += tensor.nbytes
+        write(writer)
 
-    dist_checkpointing.save = watched_save
-    FileSystemWriterAsync.prepare_write_data = watched_prepare
+    sharded_files._FileWriter.write = watched_write
     try:
         yield sizes
     finally:
-        dist_checkpointing.save = save
-        FileSystemWriterAsync.prepare_write_data = prepare
+        sharded_files._FileWriter.write = write
 
 
 @contextmanager
@@ -53,11 +43,11 @@ def read_bytes() -> Iterator[dict[str, int]]:
     sizes = {"asked": 0}
     load = dist_checkpointing.load
 
-    def watched_load(state: Any, *args: Any) -> Any:
+    def watched_load(state: Any, *args: Any, **kwargs: Any) -> Any:
         for part in nested_values(state["optimizer"]):
             if isinstance(part, ShardedTensor | ShardedTensorFactory):
                 sizes["asked"] += part.data.nbytes
-        return load(state, *args)
+        return load(state, *args, **kwargs)
 
     dist_checkpointing.load = watched_load
     try:
@@ -70,18 +60,18 @@ def read_bytes() -> Iterator[dict[str, int]]:
 def megatrons_own_way() -> Iterator[None]:
     """Checkpoints of which a first data-parallel rank gathers the optimizer's state."""
     name = "sharded_param_state_fully_reshardable"
-    ours, gathers = (store.own_shares, store.hand_out), getattr(DistributedOptimizer, name)
+    ours, gathers = (model_state.own_shares, model_state.hand_out), getattr(DistributedOptimizer, name)
     over_gloo = {"distrib_optim_fully_reshardable_mem_efficient": True}
 
     def gather(optimizer: Any, model_state: Any, is_loading: bool, metadata: Any) -> Any:
         return gathers(optimizer, model_state, is_loading, over_gloo)
 
-    store.own_shares, store.hand_out = lambda *_: nullcontext(), lambda *_: None
+    model_state.own_shares, model_state.hand_out = lambda *_: nullcontext(), lambda *_: None
     setattr(DistributedOptimizer, name, gather)
     try:
         yield
     finally:
-        store.own_shares, store.hand_out = ours
+        model_state.own_shares, model_state.hand_out = ours
         setattr(DistributedOptimizer, name, gathers)
 
 

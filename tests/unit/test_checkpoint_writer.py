@@ -1,17 +1,20 @@
-"""How a rank's files of a checkpoint are written: in its process, one tensor after the other."""
+"""How a rank's sharded files are written: in its process, one tensor after the other, with digests,
+and how they are read: only what their digests and an index of tensors allow.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
-import queue
+import pickle
+import resource
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+import xxhash
+from small_runs import files_of_at_most
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -19,7 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hybridrl.platform import _save_checkpoints_in_this_process
+from hybridrl.checkpoint.manifest import FileEntry, Manifest, entry_of
+from hybridrl.checkpoint.sharded_files import INDEX, _FileWriter, load_index
+from hybridrl.errors import CheckpointError
 
 SIZE, PER_FILE = torch.Size([1000]), 6
 
@@ -27,24 +32,28 @@ SIZE, PER_FILE = torch.Size([1000]), 6
 class OnDevice:
     """A tensor of a device: its copy on the host is made when it is asked for."""
 
+    is_cpu = False
     on_host: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
 
     def __init__(self, value: float) -> None:
         self.value = value
 
-    def cpu(self) -> torch.Tensor:
+    def detach(self) -> OnDevice:
+        return self
+
+    def to(self, device: str, copy: bool) -> torch.Tensor:
         if self.value < 0:
             raise RuntimeError("the device is lost")
-        copy = torch.full(SIZE, self.value)
-        OnDevice.on_host.add(copy)
+        found = torch.full(SIZE, self.value)
+        OnDevice.on_host.add(found)
         OnDevice.most = max(OnDevice.most, len(OnDevice.on_host))
-        return copy
+        return found
 
 
-def buckets(folder: Path, values: list[list[float]]) -> list[tuple]:
-    made = []
-    chunk = ChunkStorageMetadata(torch.Size([0]), SIZE)
+def writer(folder: Path, values: list[list[float]]) -> _FileWriter:
+    """Returns a writer of a file a list, with a tensor a value."""
+    made, chunk = _FileWriter(folder), ChunkStorageMetadata(torch.Size([0]), SIZE)
     for number, file in enumerate(values):
         items = [
             WriteItem(
@@ -54,18 +63,8 @@ def buckets(folder: Path, values: list[list[float]]) -> list[tuple]:
             )
             for value in file
         ]
-        tensors = list(zip(items, map(OnDevice, file), strict=True))
-        made.append((str(folder / f"{number}"), f"{number}", ([], tensors)))
+        made._buckets.append((f"{number}", list(zip(items, map(OnDevice, file), strict=True))))
     return made
-
-
-def write(made: list[tuple]) -> dict | Exception:
-    _save_checkpoints_in_this_process()
-    writer = FileSystemWriterAsync
-    results: queue.SimpleQueue = queue.SimpleQueue()
-    made = writer.preload_tensors(made, True)
-    writer.write_preloaded_data_multiproc([_StorageWriterTransforms()], False, 0, made, results)
-    return results.get_nowait()
 
 
 def test_tensors_come_to_the_host_one_after_the_other(
@@ -74,23 +73,72 @@ def test_tensors_come_to_the_host_one_after_the_other(
     monkeypatch.delattr(os, "fork")
     values = [[10.0 * number + i for i in range(PER_FILE)] for number in range(2)]
     gc.collect()
-    written = write(buckets(tmp_path, values))
-    assert isinstance(written, dict) and [len(written[number]) for number in range(2)] == [6, 6]
+    made = writer(tmp_path, values)
+    made.write()
+    results = made.retrieve_write_results()
+    assert [len(results), sorted(made.entries)] == [12, ["0", "1"]]
     assert 0 < OnDevice.most <= 4  # of twelve; a file's next is made before its last is given up
     for number, file in enumerate(values):
         content = (tmp_path / f"{number}").read_bytes()
-        for value, found in zip(file, written[number], strict=True):
-            place = found.storage_data
-            part = tmp_path / "part"
-            part.write_bytes(content[place.offset : place.offset + place.length])
-            assert torch.equal(torch.load(part, weights_only=True), torch.full(SIZE, value))
+        entry = made.entries[f"{number}"]
+        assert entry.bytes == len(content) == sum(piece.length for piece in entry.pieces)
+        for value, piece in zip(file, entry.pieces, strict=True):
+            part = content[piece.offset : piece.offset + piece.length]
+            assert xxhash.xxh3_64(part).hexdigest() == piece.xxh3
+            place = next(r for r in results if r.index.fqn == f"{number}.{value}").storage_data
+            assert (place.offset, place.length) == (piece.offset, piece.length)
+            (tmp_path / "part").write_bytes(part)
+            found = torch.load(tmp_path / "part", weights_only=True)
+            assert torch.equal(found, torch.full(SIZE, value))
 
 
-@pytest.mark.parametrize("fails", ["a tensor", "a file"])
+@pytest.mark.parametrize("fails", ["a tensor", "a file", "the disk"])
 def test_a_failed_file_is_the_result(tmp_path: Path, fails: str) -> None:
-    made = buckets(tmp_path, [[1.0, 2.0], [3.0, -1.0 if fails == "a tensor" else 4.0]])
+    made = writer(tmp_path, [[1.0, 2.0], [3.0, -1.0 if fails == "a tensor" else 4.0]])
     if fails == "a file":
         (tmp_path / "1").mkdir()
-    found = write(made)
-    assert isinstance(found, IsADirectoryError if fails == "a file" else RuntimeError)
-    assert gc.isenabled()
+    with files_of_at_most(5000 if fails == "the disk" else resource.RLIM_INFINITY):
+        made.write()
+    error, _ = made.retrieve_write_results()
+    kinds = {"a tensor": RuntimeError, "a file": IsADirectoryError, "the disk": OSError}
+    assert isinstance(error, kinds[fails]), error
+    assert fails != "the disk" or "large" in str(error)  # and not what torch makes of it
+    assert gc.isenabled() and torch.serialization.get_crc32_options()
+
+
+class Malicious:
+    """An object whose pickle makes a file when it is read."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, (str(self.made),))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        lambda made: pickle.dumps(Malicious(made)),
+        lambda made: pickle.dumps({"storage_data": Malicious(made)}),
+        lambda made: b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x01:\x85R.",
+        lambda made: b"cbuiltins\neval\n(S'1'\ntR.",
+        lambda made: pickle.dumps({"a": 1}),
+        lambda made: pickle.dumps(torch.Size([1])),
+        lambda made: b"no pickle",
+        lambda made: b"",
+    ],
+)
+def test_an_index_runs_nothing(tmp_path: Path, content: object) -> None:
+    folder, made = tmp_path / "step_1", tmp_path / "made"
+    (folder / "policy").mkdir(parents=True)
+    (folder / "policy" / INDEX).write_bytes(content(made))  # type: ignore[operator]
+    name = f"policy/{INDEX}"
+    for entry in (
+        entry_of(folder / name),
+        FileEntry(bytes=(folder / name).stat().st_size, pieces=[]),
+    ):
+        manifest = Manifest(step=1, order=1, lineage=[], files={name: entry})
+        with pytest.raises(CheckpointError, match="index|pickle"):
+            load_index(folder, "policy", manifest)
+        assert not made.exists()

@@ -6,9 +6,11 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hybridrl.errors import UserError
 from hybridrl.metrics.sinks import (
     ConsoleSink,
     JsonlSink,
@@ -123,3 +125,35 @@ def test_rollout_dump_writes_one_file_a_due_step(tmp_path: Path) -> None:
         dump.write(10, samples)
     lines = (tmp_path / "rollouts" / "step_000010.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == samples
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"step": 2, "a": \xff}',
+        b"[" * 10**5,
+        b'{"step": "two"}',
+        b'{"step": true}',
+        b"[1]",
+        b"\x00",
+        b'{"step": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_damaged_lines_are_set_aside(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 1, "a": 1.0, "text": "x"}\n' + line + b'\n{"step": 3, "a": 3.0}\n{"st'
+    )
+    assert read_records(path) == [{"step": 1, "a": 1.0}, {"step": 3, "a": 3.0}]
+    sink = JsonlSink(path, last_step=3)
+    sink.write(4, {"a": 4.0})
+    sink.close()
+    assert sink.num_damaged == 1 and [r["step"] for r in read_records(path)] == [1, 3, 4]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == line + b"\n"
+
+
+def test_a_folder_in_place_of_metrics_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    for attempt in (read_records, JsonlSink):
+        with pytest.raises(UserError, match="metrics.jsonl: got a folder"):
+            attempt(tmp_path / "metrics.jsonl")

@@ -1,0 +1,209 @@
+"""What a checkpoint keeps of a model: Megatron's sharded weights and optimizer states.
+
+Owns the state dictionaries that Megatron saves and loads, and the repairs that they need.
+Collective, as Megatron's own functions are.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hybridrl.checkpoint.folders import Checkpoint
+from hybridrl.checkpoint.manifest import Manifest, damaged, parse_json, read_listed
+from hybridrl.checkpoint.opening import Tell, damage_is_told
+from hybridrl.checkpoint.optimizer_state import hand_out, own_shares
+from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failure
+from hybridrl.errors import CheckpointError
+from hybridrl.parallel.groups import World
+
+EXTRA_STATE = "_extra_state"  # torch's ending of the names of get_extra_state's results
+FORMAT_FILE, COMMON_FILE = "metadata.json", "common.pt"  # of a sharded part, read by every rank
+
+
+class Saved(Protocol):
+    """A model over all ranks that has weights and, when it is trained, an optimizer."""
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        """Megatron's modules, their parameters whole."""
+        ...
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer, None for a model that is not trained."""
+        ...
+
+
+def load_model(
+    checkpoint: Checkpoint, part: str, model: Saved, world: World, tell: Tell = print
+) -> None:
+    """Loads one sharded part into a model and, when the model is trained, its optimizer.
+
+    Args:
+        checkpoint: opened on this rank; the same on all.
+        part: `policy` or `critic`.
+        model: of the shapes that were saved, in any layout.
+        world: of the ranks.
+        tell: tells the user, once.
+
+    Raises:
+        CheckpointError: it is damaged, has no such part, or is of another model.
+    """
+    folder, manifest = checkpoint.folder, checkpoint.manifest
+    if f"{part}/{INDEX}" not in manifest.files:
+        parts = sorted({name.split("/")[0] for name in manifest.files if INDEX in name})
+        raise CheckpointError(
+            str(folder / part),
+            "no such part",
+            f"one of {', '.join(parts)}, which {folder} has",
+            "Was it saved by this algorithm?",
+        )
+    with damage_is_told(world, f"verifying {folder / part}", folder, tell):
+        _check_common_files(folder, part, manifest)
+        reader = ShardedReader(folder, part, manifest)
+    with (
+        damage_is_told(world, f"loading {folder / part}", folder, tell, is_unbounded=True),
+        world.platform.megatron_phase(),
+    ):
+        try:
+            loaded = dist_checkpointing.load(
+                sharded_state(model, is_loading=True), str(folder / part), sharded_strategy=reader
+            )
+        except (CheckpointingException, CheckpointException) as error:
+            met = first_failure(error) if isinstance(error, CheckpointException) else error
+            if isinstance(met, CheckpointError):
+                raise met from None
+            raise _other_model(folder / part, met) from error
+        for index, chunk in enumerate(model.chunks):
+            _load_weights(chunk, loaded[f"model{index}"])
+        if model.optimizer is not None:
+            hand_out(model.optimizer.chained_optimizers, loaded["optimizer"])
+            model.optimizer.load_state_dict(loaded["optimizer"])
+            _separate_step_counts(model.optimizer)
+
+
+def _check_common_files(folder: Path, part: str, manifest: Manifest) -> None:
+    """Checks the files that Megatron reads on every rank; raises CheckpointError."""
+    content = read_listed(folder, f"{part}/{FORMAT_FILE}", manifest)
+    try:
+        backends = [parse_json(content)[f"{kind}_backend"] for kind in ("sharded", "common")]
+    except (ValueError, LookupError, TypeError):
+        backends = []
+    if backends != ["torch_dist", "torch"]:
+        file = folder / part / FORMAT_FILE
+        raise damaged(file, f"backends {backends}", "torch_dist and torch, Megatron's format")
+    content = read_listed(folder, f"{part}/{COMMON_FILE}", manifest)
+    try:
+        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        first = str(error).splitlines()[0][:200]
+        raise damaged(folder / part / COMMON_FILE, first, "plain values and tensors") from None
+
+
+def _other_model(part: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        str(part),
+        str(error).splitlines()[0][:300] if str(error) else type(error).__name__,
+        "a checkpoint of this model's shapes",
+        "Load it with the model configuration that wrote it.",
+    )
+
+
+def sharded_state(model: Saved, is_loading: bool) -> dict[str, Any]:
+    """Returns what Megatron saves of a model, or fills in when loading; collective."""
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+    }
+    parts: dict[str, Any] = {
+        f"model{index}": _only_weights(chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
+        for index, chunk in enumerate(model.chunks)
+    }
+    if model.optimizer is None:
+        return parts
+    weights = parts["model0"] if len(model.chunks) == 1 else dict(parts)
+    for optimizer in model.optimizer.chained_optimizers:
+        _make_states(optimizer)
+    with own_shares(model.optimizer.chained_optimizers):
+        parts["optimizer"] = model.optimizer.sharded_state_dict(
+            weights, is_loading=is_loading, metadata=metadata
+        )
+    if not is_loading:
+        _separate_storages(parts["optimizer"])
+    return parts
+
+
+def _separate_storages(state: dict[str, Any]) -> None:
+    """Gives tensors in numpy's memory a storage that ends where they do, in the same memory.
+
+    The writer would clone every view: the two halves of a feed-forward layer. Live tensors of a CPU
+    it clones: their storages must stay resizable, which those that numpy has seen are not.
+    """
+    apply_factories(state)
+    for part in nested_values(state):
+        if not isinstance(part, ShardedTensor) or not part.data.is_cpu:
+            continue
+        if not part.data.untyped_storage().resizable():
+            part.data = torch.from_numpy(part.data.numpy())
+
+
+def _only_weights(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a chunk's state without what layers keep beside weights: FP8 scales, none in 16 bit.
+
+    With Megatron's own renaming of norms, what is left is the same for torch's layers and for
+    transformer-engine's, so that either kind loads the other's checkpoints.
+    """
+    return {name: part for name, part in state.items() if not name.endswith(EXTRA_STATE)}
+
+
+def _load_weights(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    found = chunk.load_state_dict(state, strict=False)
+    names = (*found.missing_keys, *found.unexpected_keys)
+    if lost := [name for name in names if not name.endswith(EXTRA_STATE)]:
+        raise RuntimeError(f"not a parameter of checkpoint and model alike: {lost}")
+
+
+def _make_states(optimizer: Any) -> None:
+    """Gives an optimizer that has taken no step yet the states that Megatron saves and loads."""
+    adam = optimizer.optimizer
+    if len(adam.state):
+        return
+    # Not by Megatron's own way, a step with zero gradients: it would count, and decay the weights.
+    if not isinstance(adam, torch.optim.Adam):  # transformer-engine's, which counts by group
+        for group in adam.param_groups:
+            group["step"] = 0
+            for parameter in group["params"]:
+                if parameter.numel() > 0:
+                    adam.initialize_state(parameter, store_param_remainders=False)
+        return
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            adam.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def _separate_step_counts(optimizer: Any) -> None:
+    """Gives every parameter a step count of its own again.
+
+    For torch's Adam megatron-core 0.16.1 loads one tensor as the count of all parameters, which a
+    step would then advance once for each of them.
+    """
+    for inner in optimizer.chained_optimizers:
+        for state in inner.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()

@@ -1,0 +1,111 @@
+"""One checkpoint, the same on all ranks, and damage of which all hear.
+
+Who waits for whom: rank 0 looks which checkpoint is meant and whether it is whole, while the others
+wait for its answer. Afterwards each rank waits until it sees the manifest that rank 0 sees, because
+shared file systems show new files late.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridrl.checkpoint.folders import Checkpoint, SavedState, find_checkpoint, with_remedy
+from hybridrl.checkpoint.manifest import MANIFEST, read_manifest
+from hybridrl.errors import CheckpointError
+from hybridrl.parallel.groups import Agreement, World
+
+# How long a rank waits for a folder that rank 0 sees: shared file systems keep listings for a while
+# (NFS: up to 60 s by default).
+STALE_LISTING_S = 90.0
+POLL_S = 0.5
+
+Tell = Callable[[str], None]
+
+
+def open_on_all_ranks(
+    path: Path, world: World, tell: Tell = print
+) -> tuple[Checkpoint, SavedState]:
+    """Opens the checkpoint that rank 0 finds at `path`, on every rank.
+
+    Rank 0 checks that it is whole; what each rank then reads has digests.
+
+    Raises:
+        CheckpointError: on all ranks, if it is damaged, or if a rank does not see the same one.
+    """
+    with world.all_agree("finding the checkpoint") as agreement:
+        found = find_checkpoint(path) if world.rank == 0 else None
+        agreement.told = (str(path), found)
+    differing = [rank for rank, told in enumerate(agreement.heard) if told[0] != str(path)]
+    if differing:
+        told = ", ".join(f"rank {rank}: {agreement.heard[rank][0]}" for rank in differing[:8])
+        raise CheckpointError(
+            "the checkpoint to load", f"{path} on rank {world.rank}; {told}", "one path on all", ""
+        )
+    folder: Path = agreement.heard[0][1]
+    with damage_is_told(world, "reading the checkpoint", folder, tell) as agreement:
+        if world.rank == 0:
+            checkpoint = Checkpoint.open(folder)
+            state = checkpoint.check()
+            agreement.told = (checkpoint.digest, state.model_dump())
+    digest, saved = agreement.heard[0]
+    with world.all_agree("reading the manifest"):
+        checkpoint = _wait_for(folder, digest, world)
+    if world.rank == 0 and not checkpoint.manifest.has_digests:
+        tell(f"{folder} has no digests, which older versions did not write: it is not verified")
+    return checkpoint, SavedState.model_validate(saved)
+
+
+def _wait_for(folder: Path, digest: str, world: World) -> Checkpoint:
+    """Returns the checkpoint once this rank sees the manifest that rank 0 sees."""
+    deadline = time.monotonic() + STALE_LISTING_S
+    while True:
+        try:
+            manifest, found = read_manifest(folder)
+            if found == digest:
+                return Checkpoint(folder, manifest, digest)
+            seen = f"a manifest of digest {found}"
+        except CheckpointError as error:
+            seen = f"{error.name}: {error.value}"
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                str(folder / MANIFEST),
+                f"{seen}, on rank {world.rank}, host {socket.gethostname()}, after "
+                f"{STALE_LISTING_S:g} s",
+                f"what rank 0 sees, a manifest of digest {digest}",
+                "All ranks must see the same files: check that the file system is shared.",
+            )
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def damage_is_told(
+    world: World, what: str, folder: Path, tell: Tell = print, is_unbounded: bool = False
+) -> Iterator[Agreement]:
+    """Runs a part in which a rank may find a damaged file; then all ranks raise the same error,
+    which names the newest checkpoint beside it that is whole.
+
+    For parts without collectives, or whose collectives end on all ranks if they fail on one.
+
+    Args:
+        world: of the ranks.
+        what: the part does.
+        folder: of the checkpoint that is read.
+        tell: tells the user, once.
+        is_unbounded: as of `World.all_agree`.
+    """
+    with world.all_agree(what, is_unbounded) as agreement:
+        try:
+            yield agreement
+        except CheckpointError as error:
+            agreement.told = error
+    errors = [told for told in agreement.heard if isinstance(told, CheckpointError)]
+    if not errors:
+        return
+    with world.all_agree("finding another checkpoint") as other:
+        if world.rank == 0:
+            other.told = with_remedy(errors[0], folder, tell)
+    raise other.heard[0]

@@ -1,0 +1,48 @@
+"""Random states of a rank in a checkpoint, and the layout in which they have a meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from hybridrl.parallel.groups import World
+
+
+def layout_name(world: World) -> str:
+    """Returns the training layout; random states go on in the same layout only."""
+    layout = world.layout
+    return f"{layout.order} tp{layout.tp} cp{layout.cp} dp{layout.dp} pp{layout.pp} vpp{layout.vpp}"
+
+
+def rng_file(rank: int) -> str:
+    """Returns the name of a rank's file in a checkpoint."""
+    return f"rng_rank_{rank}.safetensors"
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """Returns this rank's random states, torch's and those that Megatron tracks; no sync."""
+    states = {f"tracker.{k}": v.clone() for k, v in get_cuda_rng_tracker().get_states().items()}
+    states["torch"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_rng_state(states: Mapping[str, torch.Tensor]) -> bool:
+    """Sets what `rng_state` returned, unless another kind of device did; says whether it did."""
+    if _kinds(states) != _kinds(rng_state()):
+        return False
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    prefix = "tracker."
+    get_cuda_rng_tracker().set_states(
+        {k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)}
+    )
+    return True
+
+
+def _kinds(states: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (state.dtype, state.shape) for name, state in states.items()}

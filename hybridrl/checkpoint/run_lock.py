@@ -1,0 +1,250 @@
+"""One run at a time in a run folder: its lock file.
+
+Two runs in one folder would overwrite each other's checkpoints and metrics. The file `run.lock`
+says which process holds the folder. Where that process can be looked up (same boot of the same
+host, same process namespace) the lock is stale once the process is gone. From elsewhere it is stale
+when its holder has not touched it for STALE_S, by the clock of the file system that it lies on.
+No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from hybridrl.errors import UserError
+
+LOCK_FILE = "run.lock"
+LOCK_TOKEN = "HYBRIDRL_LOCK_TOKEN"  # environment variable: the lock that the launcher holds
+TOUCH_S = 10.0
+STALE_S = 90.0
+SETTLE_S = 0.5  # after a stale lock was replaced
+START_TOLERANCE_S = 2.0  # between two readings of when a process started
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Which process holds a run folder.
+
+    Args:
+        host: its name, for people.
+        pid: of the process.
+        process_start: when the process started, seconds since the epoch.
+        namespace: where its pid has a meaning: the boot and the process namespace.
+        since: when it took the folder, for people.
+        token: of this lock.
+    """
+
+    host: str
+    pid: int
+    process_start: float
+    namespace: str
+    since: str
+    token: str
+
+    @staticmethod
+    def here() -> Holder:
+        """Returns a lock of this process."""
+        own = psutil.Process()
+        since, token = time.strftime("%F %T %z"), secrets.token_hex(8)
+        return Holder(socket.gethostname(), own.pid, own.create_time(), _namespace(), since, token)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}, since {self.since}"
+
+    @property
+    def is_this_process(self) -> bool:
+        """Whether the lock is of this process."""
+        return self.namespace == _namespace() and self.pid == os.getpid() and self._runs()
+
+    def _runs(self) -> bool:
+        """Whether the process still runs; only where it can be looked up."""
+        try:
+            process = psutil.Process(self.pid)
+            is_same = abs(process.create_time() - self.process_start) < START_TOLERANCE_S
+            return is_same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def is_stale(self, folder: Path) -> bool:
+        """Whether the holder is gone.
+
+        Args:
+            folder: the run folder, whose file system's clock counts.
+        """
+        if self.namespace == _namespace():
+            return not self._runs()
+        return _age_s(folder) > STALE_S
+
+
+class RunLock:
+    """Holds a run folder for as long as it is acquired.
+
+    Args:
+        folder: the run folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._file = folder, folder / LOCK_FILE
+        self._own: Holder | None = None
+        self._ended = threading.Event()
+
+    def acquire(self, tell: Tell) -> bool:
+        """Takes the folder, unless this object or the launcher of this process has it already.
+
+        Args:
+            tell: tells the user of a stale lock that is taken over.
+
+        Returns:
+            Whether it was taken now, and is to be released.
+
+        Raises:
+            UserError: another run is in the folder.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        found = holder(self._folder)
+        if self._own is not None or (found and found.token == os.environ.get(LOCK_TOKEN)):
+            self.check()
+            return False
+        if found is not None and not found.is_this_process:
+            if not found.is_stale(self._folder):
+                raise _in_use(self._folder, found)
+            tell(f"taking over {self._folder}: {found} no longer runs")
+        self._replace(found)
+        touching = threading.Thread(target=self._touch, name="run lock", daemon=True)
+        self._ended.clear()
+        touching.start()
+        return True
+
+    def _replace(self, found: Holder | None) -> None:
+        """Writes the file, unless another process does so at the same time.
+
+        Of processes that find the same stale lock one succeeds: those that move the new one aside
+        put it back, and who wrote one looks after a while whether it still stands.
+        """
+        if found is not None:
+            aside = self._file.with_name(f"{LOCK_FILE}.{secrets.token_hex(4)}")
+            with contextlib.suppress(FileNotFoundError):
+                self._file.rename(aside)  # of two processes, one succeeds
+            if (moved := _read(aside)) is not None and moved.token != found.token:
+                aside.rename(self._file)  # it was not the stale one any more
+            aside.unlink(missing_ok=True)
+        own = Holder.here()
+        try:
+            descriptor = os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            raise _in_use(self._folder, holder(self._folder)) from None
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(own), file)
+        if found is not None:
+            time.sleep(SETTLE_S)
+            now = holder(self._folder)
+            if now is None or now.token != own.token:
+                raise _in_use(self._folder, now)
+        self._own = own
+
+    def _touch(self) -> None:
+        while not self._ended.wait(TOUCH_S):
+            with contextlib.suppress(OSError):  # a file system that is away for a while
+                os.utime(self._file)
+
+    @property
+    def token(self) -> str:
+        """Of the lock, for LOCK_TOKEN of the ranks that it stands for."""
+        assert self._own is not None
+        return self._own.token
+
+    def check(self) -> None:
+        """Raises a UserError if another run has taken the folder over, as it may from a process
+        that was stopped for long.
+        """
+        found = holder(self._folder)
+        wanted = os.environ.get(LOCK_TOKEN) if self._own is None else self._own.token
+        if wanted is not None and found is not None and found.token != wanted:
+            raise _in_use(self._folder, found)
+
+    def release(self) -> None:
+        """Gives the folder back, if this object holds it."""
+        if self._own is None:
+            return
+        self._ended.set()
+        found = holder(self._folder)
+        if found is not None and found.token == self._own.token:
+            self._file.unlink(missing_ok=True)
+        self._own = None
+
+
+def holder(folder: Path) -> Holder | None:
+    """Returns who holds a run folder, be it stale; None if nobody does."""
+    return _read(folder / LOCK_FILE)
+
+
+def check_free(folder: Path) -> None:
+    """Raises a UserError if a run is in the folder."""
+    found = holder(folder)
+    if found is None or found.token == os.environ.get(LOCK_TOKEN) or found.is_this_process:
+        return
+    if not found.is_stale(folder):
+        raise _in_use(folder, found)
+
+
+def _read(file: Path) -> Holder | None:
+    for _ in range(20):  # one that is being written is empty for a moment
+        try:
+            return Holder(**json.loads(file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, RecursionError, OSError):
+            time.sleep(0.02)
+    raise UserError(
+        str(file),
+        "a file that is no lock of a run",
+        "a lock that hybridrl wrote",
+        f"If no run is in {file.parent}, delete the file.",
+    )
+
+
+def _in_use(folder: Path, found: Holder | None) -> UserError:
+    return UserError(
+        "run.dir and run.name",
+        f"{folder}, which another run is using: {found or 'it has just begun'}",
+        "a run folder that no other run is using",
+        f"Wait for it, stop it, or choose another run.name. If it no longer runs, delete "
+        f"{folder / LOCK_FILE}.",
+    )
+
+
+def _age_s(folder: Path) -> float:
+    """Returns how long ago the lock was touched, by the clock of its file system."""
+    probe = folder / f"{LOCK_FILE}.{secrets.token_hex(4)}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime - (folder / LOCK_FILE).stat().st_mtime
+    except FileNotFoundError:  # released meanwhile
+        return STALE_S + 1
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _namespace() -> str:
+    """Returns where process numbers of this process have a meaning."""
+    found = []
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            text = os.readlink(path) if path.endswith("pid") else Path(path).read_text("ascii")
+        except OSError:  # not Linux
+            text = socket.gethostname()
+        found.append(text.strip())
+    return " ".join(found)

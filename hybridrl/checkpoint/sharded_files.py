@@ -1,0 +1,419 @@
+"""How Megatron's sharded tensors are written to files and read back: with digests, and without
+pickles that could run anything.
+
+The files are those of Megatron's format `torch_dist`, and Megatron itself reads them. Three things
+differ from its own writer and reader. Files are written by threads of this process, one tensor
+after the other from where it lies; Megatron starts processes, and first copies all that a rank
+writes from its GPU to page-locked memory. Digests are made while writing and verified while
+reading. The index `.metadata`, a pickle, is read by an unpickler that knows the classes of an index
+and no others, because unpickling may otherwise call any function.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from hybridrl.checkpoint.manifest import (
+    DigestingFile,
+    FileEntry,
+    Manifest,
+    Piece,
+    damaged,
+    open_for_reading,
+    read_listed,
+    read_piece,
+    verify_piece,
+)
+from hybridrl.errors import CheckpointError
+
+INDEX = ".metadata"
+FILES_PER_RANK = 2  # as Megatron; each is written by a thread
+READING_THREADS = 4  # of a rank: digests of some tensors are computed while others are read
+# What the index of a sharded checkpoint is made of, by module. A pickle that names anything else
+# was not written by a checkpoint's writer.
+INDEX_CLASSES = {
+    "torch": {
+        "Size",
+        *(
+            str(t).removeprefix("torch.")
+            for t in vars(torch).values()
+            if isinstance(t, torch.dtype)
+        ),
+    },
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "collections": {"OrderedDict"},
+}
+
+_Bucket = list[tuple[WriteItem, Any]]
+
+
+def write_sharded(state: ShardedStateDict, folder: Path) -> dict[str, FileEntry]:
+    """Writes a state into a folder; collective over the world.
+
+    Returns:
+        What the manifest says of the files that this rank wrote, by name.
+    """
+    writer = _Writer()
+    dist_checkpointing.save(state, str(folder), sharded_strategy=writer)
+    return writer.entries
+
+
+class _Writer(SaveShardedStrategy):
+    """How `dist_checkpointing.save` writes sharded tensors."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+        self.entries: dict[str, FileEntry] = {}
+
+    def can_handle_sharded_objects(self) -> bool:
+        """Whether objects that are no tensors can be written too."""
+        return True
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        """Writes a state; `entries` then has this rank's files by name."""
+        named, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        writer = _FileWriter(checkpoint_dir)
+        planned, *_ = save_state_dict_async_plan(
+            torch_dist.mcore_to_pyt_state_dict(named, False),
+            writer,
+            planner=torch_dist.MCoreSavePlanner(
+                dedup_replicated_tensors=False, flatten_state_dict=False
+            ),
+        )
+        writer.write()
+        save_state_dict_async_finalize(*planned)
+        self.entries = writer.entries
+
+
+class ShardedReader(torch_dist.TorchDistLoadShardedStrategy):
+    """Reads sharded tensors and verifies what it reads.
+
+    Args:
+        folder: of the checkpoint.
+        part: which of its sharded parts, `policy` or `critic`.
+        manifest: of the checkpoint; one of format 1 has no digests.
+
+    Raises:
+        CheckpointError: the index is damaged.
+    """
+
+    def __init__(self, folder: Path, part: str, manifest: Manifest) -> None:
+        super().__init__()
+        self._reader = _FileReader(folder, part, manifest, load_index(folder, part, manifest))
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
+        """Reads what the state asks for: Megatron 0.16.1's method of this name over our reader.
+
+        Raises:
+            CheckpointError: on all ranks, naming a file that is damaged.
+        """
+        tensors = [x for x in nested_values(sharded_state_dict) if isinstance(x, ShardedTensor)]
+        asked = sharded_state_dict
+        named, flat, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(asked)
+        state: dict[str, Any] = torch_dist.mcore_to_pyt_state_dict(named, True)
+        planner = torch_dist.MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=[x for x in tensors if not x.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={
+                x.key: x for x in tensors if x.allow_shape_mismatch
+            },
+        )
+        checkpoint.load_state_dict(state, self._reader, planner=planner)
+        loaded = {k: torch_dist._unwrap_pyt_sharded_tensor(v) for k, v in state.items()}
+        loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(loaded, flat, renamed)
+        torch_dist._restore_dict_types(loaded, asked)
+        return loaded
+
+
+class _FileWriter(FileSystemWriter):
+    """What Megatron's FileSystemWriterAsync is for a save that is waited for."""
+
+    can_run_decentralized_global_plan = True
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self.entries: dict[str, FileEntry] = {}
+        self._buckets: list[tuple[str, _Bucket]] = []
+        self._results: Any = []
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the files lie; a text, since the index names no other classes than its own."""
+        return str(self.path)
+
+    def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
+        """Names this rank's files after it."""
+        prefix = _StoragePrefix(f"__{torch.distributed.get_rank()}_")
+        return replace(local_plan, storage_data=prefix)
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Shares the plan's tensors out over this rank's files."""
+        for bucket in _split_by_size_and_type(FILES_PER_RANK, plan.items):
+            content = [(item, planner.resolve_data(item)) for item in bucket]
+            if content:
+                name = f"{plan.storage_data.prefix}{len(self._buckets)}{DEFAULT_SUFFIX}"
+                self._buckets.append((name, content))
+
+    def write(self) -> None:
+        """Writes the files; a failure is kept for `retrieve_write_results`."""
+        with _without_crc32(), ThreadPoolExecutor(max(len(self._buckets), 1)) as pool:
+            written = [pool.submit(self._write_file, *bucket) for bucket in self._buckets]
+            failures = [error for done in written if (error := done.exception()) is not None]
+        if failures:
+            self._results = _wrap_exception(failures[0])
+            return
+        self._results = [result for done in written for result in done.result()]
+
+    def _write_file(self, name: str, content: _Bucket) -> list[WriteResult]:
+        results = []
+        with open(os.path.join(self.path, name), "wb", buffering=0) as stream:
+            file = DigestingFile(stream)
+            while content:  # what is written is given up
+                item, data = content.pop(0)
+                if item.type == WriteItemType.BYTE_IO:
+                    file.write(data.getbuffer())
+                else:
+                    _save(data, file)
+                piece = file.end_piece()
+                place = _StorageInfo(name, piece.offset, piece.length)
+                results.append(WriteResult(item.index, piece.length, place))
+            os.fsync(stream.fileno())
+        self.entries[name] = file.entry()
+        return results
+
+    def retrieve_write_results(self) -> Any:
+        """Returns what was written, or the error that stopped it, as torch passes errors on."""
+        return self._results
+
+
+class _FileReader(FileSystemReader):
+    """Reads tensors and verifies them; has the index already."""
+
+    def __init__(self, folder: Path, part: str, manifest: Manifest, index: Metadata) -> None:
+        super().__init__(folder / part)
+        self._folder, self._part, self._manifest, self._index = folder, part, manifest, index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the index."""
+        return self._index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads each tensor that is asked for once, several at a time, in order of place."""
+        asked: dict[tuple[str, int], list[ReadItem]] = {}
+        for item in plan.items:
+            place: _StorageInfo = self.storage_data[item.storage_index]
+            asked.setdefault((place.relative_path, place.offset), []).append(item)
+        with ThreadPoolExecutor(READING_THREADS) as pool:
+            reading = [pool.submit(self._read, asked[key], planner) for key in sorted(asked)]
+            try:
+                for done in reading:
+                    done.result()
+            finally:
+                for done in reading:
+                    done.cancel()
+        found: Future[None] = Future()
+        found.set_result(None)
+        return found
+
+    def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Reads one tensor, verifies it and hands out the parts that are asked for."""
+        place: _StorageInfo = self.storage_data[items[0].storage_index]
+        file = self._folder / self._part / place.relative_path
+        entry = self._manifest.files.get(f"{self._part}/{place.relative_path}")
+        if entry is None:
+            raise damaged(file, f"a file that only {INDEX} names", "a file of the manifest")
+        piece = next((piece for piece in entry.pieces if piece.offset == place.offset), None)
+        if self._manifest.has_digests and (piece is None or piece.length != place.length):
+            what = f"a tensor of {place.length} bytes at byte {place.offset}, as {INDEX} says"
+            raise damaged(file, what, "a place of the manifest")
+        if any(item.type != LoadItemType.TENSOR for item in items):
+            raise damaged(file, "an object that is no tensor", "tensors")
+        targets = [planner.resolve_tensor(item).detach() for item in items]
+        with open_for_reading(file) as handle:
+            part = self._slice_file(handle, place)
+            whole = _read_tensor(file, handle, part, place, piece, targets[0])
+        for item, target in zip(items, targets, strict=True):
+            bounds = zip(item.storage_offsets, item.lengths, strict=True)
+            taken = whole[tuple(slice(start, start + length) for start, length in bounds)]
+            if target.shape != taken.shape:
+                raise damaged(file, f"a tensor of shape {tuple(taken.shape)}", f"{target.shape}")
+            if taken.data_ptr() != target.data_ptr():
+                target.copy_(taken)
+            planner.commit_tensor(item, target)
+
+
+def _read_tensor(
+    file: Path,
+    handle: BinaryIO,
+    part: Any,
+    place: _StorageInfo,
+    piece: Piece | None,
+    target: torch.Tensor,
+) -> torch.Tensor:
+    """Reads and verifies one tensor of a sharded file.
+
+    Where torch says at which byte its data lie, they are read once, straight to their place.
+
+    Args:
+        file: for errors.
+        handle: of the file, without a buffer.
+        part: the file as if it held this tensor alone.
+        place: the range of bytes that holds the tensor as torch.save wrote it.
+        piece: the same with its digest; None: the checkpoint has no digests.
+        target: where the tensor may be read to, if it is on the host and of its shape and type.
+    """
+    try:
+        described = torch.load(part, map_location="meta", weights_only=True)
+    except Exception as error:  # of damaged bytes torch.load raises nearly anything
+        if piece is not None:
+            verify_piece(file, handle, piece)
+        first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise damaged(file, f"no tensor at byte {place.offset}: {first}", "a tensor") from None
+    begin = getattr(described.untyped_storage(), "_checkpoint_offset", None)  # since torch 2.7
+    is_plain = described.is_contiguous() and described.storage_offset() == 0
+    if begin is None or not is_plain or not described.numel():
+        if piece is not None:
+            verify_piece(file, handle, piece)
+        part.seek(0)
+        found: torch.Tensor = torch.load(part, map_location="cpu", weights_only=True)
+        return found
+    is_same = target.is_cpu and target.is_contiguous()
+    is_same = is_same and (target.shape, target.dtype) == (described.shape, described.dtype)
+    whole = target if is_same else torch.empty_like(described, device="cpu")
+    content = whole.reshape(-1).view(torch.uint8).numpy().data
+    read_piece(file, handle, place.offset, place.length, begin, content, piece)
+    return whole
+
+
+def load_index(folder: Path, part: str, manifest: Manifest) -> Metadata:
+    """Reads and verifies the index of a sharded part; calls nothing that a pickle may name.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or is no index.
+    """
+    content = read_listed(folder, f"{part}/{INDEX}", manifest)
+    file = folder / part / INDEX
+    try:
+        found = _IndexUnpickler(io.BytesIO(content)).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # bytes that are no pickle make unpickling raise nearly anything
+        raise damaged(file, f"{type(error).__name__}: {error}", "an index") from None
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise damaged(file, type(found).__name__, "an index")
+    if any(
+        os.path.basename(p.relative_path) != p.relative_path for p in found.storage_data.values()
+    ):
+        raise damaged(file, "a path that leaves the folder", "names of files beside it")
+    return found
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns a class of an index; refuses all others."""
+        if name not in INDEX_CLASSES.get(module, ()):
+            raise CheckpointError(
+                INDEX,
+                f"a pickle that names {module}.{name}",
+                "the classes of an index of sharded tensors",
+                "Unpickling it could run any program. Use checkpoints that hybridrl or Megatron "
+                "wrote.",
+            )
+        return super().find_class(module, name)
+
+
+def first_failure(error: CheckpointException) -> BaseException:
+    """Returns what a rank met, of an error in which torch tells all ranks what each met; a user's
+    error before any other.
+    """
+    met = [failure for failure, _ in (error.failures[rank] for rank in sorted(error.failures))]
+    return next((one for one in met if isinstance(one, CheckpointError)), met[0] if met else error)
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Leaves out the checksums of torch.save, which nothing verifies: digests stand in for them,
+    and saving takes a fifth less time than with the checksums alone.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _save(tensor: torch.Tensor, file: DigestingFile) -> None:
+    try:
+        torch.save(on_host(tensor), file)  # type: ignore[arg-type]  # has what it asks for
+    except RuntimeError as error:  # torch's, in place of the error that writing raised
+        raise file.failure or error from None
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor on the host that is all of its storage, since torch.save writes storages:
+    itself if it is one, else a copy.
+    """
+    tensor = tensor.detach()
+    if tensor.is_cpu and tensor.untyped_storage().size() == tensor.numel() * tensor.itemsize:
+        return tensor
+    return tensor.to("cpu", copy=True)

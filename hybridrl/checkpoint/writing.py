@@ -1,0 +1,202 @@
+"""Writes a checkpoint folder: complete under its name, or not there at all.
+
+Collective. A folder is written as `step_N.partial` and renamed when all in it is durable. Where it
+takes the place of another, that one is `step_N.replaced` between two renames, and gets its name
+back if the second never comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save as save_tensors
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hybridrl.checkpoint.folders import HF_FILES, PARTIAL, REPLACED, STATE
+from hybridrl.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_DIGEST,
+    Ancestor,
+    FileEntry,
+    Manifest,
+    entry_of,
+    write_digested,
+)
+from hybridrl.checkpoint.model_state import Saved, sharded_state
+from hybridrl.checkpoint.random_states import layout_name, rng_file, rng_state
+from hybridrl.checkpoint.sharded_files import first_failure, write_sharded
+from hybridrl.errors import CheckpointError
+from hybridrl.models.directory import write_side_files
+from hybridrl.parallel.groups import Agreement, World
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a checkpoint keeps of the HF directory that its policy came from.
+
+    Args:
+        hf_config: content of config.json.
+        family: what `model.family` would have to say.
+        dtype: of the policy's weights, as torch calls it ("bfloat16").
+        side_files: folder with tokenizer files; they need not exist.
+    """
+
+    hf_config: Mapping[str, Any]
+    family: str
+    dtype: str
+    side_files: Path
+
+
+def write_checkpoint(
+    folder: Path,
+    world: World,
+    models: Mapping[str, Saved],
+    state: Mapping[str, Any],
+    files: ModelFiles,
+    step: int | None = None,
+    order: int = 0,
+    lineage: Sequence[Ancestor] = (),
+) -> None:
+    """Writes a checkpoint folder; it has its name only when it is complete. Collective.
+
+    Args:
+        folder: to write; one that is there already is replaced.
+        world, models, state, files: as of `CheckpointStore.save`.
+        step, order, lineage: as of `Manifest`.
+
+    Raises:
+        CheckpointError: a file could not be written; nothing is left of the attempt.
+    """
+    partial = folder.with_name(folder.name + PARTIAL)
+    try:
+        with write_errors_are_told(world, "preparing the checkpoint folder", folder):
+            if world.rank == 0:
+                remove_leftovers(folder.parent, folder.name)
+                for name in (*models, HF_FILES):
+                    (partial / name).mkdir(parents=True)
+        entries: dict[str, FileEntry] = {}
+        with (
+            write_errors_are_told(world, "writing the checkpoint", folder, True) as agreement,
+            world.platform.megatron_phase(),
+        ):
+            for name, model in models.items():
+                written = write_sharded(sharded_state(model, is_loading=False), partial / name)
+                entries |= {f"{name}/{file}": entry for file, entry in written.items()}
+            name = rng_file(world.rank)
+            entries[name] = write_digested(partial / name, save_tensors(rng_state()))
+            agreement.told = entries
+        with write_errors_are_told(world, "completing the checkpoint", folder):
+            if world.rank == 0:
+                content = {
+                    **state,
+                    "layout": layout_name(world),
+                    "family": files.family,
+                    "dtype": files.dtype,
+                }
+                (partial / STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+                write_side_files(partial / HF_FILES, files.hf_config, files.dtype, files.side_files)
+                listed = {name: entry for told in agreement.heard for name, entry in told.items()}
+                manifest = Manifest(step=step, order=order, lineage=list(lineage), files=listed)
+                _seal(partial, folder, manifest)
+    except CheckpointError:
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _seal(partial: Path, folder: Path, manifest: Manifest) -> None:
+    """Lists the files of rank 0 too, makes all durable and gives the folder its name."""
+    files = dict(manifest.files)
+    for path in sorted(path for path in partial.rglob("*") if path.is_file()):
+        name = path.relative_to(partial).as_posix()
+        if name not in files:
+            files[name] = entry_of(path)
+            _make_durable(path)
+    manifest = manifest.model_copy(update={"files": dict(sorted(files.items()))})
+    manifest.write(partial)
+    for path in (partial / MANIFEST, partial / MANIFEST_DIGEST, *_folders(partial)):
+        _make_durable(path)
+    replaced = folder.with_name(folder.name + REPLACED)
+    if folder.exists():
+        folder.rename(replaced)  # until the next line: `put_back_replaced`
+    partial.rename(folder)
+    _make_durable(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)  # what stays is removed by the next checkpoint
+
+
+def _folders(root: Path) -> list[Path]:
+    return [root, *(path for path in root.rglob("*") if path.is_dir())]
+
+
+def _make_durable(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(root: Path, name: str) -> None:
+    """Removes what earlier attempts to write checkpoints have left.
+
+    Args:
+        root: the folder of checkpoints.
+        name: of a checkpoint, or a pattern of names.
+    """
+    put_back_replaced(root)
+    for ending in (PARTIAL, REPLACED):
+        for path in root.glob(name + ending):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def put_back_replaced(root: Path) -> None:
+    """Gives a checkpoint its name again that lost it while it was replaced."""
+    for path in root.glob(f"step_*{REPLACED}"):
+        folder = path.with_name(path.name.removesuffix(REPLACED))
+        if not folder.exists():
+            path.rename(folder)
+
+
+@contextmanager
+def write_errors_are_told(
+    world: World, what: str, folder: Path, is_unbounded: bool = False
+) -> Iterator[Agreement]:
+    """Runs a part that writes files; an error of the file system names what can be done.
+
+    Args:
+        world, what, is_unbounded: as of `World.all_agree`.
+        folder: of the checkpoint.
+    """
+    with world.all_agree(what, is_unbounded) as agreement:
+        try:
+            yield agreement
+        except (OSError, CheckpointException) as error:
+            cause = first_failure(error) if isinstance(error, CheckpointException) else error
+            if cause is error and isinstance(error, CheckpointException):
+                return  # torch tells rank 0 alone what failed, and rank 0 tells the others
+            if not isinstance(cause, OSError):
+                raise RuntimeError(f"{type(cause).__name__}: {cause}") from error
+            raise _cannot_write(folder, cause) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> CheckpointError:
+    try:
+        free = f"{shutil.disk_usage(folder.parent).free / 1e9:.3g} GB are free there"
+    except OSError:
+        free = "how much is free there is not known"
+    return CheckpointError(
+        str(folder),
+        f"{error.strerror or error} (rank {os.environ.get('RANK', '0')})",
+        "a folder that can be written, with room for the checkpoint",
+        f"{free}. Make room or change run.dir; checkpoints that were complete are untouched.",
+    )
