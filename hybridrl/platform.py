@@ -12,7 +12,6 @@ it, by reason:
 * random numbers: Megatron's tracker works on the CPU generator.
 * gathers: each of a parameter buffer is a collective of its own, and waited for.
 * missing transformer-engine / apex: two fixes that GPU hosts without them need as well.
-* checkpoints: saving starts no process; GPU hosts too.
 
 `torch.cuda.Stream` stays a class, because vLLM subclasses it.
 """
@@ -21,9 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -95,7 +92,6 @@ class Platform:
         else:
             torch.cuda.set_device(self.device)
         _fix_missing_transformer_engine()
-        _save_checkpoints_in_this_process()
 
     @contextlib.contextmanager
     def megatron_phase(self) -> Iterator[None]:
@@ -291,47 +287,6 @@ def _put_rng_tracker_on_cpu() -> None:
     # Activation recompute saves and restores "the CUDA state", which is the CPU state here.
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-
-
-def _save_checkpoints_in_this_process() -> None:
-    """megatron-core 0.16 passes the results of a save through a server process that it spawns, even
-    when the save is synchronous: a second of start-up a rank, and a user's script that does not
-    guard its main part runs anew inside it. A queue in this process does the same.
-
-    And it copies all that a rank writes from its GPU to page-locked memory, which torch keeps, and
-    then forks a process for each of two files; a fork copies the pages that a driver has pinned, as
-    those of an offloaded optimizer. Threads write as fast, and take one tensor after the other.
-
-    An asynchronous save, which writes from a process of its own, needs Megatron's ways back.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.SimpleQueue()
-    writer = filesystem_async.FileSystemWriterAsync
-
-    def write_in_threads(
-        transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: Any
-    ) -> None:
-        def write(index: int) -> Any:
-            path, key, (values, tensors) = buckets[index]
-            on_host = ((item, tensor.cpu()) for item, tensor in tensors)
-            bucket = path, key, (values, on_host)
-            done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            count: queue.Queue[int] = queue.Queue()
-            count.put(index)
-            writer.write_preloaded_data(
-                transforms, index, bucket, done, count, use_fsync=True, use_msc=use_msc
-            )
-            return done.get()[1]
-
-        with ThreadPoolExecutor(len(buckets)) as pool:
-            written = list(pool.map(write, range(len(buckets))))
-        failed = [found for found in written if isinstance(found, Exception)]
-        results.put(failed[0] if failed else dict(enumerate(written)))
-
-    writer.preload_tensors = staticmethod(lambda buckets, non_blocking=True: buckets)
-    writer.write_preloaded_data_multiproc = staticmethod(write_in_threads)
 
 
 def _fix_missing_transformer_engine() -> None:

@@ -24,19 +24,19 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
+from typing import IO
 
 from hybridrl.errors import UserError
+from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, Failure, is_launched
 
-LAUNCHER_PID = "HYBRIDRL_LAUNCHER_PID"
-LOG_DIR = "HYBRIDRL_LOG_DIR"
 STORE_FD = "HYBRIDRL_STORE_FD"  # of parallel/groups.py
 POLL_S = 0.1
 GRACE_S = 3.0  # after the first failure: time for the others to report the same mistake themselves
 KILL_AFTER_S = 10.0
 PR_SET_PDEATHSIG = 1
 LOG_LINES_SHOWN = 20
-PEER_ERROR = ".PeerError: "  # of parallel/groups.py, in an error file
+STACKS_SIGNAL = signal.SIGUSR2  # a rank writes its Python stacks to its log
+STACKS_S = 0.5  # time for that
 
 
 @dataclass
@@ -52,22 +52,15 @@ class _Rank:
         """Whether the process has ended with anything but 0."""
         return self.process.poll() not in (None, 0)
 
+    @property
+    def failure(self) -> Failure | None:
+        """What the rank said of its end, if it could."""
+        return Failure.read(self.log.with_suffix(".error"))
+
 
 def is_rank() -> bool:
     """Returns whether this process is one rank, started by our launcher or by torchrun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def is_launched() -> bool:
-    """Returns whether this is a rank of our launcher, which has checked the config already."""
-    return is_rank() and LAUNCHER_PID in os.environ
-
-
-def error_file() -> Path | None:
-    """Returns where this rank tells its launcher what ended it; None outside our launcher."""
-    if not is_launched():
-        return None
-    return Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.error"
 
 
 def die_with_launcher() -> None:
@@ -94,6 +87,46 @@ def num_local_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
+@dataclass(frozen=True)
+class LocalGpu:
+    """A GPU of this host: its name, and the bytes that CUDA can use of it."""
+
+    name: str
+    memory_bytes: int
+
+
+def smallest_local_gpu() -> LocalGpu | None:
+    """Returns that of the GPUs which the installed torch could use here that has least memory;
+    None where there is none or nvidia-smi does not say. torch is not imported.
+    """
+    if num_local_gpus() == 0:
+        return None
+    keys = "index,uuid,name,memory.total,memory.reserved"
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={keys}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    wanted = None if visible is None else [device.strip() for device in visible.split(",")]
+    found = []
+    for line in told.splitlines():
+        index, uuid, name, *mib = (field.strip() for field in line.split(","))
+        is_visible = wanted is None or any(
+            device == index or (device.startswith("GPU-") and uuid.startswith(device))
+            for device in wanted
+        )
+        if is_visible and all(size.isdecimal() for size in mib):
+            total, reserved = map(int, mib)
+            found.append(LocalGpu(name, (total - reserved) << 20))
+    return min(found, key=lambda gpu: gpu.memory_bytes, default=None)
+
+
 def launch(
     arguments: Sequence[str],
     world_size: int,
@@ -111,26 +144,54 @@ def launch(
     Returns:
         The exit code: 0, 2 where a rank met a user's mistake, 1 for anything else.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)
-    for stale in (*log_dir.glob("rank_*.phase"), *log_dir.glob("rank_*.error")):
-        stale.unlink()
+    ranks: list[_Rank] = []
+    copied = _Copied()
     with _caught_signals() as received:
-        ranks: list[_Rank] = []
         try:
+            _make_log_dir(log_dir)
             # Rank 0 listens on this socket, for the job's store: a port that was only found to be
             # free would be anybody's in the seconds until the rank has imported torch.
             with socket.socket() as server:
                 server.bind(("127.0.0.1", 0))
                 for index in range(world_size):
-                    ranks.append(_start([*program, *arguments], index, world_size, server, log_dir))
+                    command = [*program, *arguments]
+                    ranks.append(_start(command, index, world_size, server, log_dir, copied))
             _wait(ranks, received)
             culprits = [rank for rank in ranks if rank.failed]
         finally:
             _end(ranks, received)
+    copied.finish()
     if received:
         print(f"hybridrl: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
         return 1
-    return _report(culprits, ranks) if culprits else 0
+    if culprits:
+        return _report(culprits, ranks, copied.fault)
+    if copied.fault is not None:
+        print(f"hybridrl: {log_dir / 'rank_0.log'} is cut off: {copied.fault}", file=sys.stderr)
+    return 0
+
+
+def _make_log_dir(log_dir: Path) -> None:
+    """Makes the folder and removes what ranks of an earlier start left there.
+
+    Raises:
+        UserError: that is not possible.
+    """
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        for stale in (*log_dir.glob("rank_*.phase"), *log_dir.glob("rank_*.error")):
+            stale.unlink()
+    except OSError as error:
+        raise _no_logs(log_dir, error) from error
+
+
+def _no_logs(path: Path, error: OSError) -> UserError:
+    return UserError(
+        str(path),
+        error.strerror,
+        "a place for the ranks' logs that can be written",
+        "Make room there, or change run.dir.",
+    )
 
 
 def launch_run(arguments: Sequence[str], world_size: int, folder: Path) -> int:
@@ -184,7 +245,12 @@ def _torch_has_cuda() -> bool:
 
 
 def _start(
-    arguments: Sequence[str], index: int, world_size: int, server: socket.socket, log_dir: Path
+    arguments: Sequence[str],
+    index: int,
+    world_size: int,
+    server: socket.socket,
+    log_dir: Path,
+    copied: _Copied,
 ) -> _Rank:
     environment = {
         "OMP_NUM_THREADS": "1",  # ranks share the cores already
@@ -204,9 +270,12 @@ def _start(
     if index == 0:
         environment[STORE_FD] = str(server.fileno())
     log = log_dir / f"rank_{index}.log"
-    with log.open("ab") as file:
+    try:
+        file = log.open("ab", buffering=0)
         file.write(f"--- {time.strftime('%F %T')} python {' '.join(arguments)}\n".encode())
-        file.flush()
+    except OSError as error:
+        raise _no_logs(log, error) from error
+    with file:
         process = subprocess.Popen(
             [sys.executable, *arguments],
             env=environment,
@@ -217,17 +286,45 @@ def _start(
             start_new_session=True,  # signals reach a rank and its children together, through us
         )
     if process.stderr is not None:
-        threading.Thread(target=_copy, args=(process.stderr, log), daemon=True).start()
+        copied.start(process.stderr, log)
     return _Rank(index, process, log)
 
 
-def _copy(source: BinaryIO, log: Path) -> None:
-    """Copies rank 0's stderr to its log and to ours."""
-    with log.open("ab") as file:
-        while block := os.read(source.fileno(), 65536):
-            file.write(block)
-            file.flush()
-            os.write(2, block)
+class _Copied:
+    """Rank 0's stderr, on its way to its log and to ours.
+
+    Attributes:
+        fault: why the log lacks the rest; None if it is whole.
+    """
+
+    def __init__(self) -> None:
+        self.fault: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, source: IO[bytes], log: Path) -> None:
+        """Begins to copy."""
+        self._thread = threading.Thread(target=self._copy, args=(source, log), daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Waits until all is copied, unless something the rank started keeps its stderr open."""
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _copy(self, source: IO[bytes], log: Path) -> None:
+        with log.open("ab", buffering=0) as file:
+            while block := os.read(source.fileno(), 65536):
+                try:
+                    if self.fault is None:
+                        _write_all(file.fileno(), block)
+                except OSError as error:  # the disk is full; the console still gets all
+                    self.fault = error.strerror
+                _write_all(2, block)
+
+
+def _write_all(descriptor: int, block: bytes) -> None:
+    while block:  # a disk takes what it has room for, and fails only the next time
+        block = block[os.write(descriptor, block) :]
 
 
 @contextmanager
@@ -250,18 +347,32 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
     """Returns when all ranks are done, one has failed and the grace is over, or a signal came."""
     deadline = float("inf")
     while not received and any(rank.process.poll() is None for rank in ranks):
-        if deadline == float("inf") and any(rank.failed for rank in ranks):
+        failed = [rank for rank in ranks if rank.failed]
+        if failed and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_S
-        if time.monotonic() > deadline:
+        is_final = any((f := rank.failure) is not None and f.kind == "lost" for rank in failed)
+        if is_final or time.monotonic() > deadline:
             return
         time.sleep(POLL_S)
 
 
 def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Ends every rank still alive, with the signal that came if any, and what ranks had started."""
-    for rank in ranks:
-        if rank.process.poll() is None:
-            rank.process.send_signal(received[0] if received else signal.SIGTERM)
+    """Ends every rank still alive, with the signal that came if any, and what ranks had started.
+
+    Where a rank has failed, the others write first where they were. A stopped rank takes no signal
+    but the last.
+    """
+    alive = [rank for rank in ranks if rank.process.poll() is None]
+    if not received and any(rank.failed and rank.process.returncode != 2 for rank in ranks):
+        asked = [rank for rank in alive if _writes_stacks(rank.process.pid)]
+        for rank in asked:
+            rank.process.send_signal(STACKS_SIGNAL)
+        if asked:
+            time.sleep(STACKS_S)
+    for rank in alive:
+        rank.process.send_signal(received[0] if received else signal.SIGTERM)
+        if _status(rank.process.pid).get("State", "").startswith("T"):
+            rank.process.kill()
     deadline = time.monotonic() + KILL_AFTER_S
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -273,50 +384,78 @@ def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
         rank.process.wait()
 
 
-def _report(culprits: Sequence[_Rank], ranks: Sequence[_Rank]) -> int:
+def _writes_stacks(pid: int) -> bool:
+    """Whether a process has a handler of STACKS_SIGNAL, which would end it without one."""
+    caught = int(_status(pid).get("SigCgt", "0"), 16)
+    return bool(caught >> (STACKS_SIGNAL - 1) & 1)
+
+
+def _status(pid: int) -> dict[str, str]:
+    """Returns what the kernel says of a process; nothing on systems without /proc."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _report(culprits: Sequence[_Rank], ranks: Sequence[_Rank], fault: str | None) -> int:
     """Prints which rank failed first, and why, also into the logs of the others, which may have
-    been ended without a word; returns the exit code.
+    been ended without a word; returns the exit code. `fault` is why rank 0's log is cut off.
     """
     mistaken = [rank for rank in culprits if rank.process.returncode == 2]
     if mistaken:
-        print(_error_text(mistaken[0]), file=sys.stderr)
+        said = mistaken[0].failure
+        unsaid = f"rank {mistaken[0].index} refused; see {mistaken[0].log}"
+        print(unsaid if said is None else said.message, file=sys.stderr)
         return 2
-    # A killed rank tears the others' connections; else the first to write its error is the cause,
-    # unless that says of another rank that it failed.
-    first = min(
-        culprits,
-        key=lambda rank: (
-            rank.process.returncode >= 0,
-            PEER_ERROR in _error_text(rank),
-            _error_time(rank),
-        ),
-    )
-    code = first.process.returncode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    phase_file = first.log.with_suffix(".phase")
-    phase = phase_file.read_text().strip() if phase_file.exists() else "start"
-    host = socket.gethostname()
-    error = f": {_error_text(first).strip()}" if _error_time(first) < float("inf") else ""
-    message = (
-        f"hybridrl: rank {first.index} on host {host} {how} in phase '{phase}'{error}; "
-        f"the other ranks were ended. Its log is {first.log}"
-    )
+    # A killed rank tears the others' connections; else the first to say what ended it is the cause,
+    # unless it was another rank.
+    first = min(culprits, key=lambda rank: _order(rank.process.returncode, rank.failure))
+    failure, code = first.failure, first.process.returncode
+    if code > 0 and failure is not None and failure.culprit is not None:
+        blamed, message = ranks[failure.culprit], failure.message
+    else:
+        how = f"ended with code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        blamed, host = first, socket.gethostname()
+        message = f"rank {first.index} on host {host} {how} in phase '{_phase(first)}'"
+        message += f": {failure.message}" if failure is not None else ""
+    message = f"hybridrl: {message}; the other ranks were ended. Its log is {blamed.log}"
+    found = {fault, *(_append(rank, message) for rank in ranks if rank is not blamed)}
+    if faults := [one for one in found if one is not None]:
+        message += f" (logs are cut off: {', '.join(sorted(faults))})"
     print(message, file=sys.stderr)
-    for rank in ranks:
-        if rank is not first:
-            with rank.log.open("a") as file:
-                print(message, file=file)
-    if first.index != 0 and code > 0:  # rank 0's stderr is on the console already
-        lines = first.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-        print("\n".join(f"  | {line}" for line in lines), file=sys.stderr)
+    if blamed is first and code > 0:
+        trace = failure.trace if failure is not None else _tail(first)
+        print("\n".join(f"  | {line}" for line in trace.splitlines()), file=sys.stderr)
     return 1
 
 
-def _error_text(rank: _Rank) -> str:
-    file = rank.log.with_suffix(".error")
-    return file.read_text() if file.exists() else f"rank {rank.index} refused; see {rank.log}"
+def _order(code: int, failure: Failure | None) -> tuple[bool, bool, float]:
+    """Returns what sorts the ends of ranks by how likely they are the cause, likeliest first."""
+    is_of_peer = failure is not None and failure.kind in ("peer", "lost")
+    return code >= 0, is_of_peer, float("inf") if failure is None else failure.time
 
 
-def _error_time(rank: _Rank) -> float:
-    file = rank.log.with_suffix(".error")
-    return file.stat().st_mtime if file.exists() else float("inf")
+def _phase(rank: _Rank) -> str:
+    file = rank.log.with_suffix(".phase")
+    return file.read_text().strip() if file.exists() else "start"
+
+
+def _append(rank: _Rank, message: str) -> str | None:
+    """Writes the message into the log of a rank; returns why it could not."""
+    try:
+        with rank.log.open("a") as file:
+            print(message, file=file)
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def _tail(rank: _Rank) -> str:
+    """Returns the end of a log; of rank 0's nothing, which is on the console already."""
+    if rank.index == 0:
+        return ""
+    return "\n".join(rank.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])

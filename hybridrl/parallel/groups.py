@@ -1,8 +1,13 @@
 """Process groups of one job, and the collectives that keep ranks agreed.
 
-Everything here is collective: every rank of the world calls it at the same point, or all wait until
-`run.collective_timeout_s` and fail. An error of one rank is made known to all by `all_agree` before
-anyone raises, or ends the job: no rank is left waiting for a peer that has stopped.
+Everything here is collective: every rank of the world calls it at the same point. An error of one
+rank is made known to all by `all_agree` before anyone raises, or ends the job: no rank is left
+waiting for a peer that has stopped.
+
+Who waits for whom: ranks come together over gloo, in a group without a bound of its own, and wait
+for the slowest as long as it lives (heartbeat.py). Collectives of tensors are bounded by
+`run.collective_timeout_s`; where they follow work that may take one rank longer than another
+(generation, scoring, files), ranks come together first.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import datetime
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +27,22 @@ from megatron.core import parallel_state
 from torch.distributed.rendezvous import rendezvous
 
 from hybridrl.errors import UserError
+from hybridrl.parallel import heartbeat
+from hybridrl.parallel.descriptors import raise_limit, shortage
+from hybridrl.parallel.failure import PeerError
+from hybridrl.parallel.heartbeat import POLL_S
 from hybridrl.parallel.layout import Coordinates, TrainLayout
 from hybridrl.parallel.messages import pack, unpack
 from hybridrl.platform import Platform
 
-# How long a rank that failed waits for the others in `all_agree`, and how often ranks look there.
+# How long a rank that failed waits for the others in `all_agree`, and how often ranks look there
+# at most, and at least: a straggler may be waited for by hundreds, for hours.
 PATIENCE_S = 10.0
-POLL_S = 0.25
+MAX_POLL_S = 2.0
+# Of process groups whose ranks wait for each other as long as all live.
+UNBOUNDED = datetime.timedelta(days=365)
+# For all processes to start: they import from a disk that may be slow, and have no heartbeat yet.
+START_S = 600.0
 # How NCCL is set unless the user says otherwise. Memory that a CUDA graph names would be registered
 # with all peers: engines unmap theirs when they sleep, and NCCL 2.28 hung on blocks in peer memory.
 # Chunks of point-to-point messages: at 512 KiB one of 64 MiB is cut into too few to be pipelined
@@ -38,10 +52,6 @@ STORE_FD = "HYBRIDRL_STORE_FD"  # of the socket that rank 0 serves the job's sto
 _NUMBERS = itertools.count()  # of the agreements of this process, the same on all ranks
 _STARTS = itertools.count()  # of its process groups, likewise
 _JOB: list[tuple[dist.Store, int, int]] = []  # empty until the first start
-
-
-class PeerError(RuntimeError):
-    """Another rank failed; its own message is in its log."""
 
 
 @dataclass
@@ -60,13 +70,31 @@ class World:
     Args:
         layout: training layout over all ranks.
         platform: device and backend of this rank.
-        timeout_s: bound of every collective, seconds.
+        timeout_s: bound of a collective that all ranks have entered, seconds.
+        stall_timeout_s: bound of the wait for a rank that lives; None: there is none.
+
+    Attributes:
+        heartbeat: this rank's signs of life; waits for others.
+
+    Raises:
+        UserError: the process may not open as many files as the groups take.
     """
 
-    def __init__(self, layout: TrainLayout, platform: Platform, timeout_s: float) -> None:
+    def __init__(
+        self,
+        layout: TrainLayout,
+        platform: Platform,
+        timeout_s: float,
+        stall_timeout_s: float | None = None,
+    ) -> None:
         self.layout, self.platform, self.timeout_s = layout, platform, timeout_s
         self.rank: int = dist.get_rank()
         self.size: int = dist.get_world_size()
+        self.heartbeat = heartbeat.of_job(timeout_s, stall_timeout_s)
+        self._cpu_group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
+        self._introduce()
+        # Groups of different ranks on different ranks would wait for each other without end.
+        same_on_all_ranks(self, "the training layout", str(layout))
         parallel_state.destroy_model_parallel()  # of a World before this one, in the same process
         parallel_state.initialize_model_parallel(
             layout.tp,
@@ -77,9 +105,6 @@ class World:
             order=layout.order,
             distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  # a timedelta takes it
             create_gloo_process_groups=True,
-        )
-        self._cpu_group = dist.new_group(
-            backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)
         )
         self._connect()
         self.where: Coordinates = layout.coordinates(self.rank)
@@ -105,6 +130,17 @@ class World:
         ):
             if group.size() > 1:
                 dist.all_reduce(torch.zeros(1, device=self.platform.device), group=group)
+
+    def _introduce(self) -> None:
+        """Tells all ranks where this one runs; refuses, on all, a limit of open files that the
+        groups of some rank would exceed.
+        """
+        lacking = shortage(self.layout, self.platform.is_cpu) if self.size > 1 else None
+        ranks = self.gather_objects((heartbeat.host_id(), os.getpid(), lacking))
+        self.heartbeat.know_mates([(host, pid) for host, pid, _ in ranks])
+        for *_, error in ranks:
+            if error is not None:
+                raise error
 
     def _check_groups(self) -> None:
         """Refuses to go on when Megatron placed this rank elsewhere than our layout did."""
@@ -151,11 +187,28 @@ class World:
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's `value` (picklable; NumPy arrays travel as they are), in rank
         order; over gloo on every platform, so the device has no part in it.
+
+        Raises:
+            PeerError: a rank is lost, died or stays away.
         """
-        return self._gather(pack(value), dist.Work.wait)
+        return self._gather(pack(value), "an exchange of values")
+
+    def arrive(self, what: str) -> None:
+        """Waits until all ranks have come here, the slowest too: before collectives of tensors,
+        whose wait is bounded, where the work before may take one rank longer than another.
+
+        Args:
+            what: that work.
+
+        Raises:
+            PeerError: a rank is lost, died or stays away.
+        """
+        with self.heartbeat.part(what), self._explained(what):
+            work = dist.barrier(group=self._cpu_group, async_op=True)
+            self.heartbeat.wait(work, what)
 
     @contextlib.contextmanager
-    def all_agree(self, what: str) -> Iterator[Agreement]:
+    def all_agree(self, what: str, is_unbounded: bool = False) -> Iterator[Agreement]:
         """Runs a part that may fail on one rank only; afterwards either all ranks go on or all
         raise. What each put into `told` of the agreement, all find in `heard`, by rank.
 
@@ -166,28 +219,37 @@ class World:
         when a connection closes, be it here or in the peer's own collective, and processes in NCCL
         are ended by what started them (our launcher, torchrun), which sees that a rank has failed.
 
+        Args:
+            what: the part does.
+            is_unbounded: whether collectives of the default group, inside, wait for a slow rank as
+                long as it lives: they are of a library that lets ranks read or write files between
+                them.
+
         Raises:
             UserError: on every rank, when any rank met one (its own, or the first other's).
             PeerError: on the other ranks, when a rank failed otherwise, or did not come.
         """
         agreement, error = Agreement(), None
-        try:
-            yield agreement
-        except Exception as caught:  # made global below, then raised again
-            error = caught
+        with self.heartbeat.part(what, is_unbounded), self._unbounded(is_unbounded):
+            try:
+                yield agreement
+            except Exception as caught:  # made global below, then raised again
+                if isinstance(caught, PeerError) and caught.is_lost:  # all ranks know
+                    raise
+                error = caught
         room = _Room(self.rank, self.size)
         outcome = None if error is None else error if isinstance(error, UserError) else _line(error)
         if error is not None and not room.wait_in_failure(f"failed in {what}: {_line(error)}"):
             first = room.first_failure()  # a closed connection is not why a run failed
-            raise error if first is None else PeerError(first) from error
+            raise error if first is None else first from error
+        is_silent = error is None and agreement.told is None
+        mine = None if is_silent else (outcome, None if error else agreement.told)
         try:
-            is_silent = error is None and agreement.told is None
-            mine = None if is_silent else (outcome, None if error else agreement.told)
-            found = self._gather(pack(mine), room.wait_for)
-        except RuntimeError as lost:
-            said = f"rank {self.rank} had no answer from all ranks after {what}: one died, or took "
-            said += f"longer than run.collective_timeout_s={self.timeout_s:g} ({lost})"
-            raise error or PeerError(room.first_failure() or said) from lost
+            found = self._gather(pack(mine), what, room)
+        except PeerError as lost:
+            if error is not None:
+                raise error from lost
+            raise
         if error is not None:
             raise error
         answers = [(None, None) if one is None else one for one in found]
@@ -195,21 +257,55 @@ class World:
             if isinstance(other, UserError):
                 raise other
             if other is not None:
-                raise PeerError(f"rank {rank} failed in {what}: {other}")
+                raise PeerError(f"rank {rank} failed in {what}: {other}", rank)
         agreement.heard = [told for _, told in answers]
 
-    def _gather(self, packed: torch.Tensor, wait: Callable[[dist.Work], object]) -> list[Any]:
+    @contextlib.contextmanager
+    def _unbounded(self, is_unbounded: bool) -> Iterator[None]:
+        """Takes the bound off collectives of the default group, if told so."""
+        if not is_unbounded:
+            yield
+            return
+        set_timeout = dist.distributed_c10d._set_pg_timeout
+        set_timeout(UNBOUNDED)
+        try:
+            yield
+        finally:
+            set_timeout(datetime.timedelta(seconds=self.timeout_s))
+
+    @contextlib.contextmanager
+    def _explained(self, what: str, room: _Room | None = None) -> Iterator[None]:
+        """Turns a collective that failed into an error that says after what, and who did it."""
+        try:
+            yield
+        except PeerError:
+            raise
+        except RuntimeError as lost:
+            known = None if room is None else room.first_failure()
+            dead = self.heartbeat.dead_mates()
+            who = f"of this host ranks {dead} have ended" if dead else "one has ended"
+            said = f"rank {self.rank} had no answer from all ranks after {what}: {who} ({lost})"
+            culprit = dead[0] if len(dead) == 1 else None
+            raise known or PeerError(said, culprit) from lost
+
+    def _gather(self, packed: torch.Tensor, what: str, room: _Room | None = None) -> list[Any]:
         """Returns what each rank packed; one collective of 8 bytes a rank where all packed None."""
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        own = torch.tensor([len(packed)])
-        wait(dist.all_gather(sizes, own, group=self._cpu_group, async_op=True))
-        longest = max(int(size) for size in sizes)
-        if not longest:
-            return [None] * self.size
-        padded = torch.nn.functional.pad(packed, (0, longest - len(packed)))
-        parts = [torch.empty_like(padded) for _ in sizes]
-        wait(dist.all_gather(parts, padded, group=self._cpu_group, async_op=True))
+        with self._explained(what, room):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            self._all_gather(sizes, torch.tensor([len(packed)]), what, room)
+            longest = max(int(size) for size in sizes)
+            if not longest:
+                return [None] * self.size
+            padded = torch.nn.functional.pad(packed, (0, longest - len(packed)))
+            parts = [torch.empty_like(padded) for _ in sizes]
+            self._all_gather(parts, padded, what, room)
         return [unpack(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+    def _all_gather(
+        self, parts: list[torch.Tensor], own: torch.Tensor, what: str, room: _Room | None
+    ) -> None:
+        work = dist.all_gather(parts, own, group=self._cpu_group, async_op=True)
+        self.heartbeat.wait(work, what, poll=None if room is None else room.look)
 
 
 class _Room:
@@ -222,6 +318,7 @@ class _Room:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size, self._is_counted = rank, size, False
+        self._every_s, self._next_look = POLL_S / 2, 0.0
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"hybridrl/agreement/{next(_NUMBERS)}", store)
 
@@ -237,22 +334,26 @@ class _Room:
                     return True
                 if time.monotonic() > deadline:
                     self._store.set("left", "")
-                    time.sleep(2 * POLL_S)  # those that wait look there before the store may end
+                    time.sleep(MAX_POLL_S + POLL_S)  # those that wait look before the store ends
                 time.sleep(POLL_S)
         except dist.DistError:  # the store was in a rank that has ended
             pass
         return False
 
-    def wait_for(self, work: dist.Work) -> None:
-        """Waits for a collective of ranks that did not fail, unless one that failed has left."""
-        while not _is_done_within(work, POLL_S):
-            if not self._is_counted:
-                self._is_counted = True
-                self._store.add("waiting", 1)
-            if self._store.check(["left"]):
-                raise RuntimeError("a rank that failed has left")
+    def look(self) -> None:
+        """Raises if a rank that failed has left; called while a rank that did not fail waits."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._every_s = min(2 * self._every_s, MAX_POLL_S)
+        self._next_look = now + self._every_s
+        if not self._is_counted:
+            self._is_counted = True
+            self._store.add("waiting", 1)
+        if self._store.check(["left"]):
+            raise self.first_failure() or RuntimeError("a rank that failed has left")
 
-    def first_failure(self) -> str | None:
+    def first_failure(self) -> PeerError | None:
         """Returns which other rank failed first, and how; None if none is known of."""
         try:
             if not self._store.check(["failed"]):
@@ -260,18 +361,8 @@ class _Room:
             rank, message = self._store.get("failed").decode().split(" ", 1)
         except dist.DistError:
             return None
-        return None if int(rank) == self._rank else f"rank {rank} {message}"
-
-
-def _is_done_within(work: dist.Work, seconds: float) -> bool:
-    """Waits for a gloo collective; raises if it failed. It stays valid where it is not done yet."""
-    try:
-        work.wait(datetime.timedelta(seconds=seconds))
-    except RuntimeError:  # it failed, or is not done
-        if not work.is_completed():
-            return False
-        work.wait()
-    return True
+        culprit = int(rank)
+        return None if culprit == self._rank else PeerError(f"rank {rank} {message}", culprit)
 
 
 def _line(error: Exception) -> str:
@@ -282,25 +373,31 @@ def start_process_group(platform: Platform, timeout_s: float) -> None:
     """Joins the job that the launcher described in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Without these variables the job is this one process. A process group that is there already, of
-    the user's script or of a Trainer that was not closed, is used as it is.
+    the user's script or of a Trainer that was not closed, is used as it is. Processes may start
+    START_S apart.
 
     No device is named: torch would then connect every group at once, of which Megatron and vLLM
     make dozens and use a few, and each takes 50 to 100 MB of a GPU (7.5 GB in all).
     """
     if dist.is_initialized():
         return
+    raise_limit()
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
     timeout = datetime.timedelta(seconds=timeout_s)
     if "MASTER_PORT" in os.environ:
-        store, rank, size = _job(timeout)
+        start = datetime.timedelta(seconds=max(timeout_s, START_S))
+        store, rank, size = _job(start)
         # A later start in the same processes would find the addresses of this one in its keys.
         store = dist.PrefixStore(f"start_{next(_STARTS)}", store)
+        _wait_for_all(store, rank, size, start)
+        store.set_timeout(timeout)
     else:
         store, rank, size = dist.HashStore(), 0, 1  # one process: no port is opened
     dist.init_process_group(
         platform.backend, store=store, rank=rank, world_size=size, timeout=timeout
     )
+    heartbeat.of_job(timeout_s, None)  # a World may be long in coming, and have other bounds
 
 
 def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
@@ -327,8 +424,26 @@ def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     return store, rank, size
 
 
+def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    """Waits in the store until all ranks have started: what connects them does not wait long.
+
+    Raises:
+        PeerError: naming those that did not.
+    """
+    store.set(f"started/{rank}", "")
+    if store.add("started", 1) == size:
+        store.set("all_started", "")
+    try:
+        store.wait(["all_started"], timeout)
+    except dist.DistStoreError as error:
+        missing = [other for other in range(size) if not store.check([f"started/{other}"])]
+        said = f"ranks {missing} did not start within {timeout.total_seconds():g} s of rank {rank}"
+        raise PeerError(said, missing[0] if missing else None) from error
+
+
 def stop_process_group() -> None:
     """Leaves the job; a later `World` in this process starts afresh."""
+    heartbeat.leave()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

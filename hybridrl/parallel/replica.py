@@ -1,17 +1,19 @@
 """What the first rank of an engine replica tells the others.
 
-Who waits for whom: all ranks of a replica call `tell` together, and wait for its first one.
-Replicas are independent of each other; making the groups is collective over the world.
+Who waits for whom: all ranks of a replica call `tell` together, and wait for its first one as long
+as it lives: it may wait for a tool. Replicas are independent of each other; making the groups is
+collective over the world.
 """
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hybridrl.parallel.groups import UNBOUNDED
+from hybridrl.parallel.heartbeat import Heartbeat
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.messages import pack, unpack
 
@@ -22,10 +24,11 @@ class ReplicaGroup:
     Args:
         layout: the replicas over all ranks.
         rank: this rank.
-        timeout_s: longest that `tell` waits (`run.collective_timeout_s`), seconds.
+        heartbeat: of this rank; waits.
     """
 
-    def __init__(self, layout: RolloutLayout, rank: int, timeout_s: float = 600.0) -> None:
+    def __init__(self, layout: RolloutLayout, rank: int, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
         self._replica, tp_rank = layout.assignment[rank]
         self.is_first = tp_rank == 0
         self._group: dist.ProcessGroup | None = None
@@ -33,10 +36,9 @@ class ReplicaGroup:
             return
         for replica in range(layout.replicas):
             ranks = [r for r, (number, _) in enumerate(layout.assignment) if number == replica]
-            timeout = datetime.timedelta(seconds=timeout_s)
-            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+            group = dist.new_group(ranks, timeout=UNBOUNDED, backend="gloo")
             if replica == self._replica:
-                self._group = group
+                self._group, self._ranks = group, ranks
                 self._source = layout.assignment.index((replica, 0))
 
     def tell(self, value: Any) -> Any:
@@ -45,8 +47,13 @@ class ReplicaGroup:
             return value
         packed = pack(value if self.is_first else None)
         size = torch.tensor([len(packed)])
-        dist.broadcast(size, self._source, self._group)
+        self._broadcast(size)
         if not self.is_first:
             packed = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(packed, self._source, self._group)
+        self._broadcast(packed)
         return unpack(packed)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        work = dist.broadcast(tensor, self._source, self._group, async_op=True)
+        what = "what the first rank of a replica tells"
+        self._heartbeat.wait(work, what, group="replica", ranks=self._ranks)

@@ -84,11 +84,24 @@ def check_stuck_peer(world: World, other: dist.ProcessGroup, out: Path) -> None:
         raise SystemExit(3) from caught
 
 
+def check_layouts(platform: Platform, rank: int) -> None:
+    """Ranks that would make different groups find out before they wait for each other."""
+    order = ("tp-cp-ep-dp-pp", "dp-tp-cp-ep-pp")[rank]
+    try:
+        World(TrainLayout(2, tp=2, order=order), platform, 60)
+    except RuntimeError as error:
+        assert "the training layout differs between rank 0 and ranks [1]" in str(error)
+        assert "dp-tp-cp-ep-pp" in str(error)
+    else:
+        raise AssertionError("different layouts were taken")
+
+
 def main() -> None:
     groups.PATIENCE_S = 3.0
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 60)
+    check_layouts(platform, dist.get_rank())
     world = World(TrainLayout(2), platform, 60)
     other = dist.new_group(backend="gloo")
     check_what_is_told(world)

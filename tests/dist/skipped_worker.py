@@ -244,6 +244,30 @@ def check_end(folder: Path) -> None:
         trainer.world.gather_objects(None)
 
 
+def check_exploded(folder: Path) -> None:
+    """Where weights have exploded, be it on one rank alone, all ranks name the learning rate."""
+    for name, symptom in (
+        ("sft", "3 optimizer steps skipped in a row, at step 4: "),
+        ("dpo", "returned nan at index"),
+    ):
+        case = Case(f"exploded-{name}", {"name": name}, {"pp": 2}, steps=[GOOD] * 4)
+        with trainer_of(case, folder, learning_rate=1e-3) as trainer:
+            trainer.skipped._say = lambda text: None
+            trainer.train_step()
+            world = trainer.world
+            if world.rank == 1:
+                trainer.policy.model.weights_in_place()["0/output_layer.weight"].fill_(1e38)
+            try:
+                trainer.fit()
+            except UserError as error:
+                text = str(error)
+            wanted = "0.001 with which the weights grew until policy 0/output_layer.weight "
+            wanted += "reaches 1.0e+38 after optimizer step 1; "
+            assert text.startswith(f"train.learning_rate: got {wanted}"), text
+            assert symptom in text and "Lower train.learning_rate" in text, text
+            assert world.gather_objects(text) == [text] * 2
+
+
 def check_unsaved(folder: Path) -> None:
     """A batch that cannot be saved does not end the run: all ranks say so and go on."""
     case = Case("unsaved", poisoned(name="sft"), {}, steps=[BAD, BAD, GOOD])
@@ -365,6 +389,7 @@ def main() -> None:
         print("done", case.name, flush=True)
     check_parts(folder)
     check_end(folder)
+    check_exploded(folder)
     check_unsaved(folder)
     check_clocks(folder)
     if torch.distributed.get_rank() == 0:

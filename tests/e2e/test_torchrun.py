@@ -21,7 +21,8 @@ OVERRIDES = (
     "data.eval_prompts=null",
     "steps.eval_every=0",
     "log.tensorboard=false",
-    "reward.function=scripted_reward:digits",
+    "reward.function=scripted_reward:tells_digits",
+    "reward.isolated=false",
     "reward.extract=null",
     "train.learning_rate=1e-3",
 )
@@ -50,6 +51,17 @@ def start_node(node: int, port: int, folder: Path) -> subprocess.Popen[str]:
     )
 
 
+def check_logs(folder: Path) -> None:
+    """Every rank has a log and a phase, and rank 0's log says what the console does."""
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {f"rank_{rank}.{kind}" for rank in range(4) for kind in ("log", "phase")}, names
+    first, *others = ((folder / f"rank_{rank}.log").read_text() for rank in range(4))
+    assert all(first.count(f"\nstep {step}/3 [gen]") == 1 for step in (1, 2, 3)), first
+    assert "engine and trainer agree" in first and "Warning" in first
+    assert not any("step 1/3" in other for other in others)
+    assert all("said by rank" in other for other in others)
+
+
 @pytest.mark.dist
 def test_two_torchrun_nodes_give_the_weights_of_the_local_launcher(tmp_path: Path) -> None:
     port = free_port()
@@ -57,8 +69,10 @@ def test_two_torchrun_nodes_give_the_weights_of_the_local_launcher(tmp_path: Pat
     for node in nodes:
         output, _ = node.communicate(timeout=180)
         assert node.returncode == 0, output[-4000:]
+    check_logs(tmp_path / "nodes" / "quickstart-grpo" / "logs")
     local = tmp_path / "local"
     run("train", QUICKSTART / "grpo.yaml", *OVERRIDES, f"run.dir={local}", "--world", "4")
+    check_logs(local / "quickstart-grpo" / "logs")
     found = exported_weights(tmp_path / "nodes" / "quickstart-grpo", tmp_path / "hf_nodes")
     expected = exported_weights(local / "quickstart-grpo", tmp_path / "hf_local")
     assert found.keys() == expected.keys()

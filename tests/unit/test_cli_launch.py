@@ -12,12 +12,18 @@ from pathlib import Path
 import pytest
 
 from hybridrl.cli.launch import is_launched, is_rank, launch
+from hybridrl.errors import UserError
+from hybridrl.parallel.failure import Failure
 
 PROGRAM = """
 import ctypes, os, signal, socket, sys, time
 from pathlib import Path
 from hybridrl.cli.launch import die_with_launcher
+from hybridrl.cli.rank_log import write_stacks_on_signal
+from hybridrl.errors import UserError
+from hybridrl.parallel.failure import Failure, PeerError, report
 die_with_launcher()
+write_stacks_on_signal()
 rank, logs = int(os.environ["RANK"]), Path(os.environ["HYBRIDRL_LOG_DIR"])
 (logs / f"rank_{rank}.phase").write_text("update\\n")
 (logs / f"rank_{rank}.pid").write_text(str(os.getpid()))
@@ -41,15 +47,32 @@ elif what == "kill" and rank == 1:
 elif what == "crash" and rank == 1:
     ctypes.string_at(0)
 elif what == "refuse" and rank == 1:
-    (logs / f"rank_{rank}.error").write_text("train.tp: got 3")
+    report(Failure.of(UserError("train.tp", 3, "2", "Set it.")))
     os._exit(2)
 elif what == "refuse" and rank == 0:
     time.sleep(0.2)
     os._exit(1)
 elif what == "peer" and rank < 2:
     time.sleep(0.3 * rank)
-    texts = ["hybridrl.parallel.groups.PeerError: rank 1 failed", "RuntimeError: boom"]
-    (logs / f"rank_{rank}.error").write_text(texts[rank] + "\\n")
+    # What one's own error says does not make it another's.
+    own = RuntimeError("boom; in its log stands: hybridrl.parallel.groups.PeerError: no")
+    try:
+        raise (PeerError("rank 1 failed in the part", 1), own)[rank]
+    except RuntimeError as error:
+        report(Failure.of(error))
+    os._exit(1)
+elif what == "lost" and rank == 0:
+    print("something of a library", file=sys.stderr, flush=True)
+    while not (logs / "rank_1.pid").exists():
+        time.sleep(0.05)
+    report(Failure.of(PeerError("rank 1 on host h gave no sign of life", 1, is_lost=True)))
+    os._exit(1)
+elif what == "lost" and rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif what == "fill":
+    os.write(2, b"x" * 8000 + b"\\n")
+    time.sleep(600 * rank)
+    report(Failure.of(OSError(28, "No space left on device")))
     os._exit(1)
 elif what == "raise" and rank == 1:
     raise RuntimeError("boom")
@@ -134,7 +157,7 @@ def test_launch_passes_on_a_users_mistake_once(
     tmp_path: Path, program: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launch(["refuse"], 3, tmp_path / "logs", program) == 2
-    assert capfd.readouterr().err == "train.tp: got 3\n"
+    assert capfd.readouterr().err == "train.tp: got 3; allowed: 2. Set it.\n"
 
 
 def test_launch_shows_the_traceback_of_the_rank_that_failed(
@@ -150,9 +173,59 @@ def test_launch_names_the_rank_that_failed_first_in_every_log(
 ) -> None:
     assert launch(["peer"], 3, tmp_path / "logs", program) == 1
     said = capfd.readouterr().err.splitlines()[0]
-    assert "rank 1 on host" in said and "in phase 'update': RuntimeError: boom; the other" in said
+    assert "rank 1 on host" in said and "in phase 'update': RuntimeError: boom; in" in said
     for rank in (0, 2):
         assert (tmp_path / "logs" / f"rank_{rank}.log").read_text().endswith(said + "\n")
+
+
+def test_launch_says_the_cause_first_and_what_follows_from_it_in_logs_only(
+    tmp_path: Path, program: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["peer"], 3, tmp_path / "logs", program) == 1
+    said = capfd.readouterr().err
+    assert said.startswith("hybridrl: rank 1 on host") and "  | Traceback" in said
+    assert "PeerError: rank 1 failed in the part" not in said
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert "Traceback" in log and "PeerError: rank 1 failed in the part" in log
+    assert "in <module>" in (tmp_path / "logs" / "rank_2.log").read_text()  # where it was
+
+
+def test_launch_names_the_rank_that_all_have_lost_and_ends_it_though_it_is_stopped(
+    tmp_path: Path, program: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = time.monotonic()
+    assert launch(["lost"], 3, tmp_path / "logs", program) == 1
+    assert time.monotonic() - start < 9  # without the grace, and the wait for one that is stopped
+    said = capfd.readouterr().err
+    assert "hybridrl: rank 1 on host h gave no sign of life; the other ranks were ended" in said
+    assert f"Its log is {tmp_path / 'logs' / 'rank_1.log'}" in said and "Traceback" not in said
+    assert not is_alive(tmp_path / "logs" / "rank_1.pid")
+
+
+def test_launch_refuses_a_full_disk_before_any_rank_starts(
+    tmp_path: Path, program: list[str]
+) -> None:
+    (tmp_path / "rank_1.log").symlink_to("/dev/full")
+    with pytest.raises(UserError, match="rank_1.log: got No space left on device"):
+        launch(["sleep"], 2, tmp_path, program)
+    assert not (tmp_path / "rank_0.pid").exists() or not is_alive(tmp_path / "rank_0.pid")
+
+
+def test_launch_says_one_message_of_a_disk_that_is_full_later(
+    tmp_path: Path, program: list[str]
+) -> None:
+    code = (
+        "import resource, sys; from pathlib import Path; from hybridrl.cli.launch import launch; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000)); "  # as a disk: a write fails
+        f"sys.exit(launch(['fill'], 2, Path({str(tmp_path)!r}), {program!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr.replace("  | Traceback", ""), done.stderr
+    (said,) = (line for line in done.stderr.splitlines() if line.startswith("hybridrl:"))
+    assert "rank 0 on host" in said and "No space left on device" in said, said
+    assert said.endswith("(logs are cut off: File too large)"), said
+    assert done.stderr.count("x" * 8000) == 1  # the console has all
 
 
 def test_launch_forgets_errors_of_an_earlier_start(
@@ -160,7 +233,7 @@ def test_launch_forgets_errors_of_an_earlier_start(
 ) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
-    (logs / "rank_1.error").write_text("stale")
+    Failure("error", "stale").write(logs / "rank_1.error")
     (logs / "rank_1.phase").write_text("stale")
     assert launch(["kill"], 2, logs, program) == 1
     assert "stale" not in capfd.readouterr().err

@@ -1,0 +1,398 @@
+"""Signs of life of every rank in the job's store, and the end of a job that has lost one.
+
+Each rank of a job of several has two threads. One writes the rank's `Beat` to the store every
+BEAT_S and reads whether there is a verdict; rank 0's also reads all beats (one request for all of
+them, 3 ms for 1,000) and publishes what watch.py finds. The other ends the process when there is a
+verdict, or when the store itself does not answer any more.
+
+Who waits for whom: `wait` waits for others to enter the same collective, as long as all beat, and
+raises PeerError on a verdict. A rank whose main thread is elsewhere, in a kernel or a collective
+that nothing can call back, is ended by its second thread, after its stacks are in its log. Rank 0,
+in which the store may be, ends last.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import faulthandler
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hybridrl.parallel import failure
+from hybridrl.parallel.failure import Failure, PeerError
+from hybridrl.parallel.watch import Beat, Verdict, Wait, Watch
+
+# A rank is given up 30 s after its last beat: many times what a busy host delays a thread, and 15
+# looks of rank 0. The beats of 1,000 ranks are 1,000 small requests a second to their store.
+BEAT_S, SILENT_S = 2.0, 30.0
+POLL_S = 0.25  # how often the main thread looks up while it waits
+GRACE_S = 1.0  # for the main thread to raise a verdict itself
+NUM_FRAMES = 3  # of the main thread, in a beat
+COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+_NUMBERS = itertools.count()  # of the heartbeats of this process, the same on all ranks
+_CURRENT: list[Heartbeat] = []
+
+
+class Heartbeat:
+    """This rank's signs of life, and what it knows of the others'.
+
+    Args:
+        store: of the job, for this object alone; None: no other rank, nothing to do.
+        rank: this one.
+        size: of the job.
+        watch: judges the ranks; rank 0's is used.
+
+    Attributes:
+        group: the default process group that it belongs to.
+        phase: tells the current phase of the step; may be replaced.
+        verdict: why all must end; None as long as they need not.
+    """
+
+    def __init__(self, store: dist.Store | None, rank: int, size: int, watch: Watch) -> None:
+        self._store, self._rank, self._size, self.watch = store, rank, size, watch
+        self.group = dist.group.WORLD
+        self.phase: Callable[[], str] = lambda: "start"
+        self.verdict: Verdict | None = None
+        self._mates: dict[int, int] = {}
+        self._main, self._pid = threading.get_ident(), os.getpid()
+        self._parts: list[str] = []
+        self._entered: dict[str, int] = {}
+        self._waits: tuple[str, int, Sequence[int] | None, str, float] | None = None
+        self._within_since: float | None = None
+        self._count, self._num_answers = 0, 0
+        self._is_complete = False  # what this rank reads is in the store
+        self._first: Beat | None = None  # of rank 0, the latest
+        self._host, self._host_id = socket.gethostname(), host_id()
+        self._ending, self._was_raised = threading.Event(), False
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begins to beat, if there are other ranks."""
+        if self._store is None:
+            return
+        if self._rank == 0:
+            self._store.set("verdict", "")
+        self._store.set(f"beat/{self._rank}", self._beat().to_json())
+        for work in (self._beat_on, self._guard):
+            self._threads.append(threading.Thread(target=work, name=work.__name__, daemon=True))
+            self._threads[-1].start()
+
+    def stop(self) -> None:
+        """Takes leave: this rank is not missed from now on."""
+        if self._ending.is_set() or os.getpid() != self._pid:  # in a fork it is the parent's
+            return
+        self._ending.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2 * POLL_S)  # one that waits for a store that is gone stays
+        if self._store is None or any(thread.is_alive() for thread in self._threads):
+            return
+        with contextlib.suppress(dist.DistError):  # the store went with rank 0
+            self._store.set(f"beat/{self._rank}", replace(self._beat(), has_left=True).to_json())
+
+    def know_mates(self, places: Sequence[tuple[str, int]]) -> None:
+        """Takes in the `host_id` and the process number of every rank, in order."""
+        self._mates = {
+            rank: pid
+            for rank, (where, pid) in enumerate(places)
+            if where == self._host_id and rank != self._rank
+        }
+
+    def dead_mates(self) -> list[int]:
+        """Returns the ranks of this host whose processes cannot go on."""
+        return [rank for rank, pid in self._mates.items() if why_dead(pid) is not None]
+
+    @contextlib.contextmanager
+    def part(self, what: str, is_unbounded: bool = False) -> Iterator[None]:
+        """Tells what the block does.
+
+        Args:
+            what: it does.
+            is_unbounded: whether ranks wait for each other in its collectives without a bound.
+        """
+        self._parts.append(what)
+        before = self._within_since
+        if is_unbounded:
+            self._within_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._within_since = before
+            self._parts.pop()
+
+    def wait(
+        self,
+        work: dist.Work,
+        what: str,
+        group: str = "world",
+        ranks: Sequence[int] | None = None,
+        poll: Callable[[], None] | None = None,
+    ) -> None:
+        """Waits for a gloo collective of a group without a bound, as long as all ranks live.
+
+        Args:
+            work: the collective, started.
+            what: is over for those that wait.
+            group: a name for the collective's group; its members alone number what they enter.
+            ranks: that are in it; None: all.
+            poll: called now and then; may raise.
+
+        Raises:
+            PeerError: a rank is lost or stays away.
+            RuntimeError: the collective failed.
+        """
+        number = self._entered[group] = self._entered.get(group, 0) + 1
+        if is_done_within(work, POLL_S):
+            return
+        self._waits = (group, number, ranks, what, time.monotonic())
+        try:
+            while not is_done_within(work, POLL_S):
+                self.check()
+                if poll is not None:
+                    poll()
+        finally:
+            self._waits = None
+
+    def check(self) -> None:
+        """Raises PeerError if there is a verdict."""
+        if (verdict := self.verdict) is not None:
+            self._was_raised = True
+            raise PeerError(verdict.message, verdict.culprit, is_lost=True)
+
+    def _beat(self) -> Beat:
+        self._count += 1
+        now, waits, since = time.monotonic(), self._waits, self._within_since
+        at, is_in_collective = _position(self._main)
+        parts = list(self._parts)
+        return Beat(
+            count=self._count,
+            host=self._host,
+            host_id=self._host_id,
+            phase=self.phase(),
+            part=parts[-1] if parts else "",
+            at=at,
+            entered=dict(self._entered),
+            wait=None if waits is None else Wait(*waits[:4], seconds=now - waits[4]),
+            within=None if since is None else now - since,
+            is_in_collective=is_in_collective,
+            found={m: why for m, pid in self._mates.items() if (why := why_dead(pid)) is not None},
+        )
+
+    def _beat_on(self) -> None:
+        """Beats until the end or a verdict; the first thread."""
+        assert self._store is not None
+        while not self._ending.wait(BEAT_S):
+            try:
+                self._store.set(f"beat/{self._rank}", self._beat().to_json())
+                verdict = None
+                if self._have_all_begun():
+                    verdict = self._judged() if self._rank == 0 else self._told()
+            except dist.DistError:  # the store went with its process, whose end others see
+                return
+            self._num_answers += 1
+            if verdict is not None:
+                self._take(verdict)
+                return
+
+    def _have_all_begun(self) -> bool:
+        """Whether there is all that this rank reads: a key that is missing would be waited for."""
+        assert self._store is not None
+        ranks = range(self._size) if self._rank == 0 else [0]
+        keys = ["verdict", *(f"beat/{rank}" for rank in ranks)]
+        self._is_complete = self._is_complete or self._store.check(keys)
+        return self._is_complete
+
+    def _told(self) -> Verdict | None:
+        """Returns the verdict of rank 0, if there is one; rank 0 will know that it came."""
+        assert self._store is not None
+        told, first = self._store.multi_get(["verdict", "beat/0"])
+        self._first = Beat.from_json(first)
+        if not told:
+            return None
+        self._store.set(f"beat/{self._rank}", replace(self._beat(), knows=True).to_json())
+        return Verdict.from_json(told)
+
+    def _judged(self) -> Verdict | None:
+        """Looks at all beats; publishes a verdict, if there is one, and waits until it is known."""
+        assert self._store is not None
+        keys = [f"beat/{rank}" for rank in range(self._size)]
+        beats = [Beat.from_json(text) for text in self._store.multi_get(keys)]
+        verdict = self.watch.look(beats)
+        if verdict is None:
+            if (notice := self.watch.notice(beats)) is not None:
+                with contextlib.suppress(OSError):  # nobody reads it; ranks are still watched
+                    print(f"hybridrl: {notice}", file=sys.stderr, flush=True)
+            return None
+        phase = _phase_file(verdict.culprit)
+        if phase is not None and f"'{phase}'" not in verdict.message:
+            verdict = replace(verdict, message=f"{verdict.message}; its phase file says {phase!r}")
+        self._store.set("verdict", verdict.to_json())
+        deadline = time.monotonic() + 3 * BEAT_S
+        while time.monotonic() < deadline:
+            texts = self._store.multi_get(keys[1:])
+            if all(
+                beat.knows or beat.has_left or self.watch.is_silent(rank)
+                for rank, beat in enumerate(map(Beat.from_json, texts), start=1)
+            ):
+                break
+            time.sleep(POLL_S)
+        return verdict
+
+    def _take(self, verdict: Verdict) -> None:
+        """Writes this rank's stacks, then lets its main thread know."""
+        print_stacks()
+        self.verdict = verdict
+
+    def _guard(self) -> None:
+        """Ends the process on a verdict, or when the store is silent; the second thread."""
+        every_s = min(1.0, BEAT_S)
+        num_answers, silent = 0, 0
+        while not self._ending.wait(every_s):
+            silent = silent + 1 if num_answers == self._num_answers else 0
+            num_answers = self._num_answers
+            if self.verdict is None and silent * every_s > SILENT_S + 2 * BEAT_S:
+                if not self._threads[0].is_alive():
+                    return
+                self._take(self._without_store())
+            if self.verdict is not None:
+                self._end(self.verdict)
+                return
+
+    def _without_store(self) -> Verdict:
+        """Returns the verdict on who keeps the store, which does not answer."""
+        silent = f"gave no sign of life for {SILENT_S:g} s"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            return Verdict(f"torchrun, which keeps the job's store at {where}, {silent}", None)
+        why = why_dead(self._mates[0]) if 0 in self._mates else None
+        named, last = "rank 0, which keeps the job's store,", ""
+        if (first := self._first) is not None:
+            named, last = f"rank 0 on host {first.host}", f". Last heard of {first.where}"
+        return Verdict(f"{named} {silent}: {why or 'its store does not answer'}{last}", 0)
+
+    def _end(self, verdict: Verdict) -> None:
+        """Ends the process, unless its main thread does."""
+        if verdict.culprit != self._rank:
+            self._ending.wait(GRACE_S)
+        if self._was_raised or self._ending.is_set():
+            return
+        failure.report(Failure("lost", verdict.message, verdict.culprit))
+        os._exit(1)
+
+
+def of_job(timeout_s: float, stall_timeout_s: float | None) -> Heartbeat:
+    """Returns this process's heartbeat in the default process group; begins it at the first call.
+
+    Collective: every rank of the group calls it alike.
+
+    Args:
+        timeout_s: as of `Watch`, `collective_timeout_s`.
+        stall_timeout_s: as of `Watch`.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    watch = Watch(BEAT_S, SILENT_S, timeout_s, stall_timeout_s)
+    if _CURRENT and _CURRENT[0].group is dist.group.WORLD:
+        _CURRENT[0].watch = watch
+        return _CURRENT[0]
+    leave()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = None
+    if size > 1 and dist.get_backend() != "fake":
+        # A client of its own: one that waits for a key lets no other thread ask.
+        own = dist.PrefixStore(
+            f"hybridrl/heartbeat/{next(_NUMBERS)}",
+            store.clone(),  # type: ignore[attr-defined]  # torch's stubs lack it
+        )
+    heartbeat = Heartbeat(own, rank, size, watch)
+    _CURRENT.append(heartbeat)
+    heartbeat.start()
+    return heartbeat
+
+
+@atexit.register
+def leave() -> None:
+    """Ends this process's heartbeat, if it has one."""
+    while _CURRENT:
+        _CURRENT.pop().stop()
+
+
+def is_done_within(work: dist.Work, seconds: float) -> bool:
+    """Waits for a gloo collective; raises if it failed. It stays valid where it is not done yet."""
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:  # it failed, or is not done
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
+
+
+def print_stacks() -> None:
+    """Writes the Python stacks of all threads to this rank's log, or to stderr if it has none."""
+    file = failure.rank_file(".log")
+    try:
+        with file.open("a") if file is not None else contextlib.nullcontext(sys.stderr) as out:
+            faulthandler.dump_traceback(out, all_threads=True)
+    except (OSError, ValueError):  # a full disk, or a stderr without a descriptor
+        return
+
+
+def host_id() -> str:
+    """Returns what two processes have in common if one can see the other's state in /proc."""
+    parts = [socket.gethostname()]
+    for file in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with contextlib.suppress(OSError):  # another system than Linux
+            found = os.readlink(file) if "ns" in file else Path(file).read_text()
+            parts.append(found.strip())
+    return "/".join(parts)
+
+
+def why_dead(pid: int) -> str | None:
+    """Returns why a process of this host cannot go on; None if it can."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return "its process is gone"
+    except OSError:
+        return None
+    state = stat.rpartition(")")[2].split()[0]
+    if state in "Tt":
+        return "its process is stopped (by SIGSTOP or a debugger)"
+    return "its process has ended" if state in "ZX" else None
+
+
+def _phase_file(rank: int | None) -> str | None:
+    """Returns what a rank wrote last of its phase, newer than its last beat, where it can be read
+    here.
+    """
+    file = failure.rank_file(".phase", rank)
+    try:
+        text = "" if rank is None or file is None else file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError):  # it has none
+        return None
+    return text or None
+
+
+def _position(thread: int) -> tuple[str, bool]:
+    """Returns the innermost lines of a thread, and whether it is in a call of torch.distributed."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename == __file__:  # it waits, or tells this
+        frame = frame.f_back
+    is_in_collective = frame is not None and frame.f_code.co_filename.endswith(COLLECTIVES)
+    lines: list[str] = []
+    while frame is not None and len(lines) < NUM_FRAMES:
+        code = frame.f_code
+        lines.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(lines), is_in_collective

@@ -1,0 +1,265 @@
+"""Judges what ranks say of themselves: who is lost, who is waited for, and for how long. No torch.
+
+Pure: rank 0 collects a `Beat` of every rank, looks at them at even intervals (heartbeat.py) and
+publishes what `Watch` finds. Time is counted in looks, so that a rank 0 that was stopped itself, or
+a host that slept, finds nobody silent when it goes on.
+
+A rank that does not beat is lost, unless a rank of the same host says that its process runs: then
+its Python is busy in native code (a library that loads from a slow disk holds the interpreter).
+A rank that beats is never lost, however long it takes: it is named to who waits, once a minute, and
+given up after `run.stall_timeout_s`, if that is set.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+NOTICE_S = 60.0  # waits that are longer are told, this often
+MAX_NAMED = 4  # ranks in one message
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank waits until others have entered a collective that it has entered.
+
+    Args:
+        group: which process group; ranks number what they enter in each.
+        number: of the collective, from 1.
+        ranks: the group's; None: all.
+        what: is over for those that wait.
+        seconds: so far.
+    """
+
+    group: str
+    number: int
+    ranks: Sequence[int] | None
+    what: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says of itself every few seconds.
+
+    Args:
+        count: one more each time.
+        host: its name, for people.
+        host_id: the same for ranks that can see each other's processes.
+        phase: of the step.
+        part: what it does that all must agree on, "" between such parts.
+        at: the innermost lines of its main thread.
+        entered: how many collectives it has entered, by group.
+        wait: for whom its main thread waits, if for somebody.
+        within: seconds since it began a part in whose collectives ranks wait for each other
+            without a bound (files are written or read); None: it is in none.
+        is_in_collective: whether its main thread is in a call of torch.distributed.
+        found: what is wrong with processes of other ranks on its host.
+        has_left: whether it took leave.
+        knows: whether it has read the verdict.
+    """
+
+    count: int
+    host: str
+    host_id: str
+    phase: str = ""
+    part: str = ""
+    at: str = ""
+    entered: Mapping[str, int] = field(default_factory=dict)
+    wait: Wait | None = None
+    within: float | None = None
+    is_in_collective: bool = False
+    found: Mapping[int, str] = field(default_factory=dict)
+    has_left: bool = False
+    knows: bool = False
+
+    def to_json(self) -> str:
+        """Returns the beat as text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Beat:
+        """Returns the beat of `to_json`."""
+        fields: dict[str, Any] = json.loads(text)
+        wait = fields.pop("wait")
+        found = {int(rank): state for rank, state in fields.pop("found").items()}
+        return Beat(**fields, wait=None if wait is None else Wait(**wait), found=found)
+
+    @property
+    def where(self) -> str:
+        """What the rank is doing, for people."""
+        part = f", {self.part}" if self.part else ""
+        return f"in phase '{self.phase}'{part}" + (f", at {self.at}" if self.at else "")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why all ranks must end.
+
+    Args:
+        message: for people; names the ranks that are to blame.
+        culprit: the first of them; None where none is.
+    """
+
+    message: str
+    culprit: int | None
+
+    def to_json(self) -> str:
+        """Returns the verdict as text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Verdict:
+        """Returns the verdict of `to_json`."""
+        return Verdict(**json.loads(text))
+
+
+class Watch:
+    """Looks at the beats of all ranks, again and again.
+
+    Args:
+        every_s: between two looks.
+        silent_s: without a beat, that make a rank a lost one.
+        collective_timeout_s: that a collective may take once all have entered it.
+        stall_timeout_s: that ranks wait for others which beat; None: for ever.
+    """
+
+    def __init__(
+        self,
+        every_s: float,
+        silent_s: float,
+        collective_timeout_s: float,
+        stall_timeout_s: float | None,
+    ) -> None:
+        self.every_s, self.silent_s = every_s, silent_s
+        self.collective_timeout_s, self.stall_timeout_s = collective_timeout_s, stall_timeout_s
+        self._counts: dict[int, int] = {}
+        self._silent: dict[int, int] = {}  # looks without a new beat
+        self._entered_by_all: dict[tuple[str, tuple[int, ...], int], int] = {}  # looks
+        self._told_s = 0.0
+
+    def look(self, beats: Sequence[Beat]) -> Verdict | None:
+        """Takes in the latest beat of every rank; returns why all must end, if they must."""
+        for rank, beat in enumerate(beats):
+            is_new = self._counts.get(rank) != beat.count or beat.has_left
+            self._silent[rank] = 0 if is_new else self._silent[rank] + 1
+            self._counts[rank] = beat.count
+        return self._lost(beats) or self._stalled(beats) or self._unfinished(beats)
+
+    def is_silent(self, rank: int) -> bool:
+        """Whether a rank has not beaten for so long that it needs an explanation."""
+        return self._silent.get(rank, 0) * self.every_s >= self.silent_s
+
+    def notice(self, beats: Sequence[Beat]) -> str | None:
+        """Returns who waits for whom, once a minute while somebody waits for longer than that."""
+        waits = [beat.wait.seconds for beat in beats if beat.wait is not None]
+        withins = [beat.within for beat in beats if beat.within is not None]
+        longest = max([*waits, *withins], default=0.0)
+        if longest < NOTICE_S:
+            self._told_s = 0.0
+            return None
+        if longest < self._told_s + NOTICE_S:
+            return None
+        self._told_s = longest
+        waiting = max(beats, key=lambda beat: beat.wait.seconds if beat.wait else -1.0).wait
+        if waiting is not None and (missing := _missing(waiting, beats)):
+            said = f"for {waiting.seconds:.0f} s ranks wait after {waiting.what!r} for "
+            return said + self._described(missing, beats)
+        if withins:
+            part = next(beat.part for beat in beats if beat.within == max(withins))
+            others = [rank for rank, beat in enumerate(beats) if not beat.is_in_collective]
+            said = f"ranks have been in {part!r} for {max(withins):.0f} s"
+            return said + (f": {self._described(others, beats)}" if others else "")
+        return None
+
+    def _lost(self, beats: Sequence[Beat]) -> Verdict | None:
+        why = {rank: self._why_lost(rank, beats) for rank in range(len(beats))}
+        lost = {rank: reason for rank, reason in why.items() if reason is not None}
+        if not lost:
+            return None
+        first = min(lost)
+        alike = [rank for rank in lost if beats[rank].host_id == beats[first].host_id]
+        message = (
+            f"{_ranks(alike)} on host {beats[first].host} gave no sign of life for "
+            f"{self.silent_s:g} s: {lost[first]}. Last heard of {beats[first].where}"
+        )
+        if others := [rank for rank in lost if rank not in alike]:
+            message += f"; {_ranks(others)} on other hosts are silent too"
+        return Verdict(message, first)
+
+    def _why_lost(self, rank: int, beats: Sequence[Beat]) -> str | None:
+        if not self.is_silent(rank):
+            return None
+        mates = [
+            other
+            for other, beat in enumerate(beats)
+            if beat.host_id == beats[rank].host_id and not self.is_silent(other)
+        ]
+        if not mates:
+            return "neither its process nor another rank of that host answers"
+        return next((f for m in mates if (f := beats[m].found.get(rank)) is not None), None)
+
+    def _stalled(self, beats: Sequence[Beat]) -> Verdict | None:
+        if self.stall_timeout_s is None:
+            return None
+        bound = f"run.stall_timeout_s={self.stall_timeout_s:g}"
+        for beat in beats:
+            if beat.wait is not None and beat.wait.seconds > self.stall_timeout_s:
+                if missing := _missing(beat.wait, beats):
+                    waited = f"others wait after {beat.wait.what!r} for longer than {bound}"
+                    return Verdict(f"{self._described(missing, beats)}; {waited}", missing[0])
+            elif beat.within is not None and beat.within > self.stall_timeout_s:
+                others = [rank for rank, one in enumerate(beats) if not one.is_in_collective]
+                named = self._described(others, beats) if others else "all ranks wait"
+                culprit = others[0] if others else None
+                return Verdict(f"{named}; {beat.part!r} took longer than {bound}", culprit)
+        return None
+
+    def _unfinished(self, beats: Sequence[Beat]) -> Verdict | None:
+        """Finds a collective that all have entered and that does not end: the network's fault."""
+        waits = {  # of each replica one
+            (wait.group, tuple(wait.ranks or ()), wait.number): wait
+            for beat in beats
+            if (wait := beat.wait) is not None
+        }
+        entered = {key: wait for key, wait in waits.items() if not _missing(wait, beats)}
+        looks = {key: self._entered_by_all.get(key, 0) + 1 for key in entered}
+        self._entered_by_all = looks
+        for key, count in looks.items():
+            if count * self.every_s > self.collective_timeout_s:
+                message = (
+                    f"all ranks came together after {entered[key].what!r}, but their collective "
+                    f"did not end within run.collective_timeout_s={self.collective_timeout_s:g}: "
+                    "look at the network between the hosts"
+                )
+                return Verdict(message, None)
+        return None
+
+    def _described(self, ranks: Sequence[int], beats: Sequence[Beat]) -> str:
+        named = [
+            f"rank {rank} on host {beats[rank].host}"
+            + (" (its Python does not answer, its process runs)" if self.is_silent(rank) else "")
+            + f", {beats[rank].where}"
+            for rank in ranks[:MAX_NAMED]
+        ]
+        more = f"; and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+        return "; ".join(named) + more
+
+
+def _missing(wait: Wait, beats: Sequence[Beat]) -> list[int]:
+    ranks = range(len(beats)) if wait.ranks is None else wait.ranks
+    return [rank for rank in ranks if beats[rank].entered.get(wait.group, 0) < wait.number]
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    """Returns "rank 3" or "ranks 0-3, 7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -1,0 +1,95 @@
+"""One rank of the heartbeat's test: who is waited for, and what is said of one that is stopped.
+
+heartbeat_worker.py FOLDER. Rank 1 is late, then busy in native code that holds the interpreter, and
+stops in the end; rank 0 waits for it, rank 2 sits in a collective that nothing can call back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.parallel import heartbeat
+from hybridrl.parallel.descriptors import OTHERS, num_needed
+from hybridrl.parallel.groups import PeerError, World
+from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.parallel.replica import ReplicaGroup
+from hybridrl.platform import Platform
+
+TIMEOUT_S, LATE_S = 2.0, 3.0
+
+
+def check_descriptors(world: World, found: int) -> None:
+    """What a rank needs is what its groups take, and two clients of the store."""
+    of_groups = num_needed(world.layout, is_cpu=True) - OTHERS - 2 * world.size
+    of_server = 2 * world.size if world.rank == 0 else 0
+    assert of_groups + 2 <= found <= of_groups + 2 + of_server + 10 * (world.rank == 0), found
+
+
+def check_late_ranks(world: World) -> None:
+    """Who comes later than a collective may take is waited for, in every group."""
+    is_late = world.rank == 1
+    time.sleep(LATE_S * is_late)
+    assert world.gather_objects(world.rank) == [0, 1, 2]
+    time.sleep(LATE_S * is_late)
+    world.arrive("the test")
+    replica = ReplicaGroup(RolloutLayout.consecutive(3, 3), world.rank, world.heartbeat)
+    time.sleep(LATE_S * replica.is_first)
+    assert replica.tell(world.rank) == 0
+    with world.all_agree("reading", is_unbounded=True):
+        time.sleep(LATE_S * is_late)
+        dist.all_reduce(torch.ones(1))
+
+
+def check_busy_rank(world: World) -> None:
+    """A rank without a beat is not lost while its process runs."""
+    if world.rank == 1:
+        ctypes.PyDLL(None).usleep(int(2 * heartbeat.SILENT_S * 1e6))
+    world.arrive("the library")
+
+
+def stop_here() -> None:
+    time.sleep(5 * heartbeat.BEAT_S)  # the last beat tells where the rank is
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def main() -> None:
+    heartbeat.BEAT_S, heartbeat.SILENT_S = 0.2, 1.6
+    heartbeat.GRACE_S = 4.0  # rank 2 ends after rank 0 has said all
+    folder = Path(sys.argv[1])
+    platform = Platform.detect()
+    platform.activate()
+    before = len(os.listdir("/proc/self/fd"))
+    # A script's own group, not `start_process_group`: heartbeats begin with the World.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    time.sleep(LATE_S * (dist.get_rank() == 1))  # others beat already
+    world = World(TrainLayout(3), platform, TIMEOUT_S)
+    check_descriptors(world, len(os.listdir("/proc/self/fd")) - before)
+    check_late_ranks(world)
+    check_busy_rank(world)
+    world.heartbeat.phase = lambda: "testing, step 3"
+    other = dist.new_group(backend="gloo")  # of half an hour
+    (folder / f"passed_{world.rank}").touch()
+    (folder / f"began_{world.rank}").write_text(str(time.time()))
+    if world.rank == 1:
+        stop_here()
+    if world.rank == 2:
+        dist.all_reduce(torch.ones(1), group=other)
+    try:
+        world.arrive("the stop")
+    except PeerError as error:
+        (folder / "said").write_text(str(error))
+        assert error.culprit == 1 and error.is_lost
+        time.sleep(60)  # until rank 2 has ended
+
+
+if __name__ == "__main__":
+    main()
