@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 from hybridrl.config.algorithm import PolicyGradientConfig, PpoConfig
+from hybridrl.config.engines import ONE_RANK_ENGINES
 from hybridrl.config.schema import Config
 from hybridrl.config.supervised import KtoConfig, PairLossConfig
 from hybridrl.config.teacher import read_teacher
-from hybridrl.models.family import ModelShape, resolve_family
-from hybridrl.models.weights import RankLayout, megatron_layout
+from hybridrl.models.family import ModelShape, read_model
+from hybridrl.models.weights import RankLayout, megatron_layouts
 from hybridrl.parallel.layout import TrainLayout
 
-CPU_ENGINES = ("hf", "scripted")
 MIB = 2**20
 # Of the head's logits, fp32 and their gradients in 16 bit, a chunk is held (token_logprobs.py).
 BYTES_PER_LOGIT = 6
@@ -28,55 +29,97 @@ MASTER_BYTES = 4  # fp32 copy of 16-bit parameters
 MAIN_GRAD_BYTES = 4
 
 
-def memory_peaks(
+@dataclass(frozen=True)
+class Memory:
+    """The estimated peaks of the fullest rank, in bytes.
+
+    Args:
+        train: in training.
+        rollout: in generation, the KV cache with it.
+        kv_cache: with room for all requests that are decoded together.
+        num_requests: how many those are, each as long as it may be.
+        least_requests: for how many the cache must have room; others would wait.
+        staging: of the reshard, where weights travel as messages.
+    """
+
+    train: int
+    rollout: int
+    kv_cache: int
+    num_requests: int
+    least_requests: int
+    staging: int
+
+    def rollout_with(self, num_requests: int) -> int:
+        """Returns the peak of generation with a KV cache for some of the requests."""
+        return self.rollout - self.kv_cache + self.kv_cache * num_requests // self.num_requests
+
+
+def estimate_memory(
     config: Config,
     shape: ModelShape,
     layout: TrainLayout,
-    sources: Sequence[RankLayout],
-    targets: Sequence[RankLayout],
-    shared: Sequence[int],
+    num_params: int,
+    engine_bytes: int,
     transport: str,
-) -> dict[str, int]:
-    """Returns the estimated peak of the fullest rank in each phase, in bytes.
+    on_gpu: bool,
+) -> Memory:
+    """Estimates what the fullest rank holds in each phase.
 
     Training holds parameters, fp32 gradients, the optimizer's share of a data-parallel rank, frozen
     models, activations and logits, and weights of an engine that does not sleep. Generation holds
     parameters, the optimizer's state unless it is offloaded, the engine's own weights and the KV
     cache. On GPUs both hold NCCL's groups and the engine's graphs; the CUDA context is not counted.
+
+    Args:
+        config, shape, layout: of the run.
+        num_params: parameters of the rank that holds most.
+        engine_bytes: of engine weights that are not the trainer's own memory, on the fullest rank.
+        transport: how weights travel.
+        on_gpu: whether ranks hold this on GPUs.
     """
-    itemsize = itemsize_of(config)
-    num_params = max(_num_elements(source) for source in sources)
-    engine = max(
-        itemsize * _num_elements(target) - alias
-        for target, alias in zip(targets, shared, strict=True)
-    )
+    itemsize = itemsize_of(config, on_gpu)
     optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
     sharded = optimizer * num_params // (layout.dp * layout.cp)
     num_trained = 2 if isinstance(config.algorithm, PpoConfig) else 1
     frozen = itemsize * num_params if _has_reference(config) else 0
-    frozen += _teacher_bytes(config, layout)
+    frozen += _teacher_bytes(config, layout, on_gpu)
     weights = num_trained * num_params * itemsize + frozen
     gradients = num_trained * num_params * MAIN_GRAD_BYTES
     states = num_trained * sharded
     sleeps = config.rollout.engine == "vllm"
-    kv_size = 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers * itemsize
+    num_requests = _num_requests(config, layout)
+    heads = max(1, shape.num_kv_heads // config.rollout.tp)  # repeated where ranks are more
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    kv_cache = config.rollout.max_batch * longest * kv_size // config.rollout.tp
-    always = 0 if config.rollout.engine in CPU_ENGINES else _gpu_bytes(config, layout, transport)
-    return {
-        "train_peak_bytes": always
+    kv_cache = num_requests * longest * 2 * heads * shape.head_dim * shape.num_layers * itemsize
+    always = _gpu_bytes(config, layout, transport) if on_gpu else 0
+    return Memory(
+        train=always
         + weights
         + gradients
         + states
-        + _activation_bytes(config, shape, layout)
-        + (0 if sleeps else engine),
-        "rollout_peak_bytes": always
+        + _activation_bytes(config, shape, layout, itemsize)
+        + (0 if sleeps else engine_bytes),
+        rollout=always
         + (frozen if config.train.release_weights_in_rollout else weights)
         + (0 if config.train.offload_optimizer else states)
-        + engine
+        + engine_bytes
         + kv_cache,
-        "staging_bytes": config.rollout.staging_mib * MIB,
-    }
+        kv_cache=kv_cache,
+        num_requests=num_requests,
+        least_requests=num_requests if config.rollout.engine in ONE_RANK_ENGINES else 1,
+        staging=config.rollout.staging_mib * MIB,
+    )
+
+
+def _num_requests(config: Config, layout: TrainLayout) -> int:
+    """Returns how many requests the KV cache is for: vLLM's is made for all that it may decode
+    together, that of `hf` grows with those that there are.
+    """
+    most = config.rollout.max_batch
+    if config.rollout.engine not in ONE_RANK_ENGINES:
+        return most
+    samples = config.steps.prompts_per_step * config.steps.samples_per_prompt
+    return min(most, -(-samples // layout.world_size))
 
 
 def _gpu_bytes(config: Config, layout: TrainLayout, transport: str) -> int:
@@ -87,17 +130,18 @@ def _gpu_bytes(config: Config, layout: TrainLayout, transport: str) -> int:
     is_staged = transport == "packed" and layout.world_size > 1
     num_groups = sum(size > 1 for size in sizes) + is_staged  # blocks go over a group of their own
     staging = config.rollout.staging_mib * MIB if is_staged else 0
-    return GROUP_BYTES * num_groups + GRAPH_BYTES + staging
+    graphs = 0 if config.rollout.engine in ONE_RANK_ENGINES else GRAPH_BYTES
+    return GROUP_BYTES * num_groups + graphs + staging
 
 
-def _activation_bytes(config: Config, shape: ModelShape, layout: TrainLayout) -> int:
+def _activation_bytes(config: Config, shape: ModelShape, layout: TrainLayout, itemsize: int) -> int:
     """Returns what one rank's forward passes keep for its backward passes, and the head's scratch.
 
     Of a layer: its input, what follows each norm, and the input of the feed-forward half (4 hidden
     sizes); queries, keys and values, and what attention gives; the feed-forward layer's two halves
     and their product. Tensor and sequence parallel cut all of it.
     """
-    itemsize, tokens = itemsize_of(config), config.train.micro_batch_tokens // layout.cp
+    tokens = config.train.micro_batch_tokens // layout.cp
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     per_token = 4 * shape.hidden_size + attention + 3 * shape.ffn_size
     layers = shape.num_layers // layout.pp
@@ -121,22 +165,22 @@ def _has_reference(config: Config) -> bool:
     )
 
 
-def _teacher_bytes(config: Config, layout: TrainLayout) -> int:
+def _teacher_bytes(config: Config, layout: TrainLayout, on_gpu: bool) -> int:
     """Returns the weights of the teacher, if there is one, on the rank that holds most of them."""
     if (hf_config := read_teacher(config)) is None:
         return 0
-    family = resolve_family(None, hf_config)
-    shape, ranks = family.shape(hf_config), range(layout.world_size)
-    parts = (_num_elements(megatron_layout(family, shape, layout, rank)) for rank in ranks)
-    return itemsize_of(config) * max(parts)
+    parts = megatron_layouts(*read_model(None, hf_config), layout)
+    return itemsize_of(config, on_gpu) * most_elements(parts)
 
 
-def _num_elements(layout: RankLayout) -> int:
-    return sum(prod(shape) for shape in layout.shapes.values())
+def most_elements(layouts: Sequence[RankLayout]) -> int:
+    """Returns the elements of the rank that holds most."""
+    different = {id(layout): layout for layout in layouts}.values()
+    return max(sum(prod(shape) for shape in layout.shapes.values()) for layout in different)
 
 
-def itemsize_of(config: Config) -> int:
-    """Returns bytes of a parameter; 'auto' is float32 where the engine is one for CPU."""
+def itemsize_of(config: Config, on_gpu: bool) -> int:
+    """Returns bytes of a parameter; 'auto' is float32 on CPU."""
     if config.model.dtype == "auto":
-        return 4 if config.rollout.engine in CPU_ENGINES else 2
+        return 2 if on_gpu else 4
     return {"float32": 4, "bfloat16": 2}[config.model.dtype]

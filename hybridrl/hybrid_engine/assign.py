@@ -9,14 +9,14 @@ intervals (Sheng et al. 2025, "HybridFlow", section 5.3) compete with what that 
 
 An engine's groups must ascend: torch sorts the ranks of a group, vLLM takes the order that it was
 given. `is_ascending=False` tells what that rule costs; another order of the training axes
-(`order_without_loss`) avoids the cost.
+(`choose_order`) often avoids the cost.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, permutations
 
@@ -29,6 +29,8 @@ from hybridrl.parallel.layout import AXES, RolloutLayout, TrainLayout
 
 MAX_EXACT = 8
 CHUNK = 4096  # candidates judged at once, which bounds memory
+# Share of the received bytes that an order must save to spread data-parallel groups on more nodes.
+WORTH_SPREADING = 0.1
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,102 @@ def assign(
             stays on one node if it fits, else on as few as it can.
         is_ascending: whether the ranks of a replica must ascend in tensor-parallel order.
     """
-    size, tp = len(sources), len(parts)
+    return _assign(_Costs.of(sources, parts), domain_size, is_ascending)
+
+
+def judge(
+    sources: Sequence[RankLayout], parts: Sequence[RankLayout], layout: RolloutLayout
+) -> Assignment:
+    """Returns what a given layout costs."""
+    return _judge(_Costs.of(sources, parts), layout)
+
+
+@dataclass(frozen=True)
+class OrderChoice:
+    """An order of the training axes, and what it saves; in elements.
+
+    Args:
+        order: in Megatron's notation.
+        receive: most that one rank receives in this order.
+        default_receive: most that one rank receives in Megatron's own order.
+    """
+
+    order: str
+    receive: int
+    default_receive: int
+
+
+def choose_order(
+    train: TrainLayout,
+    sources: Sequence[RankLayout],
+    parts: Sequence[RankLayout],
+    domain_size: int | None = None,
+) -> OrderChoice:
+    """Finds the order of the training axes in which the rank that receives most receives least.
+
+    Only orders that Megatron takes, and that keep training's messages where they are in Megatron's
+    own: tensor- and context-parallel groups span no more nodes, and data-parallel groups that lie
+    on one node stay on one. Those that span several anyway may span more of them if that saves a
+    tenth (WORTH_SPREADING), since gradients then have fewer network cards. Of equal orders
+    Megatron's own wins, then the one whose busiest rank sends least, then the first in a fixed
+    list.
+
+    Args:
+        train: the layout, in Megatron's own order.
+        sources: what each rank trains with in that order.
+        parts: what each tensor-parallel rank of the engine holds.
+        domain_size: ranks of one node, which are consecutive; None: all are of one.
+    """
+    costs = _Costs.of(sources, parts)
+    own = _assign(costs, domain_size)
+    choice, least = train.order, own.cost
+    bound = int(costs.missing.min(axis=1).max())  # each rank as the part that it lacks least of
+    if own.receive == bound:
+        return OrderChoice(choice, own.receive, own.receive)
+    node = domain_size or train.world_size
+    num_nodes = {axis: _num_nodes(train, axis, node) for axis in ("tp", "cp", "dp")}
+    found = {tuple(costs.of_rank): own}
+    for order in _other_orders(train):
+        other = replace(train, order=order)
+        spans = {axis: _num_nodes(other, axis, node) for axis in num_nodes}
+        if any(sum(spans[axis]) > sum(num_nodes[axis]) for axis in ("tp", "cp")):
+            continue
+        if max(num_nodes["dp"]) == 1 < max(spans["dp"]):
+            continue
+        moved = costs.moved(ranks_moved(train, other))
+        key = tuple(moved.of_rank)
+        if key not in found:
+            found[key] = _assign(moved, domain_size)
+        is_spread = sum(spans["dp"]) > sum(num_nodes["dp"])
+        limit = own.receive * (1 - WORTH_SPREADING) if is_spread else own.receive
+        if found[key].receive < limit and found[key].cost < least:
+            choice, least = order, found[key].cost
+    return OrderChoice(choice, least[0], own.receive)
+
+
+def ranks_moved(train: TrainLayout, other: TrainLayout) -> list[int]:
+    """Returns for each rank of `other` the rank of `train`, of the same sizes, at its place."""
+    where = (other.coordinates(rank) for rank in range(train.world_size))
+    return [train.rank_at(**vars(place)) for place in where]
+
+
+def _other_orders(train: TrainLayout) -> Iterator[str]:
+    """Yields the orders that Megatron takes; expert parallelism is beside context parallelism."""
+    for axes in permutations(AXES):
+        order = "-".join(axes).replace("cp", "cp-ep")
+        if order != train.order and is_megatron_order(order, train.pp, train.cp, train.ep):
+            yield order
+
+
+def _num_nodes(layout: TrainLayout, axis: str, node: int) -> list[int]:
+    """Returns on how many nodes the ranks of each group of an axis are."""
+    return [len({rank // node for rank in group}) for group in layout.groups(axis)]
+
+
+def _assign(costs: _Costs, domain_size: int | None, is_ascending: bool = True) -> Assignment:
+    size, tp = costs.missing.shape
     if tp == 1:
-        return judge(sources, parts, RolloutLayout.consecutive(size, tp))
-    costs = _Costs(sources, parts)
+        return _judge(costs, RolloutLayout.consecutive(size, tp))
     unit = _unit(size, tp, domain_size or size)
     strides = [s for s in range(1, unit // tp + 1) if unit % (s * tp) == 0]
     candidates = [np.arange(size) // stride % tp for stride in strides]
@@ -85,58 +179,30 @@ def assign(
     return costs.best(np.array(candidates), unit)
 
 
-def judge(
-    sources: Sequence[RankLayout], parts: Sequence[RankLayout], layout: RolloutLayout
-) -> Assignment:
-    """Returns what a given layout costs."""
+def _judge(costs: _Costs, layout: RolloutLayout) -> Assignment:
     places = np.array([[tp_rank for _, tp_rank in layout.assignment]])
-    costs = _Costs(sources, parts)
     return Assignment(layout, int(costs.receive(places)[0]), int(costs.send(places)[0]))
-
-
-def order_without_loss(
-    train: TrainLayout,
-    sources: Sequence[RankLayout],
-    parts: Sequence[RankLayout],
-    goal: Assignment,
-    domain_size: int | None = None,
-) -> str | None:
-    """Returns an order of the training axes in which ascending groups cost no more than `goal`.
-
-    Megatron takes it (`train.order`), and tensor-parallel groups stay on one node where they do in
-    `train`. None: there is no such order.
-    """
-    node = domain_size or train.world_size
-
-    def num_split(layout: TrainLayout) -> int:
-        return sum(group[0] // node != group[-1] // node for group in layout.groups("tp"))
-
-    tried = set()
-    for axes in permutations(AXES):
-        order = "-".join(axes).replace("cp", "cp-ep")
-        if not is_megatron_order(order, train.pp, train.cp, train.ep):
-            continue
-        other = TrainLayout(
-            train.world_size, train.tp, train.pp, train.cp, train.ep, train.vpp, order
-        )
-        places = tuple(other.coordinates(rank) for rank in range(train.world_size))
-        if places in tried or num_split(other) > num_split(train):
-            continue
-        tried.add(places)
-        moved = [sources[train.rank_at(**vars(place))] for place in places]
-        if assign(moved, parts, domain_size).cost <= goal.cost:
-            return order
-    return None
 
 
 class _Costs:
     """What tensor-parallel ranks cost each rank.
 
+    Args:
+        of_rank: class of each rank, of those that hold the same.
+        holds: whether each rank (outer) holds pieces of each set of owners (inner).
+        need: elements that each tensor-parallel rank (outer) needs of each set (inner).
+
     Attributes:
         missing: elements that each rank (outer) must receive as each tensor-parallel rank (inner).
     """
 
-    def __init__(self, sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> None:
+    def __init__(self, of_rank: Sequence[int], holds: np.ndarray, need: np.ndarray) -> None:
+        self.of_rank, self._holds, self._need = of_rank, holds, need
+        self.missing = ~holds @ need.T
+
+    @classmethod
+    def of(cls, sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> _Costs:
+        """Returns what `parts` cost ranks that hold `sources`."""
         joined = join(sources, parts)
         owners: dict[tuple[int, ...], int] = {}
         of_kind = [owners.setdefault(kind.owners, len(owners)) for kind in joined.kinds]
@@ -148,8 +214,11 @@ class _Costs:
         for classes, column in owners.items():
             for number in classes:
                 holds[joined.sources.ranks[number], column] = True
-        self.missing = ~holds @ need.T
-        self._need, self._holds = need, holds
+        return cls(joined.sources.of_rank, holds, need)
+
+    def moved(self, ranks: Sequence[int]) -> _Costs:
+        """Returns the costs where each rank holds what `ranks` names for it here."""
+        return _Costs([self.of_rank[rank] for rank in ranks], self._holds[ranks], self._need)
 
     def receive(self, candidates: np.ndarray) -> np.ndarray:
         """Returns, for rows of tensor-parallel ranks, what the fullest rank must receive."""

@@ -5,7 +5,8 @@ GPUs crosses to it once, from the owning node that has the least to send, spread
 both sides; NVLink brings it to the NIC's GPU before and to every GPU that needs it after. Both
 levels work on chunks, at the same time. Links and NICs are taken to keep their rates whatever else
 goes on: switches and congestion are no part of it. What runs (crossing.py) has each piece cross
-from a GPU that owns it to one that needs it, whose NICs may carry less alike (`planned_ms`).
+from a GPU that owns it to one that needs it, whose NICs may carry less alike (`planned_ms`). Within
+a node (`transfer_ms`) what a reshard costs was measured.
 """
 
 from __future__ import annotations
@@ -24,6 +25,15 @@ Wants = Counter[Group]
 """How many pieces a node wants of each group."""
 
 CHUNK_BYTES = 64 << 20
+
+# NVLink 4 of one GPU, one way. H200 gave 330 to 363, with NCCL and with copies.
+LINK_GB_PER_S = 345.0
+# By transport, what bytes over NVLink cost beside their number, ms, and the rate at which a GPU
+# then receives, as a share of the link's above; bytes a second copied on a GPU; what a reshard
+# costs that moves nothing. Fitted to 4 x H200 (benchmarks/results/reshard_h200.json).
+TRANSPORTS = {"peer": (0.0, 362 / 345), "packed": (1.2, 330 / 345)}
+LOCAL_BYTES_PER_S = 1.85e12
+LEAST_MS = 0.1
 
 
 class Cluster(BaseModel):
@@ -135,6 +145,22 @@ def planned_ms(traffic: np.ndarray, cluster: Cluster) -> float:
     np.fill_diagonal(messages, 0)
     latency_ms = cluster.latency_us / 1e3 * int(messages.sum(axis=0).max())
     return 1e3 * float(max(nic_s, link_s)) + latency_ms
+
+
+def transfer_ms(
+    transport: str, busiest_bytes: int, local_bytes: int, link_gb_per_s: float = LINK_GB_PER_S
+) -> float:
+    """Predicts a reshard within a node, milliseconds.
+
+    Args:
+        transport: a key of TRANSPORTS.
+        busiest_bytes: that the busiest rank receives, or sends.
+        local_bytes: that a rank copies on itself, at the same time.
+        link_gb_per_s: of one GPU's link, one way.
+    """
+    fixed_ms, share = TRANSPORTS[transport]
+    link_ms = fixed_ms + busiest_bytes / (share * link_gb_per_s * 1e6) if busiest_bytes else 0.0
+    return LEAST_MS + max(link_ms, 1e3 * local_bytes / LOCAL_BYTES_PER_S)
 
 
 class _Node:

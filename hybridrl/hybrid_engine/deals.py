@@ -51,7 +51,7 @@ class Deal:
         too.
         """
         stops = np.cumsum(self.sent) - position * self.count
-        return np.unique([0, *np.clip(stops, 0, self.count)])
+        return np.unique(np.concatenate([[0], np.clip(stops, 0, self.count)]))
 
     def add_traffic(self, traffic: np.ndarray) -> None:
         """Adds what is sent to `traffic`, by sender (outer) and receiver (inner)."""

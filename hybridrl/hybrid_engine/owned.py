@@ -12,11 +12,12 @@ Pure, no torch. Invariant: the layout made here tiles its tensors like the one i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from hybridrl.models.boxes import Box, intersection, moved, span_boxes
 from hybridrl.models.weights import RankLayout, Region
+from hybridrl.parallel.layout import TrainLayout
 
 
 def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> RankLayout:
@@ -46,3 +47,23 @@ def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> R
             if part is not None:
                 padding.append((region.local, part))
     return RankLayout(tuple(regions), layout.shapes, tuple(padding))
+
+
+def equal_shares(layout: TrainLayout, whole: Sequence[RankLayout]) -> list[RankLayout]:
+    """Returns what each rank owns where every tensor is cut into as many equal parts as it has
+    owners, the data- and context-parallel ranks.
+
+    Megatron shares buckets of several tensors out. Those are known once there is a model; here are
+    the same bytes altogether, and nearly so on each rank.
+    """
+    owners = layout.dp * layout.cp
+    if owners == 1:
+        return list(whole)
+    found = []
+    for rank, own in enumerate(whole):
+        where = layout.coordinates(rank)
+        part = where.dp * layout.cp + where.cp
+        sizes = {name: prod(shape) for name, shape in own.shapes.items()}
+        ranges = {n: (s * part // owners, s * (part + 1) // owners) for n, s in sizes.items()}
+        found.append(owned_layout(own, ranges))
+    return found

@@ -131,7 +131,8 @@ def plan(folder: Path, *arguments: str) -> dict[str, Any]:
     before = files_below(folder)
     report: dict[str, Any] = json.loads(succeed(folder, "plan", *arguments, "--json"))
     assert files_below(folder) == before
-    assert report.keys() == {*PLAN_KEYS, "violations"}
+    added = {"fits", "verdict", "gpu_memory_bytes", "order", "assumptions", "cluster"}
+    assert report.keys() == {*PLAN_KEYS, *added, "violations"}
     assert all(report[section].keys() == keys for section, keys in PLAN_KEYS.items())
     assert report["violations"] == []
     world = len(report["rollout"]["assignment"])
@@ -158,6 +159,8 @@ def test_plan_of_the_quickstart(bare: Path, name: str) -> None:
     report = plan(bare, f"examples/quickstart/{name}.yaml")
     assert report["train"] == {"tp": 2, "pp": 2, "vpp": 1, "cp": 1, "ep": 1, "dp": 1}
     assert report["rollout"]["engine"] == "hf"
+    assert report["order"]["axes"] == "tp-cp-ep-dp-pp"
+    assert report["fits"] is None and "on CPU" in report["verdict"]["summary"]
     model = json.loads((QUICKSTART / "model" / "config.json").read_text())
     assert filled(report) == [4 * sum(parameters(model))] * 4
     one = plan(bare, f"examples/quickstart/{name}.yaml", "train.tp=1", "train.pp=1")
@@ -177,6 +180,15 @@ def test_plan_of_a_large_model(bare: Path, layout: str, rollout_tp: int, world: 
     assert report["reshard"]["predicted_ms"] > 0
     assert min(report["memory"].values()) > 0
     assert report["memory"]["train_peak_bytes"] > max(filled(report))
+    assert report["fits"] is True
+
+
+def test_the_first_line_of_a_plan_is_the_verdict(bare: Path) -> None:
+    engine = ("rollout.engine=vllm", "train.tp=4", "--world", "4")
+    assert succeed(bare, "plan", "qwen.yaml", *engine).startswith("fits: rollout takes about ")
+    (bare / "cluster.yaml").write_text("gpu_memory_gib: 24")
+    small = succeed(bare, "plan", "qwen.yaml", *engine, "--cluster", "cluster.yaml")
+    assert small.startswith("does not fit: ") and "; it fits with train." in small.splitlines()[0]
 
 
 def test_plan_tells_every_violation_as_json(bare: Path) -> None:
@@ -281,7 +293,7 @@ def test_eval_prints_one_json_object_whatever_the_layout(quickstart: Path) -> No
         found.append(json.loads(printed))
         assert printed.count("\n") == 1
     assert found[0] == found[1]
-    assert found[0].keys() == {"accuracy", "num_prompts", "checkpoint"}
+    assert {"accuracy", "reward", "num_prompts", "checkpoint"} <= found[0].keys()
     assert found[0]["num_prompts"] == 8
     assert found[0]["checkpoint"].endswith("runs/quickstart-sft/checkpoints/step_3")
     summary = json.loads((quickstart / "runs/quickstart-sft/summary.json").read_text())

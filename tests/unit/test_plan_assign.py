@@ -8,7 +8,7 @@ import pytest
 from clock import is_within
 from weight_cases import random_case
 
-from hybridrl.hybrid_engine.assign import assign, judge, order_without_loss
+from hybridrl.hybrid_engine.assign import assign, choose_order, judge
 from hybridrl.hybrid_engine.plan import plan_reshard
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import ModelShape, resolve_family
@@ -110,20 +110,18 @@ def test_another_order_of_the_training_axes_makes_up_for_ascending_ranks(
     sources, parts = layouts(QWEN25_7B, train, 4)
     free = assign(sources, parts, is_ascending=False)
     assert free.layout.assignment == ((0, 0), (0, 2), (0, 1), (0, 3))
-    order = order_without_loss(train, sources, parts, free)
-    assert order is not None
-    moved = TrainLayout(4, train.tp, train.pp, order=order)
+    moved = TrainLayout(4, train.tp, train.pp, order=choose_order(train, sources, parts).order)
     assert assign(*layouts(QWEN25_7B, moved, 4)).cost == free.cost
     assert assign(sources, parts).cost > free.cost
 
 
-def test_no_order_is_named_that_takes_a_tensor_parallel_group_off_its_node() -> None:
+def test_no_order_is_chosen_that_takes_a_tensor_parallel_group_off_its_node() -> None:
     train = TrainLayout(32, tp=8, pp=2)
     sources, parts = layouts(LLAMA3_8B, train, 16)
     free = assign(sources, parts, 8, is_ascending=False)
     assert free.cost < assign(sources, parts, 8).cost
-    assert order_without_loss(train, sources, parts, free, 8) is None
-    assert order_without_loss(train, sources, parts, free) is not None
+    assert choose_order(train, sources, parts, 8).order == train.order
+    assert choose_order(train, sources, parts).order != train.order
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,10 @@ import pytest
 from clock import is_within
 from weight_cases import PADDING, random_case
 
-from hybridrl.cli.plan import load_cluster, plan_report
+from hybridrl.cli.launch import LocalGpu
+from hybridrl.cli.plan import plan_report
+from hybridrl.cli.plan_cluster import GIB, ClusterFile, Host, load_cluster
+from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.assign import assign
@@ -132,46 +135,159 @@ def test_235b_on_256_ranks_is_planned_in_seconds_and_near_its_bound(paper: Modul
     assert found.bound_ms <= found.predicted_ms <= 1.3 * found.bound_ms
 
 
-CONFIG = {
+MODEL = str(ROOT / "benchmarks" / "models" / "qwen2.5-7b.json")
+CONFIG: dict[str, Any] = {
     "run": {"name": "a"},
+    "model": {"init": MODEL},
     "algorithm": {"name": "grpo"},
     "steps": {"samples_per_prompt": 2},
     "train": {"tp": 4, "pp": 2},
     "rollout": {"engine": "vllm", "tp": 2},
 }
+# A cluster file that says what is assumed without one.
+ASSUMED = {
+    "nodes": 8,
+    "gpus_per_node": 8,
+    "gpu_memory_gib": 81_079 / 1024,
+    "link_gb_per_s": 345,
+    "nic_gb_per_s": 45,
+    "nics_per_node": 8,
+    "latency_us": 10,
+}
 
 
-def test_plan_with_a_cluster_reports_its_nodes(tmp_path: Path) -> None:
-    model = ROOT / "benchmarks" / "models" / "qwen2.5-7b.json"
-    config = load_config_dict({**CONFIG, "model": {"init": str(model)}})
-    file = tmp_path / "cluster.json"
-    file.write_text(json.dumps({**KEYS, "gpus_per_node": 8}))
-    report, violations = plan_report(config, 16, load_cluster(file))
-    assert violations == []
-    assert set(report["cluster"]) == {
-        "nic_receive_bytes",
-        "nic_send_bytes",
-        "link_bytes",
-        "messages",
-        "predicted_ms",
-        "bound_ms",
-        "planned_ms",
-    }
-    report, violations = plan_report(config, 8, load_cluster(file))
+def cluster_file(folder: Path, keys: dict[str, float]) -> ClusterFile:
+    (folder / "cluster.json").write_text(json.dumps(keys))
+    return load_cluster(folder / "cluster.json")
+
+
+def test_plan_reports_its_nodes_with_a_cluster_file_and_without(tmp_path: Path) -> None:
+    config = load_config_dict(CONFIG)
+    given = cluster_file(tmp_path, {**KEYS, "gpus_per_node": 8})
+    for told in (given, None):
+        report, violations = plan_report(config, 16, told)
+        assert violations == []
+        assert set(report["cluster"]) == {
+            "nic_receive_bytes",
+            "nic_send_bytes",
+            "link_bytes",
+            "messages",
+            "predicted_ms",
+            "bound_ms",
+            "planned_ms",
+        }
+        assert report["reshard"]["predicted_ms"] == report["cluster"]["planned_ms"]
+    report, violations = plan_report(config, 8, given)
     assert [(v.name, v.value) for v in violations] == [("nodes * gpus_per_node", "2 * 8")]
+    assert report.keys() == plan_report(config, 8)[0].keys() and report["fits"] is None
 
 
-def test_plan_says_what_ascending_ranks_cost_and_the_remedy() -> None:
-    model = ROOT / "benchmarks" / "models" / "qwen2.5-7b.json"
-    sections = {"train": {"tp": 2}, "rollout": {"engine": "vllm", "tp": 4}}
-    config = load_config_dict({**CONFIG, **sections, "model": {"init": str(model)}})
+def test_a_plan_for_many_ranks_is_that_for_the_cluster_that_it_assumes(tmp_path: Path) -> None:
+    """The same bytes, times and verdict, whether the cluster is given or not."""
+    model = {"init": str(ROOT / "benchmarks" / "models" / "qwen2.5-32b.json")}
+    train, rollout = {"tp": 8, "pp": 4}, {"engine": "vllm", "tp": 8}
+    config = load_config_dict({**CONFIG, "model": model, "train": train, "rollout": rollout})
+    without, _ = plan_report(config, 64)
+    assert {key: found["value"] for key, found in without["assumptions"].items()} == ASSUMED
+    for keys in ASSUMED, {"nodes": 8}, {"gpus_per_node": 8}, {}:
+        report, violations = plan_report(config, 64, cluster_file(tmp_path, keys))
+        assert violations == []
+        for key, found in report["assumptions"].items():
+            source = found.pop("source")
+            assert (source == "--cluster") == (key in keys)
+            assert found == {"value": ASSUMED[key]}
+        same = without.keys() - {"assumptions", "verdict"}
+        assert all(report[key] == without[key] for key in same)
+        assert report["verdict"]["needed_bytes"] == without["verdict"]["needed_bytes"]
+    # Bytes that cross on cards of 45 GB/s take far longer than on links of 345.
+    receive = max(without["reshard"]["receive_bytes"])
+    assert without["reshard"]["predicted_ms"] > 0.8 * 1e3 * receive / 45e9
+    slow, _ = plan_report(config, 64, cluster_file(tmp_path, {"nic_gb_per_s": 9}))
+    assert slow["reshard"]["predicted_ms"] > 4 * without["reshard"]["predicted_ms"]
+
+
+@pytest.mark.parametrize(
+    ("world", "keys", "host", "nodes", "gpus"),
+    [
+        (1, {}, Host(), 1, 1),
+        (8, {}, Host(), 1, 8),
+        (12, {}, Host(), 2, 6),
+        (16, {}, Host(), 2, 8),
+        (16, {}, Host(16, LocalGpu("V100", 32 * GIB)), 1, 16),
+        (16, {"gpus_per_node": 4}, Host(), 4, 4),
+        (2, {"gpus_per_node": 8}, Host(), 1, 2),
+        (16, {"nodes": 8}, Host(), 8, 2),
+    ],
+)
+def test_nodes_follow_from_the_ranks(
+    world: int, keys: dict[str, int], host: Host, nodes: int, gpus: int
+) -> None:
+    config = load_config_dict({**CONFIG, "train": {}, "rollout": {"engine": "vllm"}})
+    report, violations = plan_report(config, world, ClusterFile.model_validate(keys), host)
+    assert violations == []
+    found = report["assumptions"]
+    assert [found[key]["value"] for key in ("nodes", "gpus_per_node")] == [nodes, gpus]
+    assert found["nics_per_node"]["value"] == gpus
+
+
+@pytest.mark.parametrize(("key", "size"), [("nodes", 3), ("gpus_per_node", 3)])
+def test_nodes_that_the_ranks_do_not_fill_are_refused(key: str, size: int) -> None:
+    config = load_config_dict(CONFIG)
+    _, violations = plan_report(config, 8, ClusterFile.model_validate({key: size}))
+    assert [(v.name, v.value) for v in violations] == [(key, size)]
+    assert "a divisor of the world size 8" in str(violations[0])
+
+
+def test_memory_is_that_of_the_cluster_file_then_of_the_host_then_of_an_h100() -> None:
+    config = load_config_dict(CONFIG)
+    host = Host(8, LocalGpu("NVIDIA H200", 140 * GIB))
+    given = ClusterFile(gpu_memory_gib=80)
+    found = [plan_report(config, 8, *told)[0] for told in ((given, host), (None, host), ())]
+    assert [report["gpu_memory_bytes"] for report in found] == [
+        80 * GIB,
+        140 * GIB,
+        81_079 * 2**20,
+    ]
+    sources = [report["assumptions"]["gpu_memory_gib"]["source"] for report in found]
+    for source, word in zip(
+        sources, ("--cluster", "NVIDIA H200 of this host", "H100"), strict=True
+    ):
+        assert word in source
+    for report, source in zip(found, sources, strict=True):
+        assert source in plan_text(report).splitlines()[0]
+
+
+def test_a_slower_link_takes_longer_on_one_node_too() -> None:
+    config = load_config_dict({**CONFIG, "train": {"tp": 4}})
+    usual, _ = plan_report(config, 4)
+    slow, _ = plan_report(config, 4, ClusterFile(link_gb_per_s=34.5))
+    assert slow["reshard"]["predicted_ms"] == pytest.approx(
+        10 * usual["reshard"]["predicted_ms"], rel=0.1
+    )
+
+
+def test_peer_transport_is_refused_across_nodes() -> None:
+    rollout = {**CONFIG["rollout"], "transport": "peer"}
+    config = load_config_dict({**CONFIG, "rollout": rollout})
+    assert plan_report(config, 8)[1] == []
+    _, violations = plan_report(config, 16)
+    assert [(v.name, v.value) for v in violations] == [("rollout.transport", "peer")]
+    assert plan_report(config, 16, ClusterFile(gpus_per_node=16))[1] == []
+
+
+def test_plan_says_what_ascending_ranks_cost() -> None:
+    sections = {
+        "train": {"tp": 2, "order": "tp-cp-ep-dp-pp"},
+        "rollout": {"engine": "vllm", "tp": 4},
+    }
+    config = load_config_dict({**CONFIG, **sections})
     report, _ = plan_report(config, 4)
     choices = report["rollout"]["choices"]
     assert choices["any_order"]["tp_ranks"] == [0, 2, 1, 3]
     assert choices["any_order"]["max_receive_bytes"] == 0
     assert choices["used"]["max_receive_bytes"] == max(report["reshard"]["receive_bytes"]) > 0
-    assert "Set train.order=" in choices["remedy"]
-    aligned, _ = plan_report(load_config_dict({**CONFIG, "model": {"init": str(model)}}), 8)
+    assert "Set train.order=auto" in choices["remedy"]
+    aligned, _ = plan_report(load_config_dict(CONFIG), 8)
     assert aligned["rollout"]["choices"]["remedy"] is None
 
 
@@ -179,8 +295,10 @@ def test_plan_says_what_ascending_ranks_cost_and_the_remedy() -> None:
     ("content", "parts"),
     [
         ("nodes: 0", ["nodes: got 0", "greater than or equal to 1", "Number of nodes"]),
-        ("nodess: 4", ["nodess: got 4", "nodes, gpus_per_node", "Remove it"]),
+        ("nodess: 4", ["nodess: got 4", "nodes, gpus_per_node, gpu_memory_gib", "Remove it"]),
+        ("gpu_memory_gib: much", ["gpu_memory_gib: got 'much'", "number", "2**30 bytes"]),
         ("gpus: {", ["YAML or JSON of the keys nodes"]),
+        ("- 8", ["got [8]", "the keys nodes"]),
         (None, ["No such file", "YAML or JSON of the keys nodes"]),
     ],
 )
@@ -193,3 +311,14 @@ def test_cluster_files_with_faults_are_refused(
     with pytest.raises(ConfigError) as caught:
         load_cluster(file)
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize("content", ["", "gpu_memory_gib: 80", "{}"])
+def test_every_key_of_a_cluster_file_is_optional(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(content)
+    found = load_cluster(file)
+    assert found.gpu_memory_gib == (80 if content[:3] == "gpu" else None)
+    assert found.world_size() is None
+    assert ClusterFile(nodes=4).world_size() == 32
+    assert ClusterFile(nodes=4, gpus_per_node=2).world_size() == 8

@@ -1,25 +1,30 @@
-"""`train.order`: what Megatron takes, where ranks then stand, and the remedy that plan names."""
+"""`train.order`: what Megatron takes, where ranks then stand, and what 'auto' chooses."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from clock import is_within
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridrl.cli.plan import plan_report
+from hybridrl.cli.plan_cluster import ClusterFile
+from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules import AXES, check, is_megatron_order
 from hybridrl.config.schema import TrainConfig
-from hybridrl.hybrid_engine.assign import assign, order_without_loss
+from hybridrl.hybrid_engine.assign import OrderChoice, assign, choose_order
+from hybridrl.hybrid_engine.order import order_layout
+from hybridrl.hybrid_engine.owned import equal_shares
 from hybridrl.models.family import ModelShape, resolve_family
-from hybridrl.models.weights import fused_layout, megatron_layout
+from hybridrl.models.weights import RankLayout, fused_layout, megatron_layouts
 from hybridrl.parallel.layout import DEFAULT_ORDER, Coordinates, TrainLayout
 from hybridrl.trainer.setup import make_world
 
@@ -30,6 +35,9 @@ CONFIG: dict[str, Any] = {
     "algorithm": {"name": "grpo"},
     "steps": {"samples_per_prompt": 2},
 }
+QWEN2 = resolve_family("qwen2", {})
+QWEN25_7B = ModelShape(28, 3584, 28, 4, 128, 18944, 152064, qkv_bias=True)
+LLAMA3_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
 ORDERS = ["-".join(axes) for axes in permutations(AXES)]
 # tp, pp, cp, ep; what is left of eight ranks is data parallel.
 SIZES = [
@@ -91,8 +99,8 @@ def test_an_order_that_does_not_name_each_axis_once_is_refused(order: str) -> No
     config = load_config_dict({**CONFIG, "train": {"order": order}})
     (found,) = check(config, 8)
     assert (found.name, found.value) == ("train.order", repr(order))
-    assert "tp, cp, ep, dp, pp once" in str(found)
-    assert f"train.order={DEFAULT_ORDER}" in found.remedy
+    assert "auto, or each of tp, cp, ep, dp, pp once" in str(found)
+    assert "train.order=auto" in found.remedy and DEFAULT_ORDER in found.remedy
 
 
 def test_an_order_that_megatron_does_not_take_is_refused() -> None:
@@ -100,44 +108,202 @@ def test_an_order_that_megatron_does_not_take_is_refused() -> None:
     assert check(load_config_dict({**CONFIG, "train": {"pp": 2, **order}}), 8) == []
     (found,) = check(load_config_dict({**CONFIG, "train": {"pp": 2, "cp": 2, **order}}), 8)
     assert found.name == "train.order" and "ends with pp" in str(found)
-    assert "train.cp=2" in str(found) and found.remedy == "Put pp last."
+    assert "train.cp=2" in str(found) and "put pp last" in found.remedy
 
 
-def test_default_order_is_the_layouts() -> None:
-    assert TrainConfig().order == DEFAULT_ORDER
+# Layouts of 4 to 16 ranks on nodes of 4 or 8: (ranks, node, tp, pp, cp, rollout.tp).
+LAYOUTS = [
+    (4, 4, 2, 2, 1, 4),
+    (4, 4, 2, 1, 1, 4),
+    (4, 4, 4, 1, 1, 2),
+    (4, 4, 2, 2, 1, 2),
+    (4, 4, 1, 4, 1, 4),
+    (4, 4, 1, 2, 2, 4),
+    (8, 8, 2, 2, 1, 4),
+    (8, 8, 4, 2, 1, 2),
+    (8, 8, 2, 2, 2, 4),
+    (8, 8, 2, 1, 2, 4),
+    (8, 4, 2, 2, 1, 4),
+    (8, 4, 2, 2, 2, 4),
+    (16, 8, 2, 2, 2, 4),
+    (16, 8, 4, 2, 1, 4),
+]
+
+
+def sources_and_parts(
+    train: TrainLayout, tp: int, shape: ModelShape = QWEN25_7B
+) -> tuple[list[RankLayout], list[RankLayout]]:
+    parts = [fused_layout(QWEN2, shape, tp, tp_rank) for tp_rank in range(tp)]
+    return megatron_layouts(QWEN2, shape, train), parts
+
+
+def num_nodes(layout: TrainLayout, axis: str, node: int) -> list[int]:
+    return [len({rank // node for rank in group}) for group in layout.groups(axis)]
+
+
+def lies_on_nodes(layout: TrainLayout, axis: str, node: int) -> bool:
+    return max(num_nodes(layout, axis, node)) == 1
+
+
+@pytest.mark.parametrize(("world", "node", "tp", "pp", "cp", "rollout_tp"), LAYOUTS)
+def test_auto_receives_the_minimum_of_all_orders_that_keep_tensor_parallel_groups_on_a_node(
+    world: int, node: int, tp: int, pp: int, cp: int, rollout_tp: int
+) -> None:
+    shape, received = replace(QWEN25_7B, num_layers=4), {}
+    for axes in permutations(("tp", "cp-ep", "dp", "pp")):
+        train = TrainLayout(world, tp, pp, cp, order="-".join(axes))
+        if is_megatron_order(train.order, pp, cp, 1) and lies_on_nodes(train, "tp", node):
+            placed = sources_and_parts(train, rollout_tp, shape)
+            received[train.order] = assign(*placed, node).receive
+    config = TrainConfig(tp=tp, pp=pp, cp=cp)
+    found = order_layout(config, QWEN2, shape, world, rollout_tp, node)
+    order = found.layout.order
+    assert received[order] == min(received.values())
+    assert found.choice == OrderChoice(order, received[order], received[DEFAULT_ORDER])
+    assert order == DEFAULT_ORDER or received[order] < received[DEFAULT_ORDER]
+    assert found.sources == sources_and_parts(found.layout, rollout_tp, shape)[0] == found.whole
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "rollout_tp", "own", "least"),
+    [(2, 2, 4, 3.81, 1.90), (2, 1, 4, 3.81, 0), (4, 1, 2, 3.81, 3.81)],
+)
+def test_auto_saves_gigabytes_with_a_7b_model(
+    tp: int, pp: int, rollout_tp: int, own: float, least: float
+) -> None:
+    found = order_layout(TrainConfig(tp=tp, pp=pp), QWEN2, QWEN25_7B, 4, rollout_tp, 4).choice
+    assert found is not None
+    received = (found.default_receive * 2 / 1e9, found.receive * 2 / 1e9)
+    assert received == pytest.approx((own, least), abs=0.007)
+
+
+@pytest.mark.parametrize(
+    ("world", "node", "tp", "pp", "cp", "rollout_tp"),
+    [
+        (16, 8, 2, 1, 2, 8),  # without context parallel groups on a node nothing were received
+        (16, 8, 2, 4, 1, 8),  # without data parallel ones a fifth less
+        (16, 4, 2, 2, 1, 4),
+        (32, 8, 2, 2, 2, 8),
+        (32, 8, 8, 2, 1, 16),
+        (12, 6, 4, 1, 1, 2),  # one group in three is on two nodes in any order
+    ],
+)
+def test_auto_takes_no_group_off_its_node(
+    world: int, node: int, tp: int, pp: int, cp: int, rollout_tp: int
+) -> None:
+    own = TrainLayout(world, tp, pp, cp)
+    found = choose_order(own, *sources_and_parts(own, rollout_tp, LLAMA3_8B), node)
+    chosen = TrainLayout(world, tp, pp, cp, order=found.order)
+    for axis in ("tp", "cp"):
+        assert sum(num_nodes(chosen, axis, node)) <= sum(num_nodes(own, axis, node))
+    assert lies_on_nodes(chosen, "dp", node) or not lies_on_nodes(own, "dp", node)
+    assert found.receive <= found.default_receive
+
+
+def test_data_parallel_groups_are_spread_further_only_for_a_tenth_of_the_bytes() -> None:
+    own = TrainLayout(32, 2, 2)  # 8 data-parallel ranks are on two nodes in any case
+    halved = choose_order(own, *sources_and_parts(own, 4, LLAMA3_8B), 8)
+    chosen = TrainLayout(32, 2, 2, order=halved.order)
+    assert sum(num_nodes(chosen, "dp", 8)) > sum(num_nodes(own, "dp", 8))
+    assert halved.receive < 0.6 * halved.default_receive
+    own = TrainLayout(64, 4, 2)
+    sources, parts = sources_and_parts(own, 8, LLAMA3_8B)
+    owned = equal_shares(own, sources)  # spread, they would save 1%
+    assert choose_order(own, owned, parts, 8).order == DEFAULT_ORDER
+
+
+def test_an_order_that_is_set_is_used_and_judged() -> None:
+    config = TrainConfig(tp=2, pp=2, order="dp-tp-cp-ep-pp")
+    found = order_layout(config, QWEN2, QWEN25_7B, 4, 4, 4)
+    assert found.layout == TrainLayout(4, 2, 2, order="dp-tp-cp-ep-pp")
+    assert found.choice is not None and found.choice.order != config.order
+    assert found.sources == sources_and_parts(found.layout, 4)[0]
+
+
+def test_orders_of_engines_of_one_rank_are_not_searched() -> None:
+    found = order_layout(TrainConfig(tp=2, pp=2), QWEN2, QWEN25_7B, 8, 1, 8)
+    assert found.choice is None and found.layout.order == DEFAULT_ORDER
+
+
+def test_optimizer_shares_are_what_an_order_is_chosen_for() -> None:
+    config = TrainConfig(tp=2, fuse_param_gather=True)
+    found = order_layout(config, QWEN2, QWEN25_7B, 4, 4, 4)
+    own = TrainLayout(4, 2)
+    sources, parts = sources_and_parts(own, 4)
+    assert found.choice == choose_order(own, equal_shares(own, sources), parts, 4)
+    assert found.sources == equal_shares(found.layout, found.whole)
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "cp", "rollout_tp"), [(1024, 2, 8, 4, 8), (1024, 4, 8, 4, 16)]
+)
+def test_an_order_of_a_thousand_ranks_is_chosen_in_under_two_seconds(
+    world: int, tp: int, pp: int, cp: int, rollout_tp: int
+) -> None:
+    shape = ModelShape(80, 8192, 64, 8, 128, 28672, 128256)  # Llama 3 70B
+    config = TrainConfig(tp=tp, pp=pp, cp=cp)
+    assert is_within(2.0, lambda: order_layout(config, QWEN2, shape, world, rollout_tp, 8), 3)
 
 
 @pytest.mark.parametrize("train", [{"tp": 2, "pp": 2}, {"tp": 2}])
-def test_plan_with_the_order_that_it_names_costs_what_it_says(train: dict[str, Any]) -> None:
+def test_plan_says_which_order_it_chose_and_what_another_costs(train: dict[str, Any]) -> None:
     sections = {**CONFIG, "rollout": {"engine": "vllm", "tp": 4}}
-    report, _ = plan_report(load_config_dict({**sections, "train": train}), 4)
-    choices = report["rollout"]["choices"]
-    named = re.search(r"Set (train\.order=[a-z-]+):", choices["remedy"])
-    assert named
-    config = load_config_dict({**sections, "train": train}, [named[1]])
-    again, violations = plan_report(config, 4)
-    assert violations == [] and again["rollout"]["choices"]["remedy"] is None
-    for way in ("receive", "send"):
-        promised = choices["any_order"][f"max_{way}_bytes"]
-        assert max(again["reshard"][f"{way}_bytes"]) <= promised
-        assert promised < choices["used"][f"max_{way}_bytes"] or way == "send"
+    report, violations = plan_report(load_config_dict({**sections, "train": train}), 4)
+    assert violations == [] and report["rollout"]["choices"]["remedy"] is None
+    chosen, reason = report["order"]["axes"], report["order"]["reason"]
+    assert chosen != DEFAULT_ORDER and "in Megatron's own order 3.81 GB" in reason
+    assert f"order    {chosen}: {reason}" in plan_text(report)
+    config = load_config_dict({**sections, "train": {**train, "order": DEFAULT_ORDER}})
+    own, _ = plan_report(config, 4)
+    most = [max(found["reshard"]["receive_bytes"]) for found in (report, own)]
+    assert 2 * most[0] <= most[1] * 1.001
+    assert own["order"]["axes"] == DEFAULT_ORDER and chosen in own["order"]["reason"]
+    assert "Set train.order=auto" in own["rollout"]["choices"]["remedy"]
+    again, _ = plan_report(load_config_dict({**sections, "train": {**train, "order": chosen}}), 4)
+    assert again["rollout"] == report["rollout"] and again["reshard"] == report["reshard"]
 
 
-def test_an_order_that_megatron_does_not_take_is_not_named() -> None:
-    """Of all orders only some that do not end with pp cost as little here."""
-    family, shape = resolve_family("qwen2", {}), ModelShape(4, 64, 8, 8, 8, 96, 256)
+def test_an_order_that_megatron_does_not_take_is_not_chosen() -> None:
+    """Of all orders only some that do not end with pp cost less here."""
+    shape = ModelShape(4, 64, 8, 8, 8, 96, 256)
     train = TrainLayout(8, tp=2, pp=2, cp=2)
-    sources = [megatron_layout(family, shape, train, rank) for rank in range(8)]
-    parts = [fused_layout(family, shape, 8, tp_rank) for tp_rank in range(8)]
-    free = assign(sources, parts, is_ascending=False)
-    assert free.cost < assign(sources, parts).cost
-    assert order_without_loss(train, sources, parts, free) is None
+    sources, parts = sources_and_parts(train, 8, shape)
+    assert assign(sources, parts, is_ascending=False).cost < assign(sources, parts).cost
+    assert choose_order(train, sources, parts).order == DEFAULT_ORDER
+
+
+@pytest.mark.parametrize(
+    ("order", "rollout_tp", "node", "is_own"),
+    [
+        ("pp-tp-cp-ep-dp", 1, 8, False),
+        ("auto", 1, 8, True),
+        ("auto", 4, 8, False),
+        ("auto", 4, 4, False),
+        ("auto", 4, 2, True),
+    ],
+)
+@pytest.mark.usefixtures("one_rank_of_eight")
+def test_the_world_is_laid_out_as_plan_says(
+    monkeypatch: pytest.MonkeyPatch, order: str, rollout_tp: int, node: int, is_own: bool
+) -> None:
+    made = []
+    monkeypatch.setattr("hybridrl.trainer.setup.World", lambda layout, *_: made.append(layout))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+    train = {"tp": 2, "pp": 2, "order": order}
+    sections = {"train": train, "rollout": {"engine": "vllm", "tp": rollout_tp}}
+    config = load_config_dict({**CONFIG, **sections})
+    make_world(config, None)
+    report, _ = plan_report(config, 8, ClusterFile(gpus_per_node=node))
+    assert made == [TrainLayout(8, tp=2, pp=2, order=report["order"]["axes"])]
+    assert (made[0].order == DEFAULT_ORDER) is is_own
 
 
 @pytest.mark.usefixtures("one_rank_of_eight")
-def test_the_world_is_laid_out_in_the_configured_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_known_nodes_the_order_is_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor-parallel group could be put on two."""
     made = []
     monkeypatch.setattr("hybridrl.trainer.setup.World", lambda layout, *_: made.append(layout))
-    order = "pp-tp-cp-ep-dp"
-    make_world(load_config_dict({**CONFIG, "train": {"tp": 2, "pp": 2, "order": order}}), None)
-    assert made == [TrainLayout(8, tp=2, pp=2, order=order)]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    sections = {"train": {"tp": 2, "pp": 2}, "rollout": {"engine": "vllm", "tp": 4}}
+    make_world(load_config_dict({**CONFIG, **sections}), None)
+    assert made == [TrainLayout(8, tp=2, pp=2)]

@@ -1,0 +1,185 @@
+"""What `hybridrl plan` takes the cluster to be: the keys of `--cluster FILE`, and in place of those
+that are not given this host's values or defaults, each with its reason. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from yaml import YAMLError
+
+from hybridrl.cli.launch import LocalGpu, num_local_gpus, smallest_local_gpu
+from hybridrl.errors import ConfigError, UserError
+from hybridrl.hybrid_engine.cluster import LINK_GB_PER_S, Cluster
+
+GIB = 2**30
+GPUS_PER_NODE = 8
+DEFAULT_GPU = LocalGpu("H100 80 GB", 81_079 << 20)
+# Defaults with their reasons, which the report prints.
+RATES = {
+    "link_gb_per_s": (LINK_GB_PER_S, "NVLink 4, as of H100 and H200, which gave 330 to 363"),
+    "nic_gb_per_s": (45.0, "a card of 400 Gbit/s at 90%, not measured"),
+    "latency_us": (10.0, "of a message between nodes, not measured"),
+}
+
+
+class ClusterFile(BaseModel):
+    """A cluster file; a key that is None was not given. Rates are those of one direction."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    nodes: int | None = Field(None, ge=1, description="Number of nodes.")
+    gpus_per_node: int | None = Field(
+        None, ge=1, description="GPUs of a node, all linked to each other."
+    )
+    gpu_memory_gib: float | None = Field(
+        None, gt=0, description="Memory of one GPU, 2**30 bytes, as CUDA reports it."
+    )
+    link_gb_per_s: float | None = Field(
+        None, gt=0, description="NVLink of one GPU, 1e9 bytes a second."
+    )
+    nic_gb_per_s: float | None = Field(
+        None, gt=0, description="One network card, 1e9 bytes a second."
+    )
+    nics_per_node: int | None = Field(None, ge=1, description="Network cards of a node.")
+    latency_us: float | None = Field(
+        None, ge=0, description="Fixed cost of one message, microseconds."
+    )
+
+    def world_size(self) -> int | None:
+        """Returns the number of ranks of all nodes; None where the nodes are not given."""
+        return self.nodes and self.nodes * (self.gpus_per_node or GPUS_PER_NODE)
+
+
+class Host(NamedTuple):
+    """The GPUs of this host: how many, and the one with the least memory."""
+
+    num_gpus: int = 0
+    gpu: LocalGpu | None = None
+
+
+class Assumed(NamedTuple):
+    """A value of the report, and where it is from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """The cluster that a plan is for.
+
+    Args:
+        cluster: sizes and rates.
+        gpu_memory_bytes: of one GPU.
+        max_gpus_per_node: whether ranks use them all or not.
+        values: by key of a cluster file.
+    """
+
+    cluster: Cluster
+    gpu_memory_bytes: int
+    max_gpus_per_node: int
+    values: dict[str, Assumed]
+
+
+def local_host() -> Host:
+    """Returns what this host has; asks nvidia-smi."""
+    return Host(num_local_gpus(), smallest_local_gpu())
+
+
+def load_cluster(path: Path) -> ClusterFile:
+    """Reads a cluster file, YAML or JSON.
+
+    Raises:
+        ConfigError: it is not such a file, or with every key that is wrong.
+    """
+    fields = ClusterFile.model_fields
+    keys = "the keys " + ", ".join(fields)
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        return ClusterFile.model_validate(content)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        what = str(error).splitlines()[0]
+        raise ConfigError(
+            [UserError(str(path), what, f"YAML or JSON of {keys}", "Mend it.")]
+        ) from None
+    except ValidationError as error:
+        violations = []
+        for found in error.errors():
+            key = ".".join(map(str, found["loc"]))
+            allowed = found["msg"].removeprefix("Input should be ") if key in fields else keys
+            remedy = f"Set {key}. {fields[key].description}" if key in fields else "Remove it."
+            name = f"{path}: {key}" if key else str(path)
+            violations.append(UserError(name, repr(found["input"]), allowed, remedy))
+        raise ConfigError(violations) from None
+
+
+def assume(
+    given: ClusterFile, world_size: int, host: Host
+) -> tuple[Assumptions | None, list[UserError]]:
+    """Fills in what is not given.
+
+    Returns:
+        The assumptions, or None and why nodes and ranks do not go together.
+    """
+    sizes = _sizes(given, world_size, host)
+    if isinstance(sizes, UserError):
+        return None, [sizes]
+    values = dict(sizes)
+    nodes, gpus = int(sizes["nodes"].value), int(sizes["gpus_per_node"].value)
+    if given.gpu_memory_gib is not None:
+        memory, source = int(given.gpu_memory_gib * GIB), "--cluster"
+    elif host.gpu is not None:
+        memory, source = host.gpu.memory_bytes, f"{host.gpu.name} of this host"
+    else:
+        memory, source = DEFAULT_GPU.memory_bytes, f"{DEFAULT_GPU.name}, the usual GPU of training"
+    values["gpu_memory_gib"] = Assumed(memory / GIB, source)
+    for key, (value, reason) in RATES.items():
+        told = getattr(given, key)
+        values[key] = Assumed(value, reason) if told is None else Assumed(told, "--cluster")
+    nics = given.nics_per_node
+    of_gpus = Assumed(gpus, "one for each GPU")
+    values["nics_per_node"] = of_gpus if nics is None else Assumed(nics, "--cluster")
+    cluster = Cluster(
+        nodes=nodes,
+        gpus_per_node=gpus,
+        link_gb_per_s=values["link_gb_per_s"].value,
+        nic_gb_per_s=values["nic_gb_per_s"].value,
+        nics_per_node=int(values["nics_per_node"].value),
+        latency_us=values["latency_us"].value,
+    )
+    ordered = {key: values[key] for key in ClusterFile.model_fields}
+    most = given.gpus_per_node or max(GPUS_PER_NODE, host.num_gpus, gpus)
+    return Assumptions(cluster, memory, most, ordered), []
+
+
+def _sizes(given: ClusterFile, world_size: int, host: Host) -> dict[str, Assumed] | UserError:
+    """Returns the number of nodes, and of the GPUs of each that have a rank."""
+    nodes, gpus = given.nodes, given.gpus_per_node
+    told, derived = "--cluster", "what the number of ranks asks for"
+    if nodes is not None and gpus is not None:
+        if nodes * gpus != world_size:
+            remedy = "Change the cluster file or the world size."
+            allowed = f"the world size {world_size}"
+            return UserError("nodes * gpus_per_node", f"{nodes} * {gpus}", allowed, remedy)
+        return {"nodes": Assumed(nodes, told), "gpus_per_node": Assumed(gpus, told)}
+    divisor = f"a divisor of the world size {world_size}"
+    if nodes is not None:
+        if world_size % nodes:
+            return UserError("nodes", nodes, divisor, "Change it or --world.")
+        per_node = Assumed(world_size // nodes, derived)
+        return {"nodes": Assumed(nodes, told), "gpus_per_node": per_node}
+    if gpus is not None:
+        gpus = min(gpus, world_size)
+        if world_size % gpus:
+            return UserError("gpus_per_node", gpus, divisor, "Change it or --world.")
+        return {"nodes": Assumed(world_size // gpus, derived), "gpus_per_node": Assumed(gpus, told)}
+    most = max(GPUS_PER_NODE, host.num_gpus)
+    gpus = max(size for size in range(1, most + 1) if world_size % size == 0)
+    source = "as this host" if most > GPUS_PER_NODE else f"at most {most}, as most GPU hosts have"
+    return {"nodes": Assumed(world_size // gpus, derived), "gpus_per_node": Assumed(gpus, source)}

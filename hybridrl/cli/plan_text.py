@@ -1,0 +1,135 @@
+"""The words of `hybridrl plan`: its report as lines for people. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hybridrl.config.rules import AUTO_ORDER
+from hybridrl.hybrid_engine.assign import OrderChoice
+from hybridrl.parallel.layout import DEFAULT_ORDER
+
+MAX_ROWS = 16  # ranks that the table has; of more --json tells
+
+
+def order_reason(configured: str, used: str, choice: OrderChoice | None, itemsize: int) -> str:
+    """Returns why the training axes are in this order.
+
+    Args:
+        configured: `train.order`.
+        used: the order.
+        choice: what 'auto' finds; None where the engine's ranks need everything in any order.
+        itemsize: bytes of an element.
+    """
+    own = "Megatron's own" if used == DEFAULT_ORDER else "as configured"
+    if choice is None:
+        return f"{own}; with rollout.tp=1 ranks receive as much in any"
+    best, default = (traffic(itemsize * n) for n in (choice.receive, choice.default_receive))
+    if configured != AUTO_ORDER:
+        if used == choice.order:
+            return f"{own}, which train.order=auto chooses too"
+        return f"{own}; a rank receives at most {best} in {choice.order}, which auto would choose"
+    if used == DEFAULT_ORDER:
+        return f"{own}; a rank receives at most {best}, no less where groups stay on their nodes"
+    return f"a rank receives at most {best}, in Megatron's own order {default}"
+
+
+def plan_text(report: dict[str, Any]) -> str:
+    """Returns the report as lines for people, the verdict first."""
+    return "\n".join(_lines(report))
+
+
+def traffic(size: float) -> str:
+    """Returns a number of bytes that move, with the unit that rates have."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+def memory_size(size: float) -> str:
+    """Returns a number of bytes that are held, with the unit that memory has."""
+    gib, mib = size / 2**30, size / 2**20
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.1f} MiB"
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    train, rollout, verdict = report["train"], report["rollout"], report["verdict"]
+    yield verdict["summary"]
+    for remedy in verdict["remedies"][1:]:
+        yield f"         or with {remedy}"
+    yield "train    " + " ".join(f"{axis}{size}" for axis, size in train.items())
+    yield f"order    {report['order']['axes']}: {report['order']['reason']}"
+    replicas = rollout["replicas"]
+    yield (
+        f"rollout  {rollout['engine']}: {replicas} {'replicas' if replicas > 1 else 'replica'} "
+        f"at tp {rollout['tp']}"
+    )
+    yield from _memory_lines(report)
+    yield from _reshard_lines(report)
+    if report["assumptions"]:
+        yield "assumed  (--cluster FILE with these keys sets others)"
+        for key in _used_assumptions(report):
+            found = report["assumptions"][key]
+            yield f"         {key} {found['value']:g}: {found['source']}"
+    yield from _table(report)
+
+
+def _used_assumptions(report: dict[str, Any]) -> Iterator[str]:
+    """Yields the keys that a number of the report depends on."""
+    has_network = report["assumptions"]["nodes"]["value"] > 1
+    for key in report["assumptions"]:
+        if has_network or key not in ("nic_gb_per_s", "nics_per_node", "latency_us"):
+            yield key
+
+
+def _memory_lines(report: dict[str, Any]) -> Iterator[str]:
+    memory, verdict = report["memory"], report["verdict"]
+    yield (
+        f"memory   at most {memory_size(memory['train_peak_bytes'])} a rank in training, "
+        f"{memory_size(memory['rollout_peak_bytes'])} in rollout, of which "
+        f"{memory_size(verdict['kv_cache_bytes'])} are the KV cache of {verdict['max_requests']} "
+        "longest requests"
+    )
+
+
+def _reshard_lines(report: dict[str, Any]) -> Iterator[str]:
+    reshard, cluster = report["reshard"], report["cluster"]
+    where = "over gloo and loopback"
+    if cluster is not None:
+        nodes = int(report["assumptions"]["nodes"]["value"])
+        where = f"over {nodes} nodes" if nodes > 1 else "on one node"
+    yield f"reshard  about {_ms(reshard['predicted_ms'])} {where}"
+    if cluster is not None and nodes > 1:
+        yield f"         no less than {_ms(cluster['bound_ms'])} by any schedule"
+    parts = (
+        ("receives", "receive_bytes"),
+        ("sends", "send_bytes"),
+        ("copies of its own", "local_bytes"),
+        ("shares with its engine", "alias_bytes"),
+    )
+    yield "         a rank " + ", ".join(f"{what} {_range(reshard[key])}" for what, key in parts)
+
+
+def _ms(duration: float) -> str:
+    return f"{duration:.0f} ms" if duration >= 100 else f"{duration:.2g} ms"
+
+
+def _range(sizes: Sequence[int]) -> str:
+    least, most = traffic(min(sizes)), traffic(max(sizes))
+    return most if least == most else f"{least} to {most}"
+
+
+def _table(report: dict[str, Any]) -> Iterator[str]:
+    reshard, assignment = report["reshard"], report["rollout"]["assignment"]
+    if len(assignment) > MAX_ROWS:
+        yield f"ranks    {len(assignment)}; --json lists each"
+        return
+    yield "rank  replica  tp_rank  receives_MB  sends_MB  copies_MB  shares_MB  messages"
+    for rank, (replica, tp_rank) in enumerate(assignment):
+        keys = ("receive_bytes", "send_bytes", "local_bytes", "alias_bytes")
+        received, sent, copied, shared = (reshard[key][rank] / 1e6 for key in keys)
+        yield (
+            f"{rank:4}  {replica:7}  {tp_rank:7}  {received:11.1f}  {sent:8.1f}  {copied:9.1f}  "
+            f"{shared:9.1f}  {reshard['messages'][rank]:8}"
+        )

@@ -1,0 +1,77 @@
+"""How training lays its axes over the ranks: the configured order, or with `train.order=auto` the
+one in which engines receive the fewest bytes. No torch.
+
+Pure: every rank finds the same order before there is a model, and `hybridrl plan` that of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hybridrl.config.rules import AUTO_ORDER
+from hybridrl.config.schema import TrainConfig
+from hybridrl.hybrid_engine.assign import OrderChoice, choose_order, ranks_moved
+from hybridrl.hybrid_engine.owned import equal_shares
+from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.weights import RankLayout, fused_layout, megatron_layouts
+from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A training layout, and what another order would cost.
+
+    Args:
+        layout: what training uses.
+        whole: what each rank trains with.
+        sources: what engines are written from.
+        choice: what 'auto' finds; None where all orders cost the same, since an engine of one rank
+            needs everything.
+    """
+
+    layout: TrainLayout
+    whole: list[RankLayout]
+    sources: list[RankLayout]
+    choice: OrderChoice | None
+
+
+def is_settled(train: TrainConfig, rollout_tp: int) -> bool:
+    """Returns whether the order is known without the model's shape."""
+    return train.order != AUTO_ORDER or rollout_tp == 1
+
+
+def lay_out(train: TrainConfig, world_size: int) -> TrainLayout:
+    """Returns the layout in the configured order, in Megatron's own where that is 'auto'."""
+    order = DEFAULT_ORDER if train.order == AUTO_ORDER else train.order
+    return TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep, train.vpp, order)
+
+
+def order_layout(
+    train: TrainConfig,
+    family: Family,
+    shape: ModelShape,
+    world_size: int,
+    rollout_tp: int,
+    ranks_per_node: int,
+) -> Ordered:
+    """Returns the training layout, its order chosen if the configuration says 'auto'.
+
+    Args:
+        train: sizes and order.
+        family, shape: of the model.
+        world_size: number of ranks.
+        rollout_tp: tensor-parallel size of the engine.
+        ranks_per_node: ranks of one node, which are consecutive.
+    """
+    own = replace(lay_out(train, world_size), order=DEFAULT_ORDER)
+    whole = megatron_layouts(family, shape, own)
+    sources = equal_shares(own, whole) if train.fuse_param_gather else whole
+    layout, choice = lay_out(train, world_size), None
+    if rollout_tp > 1:
+        parts = [fused_layout(family, shape, rollout_tp, tp_rank) for tp_rank in range(rollout_tp)]
+        choice = choose_order(own, sources, parts, ranks_per_node)
+        if train.order == AUTO_ORDER:
+            layout = replace(layout, order=choice.order)
+    ranks = ranks_moved(own, layout)
+    whole, sources = [whole[rank] for rank in ranks], [sources[rank] for rank in ranks]
+    return Ordered(layout, whole, sources, choice)
