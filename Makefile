@@ -4,7 +4,7 @@
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 TORCH ?= $(if $(HAS_GPU),'torch>=2.11$(,)<2.14',torch==2.13.0)
 , := ,
@@ -34,7 +34,10 @@ lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Python is judged before anything is fetched.
 .venv/torch:
+	$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('hybridrl needs Python >=3.11; \
+	this is Python ' + sys.version.split()[0] + ', ' + sys.executable + '. Set PYTHON, as in: make $(MAKECMDGOALS) PYTHON=python3.11')"
 	$(PYTHON) -m venv .venv
 	$(PIP) $(TORCH)
 	touch $@

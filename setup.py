@@ -7,6 +7,7 @@ Nothing about it may stop an install: without it the package works, on other ker
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -15,29 +16,12 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 
-INSTALL_REQUIRES = [
-    "torch>=2.11,<2.14",  # tensors and collectives; the range that the tests have run on
-    "megatron-core==0.16.1",  # training; platform.py adapts this very version to CPU
-    "numpy",  # imported by megatron-core
-    "packaging",  # imported by megatron-core
-    "psutil",  # used by megatron-core's checkpoint writer, undeclared; saving hangs without
-    "einops",  # used by megatron-core's process grid, undeclared
-    "transformers",  # HF configs, tokenizers and the hf engine
-    "safetensors",  # weights of HF directories, read by slices
-    "pydantic>=2.6",  # the configuration schema
-    "omegaconf>=2.3",  # YAML and key=value overrides
-    "typer",  # the command line
-    "rich",  # tables and progress on the console
-    "tensorboard",  # event files
-    "matplotlib",  # plots of the report
-    "jinja2",  # chat templates and the report's page
-]
+NEEDED = runpy.run_path(str(ROOT / "hybridrl" / "config" / "packages.py"))
+INSTALL_REQUIRES = [f"{name}{bounds}" for name, bounds in NEEDED["REQUIRED"].items()]
 
 EXTRAS = {
-    # Engines for GPU hosts; each pins its own transformers, so an environment has one of them.
-    # Without a GPU: requirements/vllm-cpu.txt.
+    # For GPU hosts. Without a GPU: requirements/vllm-cpu.txt.
     "vllm": ["vllm>=0.26"],
-    "sglang": ["sglang>=0.5.12"],
     "data": ["pyarrow", "datasets"],  # parquet files, and data sets of the hub
     # The reward `math`; its antlr is another than that of OmegaConf before 2.4.
     "math": ["math-verify>=0.9", "omegaconf>=2.4"],
@@ -57,6 +41,18 @@ EXTRAS = {
         "trl==1.16.0",
     ],
 }
+
+
+def check_python() -> None:
+    """Ends the installation where Python is too old: pip itself would say so only after it has
+    fetched packages to resolve.
+    """
+    least = tuple(int(part) for part in NEEDED["PYTHON"].removeprefix(">=").split("."))
+    if sys.version_info < least:
+        found = ".".join(map(str, sys.version_info[:3]))
+        sys.exit(
+            f"hybridrl needs Python {NEEDED['PYTHON']}; this is Python {found}, {sys.executable}"
+        )
 
 
 def version() -> str:
@@ -102,11 +98,14 @@ def _skipped(reason: str) -> dict[str, object]:
     return {}
 
 
+check_python()
 setup(
     name="hybridrl",
     version=version(),
     description="Post-trains large language models with reinforcement learning on Megatron-Core",
-    python_requires=">=3.11",
+    python_requires=NEEDED["PYTHON"],
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     packages=[*find_packages(include=["hybridrl", "hybridrl.*"]), "hybridrl.kernels"],
     package_dir={"hybridrl.kernels": "kernels"},
     install_requires=INSTALL_REQUIRES,

@@ -32,10 +32,9 @@ from reshard_libraries import (
 )
 from reshard_rivals import AllGatherWay, Place
 
-from hybridrl.cli.plan import TRANSPORTS as PLANNED
-from hybridrl.cli.plan import transfer_ms
 from hybridrl.config.load import load_config_dict
-from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict
+from hybridrl.hybrid_engine.cluster import TRANSPORTS as PLANNED
+from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.models.weights import fused_layout
 from hybridrl.trainer.loop import Trainer

@@ -54,7 +54,8 @@ def make_sampler(
     engine.finish_update(0)
     scorer = Scorer(RewardConfig.model_validate(reward), Numbers(), environment=section)
     encoder = ObservationEncoder(Numbers(), 100, (STOP,))
-    episodes = Episodes(section, ReplicaGroup(layout, world.rank), Numbers(), encoder, SEED)
+    replica = ReplicaGroup(layout, world.rank, world.heartbeat)
+    episodes = Episodes(section, replica, Numbers(), encoder, SEED)
     return Sampler(world, layout, engine, scorer, SAMPLING, 3, SEED, episodes)
 
 

@@ -15,18 +15,11 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 
 from hybridrl.cli.launch import num_local_gpus
+from hybridrl.config.packages import PYTHON, REQUIRED
 from hybridrl.errors import UserError
 from hybridrl.rollout.vllm_version import CPU, CUDA, installed_version
 
-REQUIRED = {
-    "torch": ">=2.11,<2.14",
-    "megatron-core": "==0.16.1",
-    "transformers": "",
-    "safetensors": "",
-    "psutil": "",
-    "einops": "",
-}
-OPTIONAL = ("sglang", "transformer-engine")
+OPTIONAL = ("transformer-engine",)
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class Item:
 
 def inspect() -> list[Item]:
     """Returns the whole report, in the order in which problems should be mended."""
-    items = [Item("python", "ok", sys.version.split()[0]), *_packages(), *_vllm(), _apex()]
+    items = [_python(), *_packages(), *_vllm(), _apex()]
     if any(item.name == "torch" and item.found != "not installed" for item in items):
         items += _torch_probes()
     return items
@@ -60,6 +53,14 @@ def as_json(items: list[Item]) -> dict[str, Any]:
         "ok": all(item.status != "problem" for item in items),
         "items": [asdict(item) for item in items],
     }
+
+
+def _python() -> Item:
+    found = sys.version.split()[0]
+    if SpecifierSet(PYTHON, prereleases=True).contains(found):
+        return Item("python", "ok", found)
+    fix = "install hybridrl with another Python: make clean; make .venv/installed PYTHON=python3.11"
+    return Item("python", "problem", f"{found}, not {PYTHON}", fix)
 
 
 def _packages() -> Iterator[Item]:
@@ -78,7 +79,7 @@ def _packages() -> Iterator[Item]:
 
 
 def _vllm() -> Iterator[Item]:
-    """Judges vLLM as a run with rollout.engine=vllm does, and whether SGLang is beside it."""
+    """Judges vLLM as a run with rollout.engine=vllm does."""
     builds = [name for name in (CPU.distribution, CUDA.distribution) if _version(name)]
     if not builds:
         yield Item("vllm", "absent", "not installed, optional")
@@ -87,13 +88,6 @@ def _vllm() -> Iterator[Item]:
         yield Item("vllm", "ok", installed_version(is_cpu=num_local_gpus() == 0))
     except UserError as error:
         yield Item("vllm", "problem", f"{error.value}, not {error.allowed}", error.remedy)
-    if _version("sglang"):
-        yield Item(
-            "vllm and sglang",
-            "problem",
-            "both are installed, but they need different versions of transformers",
-            f"pip uninstall -y sglang (or {builds[0]}); two environments hold both",
-        )
 
 
 def _apex() -> Item:
@@ -132,7 +126,7 @@ def _gloo() -> Item:
     import torch
     from torch import distributed as dist
 
-    fix = "pip install --force-reinstall 'torch>=2.11,<2.14'"
+    fix = f"pip install --force-reinstall 'torch{REQUIRED['torch']}'"
     if not dist.is_available() or not dist.is_gloo_available():
         return Item("gloo", "problem", "this torch was built without gloo", fix)
     try:

@@ -9,24 +9,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
+from hybridrl import __version__
 from hybridrl.cli.launch import (
     die_with_launcher,
-    error_file,
-    is_launched,
     is_rank,
     launch_run,
     launch_without_run,
     num_local_gpus,
 )
+from hybridrl.cli.rank_log import log_to, write_stacks_on_signal
 from hybridrl.cli.validate import (
     validate_conversion,
     validate_evaluation,
@@ -35,15 +34,17 @@ from hybridrl.cli.validate import (
 )
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config
+from hybridrl.config.own_code import make_working_folder_importable
 from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
+from hybridrl.parallel import failure
+from hybridrl.parallel.failure import is_launched
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Post-trains large language models with reinforcement learning.",
 )
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration.")]
@@ -58,6 +59,24 @@ World = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"hybridrl {__version__}")
+        raise typer.Exit(0)
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and end."
+        ),
+    ] = False,
+) -> None:
+    """Post-trains large language models with reinforcement learning."""
+
+
 @app.command()
 def check(
     overrides: Overrides = None,
@@ -66,7 +85,8 @@ def check(
         typer.Option(metavar="CONFIG", help="Say instead why engine and trainer of a run differ."),
     ] = None,
     reference: Annotated[
-        bool, typer.Option(help="With --mismatch: against transformers in float32, too.")
+        bool,
+        typer.Option(help="With --mismatch: against transformers' own forward in float32, too."),
     ] = False,
     world: World = None,
     as_json: Json = False,
@@ -97,20 +117,24 @@ def plan(
     world: World = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="YAML or JSON of nodes and rates, to predict for."),
+        typer.Option(
+            metavar="FILE", help="YAML or JSON of what the cluster is; all keys optional."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show layouts, reshard traffic and memory; needs the config and the model's config.json."""
-    from hybridrl.cli.plan import empty_report, load_cluster, plan_report, plan_text
+    """Say whether a run fits, its layouts, reshard and memory; needs no GPU and no weights."""
+    from hybridrl.cli.plan import empty_report, plan_report
+    from hybridrl.cli.plan_cluster import load_cluster, local_host
+    from hybridrl.cli.plan_text import plan_text
 
     with _json_only(as_json) as emit:
         try:
             loaded = load_config(config, overrides or [])
-            nodes = load_cluster(cluster) if cluster else None
-            size = nodes.nodes * nodes.gpus_per_node if nodes else None
-            world_size = world or size or default_world_size(loaded, num_local_gpus())
-            report, violations = plan_report(loaded, world_size, nodes)
+            given, host = load_cluster(cluster) if cluster else None, local_host()
+            size = given.world_size() if given else None
+            world_size = world or size or default_world_size(loaded, host.num_gpus)
+            report, violations = plan_report(loaded, world_size, given, host)
         except ConfigError as error:
             report, violations = empty_report(error), error.violations
         emit(report)
@@ -129,6 +153,10 @@ def train(
         Path | None,
         typer.Option(metavar="FILE", help="Only say why the step of this saved batch was skipped."),
     ] = None,
+    resume: Annotated[
+        Literal["newest", "previous"],
+        typer.Option(help="Checkpoint to go on from; previous: the newest whole one before it."),
+    ] = "newest",
 ) -> None:
     """Train; continues from the newest checkpoint in the run folder."""
     loaded = load_config(config, overrides or [])
@@ -136,14 +164,15 @@ def train(
         _replay(loaded, config, overrides or [], world, replay)
     if is_rank():
         if not is_launched():
-            validate_training(loaded, _torchrun_world(world))
+            validate_training(loaded, _torchrun_world(world), resume)
+            log_to(run_folder(loaded) / "logs")
         from hybridrl.trainer.run import train_rank
 
-        train_rank(loaded)
+        train_rank(loaded, resume)
         return
     world_size = world or default_world_size(loaded, num_local_gpus())
-    validate_training(loaded, world_size)
-    arguments = ["train", str(config), *(overrides or [])]
+    validate_training(loaded, world_size, resume)
+    arguments = ["train", str(config), *(overrides or []), "--resume", resume]
     raise typer.Exit(launch_run(arguments, world_size, run_folder(loaded)))
 
 
@@ -191,15 +220,19 @@ def convert(
     to: Annotated[Literal["hf", "megatron"], typer.Option(help="Format to write.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline parallel size of the ranks.")] = 1,
+    family: Annotated[
+        str | None, typer.Option(help="As model.family, for a family of your own.")
+    ] = None,
 ) -> None:
     """Convert weights between HF directories and Megatron checkpoints."""
     if is_rank():
         from hybridrl.trainer.convert import convert_rank
 
-        convert_rank(source, target, to, tp=tp, pp=pp)
+        convert_rank(source, target, to, tp=tp, pp=pp, family=family)
         return
-    validate_conversion(source, target, to, tp, pp)
+    validate_conversion(source, target, to, tp, pp, family)
     arguments = ["convert", str(source), str(target), "--to", to, "--tp", str(tp), "--pp", str(pp)]
+    arguments += ["--family", family] if family else []
     raise typer.Exit(launch_without_run(arguments, tp * pp))
 
 
@@ -218,31 +251,18 @@ def report(
 
 def main() -> None:
     """Runs the command line and ends the process with the command's exit code."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a user's own rewards and families lie where they work
+    make_working_folder_importable()
     die_with_launcher()
-    if is_rank():  # what is absent says `hybridrl check`; a mistake's message must stand out
+    if is_rank():
+        write_stacks_on_signal()
+        # What is absent says `hybridrl check`; a mistake's message must stand out.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         app()
-    except UserError as error:
-        _tell(str(error))
-        _leave(2)
-    except Exception as error:  # the last frame of a process: report, then end with code 1
-        traceback.print_exc()
-        if (file := error_file()) is not None:
-            file.write_text("".join(traceback.format_exception_only(error)))
-        _leave(1)
-
-
-def _tell(message: str) -> None:
-    """Prints a user's mistake; a rank of our launcher leaves that to it, to print it once."""
-    file = error_file()
-    if file is None:
-        typer.echo(message, err=True)
-    else:
-        file.write_text(message)
+    except Exception as error:  # the last frame of a process: report, then end
+        failure.report(failure.Failure.of(error))
+        _leave(2 if isinstance(error, UserError) else 1)
 
 
 def _leave(code: int) -> None:
@@ -281,8 +301,23 @@ def _evaluate_rank(
         if os.environ["RANK"] == "0":
             emit(result)
     if os.environ["RANK"] == "0" and not as_json:
-        typer.echo(f"accuracy {result['accuracy']:.4f} on {result['num_prompts']} prompts")
+        typer.echo("\n".join(evaluation_lines(result)))
         typer.echo(f"checkpoint {result['checkpoint']}")
+
+
+def evaluation_lines(result: Mapping[str, Any]) -> list[str]:
+    """Returns an evaluation as lines for people."""
+    lines = []
+    if result["accuracy"] is not None:
+        lines.append(f"accuracy {result['accuracy']:.4f} on {result['num_prompts']} prompts")
+    else:
+        lines.append(f"no accuracy: {result['note']}")
+    if result["accuracy"] != result["reward"]:
+        parts = ", ".join(f"{name} {score:.4f}" for name, score in result["scores"].items())
+        lines.append(f"reward {result['reward']:.4f} ({parts})")
+    if result["num_scored"] < result["num_prompts"]:
+        lines.append(f"of {result['num_prompts']} responses {result['num_scored']} have a score")
+    return lines
 
 
 def _check_mismatch(

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.cli.launch import error_file, launch
+from hybridrl.cli.launch import launch
 from hybridrl.config.schema import Config, SupervisedConfig
 from hybridrl.errors import UserError
+from hybridrl.parallel.failure import is_launched, rank_file
 
 CHECKS = ("weights", "tokens", "sampling", "numerics")
 REPORT = "mismatch.json"
@@ -57,8 +58,8 @@ def diagnose_with_ranks(arguments: Sequence[str], world_size: int) -> dict[str, 
 
 def leave_for_parent(report: dict[str, Any]) -> bool:
     """Writes the report where the parent looks for it; returns False if there is no parent."""
-    file = error_file()
-    if file is None:
+    file = rank_file(".log")
+    if file is None or not is_launched():
         return False
     file.with_name(REPORT).write_text(json.dumps(report), encoding="utf-8")
     return True

@@ -13,54 +13,67 @@ from typing import Any, Literal
 
 from hybridrl.checkpoint.folders import (
     HF_FILES,
-    find_checkpoint,
+    check_family,
     newest_checkpoint,
-    read_state,
+    open_checkpoint,
 )
+from hybridrl.checkpoint.run_lock import check_free
 from hybridrl.cli.launch import num_local_gpus
+from hybridrl.config.engines import ONE_RANK_ENGINES
 from hybridrl.config.identity import check_run_folder, run_folder
-from hybridrl.config.rules import ONE_RANK_ENGINES, check, layer_rules, split_rules
+from hybridrl.config.rules import check, layer_rules, split_rules
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, SupervisedConfig
-from hybridrl.config.source import check_tokenizer_files, read_model_config
+from hybridrl.config.source import read_model_config
 from hybridrl.config.supervised import Feedback
 from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
+from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
 from hybridrl.data.chats import chat_column
 from hybridrl.data.feedback import checked, label_columns, response_columns
 from hybridrl.data.rows import read_rows, validate_file
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.directory import read_config
-from hybridrl.models.family import resolve_family
+from hybridrl.models.family import read_model
 from hybridrl.models.headers import HfHeaders
-from hybridrl.models.weights import fused_layout, hf_shapes
-from hybridrl.rewards.functions import NEEDS_ANSWER, check_rewards
+from hybridrl.models.weights import Head, fused_layout, hf_shapes
+from hybridrl.parallel.descriptors import shortage
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rewards.functions import NEEDS_ANSWER, SERVED, check_rewards
 from hybridrl.rollout.vllm_version import head_dim_rule, installed_version
-
-PACKAGE_OF_ENGINE = {"sglang": "sglang"}
 
 
 def model_violations(
-    config: Config, world_size: int, has_teacher: bool = True
+    config: Config,
+    world_size: int,
+    has_teacher: bool = True,
+    default_dtype: str = "bfloat16",
 ) -> tuple[dict[str, Any], list[UserError]]:
     """Judges the configuration with the model's config.json and its family, and the teacher's.
 
+    Args:
+        config: of the run.
+        world_size: number of ranks.
+        has_teacher: whether the teacher, if there is one, is read and judged.
+        default_dtype: what model.dtype=auto stands for; a GPU's where that is not known.
+
     Returns:
-        The content of config.json (empty where it cannot be read) and everything that is wrong.
+        The content of config.json (empty where it cannot be used) and everything that is wrong.
     """
     hf_config: dict[str, Any] = {}
     found: list[UserError] = []
     rollout = config.rollout
     if (config.model.path is None) != (config.model.init is None):
         try:
-            hf_config = read_model_config(config.model)
-            family = resolve_family(config.model.family, hf_config)
-            shape = family.shape(hf_config)
+            content = read_model_config(config.model)
+            family, shape = read_model(config.model.family, content)
+            hf_config = content
             if rollout.engine not in ONE_RANK_ENGINES and not check(config, world_size, hf_config):
                 fused_layout(family, shape, rollout.tp, 0)  # the rules know no vocabulary
         except UserError as error:
             found.append(error)
     taught = _teacher(config, hf_config) if has_teacher else ()
-    return hf_config, [*check(config, world_size, hf_config), *taught, *found]
+    rules = check(config, world_size, hf_config, default_dtype)
+    return hf_config, [*rules, *taught, *found]
 
 
 def validate_replay(config: Config, world_size: int) -> None:
@@ -73,8 +86,15 @@ def validate_replay(config: Config, world_size: int) -> None:
     _check_run(config)
 
 
-def validate_training(config: Config, world_size: int) -> None:
+def validate_training(
+    config: Config, world_size: int, resume: Literal["newest", "previous"] = "newest"
+) -> None:
     """Checks all that `train` needs.
+
+    Args:
+        config: of the run.
+        world_size: number of ranks.
+        resume: which checkpoint the run goes on from.
 
     Raises:
         ConfigError: with every violation.
@@ -98,7 +118,8 @@ def validate_training(config: Config, world_size: int) -> None:
     if data.eval_prompts is not None:
         found += _files(data, data.eval_prompts, answer)
     _raise_all(found)
-    _check_run(config)
+    check_free(run_folder(config))
+    _check_run(config, reads_newest=resume == "newest")
 
 
 def validate_evaluation(
@@ -127,13 +148,19 @@ def validate_evaluation(
         found += _files(config.data, files, _answer_column(config))
     _raise_all(found)
     if checkpoint is not None:
-        read_state(find_checkpoint(checkpoint))
+        open_checkpoint(checkpoint)
+        _check_tokenizer_contents(config.model)
     else:
         _check_run(config)
 
 
 def validate_conversion(
-    source: Path, target: Path, to: Literal["hf", "megatron"], tp: int, pp: int
+    source: Path,
+    target: Path,
+    to: Literal["hf", "megatron"],
+    tp: int,
+    pp: int,
+    family: str | None = None,
 ) -> None:
     """Checks all that `convert` needs; arguments as on its command line.
 
@@ -150,38 +177,60 @@ def validate_conversion(
             str(target), "something is there already", "a new or empty folder", "Change DST."
         )
     if to == "hf":
-        checkpoint = find_checkpoint(source)
-        read_state(checkpoint)
-        hf_config = read_config(checkpoint / HF_FILES)
+        checkpoint, state = open_checkpoint(source)
+        check_family(state.family, family, checkpoint.folder)
+        hf_config = read_config(checkpoint.folder / HF_FILES)
+        read_model(state.family, hf_config)
     else:
         hf_config = read_config(source)
-        check_weights(source, None, hf_config)
+        check_weights(source, family, hf_config)
     _raise_all([*split_rules("--tp", tp, hf_config), *layer_rules("--pp", pp, hf_config)])
 
 
-def check_weights(directory: Path, family_key: str | None, hf_config: dict[str, Any]) -> None:
+def check_weights(
+    directory: Path, family_key: str | None, hf_config: dict[str, Any], head: Head = "lm"
+) -> None:
     """Reads the headers of a directory's weights.
 
     Raises:
         UserError: naming the first file or tensor that is missing, damaged or not this model's.
     """
-    family = resolve_family(family_key, hf_config)
-    HfHeaders(directory).check(hf_shapes(family, family.shape(hf_config)))
+    HfHeaders(directory).check(hf_shapes(*read_model(family_key, hf_config), head))
 
 
 def _common(config: Config, world_size: int, has_teacher: bool = True) -> list[UserError]:
     """Returns what is wrong with the parts of a configuration that every run has."""
     hf_config, found = model_violations(config, world_size, has_teacher)
-    for model in (config.model, teacher_model(config) if has_teacher else None):
-        if found or model is None or model.path is None:
+    if not found and (lacking := _descriptors(config, world_size)) is not None:
+        found.append(lacking)
+    for model, head in _loaded_models(config, has_teacher):
+        if found or model.path is None:
             continue
         directory = Path(model.path).expanduser()
         if directory.is_dir():
             try:
-                check_weights(directory, model.family, read_model_config(model))
+                check_weights(directory, model.family, read_model_config(model), head)
             except UserError as error:
                 found.append(error)
     return [*found, *_tokenizer(config.model), *_engine(config, hf_config), *_own_code(config)]
+
+
+def _descriptors(config: Config, world_size: int) -> UserError | None:
+    """Judges how many files a process may open here, for a layout that fits the ranks."""
+    train, is_cpu = config.train, num_local_gpus() == 0
+    return shortage(TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep), is_cpu)
+
+
+def _loaded_models(config: Config, has_teacher: bool) -> Iterator[tuple[ModelConfig, Head]]:
+    """Yields every model whose weights a run loads, with its head."""
+    yield config.model, "lm"
+    teacher = teacher_model(config) if has_teacher else None
+    if teacher is not None:
+        yield teacher, "lm"
+    for scorer in config.reward.scorers().values():
+        path = scorer.options.get("path")
+        if scorer.function == SERVED and isinstance(path, str):
+            yield ModelConfig(path=path), "value"
 
 
 def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
@@ -190,17 +239,25 @@ def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
     yield from found
     try:
         if not found and (hf_config := read_teacher(config)) is not None:
-            resolve_family(None, hf_config).shape(hf_config)
+            read_model(None, hf_config)
     except UserError as error:
         yield error
 
 
-def _check_run(config: Config) -> None:
-    """Refuses a run folder of another identity, or whose newest checkpoint is damaged."""
+def _check_run(config: Config, reads_newest: bool = True) -> None:
+    """Refuses a run folder of another identity, or whose newest checkpoint is damaged, and damaged
+    tokenizer files, which take longest to read.
+    """
     check_run_folder(config)
     newest = newest_checkpoint(run_folder(config) / "checkpoints")
-    if newest is not None:
-        read_state(newest)
+    if newest is not None and reads_newest:
+        open_checkpoint(newest)
+    _check_tokenizer_contents(config.model)
+
+
+def _check_tokenizer_contents(model: ModelConfig) -> None:
+    _, shape = read_model(model.family, read_model_config(model))
+    check_tokenizer_contents(model, shape.vocab_size)
 
 
 def _raise_all(found: list[UserError]) -> None:
@@ -253,29 +310,17 @@ def _tokenizer(model: ModelConfig) -> Iterator[UserError]:
 
 
 def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
-    engine = config.rollout.engine
-    if engine == "vllm":
-        yield from _vllm(config.model, hf_config)
+    if config.rollout.engine != "vllm":
         return
-    if find_spec(f"hybridrl.rollout.{engine}") is None:
-        yield UserError("rollout.engine", engine, "hf", "This version has no adapter for it yet.")
-    elif engine in PACKAGE_OF_ENGINE and find_spec(PACKAGE_OF_ENGINE[engine]) is None:
-        package = PACKAGE_OF_ENGINE[engine]
-        yield UserError(
-            "rollout.engine", engine, "an installed engine", f"Run: pip install {package}"
-        )
-
-
-def _vllm(model: ModelConfig, hf_config: dict[str, Any]) -> Iterator[UserError]:
     is_cpu = num_local_gpus() == 0
     try:
         installed_version(is_cpu)
-        shape = resolve_family(model.family, hf_config).shape(hf_config)
     except UserError as error:
-        if hf_config:  # otherwise config.json could not be read, which is said already
-            yield error
+        yield error
         return
-    yield from head_dim_rule(shape.head_dim, is_cpu)
+    if hf_config:  # else what is wrong with it is said already
+        _, shape = read_model(config.model.family, hf_config)
+        yield from head_dim_rule(shape.head_dim, is_cpu)
 
 
 def _own_code(config: Config) -> Iterator[UserError]:

@@ -48,7 +48,7 @@ class EnvironmentConfig(Section):
     timeout_s: float = Field(
         60.0,
         gt=0,
-        description="Wall-clock limit of one step in a process. 60: far above any tool, below run.collective_timeout_s.",
+        description="Wall-clock limit of one step in a process. 60: far above any tool.",
     )
     workers: int = Field(
         2,

@@ -11,13 +11,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.load import load_config
+from hybridrl.config.interpolation import digests, dotted, without_secrets
+from hybridrl.config.load import load_config, to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
 
+DIGESTS_FILE = "interpolated.json"
 # What says how rewards are computed, not which.
 _SPEED = {"workers", "timeout_s"}
-_HOW_FAST: Any = {**dict.fromkeys(_SPEED, True), "functions": {"__all__": _SPEED}}
+_HOW_FAST: Any = {
+    **dict.fromkeys(_SPEED, True),
+    "accuracy": True,  # is reported, and changes no weight
+    "functions": {"__all__": _SPEED},
+}
 
 
 # What only evaluates changes no weight.
@@ -35,20 +41,91 @@ def check_run_folder(config: Config) -> None:
     Raises:
         ConfigError: the folder's config.yaml differs in a knob of the identity, or cannot be read.
     """
-    saved = run_folder(config) / "config.yaml"
-    if saved.exists():
-        violations = identity_violations(identity(load_config(saved)), config)
+    saved = saved_config(config)
+    if saved is not None:
+        violations = identity_violations(identity(saved), config)
+        violations += _environment_violations(config)
         if violations:
             raise ConfigError(violations)
 
 
+def saved_config(config: Config) -> Config | None:
+    """Returns the configuration with which the run folder was last trained in, if it was.
+
+    Raises:
+        ConfigError: the folder's config.yaml cannot be read.
+    """
+    file = run_folder(config) / "config.yaml"
+    return load_config(file, like=config) if file.exists() else None
+
+
+def write_config(config: Config) -> None:
+    """Writes `config.yaml`, and of values that came from elsewhere digests by which a change shows,
+    into the run folder.
+    """
+    folder = run_folder(config)
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    known = digests(identity(config), config.written)
+    if known:
+        (folder / DIGESTS_FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def _environment_violations(config: Config) -> list[UserError]:
+    """Returns a violation for each value of the identity that is written as before and came to
+    something else.
+    """
+    file = run_folder(config) / DIGESTS_FILE
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (ValueError, RecursionError, OSError) as error:
+        allowed = "what hybridrl wrote there"
+        return [UserError(str(file), error, allowed, "Delete it, if the values are as they were.")]
+    now, written = digests(identity(config), config.written), config.written
+    texts = {dotted(place): text for place, text in written.items()}
+    return [
+        UserError(
+            key,
+            f"{texts[key]}, which comes to another value now",
+            f"the value with which {run_folder(config)} was started",
+            "Set the environment variable back, or choose another run.name.",
+        )
+        for key, digest in now.items()
+        if isinstance(saved, dict) and saved.get(key, digest) != digest
+    ]
+
+
+def changed_knobs(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Returns the knobs that differ, by dotted name, with the saved and the present value; those of
+    the section `run` and the number of steps are left out.
+    """
+    before, now = (_leaves(one.model_dump(mode="json")) for one in (saved, config))
+    return {
+        key: (before.get(key), now.get(key))
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+        and not key.startswith("run.")
+        and key != "steps.num_steps"
+    }
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            found |= _leaves(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
 def identity(config: Config) -> dict[str, Any]:
     """Returns what a run folder belongs to: model, algorithm, data, reward, environment, batch
-    numbers, seed and further terms of the loss.
+    numbers, seed and further terms of the loss; without headers of requests and options that come
+    from the environment, which may be keys.
     """
     steps = config.steps
     terms = {f"mix.{name}": term.model_dump(mode="json") for name, term in config.mix.items()}
-    return {
+    known = {
         "model": config.model.model_dump(mode="json"),
         "algorithm": config.algorithm.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json", exclude=_EVALUATES),
@@ -60,8 +137,8 @@ def identity(config: Config) -> dict[str, Any]:
             "updates_per_step": steps.updates_per_step,
         },
         "run": {"seed": config.run.seed},
-        **terms,
     }
+    return {**without_secrets(known, config.written), **terms}
 
 
 def identity_hash(config: Config) -> str:

@@ -12,12 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
 from hybridrl.config.algorithm import ALGORITHM_NAMES, AlgorithmConfig
+from hybridrl.config.interpolation import Path as Place
+from hybridrl.config.interpolation import (
+    as_written,
+    dotted,
+    interpolations,
+    places_within,
+    value_at,
+)
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
 
@@ -28,12 +37,16 @@ MOST_ALLOWED = 300
 NUM_LIKELY = 8
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), like: Config | None = None
+) -> Config:
     """Reads a YAML file, applies overrides, and validates each value alone.
 
     Args:
         path: the YAML file.
         overrides: `section.key=value` texts, values read as YAML; later ones win.
+        like: another configuration. Where it is written with the same `${...}` its value is taken,
+            so that a file of a run can be read when the environment has changed since.
 
     Raises:
         ConfigError: with all violations found.
@@ -45,7 +58,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             [UserError(str(path), found, "a YAML file", "Check the path of the config.")]
         )
     try:
-        content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+        loaded = OmegaConf.load(file)
+        written = interpolations(OmegaConf.to_container(loaded, resolve=False))
+        for place, value in _known(written, like).items():
+            OmegaConf.update(loaded, dotted(place), value)
+        content = OmegaConf.to_container(loaded, resolve=True)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         raise ConfigError([_not_yaml(str(path), error)]) from None
     if not isinstance(content, dict) or not content:
@@ -57,7 +74,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
                 )
             ]
         )
-    return load_config_dict({str(key): value for key, value in content.items()}, overrides)
+    return _validated({str(key): value for key, value in content.items()}, overrides, written)
 
 
 def load_config_dict(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -66,22 +83,42 @@ def load_config_dict(content: Mapping[str, Any], overrides: Sequence[str] = ()) 
     Raises:
         ConfigError: with all violations found.
     """
+    return _validated(content, overrides, {})
+
+
+def _known(written: Mapping[Place, str], like: Config | None) -> dict[Place, Any]:
+    """Returns the values of the interpolations that another configuration is written with too."""
+    if like is None:
+        return {}
+    values = like.model_dump(mode="json")
+    same = [place for place, text in written.items() if like.written.get(place) == text]
+    return {place: value_at(values, place) for place in same}
+
+
+def _validated(
+    content: Mapping[str, Any], overrides: Sequence[str], written: Mapping[Place, str]
+) -> Config:
     violations: list[UserError] = []
-    values = _copy(content)
+    values, texts = _copy(content), dict(written)
     for override in overrides:
-        violations += _apply(values, override)
+        violations += _apply(values, override, texts)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        violations += [_violation(details) for details in error.errors()]
+        violations += [_violation(details, texts) for details in error.errors()]
     if violations:
         raise ConfigError(violations)
+    config.written.update(texts)
     return config
 
 
 def to_yaml(config: Config) -> str:
-    """Returns the whole configuration, defaults included, as YAML that reads back equal."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+    """Returns the whole configuration, defaults included, as YAML that reads back equal: with
+    `${...}` as it was written, not what it came to, and without headers of requests.
+    """
+    return yaml.safe_dump(
+        as_written(config.model_dump(mode="json"), config.written), sort_keys=False, width=1000
+    )
 
 
 def knobs() -> list[str]:
@@ -123,8 +160,10 @@ def _not_yaml(path: str, error: Exception) -> UserError:
     return UserError(where, problem, "valid YAML", "Mend the file at this place.")
 
 
-def _apply(values: dict[str, Any], override: str) -> list[UserError]:
-    """Writes one `a.b=value` into nested dictionaries; returns what is wrong with it."""
+def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> list[UserError]:
+    """Writes one `a.b=value` into nested dictionaries, and what it interpolates into `written`;
+    returns what is wrong with it.
+    """
     key, equals, text = override.partition("=")
     parts = key.split(".")
     if not equals or not all(parts):
@@ -133,13 +172,17 @@ def _apply(values: dict[str, Any], override: str) -> list[UserError]:
         ]
     try:
         holder = OmegaConf.from_dotlist([f"value={text}"])
+        raw = OmegaConf.to_container(holder, resolve=False)["value"]  # type: ignore[index, call-overload]
         value = OmegaConf.to_container(holder, resolve=True)["value"]  # type: ignore[index, call-overload]
     except (YAMLError, OmegaConfBaseException) as error:
         return [
             UserError(key, repr(text), "a YAML value", f"Quote it ({str(error).splitlines()[0]}).")
         ]
     if value is None and text.strip() not in NULLS:
-        value = text  # YAML takes '#' for a comment: `reward.extract=#### (.*)` is meant as text
+        value = raw = text  # YAML takes '#' for a comment: `reward.extract=#### (.*)` is text
+    for place in places_within(written, tuple(parts)):
+        del written[place]
+    written.update(interpolations(raw, tuple(parts)))
     target = values
     for part in parts[:-1]:
         below = target.setdefault(part, {})
@@ -150,9 +193,10 @@ def _apply(values: dict[str, Any], override: str) -> list[UserError]:
     return []
 
 
-def _violation(details: Any) -> UserError:
+def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
     """Turns one pydantic error into one with key, value, what is allowed and the remedy."""
     parts = [str(part) for part in details["loc"]]
+    shown = repr(written.get(tuple(parts), details["input"]))  # not what the environment holds
     at = 3 if parts[0] == "mix" else 1
     if parts[at - 1 : at] == ["algorithm"] and len(parts) > at:  # a tag, which is no key
         section = _section_at(parts[at + 1 : -1], _algorithm_sections()[parts.pop(at)])
@@ -170,14 +214,12 @@ def _violation(details: Any) -> UserError:
     if kind in ("model_type", "model_attributes_type"):
         return UserError(
             key,
-            repr(details["input"]),
+            shown,
             "a section with keys",
             f"Write {key}: and its keys below it.",
         )
     allowed = details["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    return UserError(
-        key, repr(details["input"]), allowed, f"Change {key}.{_meaning(section, parts[-1])}"
-    )
+    return UserError(key, shown, allowed, f"Change {key}.{_meaning(section, parts[-1])}")
 
 
 def _section_at(parts: Sequence[str], section: type[BaseModel] = Config) -> type[BaseModel] | None:

@@ -6,10 +6,12 @@ through its HF config.json; keys it lacks are not judged.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridrl.config.algorithm import PolicyGradientConfig
+from hybridrl.config.engines import ONE_RANK_ENGINES
 from hybridrl.config.environment import environment_rules
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
@@ -26,8 +28,8 @@ from hybridrl.errors import UserError
 
 LOWEST_TEMPERATURE = 0.01  # of vLLM, but for 0
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-ONE_RANK_ENGINES = ("hf", "scripted")
 AXES = ("tp", "cp", "ep", "dp", "pp")
+AUTO_ORDER = "auto"
 
 
 def default_world_size(config: Config, num_gpus: int) -> int:
@@ -41,6 +43,7 @@ def check(
     world_size: int,
     model_config: Mapping[str, Any] | None = None,
     default_dtype: str = "bfloat16",
+    is_script: bool = False,
 ) -> list[UserError]:
     """Returns every violated rule.
 
@@ -49,10 +52,11 @@ def check(
         world_size: number of ranks.
         model_config: the model's HF config.json, or None where only the layout is judged.
         default_dtype: what model.dtype=auto stands for on this host; a GPU's where it is not known.
+        is_script: whether a user's own script asks, which starts no ranks.
     """
     return [
         *_model_rules(config.model),
-        *_layout_rules(config, world_size),
+        *_layout_rules(config, world_size, number_of_ranks(is_script)),
         *_step_rules(config),
         *online_rules(config),
         *mix_rules(config),
@@ -62,6 +66,15 @@ def check(
         *_token_rules(config, model_config or {}),
         *_shape_rules(config, model_config or {}),
     ]
+
+
+def number_of_ranks(is_script: bool = False) -> str:
+    """Returns how the user says how many ranks there are; argument as of `check`."""
+    if "RANK" in os.environ:
+        return "the number of ranks with torchrun's --nproc-per-node (and --nnodes)"
+    if is_script:
+        return "start the script with torchrun --nproc-per-node=N: python alone makes 1 rank"
+    return "the number of ranks with --world"
 
 
 def _model_rules(model: ModelConfig) -> Iterator[UserError]:
@@ -81,28 +94,28 @@ def _model_rules(model: ModelConfig) -> Iterator[UserError]:
         )
 
 
-def _layout_rules(config: Config, world_size: int) -> Iterator[UserError]:
+def _layout_rules(config: Config, world_size: int, ranks: str) -> Iterator[UserError]:
     train, rollout = config.train, config.rollout
     if world_size % (train.tp * train.pp * train.cp):
         yield UserError(
             "train.tp * train.pp * train.cp",
             f"{train.tp} * {train.pp} * {train.cp} = {train.tp * train.pp * train.cp}",
             f"a divisor of the world size {world_size}",
-            "Change the layout, or the number of ranks with --world.",
+            f"Change the layout, or {ranks}.",
         )
     elif (world_size // train.pp) % train.ep:
         yield UserError(
             "train.ep",
             train.ep,
             f"a divisor of the {world_size // train.pp} ranks of a pipeline stage",
-            "Change train.ep or the number of ranks with --world.",
+            f"Change train.ep, or {ranks}.",
         )
     if world_size % rollout.tp:
         yield UserError(
             "rollout.tp",
             rollout.tp,
             f"a divisor of the world size {world_size}",
-            "Change rollout.tp, or the number of ranks with --world.",
+            f"Change rollout.tp, or {ranks}.",
         )
     if rollout.engine in ONE_RANK_ENGINES and rollout.tp != 1:
         yield UserError(
@@ -146,12 +159,14 @@ def is_megatron_order(order: str, pp: int, cp: int, ep: int) -> bool:
 
 
 def _order_rules(train: TrainConfig) -> Iterator[UserError]:
+    if train.order == AUTO_ORDER:
+        return
     if sorted(train.order.split("-")) != sorted(AXES):
         yield UserError(
             "train.order",
             repr(train.order),
-            f"each of {', '.join(AXES)} once, joined by '-'",
-            f"Set train.order={'-'.join(AXES)}, or the order that `hybridrl plan` names.",
+            f"{AUTO_ORDER}, or each of {', '.join(AXES)} once, joined by '-'",
+            f"Set train.order={AUTO_ORDER}, or Megatron's own {'-'.join(AXES)}.",
         )
     elif not is_megatron_order(train.order, train.pp, train.cp, train.ep):
         yield UserError(
@@ -159,7 +174,7 @@ def _order_rules(train: TrainConfig) -> Iterator[UserError]:
             repr(train.order),
             f"one that ends with pp, with train.pp={train.pp}, train.cp={train.cp} and "
             f"train.ep={train.ep}",
-            "Put pp last.",
+            f"Set train.order={AUTO_ORDER}, or put pp last.",
         )
 
 
@@ -214,6 +229,13 @@ def _training_rules(config: Config) -> Iterator[UserError]:
                 "nothing without data.eval_prompts or data.eval_share",
                 "Set data.eval_prompts to a file.",
             )
+    if steps.stop_at_accuracy is not None and config.reward.accuracy_scorer() is None:
+        yield UserError(
+            "steps.stop_at_accuracy",
+            steps.stop_at_accuracy,
+            "nothing where several scorers leave open which of them is the accuracy",
+            f"Set reward.accuracy to one of {', '.join(config.reward.functions)}.",
+        )
     if config.train.min_learning_rate > config.train.learning_rate:
         yield UserError(
             "train.min_learning_rate",

@@ -6,9 +6,9 @@ fields are in rules.py, reading YAML and overrides in load.py. Values are frozen
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from hybridrl.config.algorithm import (
     AlgorithmConfig,
@@ -17,7 +17,9 @@ from hybridrl.config.algorithm import (
     PpoConfig,
 )
 from hybridrl.config.data import DataConfig
+from hybridrl.config.engines import EngineName, refuse_not_yet
 from hybridrl.config.environment import EnvironmentConfig
+from hybridrl.config.interpolation import Path
 from hybridrl.config.lists import Steps
 from hybridrl.config.mix import TermConfig
 from hybridrl.config.reward import RewardConfig, ScorerConfig
@@ -79,7 +81,12 @@ class RunConfig(Section):
     collective_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="Longest a collective may wait. 600: above any real step, far below gloo's own 30 minutes.",
+        description="Longest that a collective may take once all ranks are there; a slow rank is waited for as long as it lives. 600: above any of tensors, far below gloo's own 30 minutes.",
+    )
+    stall_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="Longest that ranks wait for one that lives: in generation, a reward, files. None: such work has no natural bound; who is waited for is told each minute.",
     )
     profile: Steps = Field(
         (),
@@ -126,8 +133,8 @@ class TrainConfig(Section):
     cp: int = Field(1, ge=1, description="Context parallel size. 1: only long sequences need more.")
     ep: int = Field(1, ge=1, description="Expert parallel size. 1: dense models have no experts.")
     order: str = Field(
-        "tp-cp-ep-dp-pp",
-        description="Axes over the ranks, the fastest-varying first. Megatron's own default; `hybridrl plan` says which order moves fewer weights.",
+        "auto",
+        description="Axes over the ranks, the fastest-varying first. 'auto': tp-cp-ep-dp-pp as Megatron, unless engines receive fewer bytes in another order, which `hybridrl plan` and the start of a run name.",
     )
     micro_batch_tokens: int = Field(
         4096,
@@ -154,7 +161,7 @@ class TrainConfig(Section):
     weight_decay: float = Field(
         0.0,
         ge=0,
-        description="AdamW decay. 0: RL fine-tuning stays near its start by the loss, not by decay.",
+        description="AdamW decay; norms and biases have none. 0: RL fine-tuning stays near its start by the loss, not by decay.",
     )
     adam_beta1: float = Field(
         0.9, ge=0, lt=1, description="First-moment decay. 0.9: Adam's own default."
@@ -220,7 +227,7 @@ class TrainConfig(Section):
 class RolloutConfig(Section):
     """How responses are generated and how weights reach the engine."""
 
-    engine: Literal["hf", "vllm", "sglang", "scripted"] = Field(
+    engine: Annotated[EngineName, BeforeValidator(refuse_not_yet)] = Field(
         "hf",
         description="Inference engine. 'hf': needs no GPU and no extra package, so it works everywhere.",
     )
@@ -324,12 +331,12 @@ class CheckpointConfig(Section):
     every: int = Field(
         0,
         ge=0,
-        description="Steps between checkpoints. 0: only at the end, small runs need no more.",
+        description="Steps between checkpoints. 0: only at the end and when the run is stopped by a signal, small runs need no more.",
     )
     keep: int = Field(
         2,
         ge=1,
-        description="Newest checkpoints kept. 2: one more than needed if the last is damaged.",
+        description="Newest checkpoints kept, of those that the run went through. 2: one more than needed if the last is damaged.",
     )
 
 
@@ -348,6 +355,13 @@ class Config(Section):
     steps: StepsConfig = StepsConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    _written: dict[Path, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def written(self) -> dict[Path, str]:
+        """Values that were written as `${...}`: the text, by where it stands."""
+        return self._written
 
     def terms(self) -> dict[str, TermConfig]:
         """Returns the terms of the section `mix` that have a weight."""

@@ -6,16 +6,15 @@ Owns the meaning of `model.path` and `model.init`: a folder, a config.json, or a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.files import read_json_object
 from hybridrl.config.schema import ModelConfig
 from hybridrl.errors import ModelError
 
 PLAIN_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def model_directory(model: ModelConfig, *, weights: bool = True) -> Path:
@@ -47,38 +46,12 @@ def read_model_config(model: ModelConfig) -> dict[str, Any]:
     """Returns the config.json that `model.path` or `model.init` names, as a dictionary.
 
     Raises:
-        ModelError: the file is missing or not a JSON object.
+        ModelError: the file is missing, damaged, or not a JSON object whose keys differ.
     """
     file = Path(model.init or "").expanduser()
     if model.init is None or not file.is_file():
         file = model_directory(model, weights=False) / "config.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        found = "no such file" if isinstance(error, FileNotFoundError) else error
-        raise ModelError(str(file), found, "a JSON object", "Check the model's path.") from None
-    if not isinstance(content, dict):
-        found = type(content).__name__
-        raise ModelError(str(file), found, "a JSON object", "Get the file again.")
-    return content
-
-
-def check_tokenizer_files(model: ModelConfig) -> None:
-    """Refuses a local folder without a tokenizer, of which transformers would make an empty one.
-
-    Raises:
-        ModelError: the folder that the section names as the tokenizer's holds none.
-    """
-    place = Path(model.tokenizer or model.path or model.init or "").expanduser()
-    if place.is_file() and model.tokenizer is None:
-        place = place.parent
-    if place.is_dir() and not any((place / name).is_file() for name in TOKENIZER_FILES):
-        raise ModelError(
-            "model.tokenizer",
-            str(place),
-            f"a directory with one of {', '.join(TOKENIZER_FILES)}",
-            "Set model.tokenizer to a directory that holds the tokenizer.",
-        )
+    return read_json_object(file, ModelError)
 
 
 def _download(key: str, name: str, weights: bool) -> Path:

@@ -6,13 +6,13 @@ tokenizer.json; and which distillations need no reward.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config.algorithm import OnPolicyDistillationConfig
 from hybridrl.config.distillation import GkdConfig, TaughtConfig, TopTokensConfig
+from hybridrl.config.files import read_json_object
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rules import layer_rules, split_rules
 from hybridrl.config.schema import Config, ModelConfig
@@ -126,7 +126,7 @@ def _token_names(model: ModelConfig) -> dict[int, str]:
     if place is None or not place.is_dir():
         place = model_directory(model, weights=False)
     try:
-        content = json.loads((place / TOKENS_FILE).read_text(encoding="utf-8"))
+        content = read_json_object(place / TOKENS_FILE, ModelError, has_unique_keys=False)
         known = content["model"]["vocab"]
         # Unigram models list (token, score).
         pairs = (
@@ -134,5 +134,5 @@ def _token_names(model: ModelConfig) -> dict[int, str]:
         )
         added = ((token["content"], token["id"]) for token in content.get("added_tokens") or ())
         return {int(number): str(token) for token, number in (*pairs, *added)}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (UserError, ValueError, LookupError, TypeError, AttributeError):
         return {}  # the tokenizer itself is checked elsewhere

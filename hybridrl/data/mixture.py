@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.prompts import LoadedPrompts, PromptSource
+from hybridrl.data.prompts import LoadedPrompts, PromptSource, saved_count
 from hybridrl.errors import DataError
 from hybridrl.samples import Prompt
 
@@ -73,9 +73,9 @@ class MixedPrompts(PromptSource):
         Raises:
             DataError: that source had other prompts, other weights or another seed.
         """
-        if state["fingerprint"] != self._fingerprint:
+        if state.get("fingerprint") != self._fingerprint:
             raise self.differs()
-        self._taken = [int(state[f"taken/{i}"]) for i in range(len(self._parts))]
+        self._taken = [saved_count(state, f"taken/{i}") for i in range(len(self._parts))]
         for part, taken in zip(self._parts, self._taken, strict=True):
             epoch, index = divmod(taken, len(part))
             part.load_state({**part.state(), "epoch": epoch, "index": index})

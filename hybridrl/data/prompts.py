@@ -254,9 +254,10 @@ class PromptSource:
         Raises:
             DataError: that source had other prompts, or another seed.
         """
-        if state["fingerprint"] != self._fingerprint:
+        if state.get("fingerprint") != self._fingerprint:
             raise self.differs()
-        self._epoch, self._index = int(state["epoch"]), int(state["index"])
+        self._epoch = saved_count(state, "epoch")
+        self._index = saved_count(state, "index", len(self._prompts))
         self._order = self._epoch_order()
 
     @staticmethod
@@ -275,3 +276,21 @@ class PromptSource:
             # random.Random over a text: the same on every platform and Python version since 3.2.
             random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order
+
+
+def saved_count(state: Mapping[str, int | str], key: str, most: int | None = None) -> int:
+    """Returns a count of a saved cursor.
+
+    Raises:
+        DataError: it is no count, or larger than `most`.
+    """
+    value = state.get(key)
+    if type(value) is int and value >= 0 and (most is None or value <= most):
+        return value
+    allowed = "a whole number from 0" + ("" if most is None else f" to {most}, the prompts")
+    raise DataError(
+        f"the checkpoint's cursor of prompts, {key}",
+        repr(value),
+        allowed,
+        "Go on from another checkpoint, with --resume previous.",
+    )

@@ -66,7 +66,8 @@ class PhaseTimer:
     @property
     def current(self) -> str:
         """The innermost phase that is running, and the step, if one is known."""
-        phase = self._open[-1] if self._open else IDLE
+        innermost = self._open[-1:]  # at once: another thread may ask
+        phase = innermost[0] if innermost else IDLE
         return phase if self._step is None else f"{phase}, step {self._step}"
 
     def start_step(self, step: int | None = None) -> None:

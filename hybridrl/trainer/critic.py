@@ -19,7 +19,7 @@ class Critic:
     Args:
         model: the parallel model with a value head, weights in place.
         algorithm: gives the value loss and its global denominator.
-        num_updates_in_run: length of the learning-rate course.
+        num_updates_in_run: optimizer steps of this model in the whole run.
     """
 
     def __init__(

@@ -1,11 +1,17 @@
-"""Evaluation: responses to held-out prompts, greedy unless told otherwise, and their reward."""
+"""Evaluation: responses to held-out prompts, greedy unless told otherwise, and what they score.
+
+The reward is the weighted sum that training uses. The accuracy is the score of one scorer, which
+says from 0 to 1 how right a response is.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from hybridrl.batch import Prompt
+from hybridrl.batch import Prompt, ScoredBatch
+from hybridrl.config.reward import RewardConfig
+from hybridrl.errors import UserError
 from hybridrl.trainer.sampler import Sampler
 
 # Enters the seeds in place of a step number: evaluation at a temperature samples the same way every
@@ -13,20 +19,100 @@ from hybridrl.trainer.sampler import Sampler
 EVALUATION_STEP = -2
 
 
-def evaluate(sampler: Sampler, prompts: Sequence[Prompt], temperature: float = 0.0) -> float:
-    """Returns the mean reward of one response to each prompt; with rewards of 0 and 1, the
-    accuracy.
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What responses to held-out prompts scored.
 
-    Collective; the same on all ranks.
+    Args:
+        reward: mean of the weighted sum.
+        accuracy: mean of the accuracy's scorer; None: no scorer is one, or a score is outside 0 to
+            1.
+        scores: mean of each scorer, unweighted, by name.
+        num_prompts: prompts that were asked.
+        num_scored: responses that have a score; fewer where `reward.on_error` drops some.
+        note: why there is no accuracy, for people; empty where there is one.
+    """
+
+    reward: float
+    accuracy: float | None
+    scores: Mapping[str, float]
+    num_prompts: int
+    num_scored: int
+    note: str = ""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of a step in which this was measured."""
+        scores = self.scores if len(self.scores) > 1 else {}
+        found = {"eval/reward": self.reward, **{f"eval/{n}": v for n, v in scores.items()}}
+        if self.accuracy is not None:
+            found["eval/accuracy"] = self.accuracy
+        if self.num_scored < self.num_prompts:
+            found["eval/scored_share"] = self.num_scored / self.num_prompts
+        return found
+
+    def kept(self) -> dict[str, float]:
+        """Returns what a run keeps of it: `reward`, and `accuracy` if there is one."""
+        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
+        return {"reward": self.reward, **accuracy}
+
+
+def evaluate(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    config: RewardConfig,
+    temperature: float = 0.0,
+    before_scoring: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Scores one response to each prompt; collective, the same on all ranks.
 
     Args:
         sampler: with the weights to evaluate in its engine.
         prompts: the same on all ranks.
+        config: the section that names the scorers.
         temperature: 0 is greedy.
+        before_scoring: called when all responses are generated.
+
+    Raises:
+        UserError: there are no prompts, or a score of the scorer that `reward.accuracy` names is
+            outside 0 to 1.
     """
+    if not prompts:
+        raise UserError(
+            "data.eval_prompts",
+            "nothing",
+            "prompts to evaluate on",
+            "Set data.eval_prompts to a file, or data.eval_share.",
+        )
     sampling = dataclasses.replace(sampler.sampling, temperature=temperature)
     local = sampler.generate(prompts, samples_per_prompt=1, step=EVALUATION_STEP, sampling=sampling)
-    return float(sampler.score(local).reward_B.mean())
+    before_scoring()
+    return summarized(sampler.score(local), len(prompts), config)
+
+
+def summarized(scored: ScoredBatch, num_prompts: int, config: RewardConfig) -> Evaluation:
+    """Returns what scored responses, one a prompt, amount to; arguments as of `evaluate`."""
+    parts = {name: score_B for name, score_B in scored.reward_parts.items()}
+    name = next(iter(parts)) if len(parts) == 1 else config.accuracy_scorer()
+    accuracy, note = None, ""
+    if name is None or name not in parts:
+        note = f"which of {', '.join(parts)} is the accuracy is not known: set reward.accuracy"
+    else:
+        lowest, highest = float(parts[name].min()), float(parts[name].max())
+        outside = lowest if lowest < 0 else highest if highest > 1 else None
+        if outside is not None and config.accuracy is not None:
+            raise UserError(
+                "reward.accuracy",
+                f"{name}, which gave a score of {outside:g}",
+                "a scorer of scores from 0 to 1",
+                "Name another scorer, or set reward.accuracy=null.",
+            )
+        if outside is None:
+            accuracy = float(parts[name].mean())
+        else:
+            note = f"{name} gave a score of {outside:g}, so that it is no accuracy"
+    means = {name: float(score_B.mean()) for name, score_B in parts.items()}
+    reward = float(scored.reward_B.mean())
+    return Evaluation(reward, accuracy, means, num_prompts, scored.num_samples, note)
 
 
 def is_due(every: int, step: int, last: int) -> bool:

@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager
 import torch
 
 from hybridrl.batch import ScoredBatch
-from hybridrl.config.identity import run_folder
-from hybridrl.config.load import to_yaml
+from hybridrl.config.identity import changed_knobs, run_folder, saved_config, write_config
 from hybridrl.config.schema import Config
 from hybridrl.metrics.flops import peak_flops_per_s
 from hybridrl.metrics.sinks import (
     ConsoleSink,
     JsonlSink,
+    LogSink,
     MetricSink,
     RolloutDump,
     TensorBoardSink,
@@ -32,6 +32,10 @@ from hybridrl.parallel.groups import World
 from hybridrl.trainer.trace import StepTraces
 
 logger = logging.getLogger(__name__)
+
+
+Evaluations = Mapping[str, Mapping[str, float]]
+"""Reward and accuracy by step."""
 
 
 class Journal:
@@ -54,11 +58,20 @@ class Journal:
         self.is_writer = world.rank == 0
         self.sinks: list[MetricSink] = []
         self.console: ConsoleSink | None = None
+        self.log_file: LogSink | None = None
+        self._said_before: list[str] = []  # there is a log
+        world.heartbeat.phase = lambda: self.timer.current
         self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
 
     def say(self, text: str) -> None:
-        """Prints a line for the user, once."""
-        if self.is_writer and self.config.log.console:
+        """Prints a line for the user, once, and logs it."""
+        if not self.is_writer:
+            return
+        if self.log_file is not None:
+            self.log_file.message(text)
+        else:
+            self._said_before.append(text)
+        if self.config.log.console:
             if self.console is not None:
                 self.console.message(text)
             else:
@@ -75,15 +88,41 @@ class Journal:
         if not self.is_writer:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.yaml").write_text(to_yaml(self.config), encoding="utf-8")
-        self.sinks = [JsonlSink(self.folder / "metrics.jsonl", last_step)]
+        changes = self._changes() if last_step else ()
+        write_config(self.config)
+        lines = JsonlSink(self.folder / "metrics.jsonl", last_step)
+        self.log_file = LogSink(self.folder / "logs" / "rank_0.log", num_steps)
+        for text in self._said_before:
+            self.log_file.message(text)
+        self._said_before = []
+        self.sinks = [lines, self.log_file]
         if self.config.log.tensorboard:
             self.sinks.append(TensorBoardSink(self.folder / "tensorboard", last_step))
         if self.config.log.console:
             self.console = ConsoleSink(num_steps, last_step)
             self.sinks.append(self.console)
         if last_step:
-            self.say(f"continuing {self.folder} after step {last_step}")
+            self.say(f"continuing {self.folder} after step {last_step}, to step {num_steps}")
+        if lines.num_damaged:
+            self.say(f"metrics.jsonl: {lines.num_damaged} damaged lines are beside it now")
+        for change in changes:
+            self.say(f"changed from step {last_step + 1} on: {change}")
+        self.say(self._when_saved(num_steps))
+
+    def _changes(self) -> Sequence[str]:
+        """Returns how knobs differ from those that the run was last trained with."""
+        saved = saved_config(self.config)
+        changed = {} if saved is None else changed_knobs(saved, self.config)
+        return [f"{key} {before!r} -> {now!r}" for key, (before, now) in changed.items()]
+
+    def _when_saved(self, num_steps: int) -> str:
+        section = self.config.checkpoint
+        often = f"every {section.every} steps, " if section.every else ""
+        kept = "the newest stays" if section.keep == 1 else f"the newest {section.keep} stay"
+        return (
+            f"checkpoints: {often}after step {num_steps} and on SIGINT or SIGTERM, in "
+            f"{self.folder / 'checkpoints'}; {kept}"
+        )
 
     def describe(self, batch: ScoredBatch) -> dict[str, float]:
         """Returns what there is to say of sampled responses: rewards, and how many were cut off."""
@@ -107,12 +146,13 @@ class Journal:
         from the model FLOPs of its phases; the same on all ranks.
         """
         lengths = batch.response_lengths_B.float()
+        seconds, peaks = self._largest(self.timer.seconds(), self._peaks())
         return step_metrics(
             {**values, "response_tokens/mean": float(lengths.mean())},
-            self._largest(self.timer.seconds()),
+            seconds,
             int(values.get(GENERATED_TOKENS, batch.num_tokens)),
             self.world.size,
-            {phase: int(size) for phase, size in self._largest(self._peaks()).items()},
+            {phase: int(size) for phase, size in peaks.items()},
             flops,
             self._peak_rate,
         )
@@ -138,30 +178,67 @@ class Journal:
         ]
         self.dump.write(step, samples)
 
-    def finish(self, evaluations: Mapping[str, float], seconds: float) -> dict[str, float]:
-        """Writes `summary.json`, prints the table of before and after and where the run lies."""
-        summary = {"seconds": seconds}
-        if evaluations:
-            steps = sorted(evaluations, key=int)
-            summary["accuracy_before"] = evaluations[steps[0]]
-            summary["accuracy_after"] = evaluations[steps[-1]]
+    def finish(
+        self, first: int, last: int, evaluations: Evaluations, seconds: float
+    ) -> dict[str, float]:
+        """Writes `summary.json`, prints the table of before and after and where the run lies.
+
+        Args:
+            first: steps that were finished when training began.
+            last: those that are finished now.
+            evaluations: reward, and accuracy if it is known, by step.
+            seconds: of all starts of the run.
+        """
+        summary = self._summary(evaluations, seconds)
         if self.is_writer:
-            records = read_records(self.folder / "metrics.jsonl")
-            if any("reward/mean" in record for record in records):
-                summary["reward_last_10"] = recent_mean(records, "reward/mean")
             text = json.dumps(summary, indent=1)
             (self.folder / "summary.json").write_text(text + "\n", encoding="utf-8")
             if self.console is not None and evaluations:
-                accuracy = (summary["accuracy_before"], summary["accuracy_after"])
-                self.console.compare(self.config.run.name, {"held-out accuracy": accuracy})
-            self.say(f"run folder: {self.folder}  ({seconds:.0f} s)")
+                self.console.compare(self.config.run.name, _compared(summary))
+            taken = (
+                f"steps {first + 1} to {last} were taken" if last > first else "no step was taken"
+            )
+            self.say(f"{taken}; run folder: {self.folder}  ({seconds:.0f} s)")
+        return summary
+
+    def nothing_to_do(
+        self, done: int, last: int, evaluations: Evaluations, seconds: float
+    ) -> dict[str, float]:
+        """Says that the run has its steps already; writes nothing.
+
+        Args:
+            done: finished steps.
+            last: the step to train to.
+            evaluations, seconds: as of `finish`.
+        """
+        goal = f"step {last}" if done >= last else "steps.stop_at_accuracy"
+        self.say(
+            f"{self.folder} has reached {goal} (finished steps: {done}): nothing is left to train. "
+            "Raise steps.num_steps to train on, or choose another run.name to train anew."
+        )
+        for change in self._changes() if self.is_writer else ():
+            self.say(f"not used: {change}")
+        return self._summary(evaluations, seconds)
+
+    def _summary(self, evaluations: Evaluations, seconds: float) -> dict[str, float]:
+        summary = {"seconds": seconds}
+        steps = sorted(evaluations, key=int)
+        for what, name in (("accuracy", "accuracy"), ("reward", "eval_reward")):
+            values = [evaluations[step][what] for step in steps if what in evaluations[step]]
+            if values:
+                summary[f"{name}_before"], summary[f"{name}_after"] = values[0], values[-1]
+        if self.is_writer:
+            file = self.folder / "metrics.jsonl"
+            records = read_records(file) if file.exists() else []
+            if any("reward/mean" in record for record in records):
+                summary["reward_last_10"] = recent_mean(records, "reward/mean")
         return summary
 
     def close(self) -> None:
         """Closes all files; the phase file keeps its last line."""
         for sink in self.sinks:
             sink.close()
-        self.sinks, self.console = [], None
+        self.sinks, self.console, self.log_file = [], None, None
         self.timer.close()
 
     def _peaks(self) -> dict[str, float]:
@@ -169,14 +246,28 @@ class Journal:
         known = self.timer.peak_bytes() or {"run": self.world.platform.peak_memory_bytes()}
         return {phase: float(size) for phase, size in known.items()}
 
-    def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Returns the largest of each value over the ranks."""
-        names = list(values)
-        mine = torch.tensor([values[name] for name in names], dtype=torch.float64)
-        return dict(zip(names, self.world.max_over_world(mine).tolist(), strict=True))
+    def _largest(self, *values: Mapping[str, float]) -> list[dict[str, float]]:
+        """Returns the largest of each value over the ranks; waits for one that writes slowly."""
+        ranks = self.world.gather_objects(values)
+        return [
+            {name: max(rank[i][name] for rank in ranks) for name in own}
+            for i, own in enumerate(values)
+        ]
 
 
 def _take_peak_bytes() -> int:
     most = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return most
+
+
+def _compared(summary: Mapping[str, float]) -> dict[str, tuple[float | None, float | None]]:
+    """Returns what evaluations were before and after, by label; the reward only where it is not
+    the accuracy.
+    """
+    found: dict[str, tuple[float | None, float | None]] = {}
+    for label, name in (("held-out accuracy", "accuracy"), ("held-out reward", "eval_reward")):
+        pair = summary.get(f"{name}_before"), summary.get(f"{name}_after")
+        if None not in pair and pair not in found.values():
+            found[label] = pair
+    return found

@@ -8,10 +8,11 @@ over the same parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,10 +21,11 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
 from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.batch import ScoredBatch, TrainBatch
-from hybridrl.checkpoint.folders import find_checkpoint
+from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import load_config, load_config_dict
+from hybridrl.config.own_code import make_working_folder_importable
 from hybridrl.config.schema import Config
 from hybridrl.data.mixture import prompt_source
 from hybridrl.data.packing import even_sizes
@@ -32,17 +34,19 @@ from hybridrl.errors import UserError
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.phases import Phase
 from hybridrl.metrics.values import average
+from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.layout import DEFAULT_ORDER
 from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.rewards.functions import RewardFunction
 from hybridrl.rollout.engine import Holding
 from hybridrl.trainer import ledger, probe, setup
-from hybridrl.trainer.evaluate import evaluate, is_due
+from hybridrl.trainer.evaluate import Evaluation, evaluate, is_due
 from hybridrl.trainer.journal import Journal
 from hybridrl.trainer.mismatch import MismatchWarning, behaviour_metrics
 from hybridrl.trainer.mix import Mix
 from hybridrl.trainer.model import ParallelModel
-from hybridrl.trainer.resampling import sample_step
+from hybridrl.trainer.resampling import UniformGroupsWarning, sample_step
 from hybridrl.trainer.roles import make_roles
 from hybridrl.trainer.sampler import Sampler
 from hybridrl.trainer.setup import Rows
@@ -77,6 +81,7 @@ class Trainer:
         trains: bool = True,
     ) -> None:
         self.config, self._trains = config, trains
+        make_working_folder_importable()
         start_kernels_in_order(config.train.tp, config.train.cp)
         self.platform = Platform.detect()
         self.platform.activate()
@@ -88,8 +93,10 @@ class Trainer:
             with ledger.explained(self.memory_table):
                 self._build(setup.Given(prompts, reward, tokenizer, mix or {}))
         except BaseException as error:
-            # A corrected attempt can start; after other errors NCCL might wait for lost ranks.
-            if self.platform.is_cpu or isinstance(error, UserError):
+            # A corrected attempt can start; after other errors NCCL might wait for lost ranks, and
+            # so would gloo for a rank that does not answer.
+            is_lost = isinstance(error, PeerError) and error.is_lost
+            if isinstance(error, UserError) or (self.platform.is_cpu and not is_lost):
                 stop_process_group()
             raise
 
@@ -101,10 +108,14 @@ class Trainer:
         with self.world.all_agree("checking the run folder"):
             check_run_folder(config)
         self.journal = Journal(config, self.world)
+        if (order := self.world.layout.order) not in (config.train.order, DEFAULT_ORDER):
+            self.journal.say(f"train.order=auto: {order}, in which engines receive fewest bytes")
         self.step, self.seconds, self._started = 0, 0.0, time.monotonic()
+        self._has_begun = False  # a checkpoint was loaded, or a step taken
         # Where the prompts of the step under way began; None between steps.
         self._step_cursor: dict[str, Any] | None = None
-        self.evaluations: dict[str, float] = {}
+        self.evaluations: dict[str, dict[str, float]] = {}  # by step
+        self._lock = RunLock(self.journal.folder)
         replay = self.journal.folder / "replay"
         self.skipped = SkippedSteps(config, self.world, replay, self.journal.say)
         self._make_data(given)
@@ -112,11 +123,10 @@ class Trainer:
         roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
         self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
-        self._mismatch_warning = MismatchWarning(self.source.dtype)
+        self._warnings = (MismatchWarning(self.source.dtype), UniformGroupsWarning())
         self._make_engine()
-        self.store = CheckpointStore(
-            run_folder(config) / "checkpoints", self.world, config.checkpoint.keep
-        )
+        checkpoints, keep = run_folder(config) / "checkpoints", config.checkpoint.keep
+        self.store = CheckpointStore(checkpoints, self.world, keep, self.journal.say)
 
     @classmethod
     def from_config(
@@ -138,45 +148,93 @@ class Trainer:
             config = load_config(config, overrides)
         return cls(config, **objects)
 
-    def fit(self, num_steps: int | None = None) -> dict[str, float]:
-        """Trains up to `num_steps` (default `steps.num_steps`), from the newest checkpoint if there
-        is one.
+    def fit(
+        self,
+        num_steps: int | None = None,
+        *,
+        until: int | None = None,
+        resume: Literal["newest", "previous"] = "newest",
+    ) -> dict[str, float]:
+        """Trains: `num_steps` more steps, or up to step `until`; without either up to
+        `steps.num_steps`.
+
+        A trainer that has neither loaded a checkpoint nor taken a step goes on from a checkpoint of
+        its run folder, if there is one; `num_steps` counts from there.
+
+        Args:
+            num_steps: how many more steps to take.
+            until: the step to end with.
+            resume: which checkpoint to go on from: the newest, or the newest whole one before it.
 
         Returns:
-            `accuracy_before`, `accuracy_after` (where there are evaluation prompts) and `seconds`,
-            those of earlier starts of the run included.
+            `seconds`, those of earlier starts of the run included; where there are evaluation
+            prompts `eval_reward_before` and `eval_reward_after`, and where a scorer says how right
+            responses are `accuracy_before` and `accuracy_after`.
+
+        Raises:
+            UserError: both `num_steps` and `until` are given, or one is negative.
         """
         self._started = time.monotonic()
-        last = self.config.steps.num_steps if num_steps is None else num_steps
-        newest = self.store.newest()
-        if self.step == 0 and newest is not None:
-            self.load_checkpoint(newest)
-        self.journal.start(self.step, last)
+        with self._using_run_folder():
+            if not self._has_begun:
+                self._resume(resume)
+            first, last = self.step, self._last_step(num_steps, until)
+            if 0 < last <= first or (first and self._has_reached_goal()):
+                return self.journal.nothing_to_do(first, last, self.evaluations, self.seconds)
+            self.journal.start(first, last)
+            try:
+                with ledger.explained(self.memory_table):
+                    self._train_to(last)
+                self.seconds += time.monotonic() - self._started
+                return self.journal.finish(first, self.step, self.evaluations, self.seconds)
+            finally:
+                self.journal.close()
+
+    def _resume(self, which: str) -> None:
+        """Loads a checkpoint of the run folder, if it has one."""
+        folder = self.store.previous() if which == "previous" else self.store.newest()
+        if folder is not None:
+            self.load_checkpoint(folder)
+
+    def _last_step(self, num_steps: int | None, until: int | None) -> int:
+        for name, value in (("num_steps", num_steps), ("until", until)):
+            if value is not None and value < 0:
+                raise UserError(f"fit({name}=...)", value, "a number from 0", "Change it.")
+        if num_steps is not None and until is not None:
+            both = f"num_steps={num_steps} and until={until}"
+            raise UserError("fit", both, "one of them", "num_steps counts from here, until from 0.")
+        if num_steps is not None:
+            return self.step + num_steps
+        return self.config.steps.num_steps if until is None else until
+
+    @contextmanager
+    def _using_run_folder(self) -> Iterator[None]:
+        """Holds the run folder against other runs; may be nested."""
+        with self.world.all_agree("taking the run folder"):
+            is_taken = self.world.rank == 0 and self._lock.acquire(self.journal.say)
         try:
-            with ledger.explained(self.memory_table):
-                self._train_to(last)
-            self.seconds += time.monotonic() - self._started
-            return self.journal.finish(self.evaluations, self.seconds)
+            yield
         finally:
-            self.journal.close()
+            if is_taken:
+                self._lock.release()
 
     def _train_to(self, last: int) -> None:
         """Takes the steps up to `last`, with the evaluations and checkpoints that are due."""
         if self.algorithm.needs.rollouts and not self._is_engine_checked:
             self.check_engine()
-        elif self.algorithm.needs.rollouts and self.hybrid_engine.phases.phase is Phase.TRAIN:
-            self.reshard()
+        elif self.algorithm.needs.rollouts:
+            self.enter_rollout()
         if self.eval_prompts and "0" not in self.evaluations:
-            self.evaluations["0"] = self.evaluate()
+            self._keep_evaluation(self.evaluate())
         while self.step < last and not self._has_reached_goal():
             with self.journal.traced(self.step + 1):
                 metrics = self.train_step()
             if self.eval_prompts and is_due(self.config.steps.eval_every, self.step, last):
-                metrics["eval/accuracy"] = self.evaluate()
-                self.evaluations[str(self.step)] = metrics["eval/accuracy"]
+                metrics |= self._keep_evaluation(self.evaluate())
             self.journal.log(self.step, metrics)
-            if (warning := self._mismatch_warning.text(self.step, metrics)) is not None:
-                self.journal.say(warning)
+            for warning in self._warnings:
+                if (text := warning.text(self.step, metrics)) is not None:
+                    self.journal.say(text)
             ends = last if not self._has_reached_goal() else self.step
             if is_due(self.config.checkpoint.every, self.step, ends):
                 self.save_checkpoint()
@@ -194,7 +252,7 @@ class Trainer:
             raise UserError("trains", False, "a Trainer with trains=True", "Make another to train.")
         timer = self.journal.timer
         timer.start_step(self.step + 1)
-        self._step_cursor = self._cursors()
+        self._step_cursor, self._has_begun = self._cursors(), True
         prompts = self.prompts.take(self.config.steps.prompts_per_step)
         sampled: dict[str, float] = {}
         if self.algorithm.needs.rollouts:
@@ -206,6 +264,7 @@ class Trainer:
                 self.step,
                 timer,
                 self.enter_training,
+                self.enter_rollout,
             )
         else:
             self.enter_training()
@@ -260,6 +319,7 @@ class Trainer:
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
         """Brings the policy's weights into the engine; returns the bytes and the rate."""
+        self.world.arrive("the work before the reshard")  # files may have been written or read
         with self.journal.timer.phase("reshard"):
             return self.hybrid_engine.to_rollout(self.step, verifies).metrics()
 
@@ -289,15 +349,42 @@ class Trainer:
         elif frees_memory:
             self.hybrid_engine.free_engine()
 
-    def evaluate(self) -> float:
-        """Returns the mean reward of greedy responses to the evaluation prompts."""
+    def enter_rollout(self) -> None:
+        """Begins the rollout phase with the policy's weights, if it is not the current one."""
         if self.hybrid_engine.phases.phase is Phase.TRAIN:
             self.reshard()
+
+    def evaluate(self, temperature: float = 0.0) -> Evaluation:
+        """Scores responses to the evaluation prompts, greedy ones by default.
+
+        Raises:
+            UserError: there are no evaluation prompts.
+        """
+        self.enter_rollout()
+        # A reward model's pass needs the memory that the engine has while it generates.
+        end_rollout = self.enter_training if self.engine.judges else _nothing
         with self.journal.timer.phase("evaluate"):
-            return evaluate(self.engine, self.eval_prompts)
+            sampler, prompts, section = self.engine, self.eval_prompts, self.config.reward
+            return evaluate(sampler, prompts, section, temperature, end_rollout)
+
+    def _keep_evaluation(self, found: Evaluation) -> dict[str, float]:
+        """Notes an evaluation of this step; returns its metrics."""
+        if found.note and not self.evaluations:
+            self.journal.say(f"evaluations report the reward and no accuracy: {found.note}")
+        self.evaluations[str(self.step)] = found.kept()
+        return found.metrics()
 
     def save_checkpoint(self) -> Path:
-        """Writes `checkpoints/step_N` with everything that the run needs to go on."""
+        """Writes `checkpoints/step_N` with everything that the run needs to go on.
+
+        Raises:
+            CheckpointError: a file could not be written.
+            UserError: another run has taken the run folder over.
+        """
+        with self._using_run_folder():
+            return self._save_checkpoint()
+
+    def _save_checkpoint(self) -> Path:
         state = {
             "step": self.step,
             **(self._step_cursor or self._cursors()),
@@ -324,16 +411,18 @@ class Trainer:
         """
         # The optimizer's state may be away, and the engine holds memory.
         self.enter_training(frees_memory=True)
-        state = self.store.load(find_checkpoint(Path(path)), self.trained)
-        self.step, self.evaluations = int(state["step"]), state["evaluations"]
-        self.seconds = float(state["seconds"])
-        self.prompts.load_state(state["prompts"])
-        self.mix.load_state(state.get("mix", {}))
-        for name, count in state["num_updates"].items():
-            self.trained[name].num_updates = count
-        self.engine.load_state(state["rollouts"])
+        state = self.store.load(Path(path), self.trained)
+        assert state.step is not None  # the store refuses weights alone
+        self._has_begun = True
+        self.step, self.seconds = state.step, state.seconds
+        self.evaluations = dict(state.evaluations)
+        self.prompts.load_state(state.prompts)
+        self.mix.load_state(state.mix)
+        for name, model in self.trained.items():
+            model.num_updates = state.num_updates[name]
+        self.engine.load_state(state.rollouts)
         if isinstance(self.algorithm, AdaptiveAlgorithm):
-            self.algorithm.load_state(state.get("algorithm", {}))
+            self.algorithm.load_state(state.algorithm)
         self.reshard()
 
     def _cursors(self) -> dict[str, Any]:
@@ -345,6 +434,7 @@ class Trainer:
     def close(self) -> None:
         """Ends the journal and leaves the process group."""
         self.journal.close()
+        self._lock.release()
         self.engine.close()
         self.hybrid_engine.close()
         self.raw_engine.close()
@@ -353,13 +443,16 @@ class Trainer:
     def _make_data(self, given: setup.Given) -> None:
         config = self.config
         self.algorithm: Algorithm = make_algorithm(config.algorithm)
-        self.tokenizer = given.tokenizer or setup.load_tokenizer(config.model)
+        with self.world.all_agree("loading the tokenizer"):
+            num_tokens = setup.model_source(config.model, self.platform).shape.vocab_size
+            self.tokenizer = given.tokenizer or setup.load_tokenizer(config.model, num_tokens)
         needs = self.algorithm.needs
         self.scorer = setup.make_scorer(config, self.tokenizer, given.reward, needs.group_samples)
         with self.world.all_agree("reading the prompts"):
             loaded, self.eval_prompts = setup.load_data(
                 config, self.tokenizer, needs, given.prompts
             )
+            setup.check_token_range((*loaded.prompts, *self.eval_prompts), num_tokens)
             mixed = config if self._trains else config.model_copy(update={"mix": {}})
             self.mix = Mix(mixed, self.tokenizer, self.journal.say, given.mix)
         self.journal.say(loaded.report())
@@ -396,5 +489,9 @@ class Trainer:
 
     def _has_reached_goal(self) -> bool:
         goal = self.config.steps.stop_at_accuracy
-        newest = self.evaluations.get(str(self.step))
+        newest = self.evaluations.get(str(self.step), {}).get("accuracy")
         return goal is not None and newest is not None and newest >= goal
+
+
+def _nothing() -> None:
+    """Stands in for a change of phases that nobody needs."""

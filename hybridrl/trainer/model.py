@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hybridrl.batch import TrainBatch
-from hybridrl.checkpoint.store import ModelFiles
+from hybridrl.checkpoint.writing import ModelFiles
 from hybridrl.config.schema import TrainConfig
 from hybridrl.data.balance import Schedule, schedule, schedule_hash
 from hybridrl.data.collate import context_positions, micro_batch, unpack
@@ -31,7 +31,7 @@ from hybridrl.models.build import Head, build_chunks, named_weights, transformer
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.heads import head_temperature
 from hybridrl.models.layers import choose_layers, shares_prompts
-from hybridrl.models.weights import RankLayout, megatron_layout
+from hybridrl.models.weights import RankLayout, megatron_layout, megatron_layouts
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.peer_memory import PeerMemory
 from hybridrl.parallel.schedule import forward_backward, forward_only
@@ -40,7 +40,7 @@ from hybridrl.trainer.optimizer import (
     apply_gradients,
     gradient_norm,
     owned_ranges,
-    set_learning_rate,
+    set_step_options,
     wrap_for_training,
 )
 from hybridrl.trainer.peer_weights import PeerWeights
@@ -201,7 +201,10 @@ class ParallelModel:
     def source_layouts(self) -> list[RankLayout]:
         """Returns what an engine may be written from right after a step, by rank."""
         if not self.train.fuse_param_gather:
-            return [self.layout_of(rank) for rank in range(self.world.size)]
+            family, shape = self.source.family, self.source.shape
+            return megatron_layouts(
+                family, shape, self.world.layout, self.head, self.layers.fuses_norms
+            )
         ranges = owned_ranges(self._chunks, self._optimizer)
         return gather_layouts(owned_layout(self.layout(), ranges))
 
@@ -358,7 +361,7 @@ class ParallelModel:
 
     def apply(self, learning_rate: float, grad_norm: float) -> None:
         """Takes the optimizer's step with the accumulated gradients, of this finite norm."""
-        set_learning_rate(self.optimizer, learning_rate)
+        set_step_options(self.optimizer, self.train, learning_rate)
         with self.world.platform.megatron_phase():
             apply_gradients(self.optimizer, grad_norm)
         if self.trained_weights is not None:

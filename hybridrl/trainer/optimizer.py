@@ -1,5 +1,5 @@
 """Megatron's data parallel wrapper and distributed optimizer, its step in two halves, and the
-learning-rate course.
+learning-rate schedule.
 """
 
 from __future__ import annotations
@@ -125,12 +125,12 @@ def learning_rate(train: TrainConfig, peak: float, update: int, num_updates: int
     """Returns the learning rate of one optimizer step.
 
     Linear warm-up to `peak` over `train.warmup_steps`, then constant, or a cosine or straight line
-    down to `train.min_learning_rate` at the last of `num_updates`. Skipped steps do not count, as
-    in Megatron: after k of them the course ends k steps before its last value.
+    that would reach `train.min_learning_rate` at the step after the last of `num_updates`. Skipped
+    steps do not count, as in Megatron: after k of them the schedule ends k steps early.
 
     Args:
-        update: index of the optimizer step, from 0.
-        num_updates: optimizer steps of the whole run.
+        update: index of the optimizer step, from 0; steps that train another model do not count.
+        num_updates: optimizer steps that this model takes in the whole run.
     """
     if update < train.warmup_steps:
         return peak * (update + 1) / train.warmup_steps
@@ -144,7 +144,21 @@ def learning_rate(train: TrainConfig, peak: float, update: int, num_updates: int
     return train.min_learning_rate + (peak - train.min_learning_rate) * share
 
 
-def set_learning_rate(optimizer: MegatronOptimizer, value: float) -> None:
-    """Sets the learning rate of every parameter group."""
+def set_step_options(optimizer: MegatronOptimizer, train: TrainConfig, rate: float) -> None:
+    """Sets what the next step uses, in every parameter group: the learning rate, and weight decay
+    and Adam's constants as the configuration has them.
+
+    Megatron's groups carry multipliers, which its own scheduler applies and Adam does not know:
+    `wd_mult` is 0 for norms and biases. A checkpoint brings the constants that it was written with,
+    so they are set here, from the configuration, and not only where the optimizer is made.
+
+    Args:
+        optimizer: Megatron's.
+        train: decay and constants.
+        rate: learning rate.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = rate * group["lr_mult"]
+        group["weight_decay"] = train.weight_decay * group["wd_mult"]
+        group["betas"] = (train.adam_beta1, train.adam_beta2)
+        group["eps"] = train.adam_eps

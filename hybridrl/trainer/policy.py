@@ -48,7 +48,7 @@ class Policy:
     Args:
         model: the parallel language model, weights in place.
         algorithm: gives the loss and its global denominator.
-        num_updates_in_run: length of the learning-rate course.
+        num_updates_in_run: optimizer steps of this model in the whole run.
         temperature: divides the logits, so that log-probabilities are of the distribution that was
             sampled from.
     """

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from yaml import safe_load
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
 from hybridrl.batch import TrainBatch
-from hybridrl.checkpoint.folders import step_folders
-from hybridrl.checkpoint.store import CheckpointStore, set_rng_state
+from hybridrl.checkpoint.random_states import set_rng_state
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
@@ -60,8 +61,8 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, config.run.collective_timeout_s)
+    setup.check_rules(config, dist.get_world_size(), has_teacher=False)
     world = setup.make_world(config, platform)
-    setup.check_rules(config, world.size, has_teacher=False)
     platform.seed(config.run.seed)
     with world.all_agree("reading the saved batch"):
         saved = SavedBatch.read(file)
@@ -125,15 +126,14 @@ def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
 def _load_before(config: Config, world: World, roles: Roles, step: int) -> Path | None:
     """Loads the newest checkpoint whose weights are of before this step; None if there is none."""
     store = CheckpointStore(run_folder(config) / "checkpoints", world, config.checkpoint.keep)
-    folders = [path for done, path in step_folders(store.root).items() if done < step]
-    if not folders:
+    if (folder := store.newest(before_step=step)) is None:
         return None
-    state = store.load(folders[-1], roles.trained)
-    for name, count in state["num_updates"].items():
-        roles.trained[name].num_updates = count
+    state = store.load(folder, roles.trained)
+    for name, model in roles.trained.items():
+        model.num_updates = state.num_updates[name]
     if isinstance(algorithm := roles.policy.algorithm, AdaptiveAlgorithm):
-        algorithm.load_state(state.get("algorithm", {}))
-    return folders[-1]
+        algorithm.load_state(state.algorithm)
+    return folder
 
 
 def _told(world: World, one: Gradients, share: Share) -> dict[str, Any]:

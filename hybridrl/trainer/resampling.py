@@ -9,7 +9,7 @@ uninformative after the last round stays, and is counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -18,6 +18,10 @@ from hybridrl.batch import Prompt, ScoredBatch
 from hybridrl.data.prompts import PromptSource
 from hybridrl.metrics.timing import PhaseTimer
 from hybridrl.trainer.sampler import Sampler
+
+UNIFORM = "reward/uniform_groups"
+UNIFORM_STEPS = 10  # in a row, from which on a run is warned
+WARN_EVERY_STEPS = 50
 
 Respond = Callable[[Sequence[Prompt], int], ScoredBatch | None]
 """Returns the scored samples of prompts, the first of which has this group number; None where no
@@ -32,14 +36,16 @@ def sample_step(
     step: int,
     timer: PhaseTimer,
     enter_training: Callable[[], None],
+    enter_rollout: Callable[[], None],
 ) -> tuple[ScoredBatch, dict[str, float]]:
     """Returns the samples of a step and their metrics; afterwards the engine is at rest.
 
     Args:
         source: of further prompts.
         prompts: of the step.
-        enter_training: ends the rollout phase; called before the reward where nothing is generated
-            after it.
+        enter_training: ends the rollout phase, if it is the current one; called before the reward
+            where nothing is generated after it, or where reward models need the engine's memory.
+        enter_rollout: begins the rollout phase, if it is not the current one.
 
     Raises:
         UserError: no response to the step's own prompts has a score.
@@ -48,9 +54,10 @@ def sample_step(
 
     def respond(prompts: Sequence[Prompt], first_group: int) -> ScoredBatch | None:
         greedy = algorithm.needs.greedy
+        enter_rollout()
         with timer.phase("generate"):
             local = sampler.generate(prompts, step=step, first_group=first_group, greedy=greedy)
-        if not has_rounds:
+        if sampler.judges or not has_rounds:
             enter_training()
         with timer.phase("reward"):
             return sampler.score_left(local)
@@ -95,7 +102,42 @@ def resampled(
         is_lost_B = algorithm.uninformative(batch)
     num_lost = len(batch.group_B[is_lost_B].unique())
     return batch, {
-        "reward/uniform_groups": num_lost / len(batch.group_B.unique()),
+        UNIFORM: num_lost / len(batch.group_B.unique()),
         "generate/resampled_groups": float(next_group - first_group),
         "generate/resampling_rounds": float(rounds),
     }
+
+
+class UniformGroupsWarning:
+    """Says when no group of a step teaches anything: the first such step in one line, and from the
+    tenth in a row on what to do, every 50 steps at most.
+    """
+
+    def __init__(self) -> None:
+        self._is_said, self._in_a_row = False, 0
+
+    def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Returns what to tell the user after a step, if anything."""
+        if metrics.get(UNIFORM) != 1:
+            self._in_a_row = 0
+            return None
+        self._in_a_row += 1
+        is_first, self._is_said = not self._is_said, True
+        if self._in_a_row >= UNIFORM_STEPS:
+            if (self._in_a_row - UNIFORM_STEPS) % WARN_EVERY_STEPS:
+                return None
+            return (
+                f"warning: step {step}: no group has had unequal rewards for {self._in_a_row} "
+                "steps in a row, and the policy learns nothing from rewards. reward/mean is "
+                f"{metrics['reward/mean']:.3g}. Look at responses and rewards in the run's "
+                "rollouts/: if all fail, take easier data.prompts, or mend reward or the answer's "
+                "format; if all pass, take harder ones. rollout.temperature and "
+                "steps.samples_per_prompt make responses differ more; algorithm.max_resampling "
+                "replaces such groups."
+            )
+        if not is_first:
+            return None
+        return (
+            f"step {step}: no group has unequal rewards ({UNIFORM} is 1), so that all advantages "
+            "are 0 and the policy learns nothing from rewards in this step; said once"
+        )

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, SelectiveAlgorithm
-from hybridrl.batch import Producer, ScoredBatch, TrainBatch
+from hybridrl.batch import BatchError, Producer, ScoredBatch, TrainBatch
 from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.errors import UserError
 from hybridrl.metrics.flops import (
@@ -26,6 +26,7 @@ from hybridrl.models.family import ModelShape
 from hybridrl.parallel.groups import World
 from hybridrl.trainer import setup
 from hybridrl.trainer.critic import Critic
+from hybridrl.trainer.exploded import explosion_of
 from hybridrl.trainer.judge import Judge, make_judges
 from hybridrl.trainer.mix import Term, make_terms
 from hybridrl.trainer.model import ModelSource, ParallelModel
@@ -106,7 +107,12 @@ class Roles:
             columns["values_T"] = self.critic.values(batch)
         if self.teacher is not None and (needs.teacher or needs.teacher_top):
             columns |= self.teacher.columns(batch)
-        return batch.join_columns(Producer.here("the trainer"), **columns)
+        try:
+            return batch.join_columns(Producer.here("the trainer"), **columns)
+        except BatchError as error:  # on all ranks, for all have the same columns
+            if (reason := explosion_of(self.trained, error)) is None:
+                raise
+            raise reason from error
 
     def flops(
         self,
@@ -179,7 +185,11 @@ def make_roles(
     _check_terms(terms, algorithm)
     is_compared = needs.reference or any(t.algorithm.needs.reference for t in terms.values())
     source = setup.model_source(config.model, world.platform)
+    chosen = config.algorithm
+    warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
+    # The length of each model's learning-rate schedule: the updates that it takes itself.
     num_updates = config.steps.num_steps * config.steps.updates_per_step
+    num_policy_updates = max(num_updates - warmup * config.steps.updates_per_step, 0)
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
     models["policy"] = model = setup.build_model(world, source, "lm", config)
     say(model.layers.said)
@@ -188,27 +198,31 @@ def make_roles(
         model.make_trainable(config.train.learning_rate, home)
     else:
         model.freeze()
-    policy = Policy(model, algorithm, num_updates, temperature)
+    policy = Policy(model, algorithm, num_policy_updates, temperature)
     trained: dict[str, ParallelModel] = {"policy": model} if needs.policy else {}
-    reference, critic = None, None
+    reference = None
     if is_compared and has_reference:
         models["reference"] = frozen = setup.build_model(world, source, "lm", config)
         frozen.freeze()
-        reference = Policy(frozen, algorithm, num_updates, temperature)
+        reference = Policy(frozen, algorithm, num_policy_updates, temperature)
+    critic = None
     if needs.values and isinstance(algorithm, CriticAlgorithm):
-        value = setup.build_model(world, source, "value", config)
-        models["critic"] = trained["critic"] = value
-        rate = config.train.critic_learning_rate
-        value.make_trainable(config.train.learning_rate if rate is None else rate)
-        critic = Critic(value, algorithm, num_updates)
-    chosen = config.algorithm
-    warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
+        models["critic"] = trained["critic"] = setup.build_model(world, source, "value", config)
+        critic = _make_critic(config, trained["critic"], algorithm, num_updates)
     is_scored = needs.rollouts and has_judges
     judges = make_judges(config, world, source, models, needs.greedy) if is_scored else ()
     teacher = None
     if (needs.teacher or needs.teacher_top) and has_reference:
         teacher = make_teacher(config, world, source, models, needs, temperature)
     return Roles(source, policy, reference, critic, trained, warmup, judges, terms, teacher)
+
+
+def _make_critic(
+    config: Config, model: ParallelModel, algorithm: CriticAlgorithm, num_updates: int
+) -> Critic:
+    rate = config.train.critic_learning_rate
+    model.make_trainable(config.train.learning_rate if rate is None else rate)
+    return Critic(model, algorithm, num_updates)
 
 
 def _check_terms(terms: Collection[str], algorithm: Algorithm) -> None:

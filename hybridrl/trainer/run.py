@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from hybridrl.checkpoint.folders import find_checkpoint
 from hybridrl.config.schema import Config
-from hybridrl.trainer.evaluate import evaluate
 from hybridrl.trainer.loop import Trainer
 
 
-def train_rank(config: Config) -> None:
-    """Runs one rank of `hybridrl train`."""
+def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest") -> None:
+    """Runs one rank of `hybridrl train`; arguments as of `Trainer.fit`."""
     trainer = Trainer(config)
-    trainer.fit()
+    trainer.fit(resume=resume)
     trainer.close()
 
 
@@ -32,22 +30,26 @@ def evaluate_rank(
         temperature: of the responses; 0 is greedy.
 
     Returns:
-        `accuracy`, `num_prompts`, `checkpoint` (None for the initial weights).
+        `accuracy` (None where no scorer is one), `reward` (the weighted sum), `scores` (of each
+        scorer), `num_prompts`, `num_scored`, `checkpoint` (None for the initial weights).
     """
     if prompts is not None:
         data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
         config = config.model_copy(update={"data": data})
     trainer = Trainer(config, trains=False)
-    folder = trainer.store.newest() if checkpoint is None else find_checkpoint(checkpoint)
+    folder = trainer.store.newest() if checkpoint is None else checkpoint
     if folder is not None:
         trainer.load_checkpoint(folder)
     else:
         trainer.reshard()
-    accuracy = evaluate(trainer.engine, trainer.eval_prompts, temperature)
-    num_prompts = len(trainer.eval_prompts)
+    found = trainer.evaluate(temperature)
     trainer.close()
     return {
-        "accuracy": accuracy,
-        "num_prompts": num_prompts,
+        "accuracy": found.accuracy,
+        "reward": found.reward,
+        "scores": dict(found.scores),
+        "num_prompts": found.num_prompts,
+        "num_scored": found.num_scored,
         "checkpoint": str(folder) if folder is not None else None,
+        "note": found.note,
     }

@@ -20,8 +20,9 @@ from hybridrl.algorithms.base import Needs
 from hybridrl.batch import Prompt
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
-from hybridrl.config.source import check_tokenizer_files, model_directory, read_model_config
+from hybridrl.config.source import model_directory, read_model_config
 from hybridrl.config.teacher import is_scored, teacher_rules
+from hybridrl.config.tokenizer import check_token_numbers, check_tokenizer_files
 from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompts import LoadedPrompts, load_prompts
 from hybridrl.environments.chat import ObservationEncoder
@@ -29,8 +30,9 @@ from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError, ModelError, UserError
 from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.assign import assign
+from hybridrl.hybrid_engine.order import is_settled, lay_out, order_layout
 from hybridrl.models.build import Head
-from hybridrl.models.family import resolve_family
+from hybridrl.models.family import read_model
 from hybridrl.models.hf import load_hf
 from hybridrl.models.init import init_weights
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
@@ -81,24 +83,36 @@ def check_rules(config: Config, world_size: int, has_teacher: bool = True) -> No
     has_model = (config.model.path is None) != (config.model.init is None)
     model_config = read_model_config(config.model) if has_model else None
     dtype = str(Platform.detect().default_dtype()).removeprefix("torch.")
-    found = check(config, world_size, model_config, dtype)
+    found = check(config, world_size, model_config, dtype, is_script=True)
     found += teacher_rules(config, model_config or {}) if has_teacher else ()
     if found:
         raise ConfigError(found)
 
 
 def make_world(config: Config, platform: Platform) -> World:
-    """Lays the training axes over the ranks and makes their process groups."""
-    train, size = config.train, torch.distributed.get_world_size()
-    layout = TrainLayout(size, train.tp, train.pp, train.cp, train.ep, train.vpp, train.order)
-    return World(layout, platform, config.run.collective_timeout_s)
+    """Lays the training axes over the ranks and makes their process groups; the rules hold."""
+    layout = training_layout(config, torch.distributed.get_world_size())
+    return World(layout, platform, config.run.collective_timeout_s, config.run.stall_timeout_s)
+
+
+def training_layout(config: Config, world_size: int) -> TrainLayout:
+    """Returns where each rank trains; with `train.order=auto` the model's shape and the nodes
+    decide, and where LOCAL_WORLD_SIZE does not say which ranks share one, the order is Megatron's
+    own.
+    """
+    train, tp = config.train, config.rollout.tp
+    if is_settled(train, tp) or "LOCAL_WORLD_SIZE" not in os.environ:
+        return lay_out(train, world_size)
+    hf_config = read_model_config(config.model)
+    family, shape = read_model(config.model.family, hf_config)
+    return order_layout(train, family, shape, world_size, tp, _local_ranks(world_size)).layout
 
 
 def model_source(config: ModelConfig, platform: Platform) -> ModelSource:
     """Reads the model's config.json and finds its family."""
     hf_config = read_model_config(config)
     dtype = platform.default_dtype() if config.dtype == "auto" else DTYPES[config.dtype]
-    family = resolve_family(config.family, hf_config)
+    family, _ = read_model(config.family, hf_config)
     directory = model_directory(config, weights=False)
     if config.tokenizer is not None and Path(config.tokenizer).is_dir():
         directory = Path(config.tokenizer)
@@ -123,21 +137,46 @@ def build_model(world: World, source: ModelSource, head: Head, config: Config) -
     return model
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerBase:
     """Loads the tokenizer that `model.tokenizer`, or the model's own directory, holds; no remote
     code.
+
+    Raises:
+        ModelError: it cannot be read, or has tokens beyond the model's `num_tokens`.
     """
     check_tokenizer_files(config)
     where = config.tokenizer or str(model_directory(config, weights=False))
     try:
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+        vocabulary = tokenizer.get_vocab()
+    except Exception as error:  # damaged files raise whatever transformers stumbles over
+        said = " ".join(str(error).split())[:160]
         raise ModelError(
             "model.tokenizer",
             where,
-            "a directory or hub name with tokenizer files",
-            f"Set model.tokenizer. {str(error).splitlines()[0]}",
+            "a directory or hub name with whole tokenizer files",
+            f"Set model.tokenizer. transformers said {type(error).__name__}: {said}.",
         ) from error
+    check_token_numbers(f"model.tokenizer {where}", vocabulary, num_tokens)
+    return tokenizer
+
+
+def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
+    """Refuses prompts that a user's own tokenizer gave tokens of which the model has none.
+
+    Raises:
+        ModelError: naming the first prompt's number and the token's.
+    """
+    for prompt in prompts:
+        parts = (prompt.tokens, prompt.response_tokens, prompt.rejected_tokens)
+        largest = max(max(tokens, default=0) for tokens in parts if tokens is not None)
+        if largest >= num_tokens:
+            raise ModelError(
+                f"tokenizer: prompt {prompt.prompt_id}",
+                f"token {largest}",
+                f"tokens below the model's vocab_size = {num_tokens}",
+                "Give the model's own tokenizer.",
+            )
 
 
 def make_scorer(
@@ -213,9 +252,13 @@ def ranks_per_node(world: World) -> int:
 
     Asked for before the engine starts, and kept: vLLM on CPU overwrites the variable (0.32).
     """
-    found = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # unset where nothing launched this
+    found = _local_ranks(world.size)
     same_on_all_ranks(world, "LOCAL_WORLD_SIZE", str(found))
     return found
+
+
+def _local_ranks(world_size: int) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # unset where nothing launched this
 
 
 def start_engine(
@@ -227,7 +270,10 @@ def start_engine(
 ) -> HfEngine | ScriptedEngine | VllmEngine:
     """Builds the engine, which finds the memory that will be free while it generates."""
     to_come = sum(memory.bytes_to_come() for memory in memories)
-    with released([*memories, *copies]), model.world.all_agree("starting the rollout engine"):
+    with (
+        released([*memories, *copies]),
+        model.world.all_agree("starting the rollout engine", is_unbounded=True),
+    ):
         return build_engine(config, model, layout, to_come)
 
 
@@ -281,24 +327,20 @@ def build_engine(
         shapes = hf_shapes(source.family, source.shape)
         script = uniform_script(source.shape.vocab_size)
         return ScriptedEngine(script, shapes, source.dtype, rollout.max_batch)
-    if rollout.engine == "vllm":
-        settings = EngineSettings(
-            source.hf_config,
-            source.family.architectures,
-            dtype,
-            rollout.max_batch,
-            max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
-            reserved_bytes=reserved_bytes,
-            timeout_s=config.run.collective_timeout_s,
-            eager=rollout.eager,
-        )
-        shard = None
-        if not config.train.release_weights_in_rollout:  # or they would be freed with the trainer's
-            shard = TrainingShard(model.layout(), model.weights_in_place())
-        return VllmEngine(settings, source.family, layout, world.rank, device, shard)
-    raise ModelError(
-        "rollout.engine", rollout.engine, "hf or vllm in this version", "Set rollout.engine=hf."
+    settings = EngineSettings(
+        source.hf_config,
+        source.family.architectures,
+        dtype,
+        rollout.max_batch,
+        max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
+        reserved_bytes=reserved_bytes,
+        timeout_s=config.run.collective_timeout_s,
+        eager=rollout.eager,
     )
+    shard = None
+    if not config.train.release_weights_in_rollout:  # or they would be freed with the trainer's
+        shard = TrainingShard(model.layout(), model.weights_in_place())
+    return VllmEngine(settings, source.family, layout, world.rank, device, shard)
 
 
 def sampling_params(
@@ -326,7 +368,7 @@ def make_episodes(
     """Builds what goes between the turns of responses, if there is an environment; collective."""
     if config.environment.name is None:
         return None
-    replica = ReplicaGroup(layout, world.rank, world.timeout_s)
+    replica = ReplicaGroup(layout, world.rank, world.heartbeat)
     stops = stop_token_ids(source.hf_config, tokenizer)
     encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, stops)
     with world.all_agree("finding the environment"):

@@ -15,12 +15,13 @@ from types import MappingProxyType
 import torch
 
 from hybridrl.batch import TrainBatch
-from hybridrl.checkpoint.store import rng_state
+from hybridrl.checkpoint.random_states import rng_state
 from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.metrics.values import SKIPPED
 from hybridrl.parallel.groups import World
+from hybridrl.trainer.exploded import explosion_of
 from hybridrl.trainer.saved_batch import FILE_NAME, SavedBatch
 from hybridrl.trainer.update import Gradients, take
 
@@ -60,7 +61,8 @@ class SkippedSteps:
             terms: the mini-batches of further terms of the policy's loss, by name.
 
         Raises:
-            UserError: `train.max_skipped_steps` in a row were skipped.
+            UserError: `train.max_skipped_steps` in a row were skipped; it names the learning rate
+                where weights have exploded.
         """
         before = rng_state()
         found = gradients()
@@ -79,10 +81,14 @@ class SkippedSteps:
         row = f"{self.in_a_row} of at most {self._allowed} in a row"
         self._say(f"step {step}: optimizer step skipped ({row}): {reason}; batch {told}")
         if self.in_a_row >= self._allowed:
+            symptom = f"{self.in_a_row} optimizer steps skipped in a row, at step {step}: {reason}"
+            models = {one.name: one.model for one in found}
+            if (explosion := explosion_of(models, symptom)) is not None:
+                raise explosion
             why = f"To see which responses did it: hybridrl train CONFIG --replay {file}"
             raise UserError(
                 "train.max_skipped_steps",
-                f"{self.in_a_row} optimizer steps skipped in a row, at step {step}: {reason}",
+                symptom,
                 f"fewer than {self._allowed}",
                 "The weights are those of before the first of them. "
                 + (why if fault is None else f"The batch is {told}"),

@@ -21,7 +21,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hybridrl.metrics.timing import PhaseTimer, Span
@@ -65,6 +64,7 @@ class StepTraces:
         if step not in self._steps:
             yield
             return
+        self._world.arrive("the record of the last step")
         offset, error = clock_offset(self._world, self._now)
         barriers = [self._barrier()]
         began = self._now()
@@ -93,7 +93,7 @@ class StepTraces:
 
     def _barrier(self) -> Span:
         began = self._now()
-        dist.barrier(group=self._world.cpu_group)
+        self._world.arrive("a traced step")
         return Span(BARRIER, began, self._now())
 
     def _profiled(self, parts: Sequence[tuple[profile, float]], shift_s: float) -> Iterator[Event]:

@@ -88,7 +88,7 @@ class Gradients:
 
         Args:
             name, model, shares: as above.
-            num_updates_in_run: length of the learning-rate course.
+            num_updates_in_run: optimizer steps of this model in the whole run.
         """
         metrics = {**shares[0].metrics, f"{name}/grad_norm": model.grad_norm()}
         done, peak = model.num_updates, model.peak_learning_rate

@@ -126,7 +126,7 @@ def main() -> None:
         size = len(prompt.tokens)
         expected[group] = (size, [(length, length - size) for length in whole.tolist()])
     assert sampler.generated == expected, "of both calls of the step"
-    evaluate(sampler, prompts)
+    evaluate(sampler, prompts, RewardConfig())
     assert sampler.generated == expected
     best = dataclasses.replace(sampler.sampling, temperature=0.0)
     greedy = sampler.score(sampler.generate(prompts, samples_per_prompt=1, step=1, sampling=best))

@@ -23,7 +23,9 @@ from torch.distributed import distributed_c10d
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.batch import Producer, Prompt, TrainBatch
-from hybridrl.checkpoint.store import load_model, write_checkpoint
+from hybridrl.checkpoint.folders import Checkpoint
+from hybridrl.checkpoint.model_state import load_model
+from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import SftConfig, TrainConfig
 from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
 from hybridrl.hybrid_engine.engine import HybridEngine
@@ -262,7 +264,7 @@ def check_fused(world: World, case: Case, folder: Path) -> None:
     with small_buckets():
         cut, other = Run(world, case), Run(world, case)
     with megatrons_own_way():
-        load_model(folder / "fused" / "policy", cut.model, world)
+        load_model(Checkpoint.open(folder / "fused"), "policy", cut.model, world)
         # Not of `cut`: Megatron 0.16.1 takes states of several padded buckets from wrong places.
         write_checkpoint(folder / "gathered", world, {"policy": fused.model}, {}, files)
     with written_bytes() as sizes:
@@ -271,9 +273,9 @@ def check_fused(world: World, case: Case, folder: Path) -> None:
     # What a rank has gathered is written where it came to; on CPU the rest is cloned.
     assert case.train.pp > 1 or 5 * sizes["cloned"] < sizes["in place"], sizes
     with megatrons_own_way():
-        load_model(folder / "cut" / "policy", fresh.model, world)
+        load_model(Checkpoint.open(folder / "cut"), "policy", fresh.model, world)
     with read_bytes() as sizes:
-        load_model(folder / "gathered" / "policy", other.model, world)
+        load_model(Checkpoint.open(folder / "gathered"), "policy", other.model, world)
     check_shares(other, sizes["asked"])
     for run in (fresh, cut, other):
         assert_equal(run.weights(), plain.weights())
@@ -345,7 +347,7 @@ def check_offloaded(case: Case, run: Run, plain: Run, folder: Path) -> None:
     assert run.update(3) == plain.update(3)
     write_checkpoint(folder, run.world, {"policy": run.model}, {}, run.model.source.files)
     fresh = Run(run.world, case)
-    load_model(folder / "policy", fresh.model, run.world)
+    load_model(Checkpoint.open(folder), "policy", fresh.model, run.world)
     assert fresh.update(4) == plain.update(4) == run.update(4)
     assert_equal(fresh.weights(), plain.weights())
     assert_equal(run.weights(), plain.weights())

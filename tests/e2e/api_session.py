@@ -111,8 +111,8 @@ elsewhere = {**sections, "run": {"name": "resumed", "dir": str(folder)}}
 second = Trainer.from_config(elsewhere, prompts=rows, **objects)
 second.load_checkpoint(folder / "objects" / "checkpoints" / "step_2")
 told["loaded_step"] = second.step
-second.fit(num_steps=3)
-second.fit(num_steps=4)
+second.fit(until=3)
+second.fit(num_steps=1)
 resumed = weights(second)
 told["differing"] = [name for name in after if not torch.equal(after[name], resumed[name])]
 second.load_checkpoint(folder / "objects")

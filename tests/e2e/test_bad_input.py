@@ -261,6 +261,21 @@ def test_hf_directory_that_is_damaged(
     refuse(here, ["convert", "model", "out", "--to", "megatron"], expected)
 
 
+@pytest.mark.dist
+def test_weight_that_is_not_finite_is_named_by_the_rank_that_reads_it(
+    here: Path, hf_model: Path
+) -> None:
+    shutil.rmtree(here / "model")
+    shutil.copytree(hf_model, here / "model")
+    name = "model.layers.3.mlp.up_proj.weight"  # of the second stage alone
+    shard = here / "model" / json.loads((hf_model / INDEX).read_text())["weight_map"][name]
+    tensors = load_file(shard)
+    tensors[name][5, 7] = float("nan")
+    save_file(tensors, shard, {"format": "pt"})
+    arguments = ["convert", "model", "out", "--to", "megatron", "--pp", "2"]
+    refuse(here, arguments, f"tensor {name} in model", "got nan at [5, 7]")
+
+
 def test_convert_to_a_layout_that_the_model_does_not_allow(here: Path, hf_model: Path) -> None:
     arguments = ["convert", str(hf_model), "out", "--to", "megatron"]
     refuse(here, [*arguments, "--tp", "8"], "--tp", "got 8", "4 attention heads")

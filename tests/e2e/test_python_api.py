@@ -135,7 +135,10 @@ EASY = [
 
 def test_custom_loop_trains(tmp_path: Path) -> None:
     assert len(CUSTOM_LOOP.read_text().splitlines()) <= MAX_LOOP_LINES
-    printed = python(CUSTOM_LOOP, QUICKSTART / "grpo.yaml", *EASY, cwd=tmp_path)
+    # A reward of the user's, in the folder where they stand and not beside the script.
+    (tmp_path / "my_reward.py").write_text((TESTS / "scripted_reward.py").read_text())
+    own = "reward.function=my_reward:digits"
+    printed = python(CUSTOM_LOOP, QUICKSTART / "grpo.yaml", *EASY, own, cwd=tmp_path)
     line = r"^step (\d+) kept (\d+) reward ([\d.]+) loss (-?[\d.]+)$"
     steps = re.findall(line, printed, re.MULTILINE)
     assert [int(step) for step, *_ in steps] == list(range(1, 9))

@@ -113,7 +113,7 @@ def test_sft_continues_under_another_layout_with_the_same_losses(tmp_path: Path)
     expected = records(folder)
     for name, layout, world in (
         ("dp", ("train.tp=1", "train.pp=1"), 2),
-        ("pp", ("train.tp=1",), 4),
+        ("pp", ("train.tp=1", "train.order=pp-tp-cp-ep-dp"), 4),
     ):
         copy = tmp_path / name / "quickstart-sft"
         shutil.copytree(folder, copy)

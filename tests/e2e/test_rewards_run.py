@@ -110,3 +110,15 @@ def test_a_run_whose_every_response_fails_says_so(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 2, output
     assert "no score for any response of a step" in output
+
+
+def test_a_run_whose_rewards_are_all_equal_says_so(tmp_path: Path) -> None:
+    (tmp_path / "equal_rewards.py").write_text("def one(p, r, c): return 1.0\n")
+    config = write_run(tmp_path, function="equal_rewards:one")
+    from command_line import start
+
+    process = start(["train", str(config)], {"PYTHONPATH": str(tmp_path)})
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert output.count("step 1: no group has unequal rewards (reward/uniform_groups is 1)") == 1
+    assert "step 2: no group" not in output

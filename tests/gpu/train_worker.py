@@ -26,7 +26,9 @@ from parity_worker import gradients_in_hf_names, objective
 from safetensors.torch import load_file, save_file
 
 from hybridrl.batch import Producer, Prompt, TrainBatch
-from hybridrl.checkpoint.store import load_model, write_checkpoint
+from hybridrl.checkpoint.folders import Checkpoint
+from hybridrl.checkpoint.model_state import load_model
+from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
@@ -201,7 +203,7 @@ def check_checkpoints(name: str, world: World, folder: Path) -> None:
         saved.apply(1e-3, saved.grad_norm())
         where = folder / f"{name}_{kinds[0]}"
         write_checkpoint(where, world, {"policy": saved}, {}, saved.source.files)
-        load_model(where / "policy", loaded, world)
+        load_model(Checkpoint.open(where), "policy", loaded, world)
         named = [dict(in_hf_names(model)) for model in (saved, loaded)]
         assert named[0].keys() == named[1].keys()
         assert all(torch.equal(tensor, named[1][key]) for key, tensor in named[0].items())

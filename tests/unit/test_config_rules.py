@@ -155,6 +155,19 @@ def test_message_names_value_bound_and_remedy() -> None:
     assert "3 * 1 * 1 = 3" in message and "world size 4" in message and "--world" in message
 
 
+@pytest.mark.parametrize("key", ["train.tp=3", "train.ep=3", "rollout.tp=3"])
+def test_remedy_names_what_sets_the_number_of_ranks_there(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config_dict(VALID, [key])
+    message = str(check(config, 4, is_script=True)[0])
+    assert "torchrun --nproc-per-node=N: python alone makes 1 rank" in message
+    monkeypatch.setenv("RANK", "0")
+    for is_script in (False, True):
+        message = str(check(config, 4, is_script=is_script)[0])
+        assert "torchrun's --nproc-per-node" in message and "--world" not in message
+
+
 def test_default_world_size_is_the_gpus_or_what_the_layout_needs() -> None:
     config = load_config_dict(VALID, ["train.tp=2", "train.pp=2", "rollout.tp=8"])
     assert default_world_size(config, 16) == 16

@@ -12,7 +12,7 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
 from hybridrl.config.schema import GrpoConfig
 from hybridrl.data.prompts import PromptSource
-from hybridrl.trainer.resampling import resampled
+from hybridrl.trainer.resampling import UNIFORM, UniformGroupsWarning, resampled
 
 HERE = Producer.here("test")
 NUM_SAMPLES = 3
@@ -114,3 +114,30 @@ def test_a_sum_of_unequal_parts_is_informative_for_gdpo_alone() -> None:
         make_algorithm(GrpoConfig(name=n)).uninformative(flat).tolist() for n in ("grpo", "gdpo")
     ]
     assert lost == [[True] * 6, [False] * 6]
+
+
+def test_a_step_whose_groups_are_all_uniform_is_said_once() -> None:
+    warning = UniformGroupsWarning()
+    assert warning.text(1, {}) is None  # an algorithm without groups
+    assert warning.text(2, {UNIFORM: 0.99, "reward/mean": 0.5}) is None
+    said = warning.text(3, {UNIFORM: 1.0, "reward/mean": 0.5})
+    assert said is not None and said.startswith("step 3: no group has unequal rewards")
+    assert UNIFORM in said and "warning" not in said
+    assert warning.text(4, {UNIFORM: 0.5, "reward/mean": 0.5}) is None
+    assert warning.text(5, {UNIFORM: 1.0, "reward/mean": 0.5}) is None
+
+
+def test_ten_uniform_steps_in_a_row_are_a_warning_that_says_what_to_do() -> None:
+    warning = UniformGroupsWarning()
+    all_equal = {UNIFORM: 1.0, "reward/mean": 0.25}
+    told = {step: warning.text(step, all_equal) for step in range(1, 10)}
+    assert [step for step, text in told.items() if text] == [1]
+    assert warning.text(10, {UNIFORM: 0.9}) is None, "the row ends"
+    told = {step: warning.text(step, all_equal) for step in range(11, 132)}
+    assert [step for step, text in told.items() if text] == [20, 70, 120]
+    assert told[20] is not None and told[20].startswith("warning: step 20: ")
+    for part in ("10 steps in a row", "reward/mean is 0.25", "rollouts/", "data.prompts"):
+        assert part in told[20]
+    for key in ("rollout.temperature", "steps.samples_per_prompt", "algorithm.max_resampling"):
+        assert key in told[20]
+    assert told[70] is not None and "60 steps in a row" in told[70]

