@@ -10,13 +10,14 @@ No torch.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -129,25 +130,28 @@ class RunLock:
         return True
 
     def _replace(self, found: Holder | None) -> None:
-        """Writes the file, unless another process does so at the same time.
+        """Writes the file in place of a stale one, or where there is none.
 
-        Of processes that find the same stale lock one succeeds: those that move the new one aside
-        put it back, and who wrote one looks after a while whether it still stands.
+        Of processes that find the same stale lock one succeeds: they take turns, and those that
+        come later find another lock. Where the file system gives no turns, the one whose file still
+        stands after a while succeeds.
         """
-        if found is not None:
-            aside = self._file.with_name(f"{LOCK_FILE}.{secrets.token_hex(4)}")
-            with contextlib.suppress(FileNotFoundError):
-                self._file.rename(aside)  # of two processes, one succeeds
-            if (moved := _read(aside)) is not None and moved.token != found.token:
-                aside.rename(self._file)  # it was not the stale one any more
-            aside.unlink(missing_ok=True)
         own = Holder.here()
-        try:
-            descriptor = os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
-            raise _in_use(self._folder, holder(self._folder)) from None
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(own), file)
+        with _in_turn(self._folder):
+            now = holder(self._folder)
+            if now is not None and (found is None or now.token != found.token):
+                raise _in_use(self._folder, now)
+            text = json.dumps(asdict(own))
+            if now is None:
+                try:
+                    with self._file.open("x", encoding="utf-8") as file:
+                        file.write(text)
+                except FileExistsError:  # somebody was faster
+                    raise _in_use(self._folder, holder(self._folder)) from None
+            else:
+                written = self._file.with_name(f"{LOCK_FILE}.{own.token}")
+                written.write_text(text, encoding="utf-8")
+                written.replace(self._file)
         if found is not None:
             time.sleep(SETTLE_S)
             now = holder(self._folder)
@@ -204,7 +208,7 @@ def _read(file: Path) -> Holder | None:
     for _ in range(20):  # one that is being written is empty for a moment
         try:
             return Holder(**json.loads(file.read_text(encoding="utf-8")))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, TypeError, RecursionError, OSError):
             time.sleep(0.02)
@@ -214,6 +218,18 @@ def _read(file: Path) -> Holder | None:
         "a lock that hybridrl wrote",
         f"If no run is in {file.parent}, delete the file.",
     )
+
+
+@contextlib.contextmanager
+def _in_turn(folder: Path) -> Iterator[None]:
+    """One process at a time, where the file system can lock directories."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems lock nothing
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _in_use(folder: Path, found: Holder | None) -> UserError:

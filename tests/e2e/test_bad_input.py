@@ -322,7 +322,7 @@ def test_newest_checkpoint_that_is_truncated(
 ) -> None:
     file = Path("runs/mine/checkpoints/step_2") / name
     spoil(run / file)
-    remedy = "Delete runs/mine/checkpoints/step_2 to go on from an older checkpoint."
+    remedy = "checkpoints/step_1: train with --resume previous"
     refuse(run, ["train", "c.yaml", "steps.num_steps=3"], str(file), remedy)
 
 

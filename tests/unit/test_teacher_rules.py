@@ -21,6 +21,7 @@ from hybridrl.trainer.teacher import make_teacher
 
 SMALL = {
     "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
     "hidden_act": "silu",
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -37,6 +38,7 @@ SMALL = {
 LARGE = {
     **SMALL,
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "hidden_size": 128,
     "intermediate_size": 192,
     "num_attention_heads": 8,
