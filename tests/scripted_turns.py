@@ -56,7 +56,7 @@ def make_sampler(
     encoder = ObservationEncoder(Numbers(), 100, (STOP,))
     replica = ReplicaGroup(layout, world.rank, world.heartbeat)
     episodes = Episodes(section, replica, Numbers(), encoder, SEED)
-    return Sampler(world, layout, engine, scorer, SAMPLING, 3, SEED, episodes)
+    return Sampler(world, layout, replica, engine, scorer, SAMPLING, 3, SEED, episodes)
 
 
 def prompts(**columns: object) -> list[Prompt]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
 
-from hybridrl.cli.launch import num_local_gpus
+from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.config.packages import PYTHON, REQUIRED
 from hybridrl.errors import UserError
 from hybridrl.rollout.vllm_version import CPU, CUDA, installed_version

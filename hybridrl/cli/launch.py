@@ -18,14 +18,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import IO
 
+from hybridrl.checkpoint.run_lock import LOCK_TOKEN, RunLock
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, Failure, is_launched
 
@@ -33,6 +33,10 @@ STORE_FD = "HYBRIDRL_STORE_FD"  # of parallel/groups.py
 POLL_S = 0.1
 GRACE_S = 3.0  # after the first failure: time for the others to report the same mistake themselves
 KILL_AFTER_S = 10.0
+NOTICE_S = 1.0  # ranks that outlive a signal so long are saving; it is said then, and every
+NOTICE_EVERY_S = 15.0
+SAME_SIGNAL_S = 1.0  # between two signals that count as two
+STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that saved and ended
 PR_SET_PDEATHSIG = 1
 LOG_LINES_SHOWN = 20
 STACKS_SIGNAL = signal.SIGUSR2  # a rank writes its Python stacks to its log
@@ -49,8 +53,14 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        """Whether the process has ended with anything but 0."""
-        return self.process.poll() not in (None, 0)
+        """Whether the process has ended with anything but 0, and not as it was asked to stop."""
+        return self.process.poll() not in (None, 0, *STOP_CODES)
+
+    @property
+    def stopped_by(self) -> int:
+        """The signal that it was asked to stop with, and did; 0: none."""
+        code = self.process.poll()
+        return code - 128 if code in STOP_CODES else 0
 
     @property
     def failure(self) -> Failure | None:
@@ -71,67 +81,12 @@ def die_with_launcher() -> None:
             os._exit(1)  # it died before the line above
 
 
-def num_local_gpus() -> int:
-    """Returns how many GPUs the installed torch could use here, without importing it."""
-    if not _torch_has_cuda():
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    try:
-        listing = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-
-
-@dataclass(frozen=True)
-class LocalGpu:
-    """A GPU of this host: its name, and the bytes that CUDA can use of it."""
-
-    name: str
-    memory_bytes: int
-
-
-def smallest_local_gpu() -> LocalGpu | None:
-    """Returns that of the GPUs which the installed torch could use here that has least memory;
-    None where there is none or nvidia-smi does not say. torch is not imported.
-    """
-    if num_local_gpus() == 0:
-        return None
-    keys = "index,uuid,name,memory.total,memory.reserved"
-    try:
-        told = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={keys}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    wanted = None if visible is None else [device.strip() for device in visible.split(",")]
-    found = []
-    for line in told.splitlines():
-        index, uuid, name, *mib = (field.strip() for field in line.split(","))
-        is_visible = wanted is None or any(
-            device == index or (device.startswith("GPU-") and uuid.startswith(device))
-            for device in wanted
-        )
-        if is_visible and all(size.isdecimal() for size in mib):
-            total, reserved = map(int, mib)
-            found.append(LocalGpu(name, (total - reserved) << 20))
-    return min(found, key=lambda gpu: gpu.memory_bytes, default=None)
-
-
 def launch(
     arguments: Sequence[str],
     world_size: int,
     log_dir: Path,
     program: Sequence[str] = ("-m", "hybridrl.cli.main"),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Runs `hybridrl ARGUMENTS` as `world_size` local ranks and waits for all of them.
 
@@ -140,9 +95,10 @@ def launch(
         world_size: number of ranks.
         log_dir: where `rank_N.log` is appended to, and ranks put `rank_N.phase`, `rank_N.error`.
         program: what Python runs in place of hybridrl, for tests.
+        environment: further variables of the ranks.
 
     Returns:
-        The exit code: 0, 2 where a rank met a user's mistake, 1 for anything else.
+        The exit code: 0, 2 where a rank met a user's mistake, 1 for anything else, be it a signal.
     """
     ranks: list[_Rank] = []
     copied = _Copied()
@@ -155,14 +111,16 @@ def launch(
                 server.bind(("127.0.0.1", 0))
                 for index in range(world_size):
                     command = [*program, *arguments]
-                    ranks.append(_start(command, index, world_size, server, log_dir, copied))
+                    place = index, world_size, server, log_dir
+                    ranks.append(_start(command, *place, copied, environment))
             _wait(ranks, received)
             culprits = [rank for rank in ranks if rank.failed]
         finally:
             _end(ranks, received)
     copied.finish()
-    if received:
-        print(f"hybridrl: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
+    stopped_by = [*received, *(rank.stopped_by for rank in ranks if rank.stopped_by)]
+    if stopped_by and (received or not culprits):
+        print(f"hybridrl: stopped by {signal.Signals(stopped_by[0]).name}", file=sys.stderr)
         return 1
     if culprits:
         return _report(culprits, ranks, copied.fault)
@@ -198,10 +156,10 @@ def launch_run(arguments: Sequence[str], world_size: int, folder: Path) -> int:
     """Runs ranks that write into a run folder; arguments and result as of `launch`.
 
     A user's mistake that only ranks could meet (a reward that raises), before the first step is
-    over, leaves no folder that was not there.
+    over, leaves no folder that was not there. The launcher holds the folder for its ranks.
 
     Raises:
-        UserError: the folder cannot be made.
+        UserError: the folder cannot be made, or another run is in it.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -213,14 +171,19 @@ def launch_run(arguments: Sequence[str], world_size: int, folder: Path) -> int:
             "a folder that can be made and written",
             f"{error.strerror}: change run.dir or run.name.",
         ) from error
-    code = launch(arguments, world_size, folder / "logs")
-    metrics = folder / "metrics.jsonl"
-    has_steps = metrics.exists() and metrics.stat().st_size > 0
-    if code == 2 and folder in missing and not has_steps and not (folder / "replay").exists():
-        shutil.rmtree(folder)
-        for parent in missing[1:]:
-            with suppress(OSError):  # something else lies in it
-                parent.rmdir()
+    lock = RunLock(folder)
+    lock.acquire(lambda text: print(text, flush=True))
+    try:
+        code = launch(arguments, world_size, folder / "logs", environment={LOCK_TOKEN: lock.token})
+        metrics = folder / "metrics.jsonl"
+        has_steps = metrics.exists() and metrics.stat().st_size > 0
+        if code == 2 and folder in missing and not has_steps and not (folder / "replay").exists():
+            shutil.rmtree(folder)
+            for parent in missing[1:]:
+                with suppress(OSError):  # something else lies in it
+                    parent.rmdir()
+    finally:
+        lock.release()
     return code
 
 
@@ -233,17 +196,6 @@ def launch_without_run(arguments: Sequence[str], world_size: int) -> int:
     return code
 
 
-def _torch_has_cuda() -> bool:
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    version_file = Path(spec.origin).with_name("version.py")
-    values: dict[str, object] = {}
-    if version_file.is_file():
-        exec(compile(version_file.read_text(), str(version_file), "exec"), values)
-    return values.get("cuda") is not None
-
-
 def _start(
     arguments: Sequence[str],
     index: int,
@@ -251,6 +203,7 @@ def _start(
     server: socket.socket,
     log_dir: Path,
     copied: _Copied,
+    further: Mapping[str, str],
 ) -> _Rank:
     environment = {
         "OMP_NUM_THREADS": "1",  # ranks share the cores already
@@ -265,6 +218,7 @@ def _start(
         "MASTER_PORT": str(server.getsockname()[1]),
         LAUNCHER_PID: str(os.getpid()),
         LOG_DIR: str(log_dir.absolute()),
+        **further,
     }
     environment.pop(STORE_FD, None)  # of a rank that launches others
     if index == 0:
@@ -329,11 +283,16 @@ def _write_all(descriptor: int, block: bytes) -> None:
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM in a list instead of dying of them."""
+    """Collects SIGINT and SIGTERM in a list instead of dying of them; a program that runs this one
+    may hand on what a terminal sends to both, which counts once.
+    """
     received: list[int] = []
+    first: list[float] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        first.append(time.monotonic())
+        if not received or first[-1] - first[0] > SAME_SIGNAL_S:
+            received.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -344,23 +303,35 @@ def _caught_signals() -> Iterator[list[int]]:
 
 
 def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Returns when all ranks are done, one has failed and the grace is over, or a signal came."""
-    deadline = float("inf")
-    while not received and any(rank.process.poll() is None for rank in ranks):
-        failed = [rank for rank in ranks if rank.failed]
-        if failed and deadline == float("inf"):
-            deadline = time.monotonic() + GRACE_S
+    """Returns when all ranks are done, one has failed and the grace is over, or a second signal
+    came; hands the first one on.
+    """
+    deadline, notice = float("inf"), float("inf")
+    while len(received) < 2 and any(rank.process.poll() is None for rank in ranks):
+        now = time.monotonic()
+        if received and notice == float("inf"):
+            notice = now + NOTICE_S
+            for rank in ranks:
+                rank.process.send_signal(received[0])
+        failed = [] if received else [rank for rank in ranks if rank.failed]
+        if any(rank.failed or rank.stopped_by for rank in ranks) and deadline == float("inf"):
+            deadline = now + (KILL_AFTER_S if received else GRACE_S)
         is_final = any((f := rank.failure) is not None and f.kind == "lost" for rank in failed)
-        if is_final or time.monotonic() > deadline:
+        if is_final or now > deadline:
             return
+        if now > notice:
+            notice = now + NOTICE_EVERY_S
+            name = signal.Signals(received[0]).name
+            said = f"hybridrl: {name}: the ranks save a checkpoint and end; a second signal ends"
+            print(f"{said} them at once", file=sys.stderr, flush=True)
         time.sleep(POLL_S)
 
 
 def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Ends every rank still alive, with the signal that came if any, and what ranks had started.
+    """Ends every rank still alive, and what ranks had started.
 
     Where a rank has failed, the others write first where they were. A stopped rank takes no signal
-    but the last.
+    but the last, and those that were asked to end already get that one.
     """
     alive = [rank for rank in ranks if rank.process.poll() is None]
     if not received and any(rank.failed and rank.process.returncode != 2 for rank in ranks):
@@ -370,9 +341,10 @@ def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
         if asked:
             time.sleep(STACKS_S)
     for rank in alive:
-        rank.process.send_signal(received[0] if received else signal.SIGTERM)
-        if _status(rank.process.pid).get("State", "").startswith("T"):
+        if received or _status(rank.process.pid).get("State", "").startswith("T"):
             rank.process.kill()
+        else:
+            rank.process.terminate()
     deadline = time.monotonic() + KILL_AFTER_S
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S)

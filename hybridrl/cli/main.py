@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +19,13 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from hybridrl import __version__
+from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import (
+    STOP_CODES,
     die_with_launcher,
     is_rank,
     launch_run,
     launch_without_run,
-    num_local_gpus,
 )
 from hybridrl.cli.rank_log import log_to, write_stacks_on_signal
 from hybridrl.cli.validate import (
@@ -254,12 +256,19 @@ def main() -> None:
     make_working_folder_importable()
     die_with_launcher()
     if is_rank():
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # before there is anything to save: no traceback
         write_stacks_on_signal()
         # What is absent says `hybridrl check`; a mistake's message must stand out.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         app()
+    except SystemExit as end:
+        if is_rank() and end.code in STOP_CODES:
+            _leave(int(end.code))
+        raise
     except Exception as error:  # the last frame of a process: report, then end
         failure.report(failure.Failure.of(error))
         _leave(2 if isinstance(error, UserError) else 1)

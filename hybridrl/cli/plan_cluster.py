@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yaml import YAMLError
 
-from hybridrl.cli.launch import LocalGpu, num_local_gpus, smallest_local_gpu
+from hybridrl.cli.gpus import LocalGpu, num_local_gpus, smallest_local_gpu
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.cluster import LINK_GB_PER_S, Cluster
 

@@ -18,7 +18,7 @@ from hybridrl.checkpoint.folders import (
     open_checkpoint,
 )
 from hybridrl.checkpoint.run_lock import check_free
-from hybridrl.cli.launch import num_local_gpus
+from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.config.engines import ONE_RANK_ENGINES
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.rules import check, layer_rules, split_rules

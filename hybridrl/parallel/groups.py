@@ -39,6 +39,7 @@ from hybridrl.platform import Platform
 # at most, and at least: a straggler may be waited for by hundreds, for hours.
 PATIENCE_S = 10.0
 MAX_POLL_S = 2.0
+SIZE_BITS = 48  # of a message's size; a signal stands above
 # Of process groups whose ranks wait for each other as long as all live.
 UNBOUNDED = datetime.timedelta(days=365)
 # For all processes to start: they import from a disk that may be slow, and have no heartbeat yet.
@@ -75,6 +76,8 @@ class World:
 
     Attributes:
         heartbeat: this rank's signs of life; waits for others.
+        stop_signal: the signal that asked some rank to save and end, as of the last exchange of
+            values, so that all ranks know it at the same place; 0: none.
 
     Raises:
         UserError: the process may not open as many files as the groups take.
@@ -91,6 +94,7 @@ class World:
         self.rank: int = dist.get_rank()
         self.size: int = dist.get_world_size()
         self.heartbeat = heartbeat.of_job(timeout_s, stall_timeout_s)
+        self.stop_signal = 0
         self._cpu_group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
         self._introduce()
         # Groups of different ranks on different ranks would wait for each other without end.
@@ -289,17 +293,23 @@ class World:
             raise known or PeerError(said, culprit) from lost
 
     def _gather(self, packed: torch.Tensor, what: str, room: _Room | None = None) -> list[Any]:
-        """Returns what each rank packed; one collective of 8 bytes a rank where all packed None."""
+        """Returns what each rank packed; one collective of 8 bytes a rank where all packed None.
+
+        The sizes carry the signal that asks a rank to stop in their upper bits.
+        """
         with self._explained(what, room):
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            self._all_gather(sizes, torch.tensor([len(packed)]), what, room)
-            longest = max(int(size) for size in sizes)
+            told = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            mine = len(packed) | self.heartbeat.stop_signal << SIZE_BITS
+            self._all_gather(told, torch.tensor([mine]), what, room)
+            sizes = [int(one) & ((1 << SIZE_BITS) - 1) for one in told]
+            self.stop_signal = max(int(one) >> SIZE_BITS for one in told)
+            longest = max(sizes)
             if not longest:
                 return [None] * self.size
             padded = torch.nn.functional.pad(packed, (0, longest - len(packed)))
             parts = [torch.empty_like(padded) for _ in sizes]
             self._all_gather(parts, padded, what, room)
-        return [unpack(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+        return [unpack(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
     def _all_gather(
         self, parts: list[torch.Tensor], own: torch.Tensor, what: str, room: _Room | None

@@ -57,6 +57,9 @@ class Heartbeat:
         group: the default process group that it belongs to.
         phase: tells the current phase of the step; may be replaced.
         verdict: why all must end; None as long as they need not.
+        stop_signal: the signal that asked this rank, or one that it has heard of, to save and end;
+            0: none. Ranks learn of it at different times; of `World.stop_signal` all at the same
+            place.
     """
 
     def __init__(self, store: dist.Store | None, rank: int, size: int, watch: Watch) -> None:
@@ -64,6 +67,7 @@ class Heartbeat:
         self.group = dist.group.WORLD
         self.phase: Callable[[], str] = lambda: "start"
         self.verdict: Verdict | None = None
+        self.stop_signal = 0
         self._mates: dict[int, int] = {}
         self._main, self._pid = threading.get_ident(), os.getpid()
         self._parts: list[str] = []
@@ -187,6 +191,7 @@ class Heartbeat:
             within=None if since is None else now - since,
             is_in_collective=is_in_collective,
             found={m: why for m, pid in self._mates.items() if (why := why_dead(pid)) is not None},
+            stop_signal=self.stop_signal,
         )
 
     def _beat_on(self) -> None:
@@ -218,6 +223,7 @@ class Heartbeat:
         assert self._store is not None
         told, first = self._store.multi_get(["verdict", "beat/0"])
         self._first = Beat.from_json(first)
+        self.stop_signal = self.stop_signal or self._first.stop_signal
         if not told:
             return None
         self._store.set(f"beat/{self._rank}", replace(self._beat(), knows=True).to_json())
@@ -228,6 +234,7 @@ class Heartbeat:
         assert self._store is not None
         keys = [f"beat/{rank}" for rank in range(self._size)]
         beats = [Beat.from_json(text) for text in self._store.multi_get(keys)]
+        self.stop_signal = self.stop_signal or max(beat.stop_signal for beat in beats)
         verdict = self.watch.look(beats)
         if verdict is None:
             if (notice := self.watch.notice(beats)) is not None:

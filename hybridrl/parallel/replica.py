@@ -1,8 +1,8 @@
-"""What the first rank of an engine replica tells the others.
+"""What the ranks of an engine replica tell each other.
 
-Who waits for whom: all ranks of a replica call `tell` together, and wait for its first one as long
-as it lives: it may wait for a tool. Replicas are independent of each other; making the groups is
-collective over the world.
+Who waits for whom: all ranks of a replica call `tell` or `is_any` together, and wait for the others
+as long as they live: the first one may wait for a tool. Replicas are independent of each other;
+making the groups is collective over the world.
 """
 
 from __future__ import annotations
@@ -53,7 +53,18 @@ class ReplicaGroup:
         self._broadcast(packed)
         return unpack(packed)
 
+    def is_any(self, value: bool) -> bool:
+        """Returns whether `value` is true on any rank of the replica."""
+        if self._group is None:
+            return value
+        flag = torch.tensor([int(value)])
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True)
+        self._wait(work, "whether its ranks are asked to stop")
+        return bool(flag)
+
     def _broadcast(self, tensor: torch.Tensor) -> None:
         work = dist.broadcast(tensor, self._source, self._group, async_op=True)
-        what = "what the first rank of a replica tells"
+        self._wait(work, "what the first rank of a replica tells")
+
+    def _wait(self, work: dist.Work, what: str) -> None:
         self._heartbeat.wait(work, what, group="replica", ranks=self._ranks)

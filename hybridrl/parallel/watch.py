@@ -59,6 +59,7 @@ class Beat:
         found: what is wrong with processes of other ranks on its host.
         has_left: whether it took leave.
         knows: whether it has read the verdict.
+        stop_signal: the signal that asked it, or for rank 0 any rank, to save and end; 0: none.
     """
 
     count: int
@@ -74,6 +75,7 @@ class Beat:
     found: Mapping[int, str] = field(default_factory=dict)
     has_left: bool = False
     knows: bool = False
+    stop_signal: int = 0
 
     def to_json(self) -> str:
         """Returns the beat as text."""

@@ -155,6 +155,10 @@ class RolloutEngine(Protocol):
         """Returns the unfinished requests with their tokens; any engine can continue them."""
         ...
 
+    def clear(self) -> None:
+        """Drops all requests, and responses that were not collected; not during a step."""
+        ...
+
     def memory(self) -> Mapping[str, Holding]:
         """Returns what the engine holds of this rank's device during rollout, by what it is for."""
         ...

@@ -119,6 +119,12 @@ class HfEngine:
         """Returns the unfinished requests with the tokens they have."""
         return [held.so_far() for held in (*self._running, *self._waiting)]
 
+    def clear(self) -> None:
+        """Drops all requests, and responses that were not collected."""
+        self._waiting.clear()
+        self._running.clear()
+        self._finished.clear()
+
     def memory(self) -> dict[str, Holding]:
         """Returns the bytes of the weights; the KV cache grows and shrinks with the requests."""
         size = sum(t.numel() * t.element_size() for t in self.tensors().values())

@@ -95,6 +95,11 @@ class ScriptedEngine:
         """Returns the unfinished requests with the tokens they have."""
         return [scripted.row.so_far() for scripted in self._unfinished]
 
+    def clear(self) -> None:
+        """Drops all requests, and responses that were not collected."""
+        self._unfinished.clear()
+        self._finished.clear()
+
     def memory(self) -> dict[str, Holding]:
         """Returns nothing: the engine computes nothing."""
         return {}

@@ -224,6 +224,15 @@ class VllmEngine:
         """Returns the unfinished requests with the tokens they have."""
         return [row.so_far() for row in self._rows.values()]
 
+    def clear(self) -> None:
+        """Drops all requests, and responses that were not collected."""
+        self._agreement.settle()
+        if self._running:
+            self._live.llm.engine_core.abort_requests(list(self._running))
+        self._running.clear()
+        self._rows.clear()
+        self._finished.clear()
+
     def close(self) -> None:
         """Ends the engine; collective over the world."""
         stop(self._live)

@@ -61,7 +61,7 @@ def evaluate(
     prompts: Sequence[Prompt],
     config: RewardConfig,
     temperature: float = 0.0,
-    before_scoring: Callable[[], None] = lambda: None,
+    before_scoring: Callable[[], None] | None = None,
 ) -> Evaluation:
     """Scores one response to each prompt; collective, the same on all ranks.
 
@@ -85,7 +85,8 @@ def evaluate(
         )
     sampling = dataclasses.replace(sampler.sampling, temperature=temperature)
     local = sampler.generate(prompts, samples_per_prompt=1, step=EVALUATION_STEP, sampling=sampling)
-    before_scoring()
+    if before_scoring is not None:
+        before_scoring()
     return summarized(sampler.score(local), len(prompts), config)
 
 
@@ -113,8 +114,3 @@ def summarized(scored: ScoredBatch, num_prompts: int, config: RewardConfig) -> E
     means = {name: float(score_B.mean()) for name, score_B in parts.items()}
     reward = float(scored.reward_B.mean())
     return Evaluation(reward, accuracy, means, num_prompts, scored.num_samples, note)
-
-
-def is_due(every: int, step: int, last: int) -> bool:
-    """Whether what happens after every `every` steps (0: never) and after the last is due now."""
-    return step == last or (every > 0 and step % every == 0)

@@ -21,6 +21,7 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
 from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.batch import ScoredBatch, TrainBatch
+from hybridrl.checkpoint.random_states import rng_state, set_rng_state
 from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
@@ -31,7 +32,6 @@ from hybridrl.data.mixture import prompt_source
 from hybridrl.data.packing import even_sizes
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
-from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.phases import Phase
 from hybridrl.metrics.values import average
 from hybridrl.parallel.failure import PeerError
@@ -41,16 +41,17 @@ from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.rewards.functions import RewardFunction
 from hybridrl.rollout.engine import Holding
 from hybridrl.trainer import ledger, probe, setup
-from hybridrl.trainer.evaluate import Evaluation, evaluate, is_due
+from hybridrl.trainer.evaluate import Evaluation, evaluate
 from hybridrl.trainer.journal import Journal
 from hybridrl.trainer.mismatch import MismatchWarning, behaviour_metrics
-from hybridrl.trainer.mix import Mix
 from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.resampling import UniformGroupsWarning, sample_step
 from hybridrl.trainer.roles import make_roles
-from hybridrl.trainer.sampler import Sampler
+from hybridrl.trainer.run_data import make_data
+from hybridrl.trainer.schedule import is_due, last_step
 from hybridrl.trainer.setup import Rows
 from hybridrl.trainer.skipped import SkippedSteps
+from hybridrl.trainer.stopping import StopAsked, agree_to_go_on, check_stop, stops_on_signals
 
 
 class Trainer:
@@ -114,11 +115,18 @@ class Trainer:
         self._has_begun = False  # a checkpoint was loaded, or a step taken
         # Where the prompts of the step under way began; None between steps.
         self._step_cursor: dict[str, Any] | None = None
+        self._step_rng: dict[str, torch.Tensor] | None = None  # likewise
+        self._saved_step = 0  # of the checkpoint that was saved or loaded last
         self.evaluations: dict[str, dict[str, float]] = {}  # by step
         self._lock = RunLock(self.journal.folder)
         replay = self.journal.folder / "replay"
         self.skipped = SkippedSteps(config, self.world, replay, self.journal.say)
-        self._make_data(given)
+        self.algorithm: Algorithm = make_algorithm(config.algorithm)
+        of_run = config, self.world, self.algorithm.needs, given, self.journal.say
+        data = make_data(*of_run, self._trains)
+        self.tokenizer, self.scorer, self.mix = data.tokenizer, data.scorer, data.mix
+        self.prompts = prompt_source(data.prompts, config.data, config.run.seed)
+        self.eval_prompts = data.eval_prompts
         parts = (config, self.world, self.algorithm, self.models, self.journal.say)
         roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
@@ -173,39 +181,33 @@ class Trainer:
 
         Raises:
             UserError: both `num_steps` and `until` are given, or one is negative.
+            KeyboardInterrupt, SystemExit: SIGINT or SIGTERM came, and a checkpoint was saved; the
+                next `fit` goes on from it.
         """
         self._started = time.monotonic()
         with self._using_run_folder():
-            if not self._has_begun:
-                self._resume(resume)
-            first, last = self.step, self._last_step(num_steps, until)
-            if 0 < last <= first or (first and self._has_reached_goal()):
+            if not self._has_begun and (found := self._checkpoint(resume)) is not None:
+                self.load_checkpoint(found)
+            first = self.step
+            last = last_step(num_steps, until, first, self.config.steps.num_steps)
+            is_done = 0 < last <= first or (first and self._has_reached_goal())
+            if is_done and not self._lacks_evaluation(last):
                 return self.journal.nothing_to_do(first, last, self.evaluations, self.seconds)
             self.journal.start(first, last)
             try:
-                with ledger.explained(self.memory_table):
+                with stops_on_signals(self.world), ledger.explained(self.memory_table):
                     self._train_to(last)
                 self.seconds += time.monotonic() - self._started
                 return self.journal.finish(first, self.step, self.evaluations, self.seconds)
+            except StopAsked as stop:
+                self._save_at_stop(stop, last)
+                raise stop.end() from None
             finally:
                 self.journal.close()
 
-    def _resume(self, which: str) -> None:
-        """Loads a checkpoint of the run folder, if it has one."""
-        folder = self.store.previous() if which == "previous" else self.store.newest()
-        if folder is not None:
-            self.load_checkpoint(folder)
-
-    def _last_step(self, num_steps: int | None, until: int | None) -> int:
-        for name, value in (("num_steps", num_steps), ("until", until)):
-            if value is not None and value < 0:
-                raise UserError(f"fit({name}=...)", value, "a number from 0", "Change it.")
-        if num_steps is not None and until is not None:
-            both = f"num_steps={num_steps} and until={until}"
-            raise UserError("fit", both, "one of them", "num_steps counts from here, until from 0.")
-        if num_steps is not None:
-            return self.step + num_steps
-        return self.config.steps.num_steps if until is None else until
+    def _checkpoint(self, which: str) -> Path | None:
+        """Returns the checkpoint of the run folder to go on from, if it has one."""
+        return self.store.previous() if which == "previous" else self.store.newest()
 
     @contextmanager
     def _using_run_folder(self) -> Iterator[None]:
@@ -224,20 +226,51 @@ class Trainer:
             self.check_engine()
         elif self.algorithm.needs.rollouts:
             self.enter_rollout()
-        if self.eval_prompts and "0" not in self.evaluations:
-            self._keep_evaluation(self.evaluate())
+        if self._lacks_evaluation(last) or (self.eval_prompts and "0" not in self.evaluations):
+            found = self._keep_evaluation(self.evaluate())
+            if self.step:
+                self.journal.log(self.step, found)
         while self.step < last and not self._has_reached_goal():
             with self.journal.traced(self.step + 1):
                 metrics = self.train_step()
-            if self.eval_prompts and is_due(self.config.steps.eval_every, self.step, last):
-                metrics |= self._keep_evaluation(self.evaluate())
-            self.journal.log(self.step, metrics)
+            try:
+                check_stop(self.world)
+                if self._lacks_evaluation(last):
+                    metrics |= self._keep_evaluation(self.evaluate())
+            finally:
+                self.journal.log(self.step, metrics)
             for warning in self._warnings:
                 if (text := warning.text(self.step, metrics)) is not None:
                     self.journal.say(text)
             ends = last if not self._has_reached_goal() else self.step
             if is_due(self.config.checkpoint.every, self.step, ends):
                 self.save_checkpoint()
+
+    def _lacks_evaluation(self, last: int) -> bool:
+        """Whether one is due after this step, and was not made, perhaps as a signal came."""
+        is_made = not self.eval_prompts or str(self.step) in self.evaluations
+        return (
+            not is_made and self.step > 0 and is_due(self.config.steps.eval_every, self.step, last)
+        )
+
+    def _save_at_stop(self, stop: StopAsked, last: int) -> None:
+        """Saves what no checkpoint has, with what a step under way has generated."""
+        if self._step_rng is not None:
+            set_rng_state(self._step_rng)
+        self.enter_training()
+        saved = "no checkpoint was written: nothing is new since the last one"
+        if self.engine.has_rollouts:
+            so_far = f"with the responses of step {self.step + 1} so far"
+            saved = f"saved to {self.save_checkpoint()}, {so_far}"
+        elif self.step != self._saved_step:
+            saved = f"saved to {self.save_checkpoint()}"
+        # Another `fit` begins with the newest checkpoint, or anew if there is none.
+        self._has_begun = False
+        self.engine.drop()
+        if self._step_cursor is not None:
+            self._load_cursors(self._step_cursor)
+        done = f"{stop} after step {self.step} of {last}"
+        self.journal.say(f"{done}: {saved}. The same command goes on from there.")
 
     def memory_table(self) -> str:
         """Returns what this rank's device holds, part by part, in training and in rollout, as the
@@ -253,6 +286,7 @@ class Trainer:
         timer = self.journal.timer
         timer.start_step(self.step + 1)
         self._step_cursor, self._has_begun = self._cursors(), True
+        self._step_rng = rng_state()
         prompts = self.prompts.take(self.config.steps.prompts_per_step)
         sampled: dict[str, float] = {}
         if self.algorithm.needs.rollouts:
@@ -269,16 +303,19 @@ class Trainer:
         else:
             self.enter_training()
             scored = supervised_batch(prompts, self.algorithm.needs.feedback)
+        check_stop(self.world)
         with timer.phase("logprobs"):
             batch = self.add_columns(scored)
         with timer.phase("advantages"):
             batch = self.algorithm.advantages(batch)
+        agree_to_go_on(self.world)
         with timer.phase("update"):
             metrics = self.update(batch) | sampled
         if isinstance(self.algorithm, AdaptiveAlgorithm):
             metrics |= self.algorithm.after_step(batch)
         self.step += 1
-        self._step_cursor = None
+        self._step_cursor = self._step_rng = None
+        self.engine.end_step()
         if self.algorithm.needs.rollouts:
             metrics |= self.reshard()
             if self.journal.dump.is_due(self.step):
@@ -334,8 +371,7 @@ class Trainer:
         self._is_engine_checked = True
         if self.config.rollout.engine == "scripted":  # it computes nothing
             return
-        vocab_size = self.source.shape.vocab_size
-        answers = probe.ask(self.engine, vocab_size, self.config.data.max_prompt_tokens)
+        answers = probe.ask(self.engine, self.source.shape, self.config.data.max_prompt_tokens)
         self.enter_training()
         gap = probe.compare(self.policy, answers)
         self.journal.say(f"engine and trainer agree within {gap:.1e} nats a token")
@@ -362,7 +398,7 @@ class Trainer:
         """
         self.enter_rollout()
         # A reward model's pass needs the memory that the engine has while it generates.
-        end_rollout = self.enter_training if self.engine.judges else _nothing
+        end_rollout = self.enter_training if self.engine.judges else None
         with self.journal.timer.phase("evaluate"):
             sampler, prompts, section = self.engine, self.eval_prompts, self.config.reward
             return evaluate(sampler, prompts, section, temperature, end_rollout)
@@ -385,11 +421,12 @@ class Trainer:
             return self._save_checkpoint()
 
     def _save_checkpoint(self) -> Path:
+        algorithm = self.algorithm
         state = {
             "step": self.step,
             **(self._step_cursor or self._cursors()),
             "rollouts": self.engine.state(),
-            "algorithm": self._algorithm_state(),
+            "algorithm": algorithm.state() if isinstance(algorithm, AdaptiveAlgorithm) else {},
             "evaluations": self.evaluations,
             "seconds": self.seconds + time.monotonic() - self._started,
             "num_updates": {name: model.num_updates for name, model in self.trained.items()},
@@ -399,6 +436,7 @@ class Trainer:
         self.enter_training(frees_memory=True)
         with self.journal.timer.phase("checkpoint"):
             folder = self.store.save(self.step, self.trained, state, self.source.files)
+        self._saved_step = self.step
         if was_rollout:
             self.reshard()
         return folder
@@ -414,10 +452,9 @@ class Trainer:
         state = self.store.load(Path(path), self.trained)
         assert state.step is not None  # the store refuses weights alone
         self._has_begun = True
-        self.step, self.seconds = state.step, state.seconds
+        self.step, self.seconds, self._saved_step = state.step, state.seconds, state.step
         self.evaluations = dict(state.evaluations)
-        self.prompts.load_state(state.prompts)
-        self.mix.load_state(state.mix)
+        self._load_cursors({"prompts": state.prompts, "mix": state.mix})
         for name, model in self.trained.items():
             model.num_updates = state.num_updates[name]
         self.engine.load_state(state.rollouts)
@@ -428,8 +465,10 @@ class Trainer:
     def _cursors(self) -> dict[str, Any]:
         return {"prompts": self.prompts.state(), "mix": self.mix.state()}
 
-    def _algorithm_state(self) -> dict[str, float]:
-        return self.algorithm.state() if isinstance(self.algorithm, AdaptiveAlgorithm) else {}
+    def _load_cursors(self, cursors: Mapping[str, Any]) -> None:
+        self._step_cursor = self._step_rng = None
+        self.prompts.load_state(cursors["prompts"])
+        self.mix.load_state(cursors["mix"])
 
     def close(self) -> None:
         """Ends the journal and leaves the process group."""
@@ -440,50 +479,19 @@ class Trainer:
         self.raw_engine.close()
         stop_process_group()
 
-    def _make_data(self, given: setup.Given) -> None:
-        config = self.config
-        self.algorithm: Algorithm = make_algorithm(config.algorithm)
-        with self.world.all_agree("loading the tokenizer"):
-            num_tokens = setup.model_source(config.model, self.platform).shape.vocab_size
-            self.tokenizer = given.tokenizer or setup.load_tokenizer(config.model, num_tokens)
-        needs = self.algorithm.needs
-        self.scorer = setup.make_scorer(config, self.tokenizer, given.reward, needs.group_samples)
-        with self.world.all_agree("reading the prompts"):
-            loaded, self.eval_prompts = setup.load_data(
-                config, self.tokenizer, needs, given.prompts
-            )
-            setup.check_token_range((*loaded.prompts, *self.eval_prompts), num_tokens)
-            mixed = config if self._trains else config.model_copy(update={"mix": {}})
-            self.mix = Mix(mixed, self.tokenizer, self.journal.say, given.mix)
-        self.journal.say(loaded.report())
-        self.prompts = prompt_source(loaded, config.data, config.run.seed)
-
     def _make_engine(self) -> None:
         """Builds the engine and the plan that brings the policy's weights into it."""
-        config, world, model = self.config, self.world, self.policy.model
-        rollout, num_samples = config.rollout, config.steps.samples_per_prompt
+        config, model = self.config, self.policy.model
         sources = model.source_layouts()
-        layout = setup.rollout_layout(model, rollout.tp, sources)
+        layout = setup.rollout_layout(model, config.rollout.tp, sources)
         memories, copies = setup.training_memories(self.trained.values())
-        self.raw_engine = setup.start_engine(self.config, model, layout, memories, copies)
+        self.raw_engine = setup.start_engine(config, model, layout, memories, copies)
         self._engine_bytes = self.raw_engine.memory
-        sampling = setup.sampling_params(rollout, self.source, self.tokenizer)
-        episodes = setup.make_episodes(config, world, layout, self.source, self.tokenizer)
-        engine, scorer, seed = self.raw_engine, self.scorer, config.run.seed
-        self.engine = Sampler(world, layout, engine, scorer, sampling, num_samples, seed, episodes)
+        scoring = self.scorer, self.tokenizer
+        self.engine = setup.make_sampler(config, model, layout, self.raw_engine, *scoring)
         self.engine.judges = self.roles.judges
-        self.hybrid_engine = HybridEngine(
-            sources,
-            model.weights_in_place(),
-            self.raw_engine,
-            staging_bytes=rollout.staging_mib << 20,
-            verify_every=rollout.verify,
-            training=memories,
-            copies=copies,
-            domain_size=setup.ranks_per_node(self.world),
-            peers=model.peers,
-            timeout_s=self.config.run.collective_timeout_s,
-        )
+        parts = model, sources, self.raw_engine, memories, copies
+        self.hybrid_engine = setup.make_hybrid_engine(config, *parts)
         self._keeps_memory = lambda: self.hybrid_engine.keeps_memory
         self._is_engine_checked = False
 
@@ -491,7 +499,3 @@ class Trainer:
         goal = self.config.steps.stop_at_accuracy
         newest = self.evaluations.get(str(self.step), {}).get("accuracy")
         return goal is not None and newest is not None and newest >= goal
-
-
-def _nothing() -> None:
-    """Stands in for a change of phases that nobody needs."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from hybridrl.batch import Producer, Prompt, TrainBatch
+from hybridrl.models.family import ModelShape
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.trainer.mismatch import BOUNDS
 from hybridrl.trainer.policy import Policy
@@ -42,12 +43,12 @@ class Answers:
     by_replica: Sequence[Sequence[Completion]]
 
 
-def ask(sampler: Sampler, vocab_size: int, max_prompt_tokens: int) -> Answers:
+def ask(sampler: Sampler, shape: ModelShape, max_prompt_tokens: int) -> Answers:
     """Lets every replica answer the same fixed prompts; in the rollout phase.
 
     Args:
         sampler: over all replicas, idle; its engine has the weights to look at.
-        vocab_size: prompts are arbitrary tokens below it.
+        shape: of the model; prompts are arbitrary tokens of its vocabulary.
         max_prompt_tokens: the longest prompt that the engine was started for.
     """
     rng, world = np.random.default_rng(0), sampler.world
@@ -57,7 +58,7 @@ def ask(sampler: Sampler, vocab_size: int, max_prompt_tokens: int) -> Answers:
     num_tokens = min(NEW_TOKENS, sampler.sampling.max_new_tokens)
     sampling = SamplingParams(temperature, max_new_tokens=num_tokens)
     requests = [
-        Request(number, tuple(rng.integers(0, vocab_size, length).tolist()), number, sampling)
+        Request(number, tuple(rng.integers(0, shape.vocab_size, length).tolist()), number, sampling)
         for number in range(REQUESTS)
     ]
     with world.all_agree("the first generation"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,9 +12,16 @@ from hybridrl.trainer.loop import Trainer
 
 
 def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest") -> None:
-    """Runs one rank of `hybridrl train`; arguments as of `Trainer.fit`."""
+    """Runs one rank of `hybridrl train`; arguments as of `Trainer.fit`.
+
+    Raises:
+        SystemExit: a signal came, and the run was saved; the code says which (STOP_CODES).
+    """
     trainer = Trainer(config)
-    trainer.fit(resume=resume)
+    try:
+        trainer.fit(resume=resume)
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
     trainer.close()
 
 

@@ -22,6 +22,7 @@ number of replicas.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ from hybridrl.metrics.flops import GeneratedLengths, num_generated
 from hybridrl.metrics.values import GENERATED_TOKENS
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rewards.base import Scorer
 from hybridrl.rollout.engine import (
     Completion,
@@ -53,7 +55,11 @@ from hybridrl.trainer.episodes import (
     restored,
 )
 from hybridrl.trainer.gathered import as_columns, compared_with_greedy, rebuilt
+from hybridrl.trainer.stopping import check_stop
 
+# Steps of the engine between two looks whether a rank of the replica is asked to stop, if it has
+# several ranks: they must leave generation together, and asking takes a collective.
+STEPS_BETWEEN_LOOKS = 32
 DROPPED_GROUPS = "reward/dropped_groups"  # of which no sample is left
 Progress = Callable[[int, int], None]
 
@@ -64,6 +70,7 @@ class Sampler:
     Args:
         world: for the collectives.
         layout: which replica this rank belongs to.
+        replica: its ranks.
         engine: this rank's part of its replica.
         scorer: gives each response its reward.
         sampling: of training samples.
@@ -76,6 +83,7 @@ class Sampler:
         self,
         world: World,
         layout: RolloutLayout,
+        replica: ReplicaGroup,
         engine: RolloutEngine,
         scorer: Scorer,
         sampling: SamplingParams,
@@ -85,7 +93,8 @@ class Sampler:
     ) -> None:
         self.episodes = episodes
         self._episode_counts: dict[str, int] = {}  # since the last `score`
-        self.world, self.layout, self.engine, self.scorer = world, layout, engine, scorer
+        self.world, self.layout, self._replica = world, layout, replica
+        self.engine, self.scorer = engine, scorer
         self.sampling, self.samples_per_prompt, self.seed = sampling, samples_per_prompt, seed
         self._step, self._next_step = -1, 0
         self._prompts: dict[int, Prompt] = {}
@@ -132,17 +141,30 @@ class Sampler:
 
         Returns:
             The samples in order of their numbers; None where this replica has no prompt.
+
+        Raises:
+            StopAsked: a signal asks to stop; what was generated so far is kept, for `state`.
         """
         if step is None:
             step, self._next_step = self._next_step, self._next_step + 1
         num_samples = samples_per_prompt or self.samples_per_prompt
         with self.world.all_agree("generation"):
             self.submit(prompts, num_samples, step, first_group, sampling, greedy)
-            while self.has_unfinished:
+            for num_steps in itertools.count():
+                if not self.has_unfinished or self._must_stop(num_steps):
+                    break
                 self.advance()
                 if on_progress is not None:
                     on_progress(len(self._done), len(self._owners))
+        check_stop(self.world)
         return self.collect()
+
+    def _must_stop(self, num_steps: int) -> bool:
+        """Whether this replica is to leave generation, after so many steps of its engine."""
+        is_asked = self.world.heartbeat.stop_signal != 0
+        if self.layout.tp == 1:
+            return is_asked
+        return num_steps % STEPS_BETWEEN_LOOKS == 0 and self._replica.is_any(is_asked)
 
     def submit(
         self,
@@ -253,7 +275,7 @@ class Sampler:
         """Returns the finished samples of what was submitted; the engine must have nothing left."""
         owners, done = self._owners, self._done
         self._earlier |= done
-        self._step, self._owners, self._done = -1, {}, {}
+        self._owners, self._done = {}, {}
         self._note_episodes(done, owners)
         if not owners:
             return None
@@ -347,9 +369,24 @@ class Sampler:
         for group, total, count in zip(groups.tolist(), sums, counts, strict=True):
             self._lengths.observe(self._prompts[group], float(total / count))
 
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether there are responses that a checkpoint would keep, on some rank."""
+        return self._step >= 0
+
+    def end_step(self) -> None:
+        """Forgets the responses of a step: they were learned from."""
+        self._step, self._earlier = -1, {}
+
+    def drop(self) -> None:
+        """Forgets all responses, whole and begun ones, and what the engine is to generate."""
+        self.end_step()
+        self._owners, self._done = {}, {}
+        self.engine.clear()
+
     def state(self) -> dict[str, Any]:
-        """Returns the rollouts of the current step over all replicas, finished and begun, and the
-        lengths that responses had; JSON.
+        """Returns the rollouts of the current step over all replicas, finished and begun, until
+        `end_step`; and the lengths that responses had; JSON.
         """
         is_first = self.layout.assignment[self.world.rank][1] == 0
         mine = {
@@ -371,7 +408,10 @@ class Sampler:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Makes the next `generate` of the saved step go on from these rollouts."""
+        """Makes the next `generate` of the saved step go on from these rollouts; what the engine
+        has is dropped.
+        """
+        self.drop()
         self._restored = dict(state)
         self._lengths.load_state(state.get("response_lengths", {}))
         self._next_step = int(state.get("next_step", 0))

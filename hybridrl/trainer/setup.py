@@ -30,6 +30,7 @@ from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError, ModelError, UserError
 from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.assign import assign
+from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.order import is_settled, lay_out, order_layout
 from hybridrl.models.build import Head
 from hybridrl.models.family import read_model
@@ -43,7 +44,7 @@ from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.platform import Platform
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction, no_reward
-from hybridrl.rollout.engine import SamplingParams
+from hybridrl.rollout.engine import RolloutEngine, SamplingParams
 from hybridrl.rollout.hf import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
 from hybridrl.rollout.vllm import VllmEngine
@@ -52,6 +53,7 @@ from hybridrl.trainer.episodes import Episodes
 from hybridrl.trainer.memory import TrainedModelMemory, released
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.peer_weights import PeerWeights
+from hybridrl.trainer.sampler import Sampler
 from hybridrl.trainer.trained_weights import TrainedWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -343,6 +345,51 @@ def build_engine(
     return VllmEngine(settings, source.family, layout, world.rank, device, shard)
 
 
+def make_sampler(
+    config: Config,
+    model: ParallelModel,
+    layout: RolloutLayout,
+    engine: RolloutEngine,
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Sampler:
+    """Builds what samples responses with this rank's engine and its peers; collective."""
+    world, source = model.world, model.source
+    sampling = sampling_params(config.rollout, source, tokenizer)
+    replica = ReplicaGroup(layout, world.rank, world.heartbeat)
+    episodes = make_episodes(config, world, replica, source, tokenizer)
+    parts = world, layout, replica, engine, scorer, sampling
+    return Sampler(*parts, config.steps.samples_per_prompt, config.run.seed, episodes)
+
+
+def make_hybrid_engine(
+    config: Config,
+    model: ParallelModel,
+    sources: list[RankLayout],
+    engine: HfEngine | ScriptedEngine | VllmEngine,
+    memories: Sequence[TrainedModelMemory],
+    copies: Sequence[TrainedWeights],
+) -> HybridEngine:
+    """Plans how the policy's weights come into the engine; collective.
+
+    Args:
+        sources: the policy's layout on every rank.
+        memories, copies: of `training_memories`.
+    """
+    return HybridEngine(
+        sources,
+        model.weights_in_place(),
+        engine,
+        staging_bytes=config.rollout.staging_mib << 20,
+        verify_every=config.rollout.verify,
+        training=memories,
+        copies=copies,
+        domain_size=ranks_per_node(model.world),
+        peers=model.peers,
+        timeout_s=config.run.collective_timeout_s,
+    )
+
+
 def sampling_params(
     config: RolloutConfig, source: ModelSource, tokenizer: PreTrainedTokenizerBase
 ) -> SamplingParams:
@@ -361,14 +408,13 @@ def sampling_params(
 def make_episodes(
     config: Config,
     world: World,
-    layout: RolloutLayout,
+    replica: ReplicaGroup,
     source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Episodes | None:
     """Builds what goes between the turns of responses, if there is an environment; collective."""
     if config.environment.name is None:
         return None
-    replica = ReplicaGroup(layout, world.rank, world.heartbeat)
     stops = stop_token_ids(source.hf_config, tokenizer)
     encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, stops)
     with world.all_agree("finding the environment"):

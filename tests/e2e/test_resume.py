@@ -19,6 +19,8 @@ import torch
 from command_line import QUICKSTART, exported_weights, run, start
 from launch import run_ranks
 
+from hybridrl.checkpoint.run_lock import LOCK_FILE
+
 MODEL = f"model.init={QUICKSTART / 'model'}"
 SMALL = (
     "data.eval_prompts=null",
@@ -57,19 +59,29 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-def kill_rank(launcher_pid: int, rank: int, phase_file: Path, step: int) -> str:
-    """Waits until the rank is in `step`, kills it with SIGKILL and returns the phase it was in."""
+def wait_for(phase_file: Path, end: str) -> None:
+    """Waits until a rank's phase file ends with these words."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if phase_file.exists() and phase_file.read_text().strip().endswith(f"step {step}"):
-            break
+        if phase_file.exists() and phase_file.read_text().strip().endswith(end):
+            return
         time.sleep(0.005)
-    for child in psutil.Process(launcher_pid).children(recursive=True):
-        if child.environ().get("RANK") == str(rank):
-            os.kill(child.pid, signal.SIGKILL)
-            child.wait(10)  # until then it may have entered another one
-            return phase_file.read_text().strip()
-    raise AssertionError(f"rank {rank} was not found")
+    raise AssertionError(f"{phase_file} never said {end}")
+
+
+def rank_process(launcher_pid: int, rank: int) -> psutil.Process:
+    """Returns the process of a rank."""
+    children = psutil.Process(launcher_pid).children(recursive=True)
+    return next(child for child in children if child.environ().get("RANK") == str(rank))
+
+
+def kill_rank(launcher_pid: int, rank: int, phase_file: Path, step: int) -> str:
+    """Waits until the rank is in `step`, kills it with SIGKILL and returns the phase it was in."""
+    wait_for(phase_file, f"step {step}")
+    child = rank_process(launcher_pid, rank)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait(10)  # until then it may have entered another one
+    return phase_file.read_text().strip()
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +99,18 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
 ) -> None:
     reference, expected = unbroken
     folder = tmp_path / "quickstart-grpo"
+    # First it is asked to stop, the launcher or one rank alone, in the middle of generation.
+    process = start(arguments(GRPO, tmp_path))
+    wait_for(folder / "logs" / "rank_3.phase", "generate, step 3")
+    asked = psutil.Process(process.pid) if rank == 0 else rank_process(process.pid, rank)
+    asked.send_signal(signal.SIGINT if rank == 0 else signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and "Traceback" not in output, output
+    stopped = f"stopped by {'SIGINT' if rank == 0 else 'SIGTERM'}"
+    assert f"{stopped} after step 2 of 20: saved to" in output, output
+    assert output.splitlines()[-1] == f"hybridrl: {stopped}"
+    assert not (folder / LOCK_FILE).exists()
+
     process = start(arguments(GRPO, tmp_path))
     phase = kill_rank(process.pid, rank, folder / "logs" / f"rank_{rank}.phase", step=7)
     killed = time.monotonic()

@@ -14,7 +14,7 @@ import pytest
 from clock import is_within
 from weight_cases import PADDING, random_case
 
-from hybridrl.cli.launch import LocalGpu
+from hybridrl.cli.gpus import LocalGpu
 from hybridrl.cli.plan import plan_report
 from hybridrl.cli.plan_cluster import GIB, ClusterFile, Host, load_cluster
 from hybridrl.cli.plan_text import plan_text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from clock import is_within
 
-from hybridrl.cli.launch import LocalGpu, smallest_local_gpu
+from hybridrl.cli.gpus import LocalGpu, smallest_local_gpu
 from hybridrl.cli.plan import plan_report
 from hybridrl.cli.plan_cluster import GIB, ClusterFile, Host
 from hybridrl.cli.plan_fit import with_margin

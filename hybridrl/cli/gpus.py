@@ -1,0 +1,76 @@
+"""The GPUs of this host, without importing torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def num_local_gpus() -> int:
+    """Returns how many GPUs the installed torch could use here, without importing it."""
+    if not _torch_has_cuda():
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+@dataclass(frozen=True)
+class LocalGpu:
+    """A GPU of this host: its name, and the bytes that CUDA can use of it."""
+
+    name: str
+    memory_bytes: int
+
+
+def smallest_local_gpu() -> LocalGpu | None:
+    """Returns that of the GPUs which the installed torch could use here that has least memory;
+    None where there is none or nvidia-smi does not say. torch is not imported.
+    """
+    if num_local_gpus() == 0:
+        return None
+    keys = "index,uuid,name,memory.total,memory.reserved"
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={keys}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    wanted = None if visible is None else [device.strip() for device in visible.split(",")]
+    found = []
+    for line in told.splitlines():
+        index, uuid, name, *mib = (field.strip() for field in line.split(","))
+        is_visible = wanted is None or any(
+            device == index or (device.startswith("GPU-") and uuid.startswith(device))
+            for device in wanted
+        )
+        if is_visible and all(size.isdecimal() for size in mib):
+            total, reserved = map(int, mib)
+            found.append(LocalGpu(name, (total - reserved) << 20))
+    return min(found, key=lambda gpu: gpu.memory_bytes, default=None)
+
+
+def _torch_has_cuda() -> bool:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version_file = Path(spec.origin).with_name("version.py")
+    values: dict[str, object] = {}
+    if version_file.is_file():
+        exec(compile(version_file.read_text(), str(version_file), "exec"), values)
+    return values.get("cuda") is not None
