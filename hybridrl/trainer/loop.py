@@ -248,10 +248,9 @@ class Trainer:
 
     def _lacks_evaluation(self, last: int) -> bool:
         """Whether one is due after this step, and was not made, perhaps as a signal came."""
-        is_made = not self.eval_prompts or str(self.step) in self.evaluations
-        return (
-            not is_made and self.step > 0 and is_due(self.config.steps.eval_every, self.step, last)
-        )
+        if not self.eval_prompts or self.step == 0 or str(self.step) in self.evaluations:
+            return False
+        return is_due(self.config.steps.eval_every, self.step, last)
 
     def _save_at_stop(self, stop: StopAsked, last: int) -> None:
         """Saves what no checkpoint has, with what a step under way has generated."""

@@ -51,6 +51,7 @@ def test_reshard_benchmark_counts_the_least_bytes_and_more_for_the_others(tmp_pa
     assert ways["hf_stream"]["received_bytes"][1:] == [size] * 3
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.engine
 @pytest.mark.slow

@@ -18,6 +18,7 @@ GIB = 1 << 30
 PARTS = {"generation", "old", "reference", "update", "reshard", "rest"}
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.engine
 @pytest.mark.slow

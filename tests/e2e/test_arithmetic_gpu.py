@@ -57,6 +57,7 @@ def test_sums_are_right_and_fit_the_configurations() -> None:
     assert {config.rollout.max_new_tokens for config in configs} == {longest_response + 1}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_run_sh_does_all_parts_and_says_that_nothing_was_learned(tmp_path: Path) -> None:
     data = [sys.executable, str(EXAMPLE / "make_data.py"), "runs/arithmetic"]

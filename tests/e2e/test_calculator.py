@@ -32,6 +32,7 @@ def settings(warm: Path, *more: str) -> list[str]:
     return [f"model.path={warm / 'calculator-sft' / 'hf'}", f"run.dir={warm}", *QUIET, *more]
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_grpo_learns_to_call_the_calculator(warm: Path) -> None:
     given = settings(warm, "steps.num_steps=16", "steps.eval_every=0")

@@ -89,6 +89,7 @@ def vllm(test: object) -> object:
 
 
 @vllm
+@pytest.mark.full
 def test_vllm_engine_that_fails_ends_the_command_which_can_go_on(tmp_path: Path) -> None:
     check_failures(tmp_path, [("1:1", 1, OTHER_FAILED)], "rollout.engine=vllm")
 
@@ -101,6 +102,7 @@ def test_vllm_rank_that_fails_while_its_peer_sits_in_a_collective(tmp_path: Path
 
 
 @vllm
+@pytest.mark.full
 def test_vllm_engines_that_fail_on_all_ranks(tmp_path: Path) -> None:
     folder = tmp_path
     code, output, seconds = train(folder, "1:0,1", "rollout.engine=vllm", "rollout.tp=2")

@@ -77,11 +77,11 @@ def distil(
     "algorithm",
     [
         pytest.param({"name": "distillation", "top_k": 8}, id="distillation"),
-        pytest.param({"name": "gkd", "top_k": 8}, id="gkd", marks=pytest.mark.learning),
+        pytest.param({"name": "gkd", "top_k": 8}, id="gkd", marks=pytest.mark.full),
         pytest.param(
             {"name": "on_policy_distillation"},
             id="on_policy_distillation",
-            marks=pytest.mark.learning,
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -137,7 +137,11 @@ def is_near_in_transformers(place: Path, folder: Path, told: float) -> None:
     ("algorithm", "layout"),
     [
         ({"name": "distillation", "top_k": 8}, ("train.tp=2", "train.pp=2")),
-        ({"name": "gkd", "top_k": 8}, ("train.tp=2", "train.share_prompts=true")),
+        pytest.param(
+            {"name": "gkd", "top_k": 8},
+            ("train.tp=2", "train.share_prompts=true"),
+            marks=pytest.mark.full,
+        ),
         (
             {"name": "on_policy_distillation", "gamma": 0.5, "reward_coef": 0.5},
             ("train.cp=2", "steps.updates_per_step=2"),

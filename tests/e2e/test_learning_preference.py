@@ -55,8 +55,8 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-LATER = pytest.mark.learning
-IN_CI = ("dpo", "kto", "reward_model")
+LATER = pytest.mark.full
+IN_CI = ("dpo",)
 KNOBS: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.3},
     "kto": {"beta": 0.3},
@@ -89,7 +89,7 @@ def test_new_pairs_are_separated(tmp_path: Path, algorithm: dict[str, Any]) -> N
     [
         ("dpo", ("train.tp=2", "train.pp=2")),
         ("kto", ("train.cp=2",)),
-        ("reward_model", ("train.tp=2", "train.pp=2")),
+        pytest.param("reward_model", ("train.tp=2", "train.pp=2"), marks=LATER),
     ],
 )
 def test_four_ranks_take_the_steps_of_one(

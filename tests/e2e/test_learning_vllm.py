@@ -1,5 +1,5 @@
 """The quickstart learns with vLLM: 40 steps of part 2 with one rank a replica in `make test`; with
-two, and all steps, in `make test-learning`.
+two, and all steps, in `make test-full`.
 
 Part 1 runs once and is the warm start of all. Everything runs in 4 processes, training TP2 x PP2.
 """
@@ -32,7 +32,7 @@ NEEDS_VLLM = (
 )
 VLLM_TP1 = pytest.param("vllm", 1, marks=NEEDS_VLLM, id="vllm-tp1")
 # Three minutes; tests/dist/test_vllm.py compares engines of two ranks with transformers.
-VLLM_TP2 = pytest.param("vllm", 2, marks=(*NEEDS_VLLM, pytest.mark.learning), id="vllm-tp2")
+VLLM_TP2 = pytest.param("vllm", 2, marks=(*NEEDS_VLLM, pytest.mark.full), id="vllm-tp2")
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -87,7 +87,7 @@ def test_hf_and_vllm_are_interchangeable_by_one_knob(
     assert ours[0].keys() == theirs[0].keys()
 
 
-@pytest.mark.learning
+@pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("engine", "tp"), [("hf", 1), VLLM_TP1, VLLM_TP2])
 def test_quickstart_reaches_its_accuracy(

@@ -59,6 +59,7 @@ def learn(folder: Path, *arguments: str | Path) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_online_dpo_learns_from_its_warm_start(warm_start: Path, tmp_path: Path) -> None:
     knobs = ("algorithm={name: online_dpo}", f"model.path={warm_start}", "steps.num_steps=60")
@@ -71,6 +72,7 @@ def test_online_dpo_learns_from_its_warm_start(warm_start: Path, tmp_path: Path)
     assert found[-1]["policy/kl"] != 0 and found[0]["preference/accuracy"] == 0.5
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_grpo_with_a_term_of_sft_learns_from_both(warm_start: Path, tmp_path: Path) -> None:
     summary = learn(tmp_path, MIXED, f"model.path={warm_start}", "steps.num_steps=30")

@@ -93,23 +93,25 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.full)])
 def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
     rank: int, unbroken: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     reference, expected = unbroken
     folder = tmp_path / "quickstart-grpo"
-    # First it is asked to stop, the launcher or one rank alone, in the middle of generation.
-    process = start(arguments(GRPO, tmp_path))
-    wait_for(folder / "logs" / "rank_3.phase", "generate, step 3")
-    asked = psutil.Process(process.pid) if rank == 0 else rank_process(process.pid, rank)
-    asked.send_signal(signal.SIGINT if rank == 0 else signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 1 and "Traceback" not in output, output
-    stopped = f"stopped by {'SIGINT' if rank == 0 else 'SIGTERM'}"
-    assert f"{stopped} after step 2 of 20: saved to" in output, output
-    assert output.splitlines()[-1] == f"hybridrl: {stopped}"
-    assert not (folder / LOCK_FILE).exists()
+    # First it is asked to stop in the middle of generation: one rank alone, then the launcher.
+    for step, number in ((3, signal.SIGTERM), (5, signal.SIGINT)):
+        process = start(arguments(GRPO, tmp_path))
+        wait_for(folder / "logs" / "rank_1.phase", f"generate, step {step}")
+        is_rank = number == signal.SIGTERM
+        asked = rank_process(process.pid, 3) if is_rank else psutil.Process(process.pid)
+        asked.send_signal(number)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 1 and "Traceback" not in output, output
+        stopped = f"stopped by {number.name}"
+        assert f"{stopped} after step {step - 1} of 20: saved to" in output, output
+        assert output.splitlines()[-1] == f"hybridrl: {stopped}"
+        assert not (folder / LOCK_FILE).exists()
 
     process = start(arguments(GRPO, tmp_path))
     phase = kill_rank(process.pid, rank, folder / "logs" / f"rank_{rank}.phase", step=7)
@@ -150,6 +152,7 @@ def test_sft_continues_under_another_layout_with_the_same_losses(tmp_path: Path)
         assert found[10]["policy/loss"] != 0
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_grpo_on_scripted_rollouts_continues_with_the_same_gradient(tmp_path: Path) -> None:
     scripted = ("rollout.engine=scripted", "steps.num_steps=6")

@@ -53,6 +53,7 @@ def train(folder: Path, *knobs: str, num_steps: int = 4) -> tuple[list[dict[str,
     return [{k: v for k, v in r.items() if k.startswith(SAME)} for r in records], found
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compares runs on CPU, which repeat exactly")
 def test_late_gathers_peer_memory_and_freed_weights_learn_the_same(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_memory_of_local_gpus_is_the_smallest_visible_ones(
     (tmp_path / "nvidia-smi").write_text(f"#!{sys.executable}\n{program}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr("hybridrl.cli.launch._torch_has_cuda", lambda: True)
+    monkeypatch.setattr("hybridrl.cli.gpus._torch_has_cuda", lambda: True)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:

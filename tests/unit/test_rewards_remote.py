@@ -143,7 +143,9 @@ def drips_body(handler: BaseHTTPRequestHandler, body: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [lambda handler, body: time.sleep(3), drips_head, drips_body], ids=str
+    "answer",
+    [lambda handler, body: time.sleep(3), drips_head, drips_body],
+    ids=["silent", "head", "body"],
 )
 def test_no_attempt_outlasts_its_limit(server, answer):
     server.answer = answer
