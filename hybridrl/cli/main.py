@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -34,7 +34,8 @@ from hybridrl.cli.validate import (
     validate_replay,
     validate_training,
 )
-from hybridrl.config.identity import run_folder
+from hybridrl.config.hub import hub_names, names_from_json, names_to_json, with_names
+from hybridrl.config.identity import pinned, run_folder
 from hybridrl.config.load import load_config
 from hybridrl.config.own_code import make_working_folder_importable
 from hybridrl.config.rules import default_world_size
@@ -42,6 +43,8 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.parallel import failure
 from hybridrl.parallel.failure import is_launched
+
+HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # for the ranks: hub names with their commits, as JSON
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -132,7 +135,7 @@ def plan(
 
     with _json_only(as_json) as emit:
         try:
-            loaded = load_config(config, overrides or [])
+            loaded = pinned(load_config(config, overrides or []), asks_hub=False)
             given, host = load_cluster(cluster) if cluster else None, local_host()
             size = given.world_size() if given else None
             world_size = world or size or default_world_size(loaded, host.num_gpus)
@@ -161,7 +164,7 @@ def train(
     ] = "newest",
 ) -> None:
     """Train; continues from the newest checkpoint in the run folder."""
-    loaded = load_config(config, overrides or [])
+    loaded = _pinned(load_config(config, overrides or []))
     if replay is not None:
         _replay(loaded, config, overrides or [], world, replay)
     if is_rank():
@@ -194,9 +197,13 @@ def evaluate(
     """Measure accuracy on the evaluation prompts; greedy unless rollout.temperature=T is given."""
     given = overrides or []
     loaded = load_config(config, given)
+    if prompts is not None:
+        data = loaded.data.model_copy(update={"eval_prompts": (str(prompts),)})
+        loaded = loaded.model_copy(update={"data": data})
+    loaded = _pinned(loaded)
     is_told = any(override.startswith("rollout.temperature=") for override in given)
     temperature = loaded.rollout.temperature if is_told else 0.0
-    files = [str(prompts)] if prompts else None
+    files = loaded.data.eval_prompts if prompts else None
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Check the path.")
     if is_rank():
@@ -284,6 +291,21 @@ def _leave(code: int) -> None:
     sys.exit(code)
 
 
+def _pinned(config: Config) -> Config:
+    """Returns a configuration with every hub name at a commit. Who starts the ranks asks for it and
+    tells them; under torchrun rank 0 does.
+    """
+    if is_launched():
+        return with_names(config, names_from_json(os.environ[HUB_NAMES]))
+    if not is_rank():
+        found = pinned(config)
+        os.environ[HUB_NAMES] = names_to_json(hub_names(found))
+        return found
+    from hybridrl.trainer.setup import pinned_on_all_ranks
+
+    return pinned_on_all_ranks(config)
+
+
 def _torchrun_world(asked: int | None) -> int:
     world_size = int(os.environ["WORLD_SIZE"])
     if asked not in (None, world_size):
@@ -299,7 +321,7 @@ def _torchrun_world(asked: int | None) -> int:
 def _evaluate_rank(
     config: Config,
     checkpoint: Path | None,
-    prompts: list[str] | None,
+    prompts: Sequence[str] | None,
     temperature: float,
     as_json: bool,
 ) -> None:
@@ -335,7 +357,7 @@ def _check_mismatch(
     """Runs `check --mismatch` as parent or as rank; ends the command with its exit code."""
     from hybridrl.cli import mismatch
 
-    config = load_config(file, overrides)
+    config = _pinned(load_config(file, overrides))
     mismatch.refuse_without_rollouts(config)
     with _json_only(as_json) as emit:
         report: dict[str, Any] | int

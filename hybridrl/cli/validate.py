@@ -21,6 +21,7 @@ from hybridrl.checkpoint.run_lock import check_free
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.config.engines import ONE_RANK_ENGINES
 from hybridrl.config.identity import check_run_folder, run_folder
+from hybridrl.config.reward import SERVED
 from hybridrl.config.rules import check, layer_rules, split_rules
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, SupervisedConfig
 from hybridrl.config.source import read_model_config
@@ -38,7 +39,7 @@ from hybridrl.models.headers import HfHeaders
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
 from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rewards.functions import NEEDS_ANSWER, SERVED, check_rewards
+from hybridrl.rewards.functions import NEEDS_ANSWER, check_rewards
 from hybridrl.rollout.vllm_version import head_dim_rule, installed_version
 
 

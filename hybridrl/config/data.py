@@ -15,7 +15,7 @@ class DataConfig(Section):
 
     prompts: Paths = Field(
         None,
-        description="Source or list of sources to train on: a .jsonl or .parquet file, a data set's folder, or datasets:NAME[:CONFIG]:SPLIT of the hub. None: only where prompts are passed from Python.",
+        description="Source or list of sources to train on: a .jsonl or .parquet file, a data set's folder, or datasets:NAME[@REVISION][:CONFIG]:SPLIT of the hub. None: only where prompts are passed from Python.",
     )
     weights: Weights = Field(
         None,

@@ -16,7 +16,7 @@ class TaughtConfig(Section):
     """What learns from a teacher."""
 
     teacher: str = Field(
-        description="HF directory or hub name of the teacher, frozen, with the policy's tokens. No default: it is what is learned."
+        description="HF directory or hub name[@revision] of the teacher, frozen, with the policy's tokens. No default: it is what is learned."
     )
 
 

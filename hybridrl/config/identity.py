@@ -1,6 +1,7 @@
 """The identity of a run: the knobs that a run folder may not change between starts. No torch.
 
-Owns which knobs belong to it and the comparison with the `config.yaml` that a run folder keeps.
+Owns which knobs belong to it, the comparison with the `config.yaml` that a run folder keeps, and
+which commits of the hub a run is of.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.hub import adopted, hub_names, resolved, with_names
 from hybridrl.config.interpolation import digests, dotted, without_secrets
 from hybridrl.config.load import load_config, to_yaml
 from hybridrl.config.schema import Config
@@ -43,6 +46,8 @@ def check_run_folder(config: Config) -> None:
     """
     saved = saved_config(config)
     if saved is not None:
+        # One of a run that was started when commits were not kept is that of now.
+        saved = with_names(saved, adopted(saved, config))
         violations = identity_violations(identity(saved), config)
         violations += _environment_violations(config)
         if violations:
@@ -57,6 +62,34 @@ def saved_config(config: Config) -> Config | None:
     """
     file = run_folder(config) / "config.yaml"
     return load_config(file, like=config) if file.exists() else None
+
+
+def pinned(config: Config, *, asks_hub: bool = True) -> Config:
+    """Returns a configuration with a commit in every hub name: one without a revision has that of
+    the run folder, if there is one, others what the hub says now. In a run only rank 0 calls this,
+    or the process that starts the ranks: branches may move between two questions.
+
+    Args:
+        config: of the run.
+        asks_hub: False: names for which the run folder has no commit stay as they are.
+
+    Raises:
+        UserError: the hub has no such repository or revision, or cannot be reached while its cache
+            has none; or the folder's config.yaml cannot be read.
+    """
+    names = hub_names(config)
+    if all(name.is_commit for name in names.values()):
+        return config
+    saved = saved_config(config)
+    known = names if saved is None else adopted(config, saved)
+    if asks_hub:
+        of_run = {
+            replace(names[place], rest=""): name.revision
+            for place, name in known.items()
+            if name != names[place]
+        }
+        known = resolved(known, of_run)
+    return with_names(config, known)
 
 
 def write_config(config: Config) -> None:

@@ -12,6 +12,8 @@ from hybridrl.config.section import Section
 
 # Rewards whose score says how right a response is, from 0 to 1.
 JUDGES_ANSWERS = ("exact_match", "gsm8k", "math", "code")
+# The reward whose option `path` names a model.
+SERVED = "reward_model"
 
 
 class ScorerConfig(Section):

@@ -102,11 +102,11 @@ class ModelConfig(Section):
         description="A family's name, or 'package.module:FAMILY' for your own. None: found from config.json.",
     )
     path: str | None = Field(
-        None, description="HF directory or hub name whose weights are loaded. None: `init` is used."
+        None, description="HF directory or hub name, 'organisation/name[@revision]', whose weights are loaded. None: `init` is used."
     )
     init: str | None = Field(
         None,
-        description="HF config.json or its directory, weights drawn from the seed. None: `path` is used.",
+        description="HF config.json, its directory or a hub name, weights drawn from the seed. None: `path` is used.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -114,7 +114,7 @@ class ModelConfig(Section):
     )
     tokenizer: str | None = Field(
         None,
-        description="Tokenizer directory or hub name. None: the model's own directory holds it.",
+        description="Tokenizer directory or hub name[@revision]. None: the model's own directory holds it.",
     )
 
 

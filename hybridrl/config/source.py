@@ -1,7 +1,7 @@
 """Finds the model directory that a configuration names and reads its config.json. No torch.
 
-Owns the meaning of `model.path` and `model.init`: a folder, a config.json, or a hub name
-(downloaded once, then cached).
+Owns the meaning of `model.path`, `model.init` and `model.tokenizer`: a folder, a config.json, or a
+hub name (downloaded once, then cached).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.files import read_json_object
+from hybridrl.config.hub import MODEL_FORM, PLAIN_FILES, download, model_name
 from hybridrl.config.schema import ModelConfig
 from hybridrl.errors import ModelError
 
-PLAIN_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
 
 
@@ -35,11 +35,25 @@ def model_directory(model: ModelConfig, *, weights: bool = True) -> Path:
         return place
     if place.is_file() and key == "model.init":
         return place.parent
-    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if place.exists() or not is_hub_name:
-        allowed = "an HF directory that exists or a hub name 'organisation/name'"
-        raise ModelError(key, name, allowed, "Check the path.")
-    return _download(key, name, weights and key == "model.path")
+    hub_name = model_name(name)
+    if hub_name is None:
+        raise ModelError(key, name, MODEL_FORM, "Check the path.")
+    has_weights = weights and key == "model.path"
+    return download(key, hub_name, PLAIN_FILES + (WEIGHT_FILES if has_weights else []))
+
+
+def tokenizer_directory(model: ModelConfig) -> Path:
+    """Returns the local directory that holds the tokenizer.
+
+    Raises:
+        ModelError: nothing is there, or the hub cannot give it.
+    """
+    if model.tokenizer is None:
+        return model_directory(model, weights=False)
+    hub_name = model_name(model.tokenizer, has_organisation=False)
+    if hub_name is None:
+        return Path(model.tokenizer).expanduser()
+    return download("model.tokenizer", hub_name, PLAIN_FILES)
 
 
 def read_model_config(model: ModelConfig) -> dict[str, Any]:
@@ -52,16 +66,3 @@ def read_model_config(model: ModelConfig) -> dict[str, Any]:
     if model.init is None or not file.is_file():
         file = model_directory(model, weights=False) / "config.json"
     return read_json_object(file, ModelError)
-
-
-def _download(key: str, name: str, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = PLAIN_FILES + (WEIGHT_FILES if weights else [])
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # the hub's own errors derive from these
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(
-            key, name, "an HF directory that exists or a hub name", f"The hub said: {reason}"
-        ) from None

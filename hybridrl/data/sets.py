@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.hub import DATASET_FORM, DATASETS, HubName, commit_of, dataset_name
 from hybridrl.errors import DataError
 
-HUB = "datasets:"
 _FOLDER_FILES = ("state.json", "dataset_dict.json")
 
 
@@ -18,7 +18,7 @@ def is_data_set(name: str) -> bool:
     """Whether a name in `data.prompts` is one of these; else it is a JSONL file."""
     is_folder = any((Path(name) / file).is_file() for file in _FOLDER_FILES)
     is_parquet = name.endswith(".parquet") and Path(name).is_file()
-    return is_parquet or name.startswith(HUB) or is_folder
+    return is_parquet or name.startswith(DATASETS) or is_folder
 
 
 def data_set_rows(name: str) -> Iterator[Mapping[str, object]]:
@@ -55,13 +55,13 @@ def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
     except ImportError as error:
         raise _not_installed(name, "datasets", error) from error
     try:
-        is_hub = name.startswith(HUB)
+        is_hub = name.startswith(DATASETS)
         loaded = _of_hub(name, datasets) if is_hub else datasets.load_from_disk(name)
     except DataError:
         raise
     except Exception as error:  # of many kinds, from the hub, the network and the files
         shown = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        allowed = f"a folder of save_to_disk, or {HUB}NAME[:CONFIG]:SPLIT"
+        allowed = f"a folder of save_to_disk, or {DATASET_FORM}"
         raise DataError(name, shown, allowed, "Check the name.") from error
     if isinstance(loaded, dict):
         allowed = f"one split of it: {', '.join(f'{name}/{split}' for split in loaded)}"
@@ -70,12 +70,49 @@ def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
 
 
 def _of_hub(name: str, datasets: Any) -> Any:
-    parts = name.removeprefix(HUB).split(":")
-    if not 2 <= len(parts) <= 3 or not all(parts):
-        example = f"{HUB}openai/gsm8k:main:train"
-        raise DataError("data.prompts", name, f"{HUB}NAME[:CONFIG]:SPLIT", f"As in {example}.")
-    config = parts[1] if len(parts) == 3 else None
-    return datasets.load_dataset(parts[0], config, split=parts[-1])
+    found, parts = dataset_name(name), name.removeprefix(DATASETS).split(":")
+    is_folder = 2 <= len(parts) <= 3 and all(parts) and Path(parts[0]).exists()
+    if found is None and not is_folder:
+        example = f"{DATASETS}openai/gsm8k:main:train"
+        raise DataError("data.prompts", name, DATASET_FORM, f"As in {example}.")
+    first, *config, split = parts
+    if found is None:  # a folder of files, in any form that datasets reads
+        return datasets.load_dataset(first, *config, split=split)
+    commit = commit_of("data.prompts", found)
+    builder = datasets.load_dataset_builder(found.repository, *config, revision=commit)
+    if builder.hash != commit:
+        builder = _cached(found, commit, builder)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
+
+
+def _cached(name: HubName, commit: str, other: Any) -> Any:
+    """Returns the builder of a data set that was prepared before, of this very commit.
+
+    datasets (5.2) takes the newest that it has prepared, of any commit, when it cannot reach the
+    hub or finds any other fault there.
+
+    Args:
+        name: of the hub.
+        commit: whose rows are wanted.
+        other: the builder of what datasets took.
+
+    Raises:
+        DataError: this commit was never prepared here.
+    """
+    prepared = Path(other.cache_dir).parents[1]  # of a configuration, by version and commit
+    folder = next(iter(sorted(prepared.glob(f"*/{commit}"))), None)
+    if folder is None:
+        remedy = "Go on where the hub can be reached."
+        found = f"a hub out of reach and a cache ({prepared}) without commit {commit}"
+        raise DataError(str(name), found, "the data set at that commit", remedy)
+    return type(other)(
+        repo_id=name.repository,
+        dataset_name=name.repository.split("/")[-1],
+        config_name=other.config.name,
+        version=folder.parent.name,
+        hash=commit,
+    )
 
 
 def _not_installed(name: str, package: str, error: ImportError) -> DataError:

@@ -16,10 +16,11 @@ import contextlib
 import datetime
 import itertools
 import os
+import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,8 @@ NCCL_SETTINGS = {"NCCL_GRAPH_REGISTER": "0", "NCCL_P2P_NVL_CHUNKSIZE": "65536"}
 STORE_FD = "HYBRIDRL_STORE_FD"  # of the socket that rank 0 serves the job's store on
 _NUMBERS = itertools.count()  # of the agreements of this process, the same on all ranks
 _STARTS = itertools.count()  # of its process groups, likewise
+_TOLD = itertools.count()  # of what rank 0 told in it, likewise
+T = TypeVar("T")
 _JOB: list[tuple[dist.Store, int, int]] = []  # empty until the first start
 
 
@@ -408,6 +411,41 @@ def start_process_group(platform: Platform, timeout_s: float) -> None:
         platform.backend, store=store, rank=rank, world_size=size, timeout=timeout
     )
     heartbeat.of_job(timeout_s, None)  # a World may be long in coming, and have other bounds
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """Returns what `make` gives on rank 0, which alone calls it; collective, also before
+    `start_process_group`. What it returns or raises is picklable.
+
+    Raises:
+        UserError: of rank 0, on every rank.
+        PeerError: rank 0 failed, or was not done START_S after this one came.
+    """
+    key, timeout = f"from_rank_0/{next(_TOLD)}", datetime.timedelta(seconds=START_S)
+    if dist.is_initialized():
+        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    elif "MASTER_PORT" in os.environ:
+        store, rank, _ = _job(timeout)
+    else:
+        return make()
+    if rank == 0:
+        told: tuple[Any, Exception | None] = None, PeerError("rank 0 failed before the run", 0)
+        try:
+            told = make(), None
+        except UserError as error:
+            told = None, error
+        finally:
+            store.set(key, pickle.dumps(told))  # type: ignore[arg-type]  # it takes bytes too
+    else:
+        try:
+            store.wait([key], timeout)
+        except dist.DistError as error:
+            raise PeerError(f"rank 0 did not answer: {error}", 0) from error
+        told = pickle.loads(store.get(key))
+    found, failure = told
+    if failure is not None:
+        raise failure
+    return cast(T, found)
 
 
 def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:

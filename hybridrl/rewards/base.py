@@ -22,11 +22,10 @@ import torch
 
 from hybridrl.batch import BatchError, Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.config.environment import EnvironmentConfig
-from hybridrl.config.reward import RewardConfig, ScorerConfig
+from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
 from hybridrl.errors import UserError
 from hybridrl.rewards.functions import (
     NOT_CALLED,
-    SERVED,
     TURNS,
     OfTurns,
     RewardFunction,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.environment import REWARD as TURNS
-from hybridrl.config.reward import RewardConfig, ScorerConfig
+from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
 from hybridrl.errors import UserError
 from hybridrl.rewards.answers import ExactMatch, Gsm8k, Math
 from hybridrl.rewards.remote import Remote
@@ -29,7 +29,6 @@ from hybridrl.rewards.shaping import Format, Length, Regex
 __all__ = ["REWARDS", "ExactMatch", "RewardFunction", "check_rewards", "find_reward", "where"]
 
 RewardFunction = Callable[..., Any]
-SERVED = "reward_model"
 NOT_CALLED = (SERVED, TURNS)
 
 

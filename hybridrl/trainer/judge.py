@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybridrl.batch import Producer, ScoredBatch
+from hybridrl.config.reward import SERVED
 from hybridrl.config.schema import Config, ModelConfig
 from hybridrl.errors import UserError
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World
-from hybridrl.rewards.functions import SERVED
 from hybridrl.trainer import setup
 from hybridrl.trainer.model import ModelSource, ParallelModel
 

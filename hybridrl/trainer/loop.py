@@ -102,7 +102,7 @@ class Trainer:
             raise
 
     def _build(self, given: setup.Given) -> None:
-        config = self.config
+        config = self.config = setup.pinned_on_all_ranks(self.config)
         setup.check_rules(config, torch.distributed.get_world_size(), self._trains)
         self.world = setup.make_world(config, self.platform)
         self.platform.seed(config.run.seed)

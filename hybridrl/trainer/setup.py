@@ -18,9 +18,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.algorithms.base import Needs
 from hybridrl.batch import Prompt
+from hybridrl.config.hub import hub_names, with_names
+from hybridrl.config.identity import pinned
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
-from hybridrl.config.source import model_directory, read_model_config
+from hybridrl.config.source import model_directory, read_model_config, tokenizer_directory
 from hybridrl.config.teacher import is_scored, teacher_rules
 from hybridrl.config.tokenizer import check_token_numbers, check_tokenizer_files
 from hybridrl.data.mixture import hold_out
@@ -38,7 +40,7 @@ from hybridrl.models.hf import load_hf
 from hybridrl.models.init import init_weights
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel import peer_memory
-from hybridrl.parallel.groups import World, same_on_all_ranks
+from hybridrl.parallel.groups import World, from_rank_0, same_on_all_ranks
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.platform import Platform
@@ -69,6 +71,16 @@ class Given(NamedTuple):
     reward: RewardFunction | None
     tokenizer: PreTrainedTokenizerBase | None
     mix: Mapping[str, Rows]
+
+
+def pinned_on_all_ranks(config: Config) -> Config:
+    """Returns a configuration with every hub name at the commit that rank 0 finds for it; the other
+    ranks ask nobody. Collective, before there is a World.
+
+    Raises:
+        UserError: on every rank; as of `pinned`.
+    """
+    return with_names(config, from_rank_0(lambda: hub_names(pinned(config))))
 
 
 def check_rules(config: Config, world_size: int, has_teacher: bool = True) -> None:
@@ -147,7 +159,7 @@ def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerB
         ModelError: it cannot be read, or has tokens beyond the model's `num_tokens`.
     """
     check_tokenizer_files(config)
-    where = config.tokenizer or str(model_directory(config, weights=False))
+    where = str(tokenizer_directory(config))
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         vocabulary = tokenizer.get_vocab()

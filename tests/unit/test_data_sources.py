@@ -102,7 +102,7 @@ def test_a_bad_row_of_a_parquet_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("datasets:openai/gsm8k", r"datasets:NAME\[:CONFIG\]:SPLIT"),
+        ("datasets:openai/gsm8k", r"datasets:NAME\[@REVISION\]\[:CONFIG\]:SPLIT"),
         ("missing.parquet", "no such file"),
     ],
 )

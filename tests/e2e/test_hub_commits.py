@@ -1,0 +1,282 @@
+"""Models and data sets of the hub: a run stays at the commits that it began with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from command_line import QUICKSTART, run
+from fake_hub import FakeHub, fake_hub
+from launch import run_ranks
+from safetensors.torch import load_file
+from small_runs import SMALL, small_run
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridrl import Trainer
+from hybridrl.config.hub import adopted, hub_names
+from hybridrl.config.identity import identity, pinned, saved_config
+from hybridrl.config.load import load_config, load_config_dict, to_yaml
+from hybridrl.data.sets import data_set_rows
+from hybridrl.errors import ConfigError, DataError, ModelError
+
+NAME, REPOSITORY, ROWS = "quickstart-grpo", "org/tiny", "datasets/org/sums"
+A_COMMIT = "0123456789" * 4
+OF_HUB = (
+    "model.init=null",
+    f"model.path={REPOSITORY}",
+    "algorithm.kl_coef=0.1",
+    "steps.num_steps=1",
+)
+
+
+def weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Writes a tiny model and returns its weights."""
+    torch.manual_seed(seed)
+    config = AutoConfig.from_pretrained(QUICKSTART / "model", dtype=torch.float32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    shutil.copytree(QUICKSTART / "model", folder, dirs_exist_ok=True)
+    return load_file(folder / "model.safetensors")
+
+
+def rows(first: int) -> dict[str, bytes]:
+    """Returns the files of a data set whose answers count from `first`."""
+    lines = [json.dumps({"prompt": f"1+{i}=", "answer": str(first + i)}) for i in range(8)]
+    return {"README.md": b"---\n---\n", "train.jsonl": "\n".join(lines).encode()}
+
+
+def use(monkeypatch: pytest.MonkeyPatch, hub: FakeHub, cache: Path) -> None:
+    """Makes the libraries of this process, which read the environment once, use a hub."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+    template = hub.url + "/datasets/{repo_id}/resolve/{revision}/{path}"
+    monkeypatch.setattr(datasets.config, "HUB_DATASETS_URL", template)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
+
+
+def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets.config
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    with fake_hub() as served:
+        use(monkeypatch, served, tmp_path / "cache")
+        yield served
+
+
+def reference_is(trainer: Trainer, expected: dict[str, torch.Tensor]) -> bool:
+    assert trainer.reference is not None
+    own = trainer.reference.model.weights()
+    found = next(own[name] for name in own if name.endswith("word_embeddings.weight"))
+    table = expected["model.embed_tokens.weight"]
+    return torch.equal(found[: len(table)], table)  # more rows pad it
+
+
+def test_a_run_stays_at_the_commit_that_it_began_with(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = weights(tmp_path / "a", 0), weights(tmp_path / "b", 1)
+    a = hub.commit_folder(REPOSITORY, tmp_path / "a")
+    b = hub.commit_folder(REPOSITORY, tmp_path / "b", is_main=False)
+    runs = tmp_path / "runs"
+    with small_run(runs, *OF_HUB, f"model.tokenizer={REPOSITORY}") as trainer:
+        assert reference_is(trainer, first)
+        trainer.fit()
+    written = yaml.safe_load((runs / NAME / "config.yaml").read_text())
+    assert written["model"]["path"] == written["model"]["tokenizer"] == f"{REPOSITORY}@{a}"
+    assert identity(trainer.config)["model"]["path"] == f"{REPOSITORY}@{a}"
+    assert hub.num_questions(REPOSITORY) == 1
+
+    hub.main[REPOSITORY] = b
+    resumed = [*OF_HUB, f"model.tokenizer={REPOSITORY}", "steps.num_steps=2"]
+    with small_run(runs, *resumed) as trainer:
+        assert reference_is(trainer, first) and not reference_is(trainer, second)
+        trainer.fit()
+        assert trainer.step == 2
+    assert hub.num_questions(REPOSITORY) == 1
+    for other in (b, "main"):
+        said = f"model.path: got '{REPOSITORY}@{b}'; allowed: '{REPOSITORY}@{a}', with which "
+        with (
+            pytest.raises(ConfigError, match=said),
+            small_run(runs, *resumed, f"model.path={REPOSITORY}@{other}"),
+        ):
+            pass
+    with small_run(runs, *resumed, f"model.path={REPOSITORY}@{a}") as trainer:
+        assert reference_is(trainer, first)
+
+    with small_run(tmp_path / "new", *OF_HUB) as trainer:
+        assert reference_is(trainer, second)
+    go_offline(monkeypatch)
+    for folder, expected in ((runs, first), (tmp_path / "newer", second)):
+        knobs = resumed if folder == runs else OF_HUB
+        num = len(hub.asked)
+        with small_run(folder, *knobs) as trainer:
+            assert reference_is(trainer, expected)
+        assert len(hub.asked) == num
+
+
+def test_what_the_hub_does_not_have_is_said_in_one_message(hub: FakeHub, tmp_path: Path) -> None:
+    weights(tmp_path / "a", 0)
+    hub.commit_folder(REPOSITORY, tmp_path / "a")
+    hub.commit(ROWS, rows(1))
+    cases = {
+        "model.path=org/tiny@v9": "model.path: got org/tiny@v9; allowed: a branch, tag or commit of"
+        " org/tiny. The hub has no revision 'v9' there: correct what follows the '@'.",
+        f"model.path={REPOSITORY}@{A_COMMIT}": f"The hub has no revision '{A_COMMIT}' there",
+        f"model.tokenizer={REPOSITORY}@v9": "model.tokenizer: got org/tiny@v9; allowed: a branch",
+        "model.path=org/none": "model.path: got org/none; allowed: an HF directory that exists or",
+        f"model.path={REPOSITORY}@": "model.path: got org/tiny@; allowed: an HF directory that",
+        "data.prompts=datasets:org/sums@v9:train": "data.prompts.0: got datasets:org/sums@v9:train",
+    }
+    for knob, said in cases.items():
+        with pytest.raises((ModelError, DataError)) as caught:
+            with small_run(tmp_path / "runs", *OF_HUB, knob):
+                pass
+        assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def answers(name: str) -> int:
+    return int(str(next(iter(data_set_rows(name)))["answer"]))
+
+
+def test_a_data_set_stays_at_its_commit(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, runs = hub.commit(ROWS, rows(1)), tmp_path / "runs"
+    knobs = ["steps.num_steps=1", "data.prompts=datasets:org/sums:train"]
+    with small_run(runs, *knobs) as trainer:
+        trainer.fit()
+        assert trainer.config.data.prompts == (f"datasets:org/sums@{a}:train",)
+    b = hub.commit(ROWS, rows(2))
+    assert [answers(f"datasets:org/sums{at}:train") for at in ("", f"@{a}", "@main")] == [2, 1, 2]
+    num = hub.num_questions(ROWS)
+    knobs[0] = "steps.num_steps=2"
+    with small_run(runs, *knobs, "data.eval_prompts=datasets:org/sums:train") as trainer:
+        assert int(str(trainer.prompts.take(1)[0].columns["answer"])) < 9
+        assert trainer.config.data.eval_prompts == (f"datasets:org/sums@{a}:train",)
+    assert hub.num_questions(ROWS) == num
+    with pytest.raises(ConfigError, match=rf"data\.prompts: got .*{b}.*; allowed: .*{a}.*, with"):
+        with small_run(runs, *knobs, f"data.prompts=datasets:org/sums@{b}:train"):
+            pass
+    go_offline(monkeypatch)  # where datasets itself takes the newest that it has prepared
+    assert [answers(f"datasets:org/sums{at}:train") for at in ("", f"@{a}", f"@{b}")] == [2, 1, 2]
+    with pytest.raises(DataError, match=f"without commit {A_COMMIT}; allowed: the data set at"):
+        answers(f"datasets:org/sums@{A_COMMIT}:train")
+
+
+def test_only_one_process_asks_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Main moves right after the first question, as it may between those of two ranks."""
+    weights(tmp_path / "a", 0), weights(tmp_path / "b", 1)
+    knobs = [QUICKSTART / "grpo.yaml", *SMALL, *OF_HUB]
+    with fake_hub() as hub:
+        a = hub.commit_folder(REPOSITORY, tmp_path / "a")
+        hub.moves[REPOSITORY] = hub.commit_folder(REPOSITORY, tmp_path / "b", is_main=False)
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
+        for key, value in environment.items():
+            monkeypatch.setenv(key, value)
+        run("train", *knobs, f"run.dir={tmp_path / 'own'}", "--world", "2")
+        assert hub.num_questions(REPOSITORY) == 1
+        hub.main[REPOSITORY], hub.moves[REPOSITORY] = a, hub.main[REPOSITORY]
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "other_cache"))
+        arguments = [str(knob) for knob in ("train", *knobs, f"run.dir={tmp_path / 'torchrun'}")]
+        run_ranks(2, "hybridrl.cli.main", arguments, 120)
+        assert hub.num_questions(REPOSITORY) == 2
+    for folder in ("own", "torchrun"):
+        written = yaml.safe_load((tmp_path / folder / NAME / "config.yaml").read_text())
+        assert written["model"]["path"] == f"{REPOSITORY}@{a}"
+
+
+def config_of(**sections: Any) -> Any:
+    content = {"run": {"name": "a"}, "model": {"path": "o/m"}, "algorithm": {"name": "grpo"}}
+    return load_config_dict({**content, **sections})
+
+
+def test_hub_names_are_found_wherever_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local@v1" / "model@x").mkdir(parents=True)
+    judge = {"function": "reward_model", "options": {"path": "o/judge@refs/pr/1"}}
+    dpo = {"algorithm": {"name": "dpo"}, "data": {"prompts": ["x.jsonl", "datasets:o/d@t:c:s"]}}
+    config = config_of(
+        model={"path": "local@v1/model@x", "tokenizer": "short@v1"},
+        algorithm={"name": "gkd", "teacher": "o/teacher"},
+        reward={"functions": {"a": judge, "b": {"function": "m:f", "options": {"path": "o/x"}}}},
+        data={"prompts": "datasets:local@v1/model@x:train", "eval_prompts": "datasets:d:test"},
+        mix={"t": dpo},
+    )
+    assert {".".join(map(str, place)): str(name) for place, name in hub_names(config).items()} == {
+        "model.tokenizer": "short@v1",
+        "algorithm.teacher": "o/teacher",
+        "reward.functions.a.options.path": "o/judge@refs/pr/1",
+        "data.eval_prompts.0": "datasets:d:test",
+        "mix.t.data.prompts.1": "datasets:o/d@t:c:s",
+    }
+    one = hub_names(config_of(reward=judge))
+    assert str(one["reward", "options", "path"]) == "o/judge@refs/pr/1"
+    for text in ("a", "a/b/c", "./a/b", "~/a/b", "/a/b", "a/b@", "/b@v1"):
+        assert hub_names(config_of(model={"path": text})) == {}
+
+
+def test_a_commit_is_adopted_only_from_the_same_repository_in_the_same_place() -> None:
+    saved = config_of(
+        model={"path": f"o/m@{A_COMMIT}"}, data={"prompts": [f"datasets:o/d@{A_COMMIT}:train"]}
+    )
+    for path, prompts, expected in (
+        ("o/m", "datasets:o/d:train", [f"o/m@{A_COMMIT}", f"datasets:o/d@{A_COMMIT}:train"]),
+        ("o/n", "datasets:o/d:test", ["o/n", "datasets:o/d:test"]),
+        ("o/m@v1", "datasets:o/d@v1:train", ["o/m@v1", "datasets:o/d@v1:train"]),
+    ):
+        config = config_of(model={"path": path}, data={"prompts": prompts})
+        assert [str(name) for name in adopted(config, saved).values()] == expected
+
+
+def test_a_commit_replaces_what_was_written_as_an_interpolation(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = hub.commit(ROWS, rows(1))
+    monkeypatch.setenv("ROWS", "datasets:org/sums:train")
+    monkeypatch.setenv("FILE", "x.jsonl")
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"run: {{name: a, dir: {tmp_path}}}\nmodel: {{init: m}}\nalgorithm: {{name: grpo}}\n"
+        "data: {prompts: ['${oc.env:FILE}', '${oc.env:ROWS}'], eval_prompts: '${oc.env:ROWS}'}\n"
+    )
+    given = load_config(file)
+    config = pinned(given)
+    data = yaml.safe_load(to_yaml(config))["data"]
+    assert data["prompts"] == ["${oc.env:FILE}", f"datasets:org/sums@{a}:train"]
+    assert data["eval_prompts"] == [f"datasets:org/sums@{a}:train"]
+    assert len(given.written) == 3 and len(config.written) == 1
+
+
+def test_a_run_folder_that_knows_no_commit_takes_that_of_now(hub: FakeHub, tmp_path: Path) -> None:
+    hub.commit(ROWS, rows(1))
+    knobs = ["steps.num_steps=1", "data.prompts=datasets:org/sums:train"]
+    with small_run(tmp_path, *knobs) as trainer:
+        trainer.fit()
+    file = tmp_path / NAME / "config.yaml"
+    file.write_text(file.read_text().replace(f"@{hub.main[ROWS]}", ""))
+    with small_run(tmp_path, *knobs[1:], "steps.num_steps=2") as trainer:
+        trainer.fit()
+    saved = saved_config(trainer.config)
+    assert saved is not None and saved.data.prompts == (
+        f"datasets:org/sums@{hub.main[ROWS]}:train",
+    )
