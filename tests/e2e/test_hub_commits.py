@@ -27,6 +27,7 @@ from hybridrl.errors import ConfigError, DataError, ModelError
 
 NAME, REPOSITORY, ROWS = "quickstart-grpo", "org/tiny", "datasets/org/sums"
 A_COMMIT = "0123456789" * 4
+WORKER = str(Path(__file__).with_name("hub_ranks_worker.py"))
 OF_HUB = (
     "model.init=null",
     f"model.path={REPOSITORY}",
@@ -145,9 +146,11 @@ def test_what_the_hub_does_not_have_is_said_in_one_message(hub: FakeHub, tmp_pat
         "data.prompts=datasets:org/sums@v9:train": "data.prompts.0: got datasets:org/sums@v9:train",
     }
     for knob, said in cases.items():
-        with pytest.raises((ModelError, DataError)) as caught:
-            with small_run(tmp_path / "runs", *OF_HUB, knob):
-                pass
+        with (
+            pytest.raises((ModelError, DataError)) as caught,
+            small_run(tmp_path / "runs", *OF_HUB, knob),
+        ):
+            pass
         assert said in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "runs").exists()
 
@@ -172,9 +175,12 @@ def test_a_data_set_stays_at_its_commit(
         assert int(str(trainer.prompts.take(1)[0].columns["answer"])) < 9
         assert trainer.config.data.eval_prompts == (f"datasets:org/sums@{a}:train",)
     assert hub.num_questions(ROWS) == num
-    with pytest.raises(ConfigError, match=rf"data\.prompts: got .*{b}.*; allowed: .*{a}.*, with"):
-        with small_run(runs, *knobs, f"data.prompts=datasets:org/sums@{b}:train"):
-            pass
+    said = rf"data\.prompts: got .*{b}.*; allowed: .*{a}.*, with"
+    with (
+        pytest.raises(ConfigError, match=said),
+        small_run(runs, *knobs, f"data.prompts=datasets:org/sums@{b}:train"),
+    ):
+        pass
     go_offline(monkeypatch)  # where datasets itself takes the newest that it has prepared
     assert [answers(f"datasets:org/sums{at}:train") for at in ("", f"@{a}", f"@{b}")] == [2, 1, 2]
     with pytest.raises(DataError, match=f"without commit {A_COMMIT}; allowed: the data set at"):
@@ -191,16 +197,21 @@ def test_only_one_process_asks_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
         environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
         for key, value in environment.items():
             monkeypatch.setenv(key, value)
-        run("train", *knobs, f"run.dir={tmp_path / 'own'}", "--world", "2")
+        run("train", *knobs, f"run.dir={tmp_path / 'own'}", "--world", "1")
+        written = yaml.safe_load((tmp_path / "own" / NAME / "config.yaml").read_text())
+        assert written["model"]["path"] == f"{REPOSITORY}@{a}"
         assert hub.num_questions(REPOSITORY) == 1
+
         hub.main[REPOSITORY], hub.moves[REPOSITORY] = a, hub.main[REPOSITORY]
         monkeypatch.setenv("HF_HOME", str(tmp_path / "other_cache"))
-        arguments = [str(knob) for knob in ("train", *knobs, f"run.dir={tmp_path / 'torchrun'}")]
-        run_ranks(2, "hybridrl.cli.main", arguments, 120)
+        arguments = [str(tmp_path), *map(str, knobs), f"run.dir={tmp_path / 'torchrun'}"]
+        run_ranks(2, WORKER, arguments, 120)
         assert hub.num_questions(REPOSITORY) == 2
-    for folder in ("own", "torchrun"):
-        written = yaml.safe_load((tmp_path / folder / NAME / "config.yaml").read_text())
-        assert written["model"]["path"] == f"{REPOSITORY}@{a}"
+        assert hub.asked.count(f"/api/models/{REPOSITORY}/revision/v9") == 1
+    for rank in range(2):
+        path, refusal = (tmp_path / f"rank_{rank}").read_text().splitlines()
+        assert path == f"{REPOSITORY}@{a}"
+        assert refusal.startswith("model.path: got org/tiny@v9; allowed: a branch, tag or commit")
 
 
 def config_of(**sections: Any) -> Any:

@@ -1,0 +1,24 @@
+"""One rank as torchrun starts it: what it learns of hub names, before there is a process group."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from hybridrl.cli.main import _pinned
+from hybridrl.config.load import load_config
+from hybridrl.errors import UserError
+
+
+def main() -> None:
+    folder, config, *knobs = sys.argv[1:]
+    said = [str(_pinned(load_config(config, knobs)).model.path)]
+    try:
+        _pinned(load_config(config, [*knobs, "model.path=org/tiny@v9"]))
+    except UserError as error:
+        said.append(str(error))
+    (Path(folder) / f"rank_{os.environ['RANK']}").write_text("\n".join(said))
+
+
+main()
