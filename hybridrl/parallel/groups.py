@@ -17,7 +17,6 @@ import datetime
 import itertools
 import os
 import pickle
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -31,15 +30,11 @@ from hybridrl.errors import UserError
 from hybridrl.parallel import heartbeat
 from hybridrl.parallel.descriptors import raise_limit, shortage
 from hybridrl.parallel.failure import PeerError
-from hybridrl.parallel.heartbeat import POLL_S
 from hybridrl.parallel.layout import Coordinates, TrainLayout
 from hybridrl.parallel.messages import pack, unpack
+from hybridrl.parallel.waiting_room import WaitingRoom
 from hybridrl.platform import Platform
 
-# How long a rank that failed waits for the others in `all_agree`, and how often ranks look there
-# at most, and at least: a straggler may be waited for by hundreds, for hours.
-PATIENCE_S = 10.0
-MAX_POLL_S = 2.0
 SIZE_BITS = 48  # of a message's size; a signal stands above
 # Of process groups whose ranks wait for each other as long as all live.
 UNBOUNDED = datetime.timedelta(days=365)
@@ -51,7 +46,6 @@ START_S = 600.0
 # over 32 channels, and moves 148 GB/s between two H200 in place of 281.
 NCCL_SETTINGS = {"NCCL_GRAPH_REGISTER": "0", "NCCL_P2P_NVL_CHUNKSIZE": "65536"}
 STORE_FD = "HYBRIDRL_STORE_FD"  # of the socket that rank 0 serves the job's store on
-_NUMBERS = itertools.count()  # of the agreements of this process, the same on all ranks
 _STARTS = itertools.count()  # of its process groups, likewise
 _TOLD = itertools.count()  # of what rank 0 told in it, likewise
 T = TypeVar("T")
@@ -244,7 +238,7 @@ class World:
                 if isinstance(caught, PeerError) and caught.is_lost:  # all ranks know
                     raise
                 error = caught
-        room = _Room(self.rank, self.size)
+        room = WaitingRoom(self.rank, self.size)
         outcome = None if error is None else error if isinstance(error, UserError) else _line(error)
         if error is not None and not room.wait_in_failure(f"failed in {what}: {_line(error)}"):
             first = room.first_failure()  # a closed connection is not why a run failed
@@ -281,7 +275,7 @@ class World:
             set_timeout(datetime.timedelta(seconds=self.timeout_s))
 
     @contextlib.contextmanager
-    def _explained(self, what: str, room: _Room | None = None) -> Iterator[None]:
+    def _explained(self, what: str, room: WaitingRoom | None = None) -> Iterator[None]:
         """Turns a collective that failed into an error that says after what, and who did it."""
         try:
             yield
@@ -295,7 +289,9 @@ class World:
             culprit = dead[0] if len(dead) == 1 else None
             raise known or PeerError(said, culprit) from lost
 
-    def _gather(self, packed: torch.Tensor, what: str, room: _Room | None = None) -> list[Any]:
+    def _gather(
+        self, packed: torch.Tensor, what: str, room: WaitingRoom | None = None
+    ) -> list[Any]:
         """Returns what each rank packed; one collective of 8 bytes a rank where all packed None.
 
         The sizes carry the signal that asks a rank to stop in their upper bits.
@@ -315,67 +311,10 @@ class World:
         return [unpack(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
     def _all_gather(
-        self, parts: list[torch.Tensor], own: torch.Tensor, what: str, room: _Room | None
+        self, parts: list[torch.Tensor], own: torch.Tensor, what: str, room: WaitingRoom | None
     ) -> None:
         work = dist.all_gather(parts, own, group=self._cpu_group, async_op=True)
         self.heartbeat.wait(work, what, poll=None if room is None else room.look)
-
-
-class _Room:
-    """Where the ranks of one `all_agree` wait for each other, once somebody waits long or failed.
-
-    It lies in the job's key-value store, which needs no peer to answer. `waiting` counts ranks that
-    are in the gather or about to enter it, `failed` says who failed first, `left` that a failed
-    rank gave up waiting.
-    """
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size, self._is_counted = rank, size, False
-        self._every_s, self._next_look = POLL_S / 2, 0.0
-        store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"hybridrl/agreement/{next(_NUMBERS)}", store)
-
-    def wait_in_failure(self, message: str) -> bool:
-        """Tells of this rank's failure and waits for the others; False if they do not come."""
-        try:
-            self._store.compare_set("failed", "", f"{self._rank} {message}")
-            self._store.add("waiting", 1)
-            self._is_counted = True
-            deadline = time.monotonic() + PATIENCE_S
-            while not self._store.check(["left"]):
-                if self._store.add("waiting", 0) >= self._size:
-                    return True
-                if time.monotonic() > deadline:
-                    self._store.set("left", "")
-                    time.sleep(MAX_POLL_S + POLL_S)  # those that wait look before the store ends
-                time.sleep(POLL_S)
-        except dist.DistError:  # the store was in a rank that has ended
-            pass
-        return False
-
-    def look(self) -> None:
-        """Raises if a rank that failed has left; called while a rank that did not fail waits."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._every_s = min(2 * self._every_s, MAX_POLL_S)
-        self._next_look = now + self._every_s
-        if not self._is_counted:
-            self._is_counted = True
-            self._store.add("waiting", 1)
-        if self._store.check(["left"]):
-            raise self.first_failure() or RuntimeError("a rank that failed has left")
-
-    def first_failure(self) -> PeerError | None:
-        """Returns which other rank failed first, and how; None if none is known of."""
-        try:
-            if not self._store.check(["failed"]):
-                return None
-            rank, message = self._store.get("failed").decode().split(" ", 1)
-        except dist.DistError:
-            return None
-        culprit = int(rank)
-        return None if culprit == self._rank else PeerError(f"rank {rank} {message}", culprit)
 
 
 def _line(error: Exception) -> str:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.errors import UserError
-from hybridrl.parallel import groups
+from hybridrl.parallel import waiting_room
 from hybridrl.parallel.groups import PeerError, World, start_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
@@ -68,8 +68,8 @@ def check_failures(world: World) -> None:
     assert raised(world, (), mistake, 0.0) == ""
     # A rank that comes when the failed one has left, but is still there.
     began = time.monotonic()
-    got = raised(world, (1,), ValueError("mine"), groups.PATIENCE_S + 2)
-    assert time.monotonic() - began < groups.PATIENCE_S + 4
+    got = raised(world, (1,), ValueError("mine"), waiting_room.PATIENCE_S + 2)
+    assert time.monotonic() - began < waiting_room.PATIENCE_S + 4
     assert got == ("ValueError: mine" if own else peers), got
 
 
@@ -97,7 +97,7 @@ def check_layouts(platform: Platform, rank: int) -> None:
 
 
 def main() -> None:
-    groups.PATIENCE_S = 3.0
+    waiting_room.PATIENCE_S = 3.0
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 60)

@@ -1,0 +1,74 @@
+"""Where the ranks of one `World.all_agree` wait for each other, once one of them has failed."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import torch.distributed as dist
+
+from hybridrl.parallel.failure import PeerError
+from hybridrl.parallel.heartbeat import POLL_S
+
+# How long a rank that failed waits for the others in `all_agree`, and how often ranks look there
+# at most, and at least: a straggler may be waited for by hundreds, for hours.
+PATIENCE_S = 10.0
+MAX_POLL_S = 2.0
+_NUMBERS = itertools.count()  # of the agreements of this process, the same on all ranks
+
+
+class WaitingRoom:
+    """Where the ranks of one `all_agree` wait for each other, once somebody waits long or failed.
+
+    It lies in the job's key-value store, which needs no peer to answer. `waiting` counts ranks that
+    are in the gather or about to enter it, `failed` says who failed first, `left` that a failed
+    rank gave up waiting.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size, self._is_counted = rank, size, False
+        self._every_s, self._next_look = POLL_S / 2, 0.0
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"hybridrl/agreement/{next(_NUMBERS)}", store)
+
+    def wait_in_failure(self, message: str) -> bool:
+        """Tells of this rank's failure and waits for the others; False if they do not come."""
+        try:
+            self._store.compare_set("failed", "", f"{self._rank} {message}")
+            self._store.add("waiting", 1)
+            self._is_counted = True
+            deadline = time.monotonic() + PATIENCE_S
+            while not self._store.check(["left"]):
+                if self._store.add("waiting", 0) >= self._size:
+                    return True
+                if time.monotonic() > deadline:
+                    self._store.set("left", "")
+                    time.sleep(MAX_POLL_S + POLL_S)  # those that wait look before the store ends
+                time.sleep(POLL_S)
+        except dist.DistError:  # the store was in a rank that has ended
+            pass
+        return False
+
+    def look(self) -> None:
+        """Raises if a rank that failed has left; called while a rank that did not fail waits."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._every_s = min(2 * self._every_s, MAX_POLL_S)
+        self._next_look = now + self._every_s
+        if not self._is_counted:
+            self._is_counted = True
+            self._store.add("waiting", 1)
+        if self._store.check(["left"]):
+            raise self.first_failure() or RuntimeError("a rank that failed has left")
+
+    def first_failure(self) -> PeerError | None:
+        """Returns which other rank failed first, and how; None if none is known of."""
+        try:
+            if not self._store.check(["failed"]):
+                return None
+            rank, message = self._store.get("failed").decode().split(" ", 1)
+        except dist.DistError:
+            return None
+        culprit = int(rank)
+        return None if culprit == self._rank else PeerError(f"rank {rank} {message}", culprit)
