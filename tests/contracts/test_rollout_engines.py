@@ -178,6 +178,20 @@ def test_engine_takes_requests_while_others_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
+def test_engine_that_was_cleared_takes_the_same_requests_anew(name: str) -> None:
+    requests = make_requests(9, MIXED)
+    expected = {c.request_id: c for c in generate(make_engine(name), requests)}
+    engine = make_engine(name, max_batch=4)
+    engine.submit(requests)
+    for _ in range(4):
+        engine.step()
+    engine.clear()
+    assert not engine.has_unfinished and engine.pending() == [] and engine.collect() == []
+    found = generate(engine, requests)
+    assert len(found) == 9 and all(close(c, expected[c.request_id]) for c in found)
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_engine_pending_requests_continue_in_another_engine(name: str) -> None:
     requests = make_requests(9, MIXED)
     expected = {c.request_id: c for c in generate(make_engine(name), requests)}

@@ -44,6 +44,7 @@ def check_late_ranks(world: World) -> None:
     replica = ReplicaGroup(RolloutLayout.consecutive(3, 3), world.rank, world.heartbeat)
     time.sleep(LATE_S * replica.is_first)
     assert replica.tell(world.rank) == 0
+    assert replica.is_any(is_late) and not replica.is_any(False)
     with world.all_agree("reading", is_unbounded=True):
         time.sleep(LATE_S * is_late)
         dist.all_reduce(torch.ones(1))
@@ -54,6 +55,26 @@ def check_busy_rank(world: World) -> None:
     if world.rank == 1:
         ctypes.PyDLL(None).usleep(int(2 * heartbeat.SILENT_S * 1e6))
     world.arrive("the library")
+
+
+def check_signals(world: World) -> None:
+    """All ranks hear of one rank's signal, and agree on it at the next exchange of values."""
+    own = world.heartbeat
+    if world.rank == 2:
+        own.stop_signal = signal.SIGTERM
+    assert world.stop_signal == 0
+    deadline = time.monotonic() + 10
+    while not own.stop_signal and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert own.stop_signal == signal.SIGTERM, f"rank {world.rank} heard of no signal"
+    world.arrive("the signal")  # an exchange of nothing
+    assert world.stop_signal == 0
+    assert world.gather_objects("x" * world.rank) == ["", "x", "xx"]
+    assert world.stop_signal == signal.SIGTERM
+    time.sleep(3 * heartbeat.BEAT_S)  # beats with the signal are read
+    world.arrive("reading it")
+    own.stop_signal = 0
+    world.arrive("forgetting it")
 
 
 def stop_here() -> None:
@@ -75,6 +96,7 @@ def main() -> None:
     check_descriptors(world, len(os.listdir("/proc/self/fd")) - before)
     check_late_ranks(world)
     check_busy_rank(world)
+    check_signals(world)
     world.heartbeat.phase = lambda: "testing, step 3"
     other = dist.new_group(backend="gloo")  # of half an hour
     (folder / f"passed_{world.rank}").touch()
