@@ -7,6 +7,62 @@ is allowed and the remedy.
 
 from __future__ import annotations
 
+import reprlib
+
+MOST_OF_PART = 2000  # characters of one part of a message; no list of what is allowed has as many
+
+
+def short(value: object, max_characters: int = 80) -> str:
+    """Returns Python's repr of any value for a message: on one line, cut where it is long, whatever
+    the value's own code does.
+    """
+    try:
+        text = _Short(max_characters).repr(value)
+    except BaseException as error:  # users' own types may raise anything
+        text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+    return _cut(" ".join(text.split()), max_characters)
+
+
+def said(error: BaseException, max_characters: int = 300) -> str:
+    """Returns the text of an exception for a message, as `short`; its type where it has none."""
+    try:
+        text = " ".join(str(error).split())
+    except BaseException as fault:  # users' own types may raise anything
+        text = f"a text that raises {type(fault).__name__}"
+    return _cut(_printable(text or type(error).__name__), max_characters)
+
+
+class _Short(reprlib.Repr):
+    """Looks at a value no further than a message shows it."""
+
+    def __init__(self, max_characters: int) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 4, 20, 20, 20
+        self.maxstring = self.maxother = self.maxlong = max_characters
+
+    def repr_int(self, value: int, level: int) -> str:
+        """Returns a number, or how long it is: Python refuses to write out the longest."""
+        num_bits = value.bit_length()
+        return f"an integer of {num_bits} bits" if num_bits > 256 else repr(value)
+
+
+def _cut(text: str, max_characters: int) -> str:
+    return text if len(text) <= max_characters else f"{text[:max_characters]}..."
+
+
+def _printable(text: str) -> str:
+    """Returns text in which halves of surrogate pairs, which have no UTF-8, are written out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _part(value: object) -> str:
+    """Returns a part of a message: what was met may be of any length and kind."""
+    try:
+        text = str(value)
+    except BaseException:  # a number of thousands of digits, or users' own types
+        return short(value)
+    return _cut(_printable(text), MOST_OF_PART)
+
 
 class UserError(Exception):
     """A mistake in configuration, data, files or user-supplied code; exit code 2.
@@ -20,12 +76,13 @@ class UserError(Exception):
 
     def __init__(self, name: str, value: object, allowed: str, remedy: str) -> None:
         self.name, self.value, self.allowed, self.remedy = name, value, allowed, remedy
-        super().__init__(f"{name}: got {value!s}; allowed: {allowed}. {remedy}")
+        found, possible = _part(value), _part(allowed)
+        super().__init__(f"{_part(name)}: got {found}; allowed: {possible}. {_part(remedy)}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return (
             _rebuild,
-            (type(self), self.name, str(self.value), self.allowed, self.remedy, str(self)),
+            (type(self), self.name, _part(self.value), self.allowed, self.remedy, str(self)),
         )
 
 
@@ -50,7 +107,7 @@ class ConfigError(UserError):
     def as_json(self) -> list[dict[str, str]]:
         """Returns the violations as `{key, value, allowed, remedy}` objects."""
         return [
-            {"key": v.name, "value": str(v.value), "allowed": v.allowed, "remedy": v.remedy}
+            {"key": v.name, "value": _part(v.value), "allowed": v.allowed, "remedy": v.remedy}
             for v in self.violations
         ]
 

@@ -23,11 +23,11 @@ from hybridrl.checkpoint.manifest import (
     Manifest,
     check_sizes,
     damaged,
-    parse_json,
     read_listed,
     read_manifest,
     verify_all,
 )
+from hybridrl.config.files import parse_json
 from hybridrl.errors import CheckpointError
 
 STEP_FOLDER = re.compile(r"step_(\d{1,18})")

@@ -17,6 +17,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from hybridrl.config.files import parse_json
 from hybridrl.errors import CheckpointError
 
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.xxh3"
@@ -368,18 +369,6 @@ def damaged(file: Path, found: str, allowed: str) -> CheckpointError:
 def digest_of(content: bytes) -> str:
     """Returns the XXH3 digest of bytes, 16 hexadecimal digits."""
     return xxhash.xxh3_64(content).hexdigest()
-
-
-def parse_json(content: bytes) -> Any:
-    """Returns what JSON text says.
-
-    Raises:
-        ValueError: it is not JSON, not UTF-8, or nested too deeply.
-    """
-    try:
-        return json.loads(content.decode("utf-8"))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
 
 
 def _read(file: Path) -> bytes:

@@ -20,10 +20,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hybridrl.checkpoint.folders import Checkpoint
-from hybridrl.checkpoint.manifest import Manifest, damaged, parse_json, read_listed
+from hybridrl.checkpoint.manifest import Manifest, damaged, read_listed
 from hybridrl.checkpoint.opening import Tell, damage_is_told
 from hybridrl.checkpoint.optimizer_state import hand_out, own_shares
 from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failure
+from hybridrl.config.files import parse_json
 from hybridrl.errors import CheckpointError
 from hybridrl.parallel.groups import World
 

@@ -204,7 +204,7 @@ def evaluate(
     is_told = any(override.startswith("rollout.temperature=") for override in given)
     temperature = loaded.rollout.temperature if is_told else 0.0
     files = loaded.data.eval_prompts if prompts else None
-    if checkpoint is not None and not checkpoint.is_dir():
+    if checkpoint is not None and not os.path.isdir(checkpoint):
         raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Check the path.")
     if is_rank():
         if not is_launched():

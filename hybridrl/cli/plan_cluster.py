@@ -11,10 +11,10 @@ from typing import NamedTuple
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from yaml import YAMLError
 
 from hybridrl.cli.gpus import LocalGpu, num_local_gpus, smallest_local_gpu
-from hybridrl.errors import ConfigError, UserError
+from hybridrl.config.files import read_yaml
+from hybridrl.errors import ConfigError, UserError, said, short
 from hybridrl.hybrid_engine.cluster import LINK_GB_PER_S, Cluster
 
 GIB = 2**30
@@ -100,22 +100,22 @@ def load_cluster(path: Path) -> ClusterFile:
     """
     fields = ClusterFile.model_fields
     keys = "the keys " + ", ".join(fields)
+    allowed = f"YAML or JSON of {keys}"
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        content = OmegaConf.to_container(read_yaml(path, allowed), resolve=True)
         return ClusterFile.model_validate(content)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        what = str(error).splitlines()[0]
-        raise ConfigError(
-            [UserError(str(path), what, f"YAML or JSON of {keys}", "Mend it.")]
-        ) from None
+    except UserError as error:
+        raise ConfigError([error]) from None
+    except OmegaConfBaseException as error:  # an interpolation that comes to nothing
+        raise ConfigError([UserError(str(path), said(error), allowed, "Mend it.")]) from None
     except ValidationError as error:
         violations = []
         for found in error.errors():
             key = ".".join(map(str, found["loc"]))
-            allowed = found["msg"].removeprefix("Input should be ") if key in fields else keys
+            possible = found["msg"].removeprefix("Input should be ") if key in fields else keys
             remedy = f"Set {key}. {fields[key].description}" if key in fields else "Remove it."
             name = f"{path}: {key}" if key else str(path)
-            violations.append(UserError(name, repr(found["input"]), allowed, remedy))
+            violations.append(UserError(name, short(found["input"]), possible, remedy))
         raise ConfigError(violations) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ def refuse_missing(file: Path) -> None:
     Raises:
         UserError: naming it.
     """
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise UserError(
             "--replay", file, "a file of a run's replay folder", "Check the path of the file."
         )

@@ -6,6 +6,7 @@ Owns collecting every violation into one ConfigError. Reads files, writes none.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -168,12 +169,12 @@ def validate_conversion(
     Raises:
         UserError: naming the folder, file or tensor that is wrong.
     """
-    if not source.is_dir():
-        found = "a file" if source.exists() else "no such folder"
+    if not os.path.isdir(source):
+        found = "a file" if os.path.exists(source) else "no such folder"
         raise UserError(
             str(source), found, "an HF directory, a checkpoint or a run folder", "Check SRC."
         )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if os.path.exists(target) and (not target.is_dir() or any(target.iterdir())):
         raise UserError(
             str(target), "something is there already", "a new or empty folder", "Change DST."
         )
@@ -207,8 +208,8 @@ def _common(config: Config, world_size: int, has_teacher: bool = True) -> list[U
     for model, head in _loaded_models(config, has_teacher):
         if found or model.path is None:
             continue
-        directory = Path(model.path).expanduser()
-        if directory.is_dir():
+        directory = Path(os.path.expanduser(model.path))
+        if os.path.isdir(directory):
             try:
                 check_weights(directory, model.family, read_model_config(model), head)
             except UserError as error:

@@ -1,22 +1,157 @@
-"""Reading the small JSON files of a model's directory, which may be damaged in any way. No torch.
+"""Reading JSON and YAML that may be damaged, endless or meant to do harm. No torch.
 
-Owns the errors of a file that is missing, is no regular file, is too large or is no JSON object. A
-path that is a link is followed: the hub's cache consists of links.
+Owns what text is refused before anything is made of it, and the errors of a model's small JSON
+files: one that is missing, is no regular file, is too large or is no JSON object. A path that is a
+link is followed: the hub's cache consists of links.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import stat
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from hybridrl.errors import UserError
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridrl.errors import UserError, said, short
 
 FETCH_AGAIN = "Fetch or export the file again."
 # The largest of known models are 1.1 MB (tokenizer_config.json) and 20 MB (an index of weights).
 MAX_BYTES = 64 << 20
+# Of lists and objects in each other: what is deeper ends the recursion of whatever reads it later,
+# and YAML's parser in C with the process.
+MAX_DEPTH = 64
+MOST_DIGITS = 300  # of a number in YAML; a float has no more
+HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+# What YAML's constructors raise of values that are not of their tag, beside its own errors.
+_YAML_ERRORS = (
+    *(yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, LookupError, TypeError),
+    *(AttributeError, RecursionError),
+)
+
+
+def parse_json(
+    text: bytes | str,
+    pairs: Callable[[Iterable[tuple[str, Any]]], Any] | None = None,
+    *,
+    allows_half_pairs: bool = False,
+) -> Any:
+    """Returns what JSON text says.
+
+    Args:
+        text: in UTF-8.
+        pairs: as json's `object_pairs_hook`.
+        allows_half_pairs: whether texts may have halves of surrogate pairs, which have no UTF-8.
+
+    Raises:
+        ValueError: it is not JSON, nested deeper than MAX_DEPTH, has a number that Python does not
+            read, or half of a surrogate pair.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    try:
+        found = json.loads(text, object_pairs_hook=pairs)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise ValueError(f"an integer of more than {most} digits") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(found):
+        raise ValueError("JSON nested too deeply")
+    may_have_half = not allows_half_pairs and HALF_PAIR.search(text) is not None
+    if may_have_half and not has_utf8(json.dumps(found, ensure_ascii=False)):
+        raise ValueError("half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+    return found
+
+
+def has_utf8(text: str) -> bool:
+    """Whether a text can be written: half of a surrogate pair cannot."""
+    try:
+        return text.isascii() or bool(text.encode("utf-8"))
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_deep(value: object) -> bool:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [part for parts in inner for part in parts if isinstance(part, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def parse_yaml(text: str, *, is_value: bool = False) -> DictConfig | ListConfig:
+    """Returns what YAML text says; a value alone, which may be no container, under the key `value`.
+
+    Raises:
+        YamlTextError: it is not YAML, nested deeper than MAX_DEPTH, or has a number of more than
+            MOST_DIGITS digits.
+    """
+    try:
+        depth = 0
+        for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise YamlTextError(f"YAML nested more than {MAX_DEPTH} deep", event.start_mark)
+            if isinstance(event, yaml.ScalarEvent) and _is_long_number(event):
+                found = f"a number of {len(event.value)} digits ({event.value[:8]}...)"
+                raise YamlTextError(found, event.start_mark)
+        if is_value:
+            return OmegaConf.from_dotlist([f"value={text}"])
+        return OmegaConf.load(StringIO(text))
+    except YamlTextError:
+        raise
+    except _YAML_ERRORS as error:
+        problem = getattr(error, "problem", None) or said(error)
+        if isinstance(error, LookupError | TypeError | AttributeError):  # of a wrong tag
+            problem = f"a value that is not of its tag ({type(error).__name__}: {said(error)})"
+        raise YamlTextError(problem, getattr(error, "problem_mark", None)) from None
+
+
+def read_yaml(path: Path, allowed: str = "valid YAML") -> DictConfig | ListConfig:
+    """Returns what a YAML file says.
+
+    Args:
+        path: of the file.
+        allowed: what it should be, for the message.
+
+    Raises:
+        UserError: it cannot be read, or as `parse_yaml`; names file and line.
+    """
+    content = read_bytes(path, UserError, allowed)
+    try:
+        return parse_yaml(content.decode("utf-8"))
+    except (YamlTextError, UnicodeDecodeError) as error:
+        line = getattr(error, "line", None)
+        where = f"{path}:{line}" if line is not None else str(path)
+        raise UserError(where, said(error), allowed, "Mend the file at this place.") from None
+
+
+class YamlTextError(ValueError):
+    """Text that is not YAML, or YAML that is refused; `line` says where, if that is known."""
+
+    def __init__(self, problem: str, mark: yaml.Mark | None) -> None:
+        super().__init__(problem)
+        self.line = None if mark is None else mark.line + 1
+
+
+def _is_long_number(event: yaml.ScalarEvent) -> bool:
+    """Whether a scalar is a number of too many digits, in any of YAML's bases."""
+    text = event.value
+    is_number = len(text) > MOST_DIGITS and re.fullmatch(r"[-+]?\d[\w:]*", text) is not None
+    return is_number and not event.style
 
 
 def read_json_object(
@@ -48,8 +183,8 @@ def read_json_object(
         return found
 
     try:
-        content = json.loads(
-            text.decode("utf-8"), object_pairs_hook=unique if has_unique_keys else None
+        content = parse_json(
+            text, unique if has_unique_keys else None, allows_half_pairs=True
         )
     except _TwiceError as twice:
         raise error(
@@ -58,8 +193,6 @@ def read_json_object(
             "a JSON object whose keys differ",
             "Remove one of the two.",
         ) from None
-    except RecursionError:
-        raise error(str(file), "JSON nested too deeply", "a JSON object", FETCH_AGAIN) from None
     except ValueError as fault:  # of the text's encoding, or of JSON
         found = f"text that is not JSON ({fault})"
         raise error(str(file), found, "a JSON object", FETCH_AGAIN) from None
@@ -104,11 +237,13 @@ def regular_file_bytes(file: Path, error: type[UserError], allowed: str) -> int:
 
 
 def shown(value: object, max_characters: int = 80) -> str:
-    """Returns a value of a file as JSON for a message: ASCII on one line, cut where it is long."""
+    """Returns a value of a JSON file as JSON for a message: ASCII on one line, cut where it is
+    long; what is no JSON as `short`.
+    """
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        text = ascii(value)
+        return short(value, max_characters)
     return text if len(text) <= max_characters else f"{text[:max_characters]}..."
 
 

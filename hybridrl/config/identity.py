@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.files import parse_json
 from hybridrl.config.hub import adopted, hub_names, resolved, with_names
 from hybridrl.config.interpolation import digests, dotted, without_secrets
 from hybridrl.config.load import load_config, to_yaml
@@ -109,8 +110,8 @@ def _environment_violations(config: Config) -> list[UserError]:
     """
     file = run_folder(config) / DIGESTS_FILE
     try:
-        saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except (ValueError, RecursionError, OSError) as error:
+        saved = parse_json(file.read_bytes()) if file.exists() else {}
+    except (ValueError, OSError) as error:
         allowed = "what hybridrl wrote there"
         return [UserError(str(file), error, allowed, "Delete it, if the values are as they were.")]
     now, written = digests(identity(config), config.written), config.written

@@ -8,6 +8,7 @@ allowed.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -16,9 +17,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
-from yaml import YAMLError
 
 from hybridrl.config.algorithm import ALGORITHM_NAMES, AlgorithmConfig
+from hybridrl.config.files import MAX_DEPTH, YamlTextError, has_utf8, parse_yaml, read_yaml
 from hybridrl.config.interpolation import Path as Place
 from hybridrl.config.interpolation import (
     as_written,
@@ -28,7 +29,7 @@ from hybridrl.config.interpolation import (
     value_at,
 )
 from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError, UserError
+from hybridrl.errors import ConfigError, UserError, said, short
 
 NULLS = ("", "null", "~", "none", "None", "NULL", "Null")
 
@@ -52,19 +53,23 @@ def load_config(
         ConfigError: with all violations found.
     """
     file = Path(path)
-    if not file.is_file():
-        found = "a folder" if file.is_dir() else "no such file"
+    if not os.path.isfile(file):
+        found = "a folder" if os.path.isdir(file) else "no such file"
         raise ConfigError(
             [UserError(str(path), found, "a YAML file", "Check the path of the config.")]
         )
     try:
-        loaded = OmegaConf.load(file)
+        loaded = read_yaml(file)
         written = interpolations(OmegaConf.to_container(loaded, resolve=False))
         for place, value in _known(written, like).items():
             OmegaConf.update(loaded, dotted(place), value)
         content = OmegaConf.to_container(loaded, resolve=True)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError([_not_yaml(str(path), error)]) from None
+    except UserError as error:
+        raise ConfigError([error]) from None
+    except OmegaConfBaseException as error:  # an interpolation that comes to nothing
+        raise ConfigError(
+            [UserError(str(path), said(error), "valid YAML", "Mend the file at this place.")]
+        ) from None
     if not isinstance(content, dict) or not content:
         found = "an empty file" if not content else type(content).__name__
         raise ConfigError(
@@ -86,6 +91,27 @@ def load_config_dict(content: Mapping[str, Any], overrides: Sequence[str] = ()) 
     return _validated(content, overrides, {})
 
 
+def unusable(value: object, at: Place = ()) -> Iterator[UserError]:
+    """Yields what no key can be: values nested too deeply, numbers of more than 64 bits and text
+    that has no UTF-8.
+    """
+    key, allowed = dotted(at[:8]), ""
+    if len(at) > MAX_DEPTH:
+        allowed = f"values nested at most {MAX_DEPTH} deep"
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from unusable(inner, (*at, name))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from unusable(inner, (*at, number))
+    elif isinstance(value, int) and value.bit_length() > 63:
+        allowed = "an integer of at most 64 bits"
+    elif isinstance(value, str) and not has_utf8(value):
+        allowed = "text without halves of surrogate pairs"
+    if allowed:
+        yield UserError(key, short(value), allowed, f"Change {key}.")
+
+
 def _known(written: Mapping[Place, str], like: Config | None) -> dict[Place, Any]:
     """Returns the values of the interpolations that another configuration is written with too."""
     if like is None:
@@ -98,7 +124,9 @@ def _known(written: Mapping[Place, str], like: Config | None) -> dict[Place, Any
 def _validated(
     content: Mapping[str, Any], overrides: Sequence[str], written: Mapping[Place, str]
 ) -> Config:
-    violations: list[UserError] = []
+    violations = list(unusable(content))
+    if violations:
+        raise ConfigError(violations)
     values, texts = _copy(content), dict(written)
     for override in overrides:
         violations += _apply(values, override, texts)
@@ -153,31 +181,24 @@ def _copy(value: Any) -> Any:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
-def _not_yaml(path: str, error: Exception) -> UserError:
-    mark = getattr(error, "problem_mark", None)
-    where = f"{path}:{mark.line + 1}" if mark is not None else path
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return UserError(where, problem, "valid YAML", "Mend the file at this place.")
-
-
 def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> list[UserError]:
     """Writes one `a.b=value` into nested dictionaries, and what it interpolates into `written`;
     returns what is wrong with it.
     """
     key, equals, text = override.partition("=")
     parts = key.split(".")
-    if not equals or not all(parts):
+    if not equals or not all(parts) or len(parts) > MAX_DEPTH:
         return [
-            UserError("override", repr(override), "section.key=value", "Write it as train.tp=2.")
+            UserError("override", short(override), "section.key=value", "Write it as train.tp=2.")
         ]
     try:
-        holder = OmegaConf.from_dotlist([f"value={text}"])
+        holder = parse_yaml(text, is_value=True)
         raw = OmegaConf.to_container(holder, resolve=False)["value"]  # type: ignore[index, call-overload]
         value = OmegaConf.to_container(holder, resolve=True)["value"]  # type: ignore[index, call-overload]
-    except (YAMLError, OmegaConfBaseException) as error:
-        return [
-            UserError(key, repr(text), "a YAML value", f"Quote it ({str(error).splitlines()[0]}).")
-        ]
+    except (YamlTextError, OmegaConfBaseException) as error:
+        return [UserError(key, short(text), "a YAML value", f"Quote or change it ({said(error)}).")]
+    if bad := list(unusable(value, tuple(parts))):
+        return bad
     if value is None and text.strip() not in NULLS:
         value = raw = text  # YAML takes '#' for a comment: `reward.extract=#### (.*)` is text
     for place in places_within(written, tuple(parts)):
@@ -196,7 +217,7 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
 def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
     """Turns one pydantic error into one with key, value, what is allowed and the remedy."""
     parts = [str(part) for part in details["loc"]]
-    shown = repr(written.get(tuple(parts), details["input"]))  # not what the environment holds
+    shown = short(written.get(tuple(parts), details["input"]))  # not what the environment holds
     at = 3 if parts[0] == "mix" else 1
     if parts[at - 1 : at] == ["algorithm"] and len(parts) > at:  # a tag, which is no key
         section = _section_at(parts[at + 1 : -1], _algorithm_sections()[parts.pop(at)])
@@ -275,4 +296,4 @@ def _unknown_algorithm(key: str, given: object) -> UserError:
     allowed = f"{', '.join(ALGORITHM_NAMES)} or a dotted path 'package.module:Class'"
     close = difflib.get_close_matches(str(name).lower(), ALGORITHM_NAMES, n=1, cutoff=0.3)
     remedy = f"Did you mean '{close[0]}'?" if close else f"Set {key}."
-    return UserError(key, "nothing" if name is None else repr(name), allowed, remedy)
+    return UserError(key, "nothing" if name is None else short(name), allowed, remedy)

@@ -21,13 +21,15 @@ from hybridrl.config.schema import (
     GrpoConfig,
     ModelConfig,
     PpoConfig,
+    RunConfig,
     SupervisedConfig,
     TrainConfig,
 )
-from hybridrl.errors import UserError
+from hybridrl.errors import UserError, short
 
 LOWEST_TEMPERATURE = 0.01  # of vLLM, but for 0
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+MOST_BYTES = 255  # of a name, on every usual file system
 AXES = ("tp", "cp", "ep", "dp", "pp")
 AUTO_ORDER = "auto"
 
@@ -55,6 +57,7 @@ def check(
         is_script: whether a user's own script asks, which starts no ranks.
     """
     return [
+        *_folder_rules(config.run),
         *_model_rules(config.model),
         *_layout_rules(config, world_size, number_of_ranks(is_script)),
         *_step_rules(config),
@@ -75,6 +78,13 @@ def number_of_ranks(is_script: bool = False) -> str:
     if is_script:
         return "start the script with torchrun --nproc-per-node=N: python alone makes 1 rank"
     return "the number of ranks with --world"
+
+
+def _folder_rules(run: RunConfig) -> Iterator[UserError]:
+    for key, path in (("run.dir", run.dir), ("run.name", run.name)):
+        if "\0" in path or any(len(os.fsencode(part)) > MOST_BYTES for part in path.split("/")):
+            allowed = f"names of folders of at most {MOST_BYTES} bytes, without NUL"
+            yield UserError(key, short(path), allowed, f"Change {key}.")
 
 
 def _model_rules(model: ModelConfig) -> Iterator[UserError]:

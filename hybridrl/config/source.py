@@ -6,6 +6,7 @@ hub name (downloaded once, then cached).
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ def model_directory(model: ModelConfig, *, weights: bool = True) -> Path:
     key, name = ("model.path", model.path) if model.path else ("model.init", model.init)
     if name is None:
         raise ModelError("model.path", "nothing", "an HF directory, or model.init", "Set one.")
-    place = Path(name).expanduser()
-    if place.is_dir():
+    place = Path(os.path.expanduser(name))
+    if os.path.isdir(place):
         return place
-    if place.is_file() and key == "model.init":
+    if os.path.isfile(place) and key == "model.init":
         return place.parent
     hub_name = model_name(name)
     if hub_name is None:
@@ -52,7 +53,7 @@ def tokenizer_directory(model: ModelConfig) -> Path:
         return model_directory(model, weights=False)
     hub_name = model_name(model.tokenizer, has_organisation=False)
     if hub_name is None:
-        return Path(model.tokenizer).expanduser()
+        return Path(os.path.expanduser(model.tokenizer))
     return download("model.tokenizer", hub_name, PLAIN_FILES)
 
 
@@ -62,7 +63,7 @@ def read_model_config(model: ModelConfig) -> dict[str, Any]:
     Raises:
         ModelError: the file is missing, damaged, or not a JSON object whose keys differ.
     """
-    file = Path(model.init or "").expanduser()
-    if model.init is None or not file.is_file():
+    file = Path(os.path.expanduser(model.init or ""))
+    if model.init is None or not os.path.isfile(file):
         file = model_directory(model, weights=False) / "config.json"
     return read_json_object(file, ModelError)

@@ -6,6 +6,7 @@ tokenizer.json; and which distillations need no reward.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,8 @@ def _token_rules(
 
 def _token_names(model: ModelConfig) -> dict[int, str]:
     """Returns the tokens by number; none where the model has no tokenizer.json."""
-    place = Path(model.tokenizer).expanduser() if model.tokenizer is not None else None
-    if place is None or not place.is_dir():
+    place = Path(os.path.expanduser(model.tokenizer or ""))
+    if model.tokenizer is None or not os.path.isdir(place):
         place = model_directory(model, weights=False)
     try:
         content = read_json_object(place / TOKENS_FILE, ModelError, has_unique_keys=False)

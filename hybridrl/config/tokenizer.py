@@ -6,6 +6,7 @@ start, meets damage as whatever error its reading ends in.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def check_tokenizer_files(model: ModelConfig) -> None:
         ModelError: the folder that the section names as the tokenizer's holds none.
     """
     place = _place(model)
-    if place.is_dir() and not any((place / name).exists() for name in TOKENIZER_FILES):
+    if os.path.isdir(place) and not any((place / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
             "model.tokenizer",
             str(place),
@@ -66,7 +67,7 @@ def check_tokenizer_contents(model: ModelConfig, num_tokens: int) -> None:
             one.
     """
     place = _place(model)
-    if not place.is_dir():
+    if not os.path.isdir(place):
         return
     contents = {
         name: read_json_object(place / name, ModelError, has_unique_keys=False, max_bytes=MAX_BYTES)
@@ -102,12 +103,12 @@ def check_token_numbers(where: str, vocabulary: Mapping[str, int], num_tokens: i
 
 
 def _place(model: ModelConfig) -> Path:
-    place = Path(model.tokenizer or model.path or model.init or "").expanduser()
-    return place.parent if place.is_file() and model.tokenizer is None else place
+    place = Path(os.path.expanduser(model.tokenizer or model.path or model.init or ""))
+    return place.parent if os.path.isfile(place) and model.tokenizer is None else place
 
 
 def _exists(file: Path) -> bool:
-    return file.exists() or file.is_symlink()  # a broken link is damage, not absence
+    return os.path.lexists(file)  # a broken link is damage, not absence
 
 
 def _read_vocabulary(file: Path) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.rows import Row
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, said
 
 MESSAGES = "messages"
 """The column that keeps the messages of a chat, for rewards that look at them."""
@@ -44,7 +44,7 @@ def as_chats(rows: Iterable[Row], config: DataConfig, tokenizer: Any) -> Iterato
                 messages, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # whatever a template raises
-            shown = f"messages that the template refuses: {error}".splitlines()[0][:160]
+            shown = f"messages that the template refuses: {said(error, 160)}"
             raise DataError(row.place, shown, "messages that it takes", "Mend that row.") from error
         columns = {MESSAGES: messages, **row.columns, config.prompt_key: text}
         yield replace(row, columns=columns)

@@ -5,12 +5,13 @@ Owns which columns such rows have and what they must say; prompts.py reads and t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.supervised import Feedback
 from hybridrl.data.rows import Row
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, short
 
 
 def response_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
@@ -42,13 +43,13 @@ def checked(rows: Iterable[Row], config: DataConfig, feedback: Feedback | None) 
                 raise equal_sides(row, config)
             margin = 0 if config.margin_key is None else row.columns[config.margin_key]
             is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
-            if not is_number or not 0 <= margin < float("inf"):  # type: ignore[operator]
-                got = f"{config.margin_key} = {margin!r}"[:80]
+            if not is_number or not 0 <= margin <= sys.float_info.max:  # type: ignore[operator]
+                got = f"{config.margin_key} = {short(margin)}"
                 raise DataError(row.place, got, "a finite number of at least 0", "Mend that row.")
         elif feedback == "labels":
             label = row.columns[config.label_key]
             if not isinstance(label, bool):
-                got = f"{config.label_key} = {label!r}"[:80]
+                got = f"{config.label_key} = {short(label)}"
                 raise DataError(row.place, got, "true or false", "Mend that row.")
             labels.add(label)
         yield row

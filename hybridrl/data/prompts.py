@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -26,12 +26,15 @@ from hybridrl.data.feedback import (
     response_columns,
 )
 from hybridrl.data.rows import Row, read_rows, validate_file
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, said, short
 from hybridrl.samples import Prompt
 
 __all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts", "validate_file"]
 
 _TOKENIZED_TOGETHER = 1024
+# Of a text, so many characters a token that it may have, and at least SURELY_READ, are tokenized.
+# Where these give more than twice the tokens, so does the whole: a longer text cannot fit.
+_CHARACTERS_A_TOKEN, _SURELY_READ = 64, 100_000
 
 
 class TextEncoder(Protocol):
@@ -51,13 +54,15 @@ class LoadedPrompts:
     """The prompts of a source in its order, and what was left out for being too long.
 
     `too_long` holds the place and number of tokens of each row left out, `limits` what is allowed;
-    `sources` has the number of each prompt's source, ascending.
+    `sources` has the number of each prompt's source, ascending; `in_part` the places of rows left
+    out so far too long that only the first tokens were counted.
     """
 
     prompts: tuple[Prompt, ...]
     too_long: tuple[tuple[str, int], ...]
     limits: str
     sources: tuple[int, ...]
+    in_part: frozenset[str] = frozenset()
 
     @property
     def num_too_long(self) -> int:
@@ -69,10 +74,10 @@ class LoadedPrompts:
         line = f"{len(self.prompts)} prompts"
         if not self.too_long:
             return line
-        place, tokens = self.too_long[0]
+        place, tokens = _first_length(self.too_long, self.in_part)
         return (
             f"{line}; {self.num_too_long} left out as longer than {self.limits}"
-            f" (first: {place}, {tokens} tokens)"
+            f" (first: {place}, {tokens})"
         )
 
 
@@ -111,57 +116,114 @@ def load_prompts(
     texts = [config.prompt_key, *(response_columns(config, feedback) if supervised else [])]
     given = source if source is not None else config.prompts or ()
     prompts, sources = list[Prompt](), list[int]()
-    too_long: list[tuple[str, int]] = []
+    too_long, part = list[tuple[str, int]](), set[str]()
     others = [*required, *label_columns(config, feedback)]
     rows = checked(read_rows(given, texts, others, chat_column(config)), config, feedback)
     rows = as_chats(rows, config, tokenizer) if config.chat_template else rows
-    for number, row, tokens, responses in _tokenized(rows, texts, tokenizer):
+    most = [config.max_prompt_tokens, *[max_response_tokens or 0] * (len(texts) - 1)]
+    for number, row, tokens, responses in _tokenized(rows, texts, tokenizer, most):
         if not tokens:
-            got = f"{row.columns[config.prompt_key]!r}, which has no tokens"
-            raise DataError(row.place, got, "1 token or more", "Mend that row.")
+            raise _without_tokens(row.place, row.columns[config.prompt_key], "1 token or more")
         longest = max(map(len, responses), default=0)
         over = len(tokens) > config.max_prompt_tokens
         if over or (max_response_tokens is not None and longest > max_response_tokens):
             too_long.append((row.place, len(tokens) if over else longest))
+            part |= _in_part(row, texts, [tokens, *responses], most)
         else:
             prompts.append(_prompt(config, number, row, tokens, responses))
             sources.append(row.source)
         if len(prompts) == limit:
             break
     limits = f"data.max_prompt_tokens={config.max_prompt_tokens}"
-    if supervised:
-        limits += f" or a response of {max_response_tokens}"
+    limits += f" or a response of {max_response_tokens}" if supervised else ""
     if not prompts:
-        raise _all_too_long(too_long, limits)
+        raise _all_too_long(too_long, part, limits)
     if feedback == "labels":
         check_classes({bool(prompt.columns["label"]) for prompt in prompts}, config)
-    return LoadedPrompts(tuple(prompts), tuple(too_long), limits, tuple(sources))
+    return LoadedPrompts(tuple(prompts), tuple(too_long), limits, tuple(sources), frozenset(part))
 
 
-def _all_too_long(too_long: Sequence[tuple[str, int]], limits: str) -> DataError:
+def _first_length(too_long: Sequence[tuple[str, int]], in_part: Collection[str]) -> tuple[str, str]:
+    """Returns the place of the first row left out, and its length in words."""
+    place, tokens = too_long[0]
+    return place, f"{tokens} tokens" + (" or more" if place in in_part else "")
+
+
+def _all_too_long(
+    too_long: Sequence[tuple[str, int]], in_part: Collection[str], limits: str
+) -> DataError:
+    place, length = _first_length(too_long, in_part)
     return DataError(
-        too_long[0][0],
-        f"{len(too_long)} rows, all too long (the first has {too_long[0][1]} tokens)",
+        place,
+        f"{len(too_long)} rows, all too long (the first has {length})",
         f"rows of at most {limits}",
         "Raise data.max_prompt_tokens or use shorter prompts.",
     )
 
 
 def _tokenized(
-    rows: Iterable[Row], text_columns: Sequence[str], tokenizer: TextEncoder
+    rows: Iterable[Row],
+    text_columns: Sequence[str],
+    tokenizer: TextEncoder,
+    limits: Sequence[int],
 ) -> Iterator[tuple[int, Row, tuple[int, ...], list[tuple[int, ...]]]]:
     """Yields each row's number, the row, the tokens of its prompt and of its responses, with the
-    end.
+    end; of a text that is far beyond its column's limit only the first tokens.
     """
     numbered = enumerate(rows)
     while chunk := list(islice(numbered, _TOKENIZED_TOGETHER)):
         encoded = []
-        for name in text_columns:
-            texts = [str(row.columns[name]) for _, row in chunk]
-            encoded.append(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        for name, limit in zip(text_columns, limits, strict=True):
+            texts = [(row.place, str(row.columns[name])) for _, row in chunk]
+            encoded.append(_encoded(texts, tokenizer, limit))
         for i, (number, row) in enumerate(chunk):
             responses = [(*tokens[i], _end_token(tokenizer)) for tokens in encoded[1:]]
             yield number, row, tuple(encoded[0][i]), responses
+
+
+def _read_at_first(limit: int) -> int:
+    return max(_SURELY_READ, _CHARACTERS_A_TOKEN * limit)
+
+
+def _in_part(
+    row: Row, names: Sequence[str], tokens: Sequence[Sequence[int]], limits: Sequence[int]
+) -> set[str]:
+    """Returns the row's place, if no more of one of its texts was tokenized than shows that it is
+    too long.
+    """
+    for name, some, limit in zip(names, tokens, limits, strict=True):
+        if len(str(row.columns[name])) > _read_at_first(limit) and len(some) > 2 * limit:
+            return {row.place}
+    return set()
+
+
+def _encoded(
+    texts: Sequence[tuple[str, str]], tokenizer: TextEncoder, limit: int
+) -> list[list[int]]:
+    """Returns the tokens of texts, given with their places.
+
+    Raises:
+        DataError: the tokenizer has none for one of them; names its place.
+    """
+    try:
+        parts = [text[: _read_at_first(limit)] for _, text in texts]
+        found = list(tokenizer(parts, add_special_tokens=False)["input_ids"])
+        for number, (_, text) in enumerate(texts):
+            most = _read_at_first(limit)
+            while most < len(text) and len(found[number]) <= 2 * limit:
+                most *= 2  # few tokens of many characters, or characters that give none
+                (found[number],) = tokenizer([text[:most]], add_special_tokens=False)["input_ids"]
+    except Exception as error:  # tokenizers raise no class of their own, of unknown words
+        if len(texts) > 1:
+            return [_encoded([one], tokenizer, limit)[0] for one in texts]
+        ((place, text),) = texts
+        allowed = f"a text that the tokenizer knows ({said(error, 160)})"
+        raise _without_tokens(place, text, allowed) from error
+    return found
+
+
+def _without_tokens(place: str, text: object, allowed: str) -> DataError:
+    return DataError(place, f"{short(text)}, which has no tokens", allowed, "Mend that row.")
 
 
 def _end_token(tokenizer: TextEncoder) -> int:

@@ -8,14 +8,15 @@ text columns.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from hybridrl.config.files import MAX_DEPTH, has_utf8, parse_json, plain
 from hybridrl.data.sets import data_set_rows, is_data_set
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, said, short
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,13 @@ def _set_rows(name: str) -> Iterator[Row]:
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
-    if not path.is_file():
+    if not os.path.isfile(path):
         folder = path.parent
-        beside = [p.name for p in folder.iterdir() if p.is_file()] if folder.is_dir() else []
+        is_folder = os.path.isdir(folder)
+        beside = [p.name for p in folder.iterdir() if p.is_file()] if is_folder else []
         near = get_close_matches(path.name, beside, 1)
         remedy = f"Did you mean {folder / near[0]}?" if near else "Check data.prompts."
-        what = "a directory" if path.is_dir() else "no such file"
+        what = "a directory" if os.path.isdir(path) else "no such file"
         raise DataError(str(path), what, "a JSONL or parquet file, or a data set", remedy)
     found = False
     with path.open("rb") as file:
@@ -104,12 +106,11 @@ def _file_rows(path: Path) -> Iterator[Row]:
 
 def _parse(line: bytes, place: str) -> object:
     try:
-        return json.loads(line.decode("utf-8-sig").strip())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return parse_json(line.decode("utf-8-sig").strip())
+    except ValueError as error:
         shown = line[:60].decode("utf-8", "replace").strip()
-        raise DataError(
-            place, f"{shown!r} ({error})", "1 JSON object a line, in UTF-8", "Mend that line."
-        ) from error
+        allowed = f"1 JSON object a line, in UTF-8, nested at most {MAX_DEPTH} deep"
+        raise DataError(place, f"{shown!r} ({said(error)})", allowed, "Mend that line.") from error
 
 
 def _mapping(value: object, place: str) -> Mapping[str, object]:
@@ -124,22 +125,25 @@ def _check_columns(
 ) -> None:
     for name in [*text_columns, *other_columns]:
         if row.columns.get(name) is None:
-            present = sorted(row.columns)
+            present = sorted(map(str, row.columns))
             near = get_close_matches(name, present, 1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            got = "null" if name in row.columns else f"no column {name!r} among {present}"
+            hint = f"Did you mean {short(near[0])}? " if near else ""
+            got = f"no column {short(name)} among {short(present, 300)}"
+            got = "null" if name in row.columns else got
             raise DataError(
                 row.place,
                 got,
-                f"the column {name!r} in every row",
+                f"the column {short(name)} in every row",
                 f"{hint}Add it, or set the data.*_key that names it.",
             )
     for name in text_columns:
         value = row.columns[name]
         if name == chat_column and isinstance(value, list):
             _check_messages(row, name, value)
+        elif isinstance(value, str) and not has_utf8(value):
+            raise _half_pair(row, name, value)
         elif not isinstance(value, str) or not value:
-            got = f"{name} = {value!r}"[:80]
+            got = f"{plain(name)} = {short(value)}"
             raise DataError(row.place, got, "a text that is not empty", "Mend that row.")
 
 
@@ -148,6 +152,14 @@ def _check_messages(row: Row, name: str, messages: Sequence[object]) -> None:
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
-            got = f"{name} has {message!r}"[:80]
+            got = f"{plain(name)} has {short(message)}"
             allowed = 'a text, or messages {"role": "user", "content": "..."}'
             raise DataError(row.place, got, allowed, "Mend that row.")
+        for text in message.values():
+            if isinstance(text, str) and not has_utf8(text):
+                raise _half_pair(row, name, text)
+
+
+def _half_pair(row: Row, name: str, text: str) -> DataError:
+    got = f"{plain(name)} = {short(text)}, with half of a surrogate pair"
+    return DataError(row.place, got, "text that has UTF-8", "Mend that row.")

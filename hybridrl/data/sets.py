@@ -4,20 +4,21 @@ torch; pyarrow and datasets are imported only where such a source is named.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config.hub import DATASET_FORM, DATASETS, HubName, commit_of, dataset_name
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, said, short
 
 _FOLDER_FILES = ("state.json", "dataset_dict.json")
 
 
 def is_data_set(name: str) -> bool:
     """Whether a name in `data.prompts` is one of these; else it is a JSONL file."""
-    is_folder = any((Path(name) / file).is_file() for file in _FOLDER_FILES)
-    is_parquet = name.endswith(".parquet") and Path(name).is_file()
+    is_folder = any(os.path.isfile(Path(name) / file) for file in _FOLDER_FILES)
+    is_parquet = name.endswith(".parquet") and os.path.isfile(name)
     return is_parquet or name.startswith(DATASETS) or is_folder
 
 
@@ -42,11 +43,31 @@ def _parquet_rows(name: str) -> Iterator[Mapping[str, object]]:
         raise _not_installed(name, "pyarrow", error) from error
     try:
         with parquet.ParquetFile(name) as file:
+            num = 0
             for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
+                try:
+                    rows = batch.to_pylist()
+                except (ValueError, OverflowError, LookupError) as error:
+                    raise _no_value(name, num, batch, error) from error
+                num += len(rows)
+                yield from rows
     except (ArrowException, OSError) as error:
-        shown = str(error).splitlines()[0][:120]
-        raise DataError(name, shown, "a parquet file", "Write it again.") from error
+        raise DataError(name, said(error, 120), "a parquet file", "Write it again.") from error
+
+
+def _no_value(name: str, num_before: int, batch: Any, error: Exception) -> DataError:
+    """Returns the error of the first value of a batch that Python cannot hold."""
+    place, column = name, ""
+    for key, values in zip(batch.schema.names, batch.columns, strict=True):
+        for number, value in enumerate(values, num_before + 1):
+            try:
+                value.as_py()
+            except (ValueError, OverflowError) as fault:
+                if not column:
+                    place, column, error = f"{name}:{number}", f"column {short(key)}: ", fault
+                break
+    allowed = "texts in UTF-8, and times of whole microseconds from year 1 to 9999"
+    return DataError(place, column + said(error, 160), allowed, "Write that column again.")
 
 
 def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
@@ -60,13 +81,23 @@ def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
     except DataError:
         raise
     except Exception as error:  # of many kinds, from the hub, the network and the files
-        shown = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         allowed = f"a folder of save_to_disk, or {DATASET_FORM}"
-        raise DataError(name, shown, allowed, "Check the name.") from error
+        raise DataError(name, said(error, 160), allowed, "Check the name.") from error
     if isinstance(loaded, dict):
         allowed = f"one split of it: {', '.join(f'{name}/{split}' for split in loaded)}"
         raise DataError(name, "a data set with splits", allowed, "Name one.")
-    yield from loaded
+    rows, num = iter(loaded), 0
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # whatever a column's decoder raises
+            allowed = "rows that datasets can decode"
+            got = f"{type(error).__name__}: {said(error, 160)}"
+            raise DataError(f"{name}:{num + 1}", got, allowed, "Write the set again.") from error
+        if row is None:
+            return
+        num += 1
+        yield row
 
 
 def _of_hub(name: str, datasets: Any) -> Any:

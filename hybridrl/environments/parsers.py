@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from hybridrl.config.files import parse_json
 from hybridrl.environments.base import Observation
+from hybridrl.errors import said
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,12 @@ def _json_call(body: str | None) -> ToolCall:
     if body is None:
         return ToolCall("", error="</tool_call> is missing")
     try:
-        call = json.loads(body)
+        call = parse_json(body)
         arguments = call.get("arguments", {})
         if isinstance(arguments, str):  # some models write them as JSON in a text
-            arguments = json.loads(arguments)
-    except (ValueError, AttributeError, RecursionError) as error:
-        return ToolCall("", error=f"no JSON object with name and arguments: {error}")
+            arguments = parse_json(arguments)
+    except (ValueError, AttributeError) as error:
+        return ToolCall("", error=f"no JSON object with name and arguments: {said(error)}")
     name = call.get("name")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall("", error="no text under name, or no object under arguments")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,8 @@ from typing import Any
 from jinja2 import Environment
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
+from hybridrl.config.files import parse_json, parse_yaml
 from hybridrl.errors import DataError
 from hybridrl.metrics.plots import figures, points
 from hybridrl.metrics.sinks import read_records
@@ -145,21 +146,28 @@ def write_report(run_dir: str | Path, other_dir: str | Path | None = None) -> Pa
 
 def _read(folder: Path, label: str) -> RunData:
     metrics = folder / "metrics.jsonl"
-    records = read_records(metrics) if metrics.exists() else []
+    records = read_records(metrics) if os.path.exists(metrics) else []
     if not records:
         raise DataError(
             str(metrics),
-            "no steps" if metrics.exists() else "no such file",
+            "no steps" if os.path.exists(metrics) else "no such file",
             "the metrics of at least one step",
             "Give the folder of a run that has started, e.g. runs/quickstart-grpo.",
         )
     summary = folder / "summary.json"  # accuracy before the first step has no other record
-    before = json.loads(summary.read_text()).get("accuracy_before") if summary.exists() else None
+    before = _accuracy_before(summary) if summary.exists() else None
     if before is not None and all(record["step"] for record in records):
         records.insert(0, {"step": 0, ACCURACY: before})
     config = folder / "config.yaml"
     text = config.read_text(encoding="utf-8") if config.exists() else ""
     return RunData(label, records, text, *_newest_samples(folder / "rollouts"))
+
+
+def _accuracy_before(summary: Path) -> Any:
+    try:
+        return parse_json(summary.read_bytes()).get("accuracy_before")
+    except (ValueError, AttributeError, OSError):  # damaged: the page goes without it
+        return None
 
 
 def _newest_samples(directory: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -171,8 +179,8 @@ def _newest_samples(directory: Path) -> tuple[str, list[dict[str, Any]]]:
     with dumps[-1].open(encoding="utf-8") as lines:
         for line in lines:
             try:
-                samples.append(json.loads(line))
-            except json.JSONDecodeError:  # the run is still writing it, or was killed
+                samples.append(parse_json(line, allows_half_pairs=True))
+            except ValueError:  # the run is still writing it, or was killed
                 continue
             if len(samples) == NUM_SAMPLES:
                 break
@@ -232,6 +240,6 @@ def _flat(config: str) -> dict[str, str]:
             yield prefix, json.dumps(value)
 
     try:
-        return dict(leaves("", OmegaConf.to_container(OmegaConf.create(config or "{}"))))
-    except (YAMLError, OmegaConfBaseException):
+        return dict(leaves("", OmegaConf.to_container(parse_yaml(config or "{}"))))
+    except (ValueError, OmegaConfBaseException):
         return {}

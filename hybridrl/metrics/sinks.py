@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hybridrl.config.files import parse_json
 from hybridrl.errors import UserError
 from hybridrl.metrics.values import ACCURACY, PHASES, Record
 
@@ -196,7 +197,8 @@ class RolloutDump:
         self._directory.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(dict(sample), ensure_ascii=False) + "\n" for sample in samples]
         path = self._directory / f"step_{step:06d}.jsonl"
-        path.write_text("".join(lines), encoding="utf-8")
+        # Half of a surrogate pair, which has no UTF-8, becomes the escape that JSON has for it.
+        path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
@@ -249,8 +251,8 @@ def read_lines(path: Path) -> tuple[list[Record], list[bytes]]:
 def _record(line: bytes) -> Record | None:
     """Returns the numbers of a line by name, if it has a step."""
     try:
-        found = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):
+        found = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(found, dict) or type(found.get("step")) is not int:
         return None

@@ -6,6 +6,7 @@ Owns config.json and the copying of small files; the tensors are hf.py's.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,8 +34,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, damaged, or not a JSON object whose keys differ.
     """
-    file = Path(path).expanduser()
-    if file.is_dir():
+    file = Path(os.path.expanduser(path))
+    if os.path.isdir(file):
         file = file / CONFIG_FILE
     return read_json_object(file, CheckpointError)
 

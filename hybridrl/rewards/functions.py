@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from hybridrl.config.environment import REWARD as TURNS
@@ -55,7 +55,7 @@ class ServedModel:
     runs = "world"
 
     def __init__(self, path: str) -> None:
-        if not (Path(path).expanduser() / "config.json").is_file():
+        if not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
             raise UserError(
                 "reward.options.path",
                 path,

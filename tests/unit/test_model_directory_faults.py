@@ -274,7 +274,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     "no weights": (lambda f: (f / INDEX).unlink(), "got no weights"),
     "index directory": (instead(INDEX, Path.mkdir), "index.json: got unreadable (a directory)"),
     "index pipe": (instead(INDEX, os.mkfifo), "index.json: got unreadable (a pipe"),
-    "index deep": (text(INDEX, DEEP), "unreadable (JSON nested too deeply)"),
+    "index deep": (text(INDEX, DEEP), "JSON nested too deeply"),
     "index huge": (instead(INDEX, huge), "unreadable (a file of"),
     "index list": (text(INDEX, "[]"), "unreadable (list)"),
     "index without map": (text(INDEX, "{}"), "weight_map is nothing"),
