@@ -32,6 +32,13 @@ def said(error: BaseException, max_characters: int = 300) -> str:
     return _cut(_printable(text or type(error).__name__), max_characters)
 
 
+def did(error: BaseException) -> str:
+    """Returns what code did that raised: "raised ValueError" or "called sys.exit(0)"."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({short(error.code)})"
+    return f"raised {_cut(type(error).__name__, 80)}"
+
+
 class _Short(reprlib.Repr):
     """Looks at a value no further than a message shows it."""
 
@@ -79,11 +86,12 @@ class UserError(Exception):
         found, possible = _part(value), _part(allowed)
         super().__init__(f"{_part(name)}: got {found}; allowed: {possible}. {_part(remedy)}")
 
+    def parts(self) -> tuple[str, str, str, str]:
+        """Returns name, value, what is allowed and the remedy as texts that are not too long."""
+        return _part(self.name), _part(self.value), _part(self.allowed), _part(self.remedy)
+
     def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _rebuild,
-            (type(self), self.name, _part(self.value), self.allowed, self.remedy, str(self)),
-        )
+        return _rebuild, (type(self), *self.parts(), str(self))
 
 
 def _rebuild(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from hybridrl.config.own_code import imported
 from hybridrl.config.schema import AlgorithmConfig, CustomAlgorithmConfig
-from hybridrl.errors import UserError
+from hybridrl.errors import UserError, said
 
 if TYPE_CHECKING:
     from hybridrl.algorithms.base import Algorithm
@@ -58,12 +58,14 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         UserError: the class cannot be imported or made, or lacks a part of an Algorithm.
     """
     if not isinstance(config, CustomAlgorithmConfig):
-        made: Algorithm = _load(ALGORITHMS[config.name])(config)
+        made: Algorithm = imported(ALGORITHMS[config.name])(config)
         return made
     try:
-        algorithm: Algorithm = _load(config.name)(**config.options)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise _not_made(config.name, f"{type(error).__name__}: {error}") from error
+        algorithm: Algorithm = imported(config.name)(**config.options)
+    except ImportError as error:
+        raise _not_made(config.name, said(error)) from error
+    except (AttributeError, TypeError) as error:
+        raise _not_made(config.name, f"{type(error).__name__}: {said(error)}") from error
     required = [*_METHODS]
     if hasattr(algorithm, "needs") and algorithm.needs.values:
         required.append("value_loss")
@@ -71,12 +73,6 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     if missing:
         raise _not_made(config.name, f"It has no {', '.join(missing)}.")
     return algorithm
-
-
-def _load(path: str) -> type:
-    module, _, attribute = path.partition(":")
-    found: type = getattr(importlib.import_module(module), attribute)
-    return found
 
 
 def _not_made(path: str, reason: str) -> UserError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from hybridrl import __version__
 from hybridrl.cli.gpus import num_local_gpus
@@ -37,7 +38,7 @@ from hybridrl.cli.validate import (
 from hybridrl.config.hub import hub_names, names_from_json, names_to_json, with_names
 from hybridrl.config.identity import pinned, run_folder
 from hybridrl.config.load import load_config
-from hybridrl.config.own_code import make_working_folder_importable
+from hybridrl.config.own_code import contained, make_working_folder_importable
 from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
@@ -46,7 +47,17 @@ from hybridrl.parallel.failure import is_launched
 
 HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # for the ranks: hub names with their commits, as JSON
 
+class Commands(TyperGroup):
+    """The commands, none of which ends by another's sys.exit."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command."""
+        with contained():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

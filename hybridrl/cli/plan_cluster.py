@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hybridrl.cli.gpus import LocalGpu, num_local_gpus, smallest_local_gpu
-from hybridrl.config.files import read_yaml
+from hybridrl.config.yaml_text import read_yaml
 from hybridrl.errors import ConfigError, UserError, said, short
 from hybridrl.hybrid_engine.cluster import LINK_GB_PER_S, Cluster
 

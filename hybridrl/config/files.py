@@ -1,4 +1,4 @@
-"""Reading JSON and YAML that may be damaged, endless or meant to do harm. No torch.
+"""Reading JSON that may be damaged, endless or meant to do harm. No torch.
 
 Owns what text is refused before anything is made of it, and the errors of a model's small JSON
 files: one that is missing, is no regular file, is too large or is no JSON object. A path that is a
@@ -12,15 +12,10 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Iterable
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from hybridrl.errors import UserError, said, short
+from hybridrl.errors import UserError, short
 
 FETCH_AGAIN = "Fetch or export the file again."
 # The largest of known models are 1.1 MB (tokenizer_config.json) and 20 MB (an index of weights).
@@ -28,13 +23,7 @@ MAX_BYTES = 64 << 20
 # Of lists and objects in each other: what is deeper ends the recursion of whatever reads it later,
 # and YAML's parser in C with the process.
 MAX_DEPTH = 64
-MOST_DIGITS = 300  # of a number in YAML; a float has no more
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-# What YAML's constructors raise of values that are not of their tag, beside its own errors.
-_YAML_ERRORS = (
-    *(yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, LookupError, TypeError),
-    *(AttributeError, RecursionError),
-)
 
 
 def parse_json(
@@ -89,69 +78,6 @@ def _is_deep(value: object) -> bool:
         if not level:
             return False
     return True
-
-
-def parse_yaml(text: str, *, is_value: bool = False) -> DictConfig | ListConfig:
-    """Returns what YAML text says; a value alone, which may be no container, under the key `value`.
-
-    Raises:
-        YamlTextError: it is not YAML, nested deeper than MAX_DEPTH, or has a number of more than
-            MOST_DIGITS digits.
-    """
-    try:
-        depth = 0
-        for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH:
-                raise YamlTextError(f"YAML nested more than {MAX_DEPTH} deep", event.start_mark)
-            if isinstance(event, yaml.ScalarEvent) and _is_long_number(event):
-                found = f"a number of {len(event.value)} digits ({event.value[:8]}...)"
-                raise YamlTextError(found, event.start_mark)
-        if is_value:
-            return OmegaConf.from_dotlist([f"value={text}"])
-        return OmegaConf.load(StringIO(text))
-    except YamlTextError:
-        raise
-    except _YAML_ERRORS as error:
-        problem = getattr(error, "problem", None) or said(error)
-        if isinstance(error, LookupError | TypeError | AttributeError):  # of a wrong tag
-            problem = f"a value that is not of its tag ({type(error).__name__}: {said(error)})"
-        raise YamlTextError(problem, getattr(error, "problem_mark", None)) from None
-
-
-def read_yaml(path: Path, allowed: str = "valid YAML") -> DictConfig | ListConfig:
-    """Returns what a YAML file says.
-
-    Args:
-        path: of the file.
-        allowed: what it should be, for the message.
-
-    Raises:
-        UserError: it cannot be read, or as `parse_yaml`; names file and line.
-    """
-    content = read_bytes(path, UserError, allowed)
-    try:
-        return parse_yaml(content.decode("utf-8"))
-    except (YamlTextError, UnicodeDecodeError) as error:
-        line = getattr(error, "line", None)
-        where = f"{path}:{line}" if line is not None else str(path)
-        raise UserError(where, said(error), allowed, "Mend the file at this place.") from None
-
-
-class YamlTextError(ValueError):
-    """Text that is not YAML, or YAML that is refused; `line` says where, if that is known."""
-
-    def __init__(self, problem: str, mark: yaml.Mark | None) -> None:
-        super().__init__(problem)
-        self.line = None if mark is None else mark.line + 1
-
-
-def _is_long_number(event: yaml.ScalarEvent) -> bool:
-    """Whether a scalar is a number of too many digits, in any of YAML's bases."""
-    text = event.value
-    is_number = len(text) > MOST_DIGITS and re.fullmatch(r"[-+]?\d[\w:]*", text) is not None
-    return is_number and not event.style
 
 
 def read_json_object(

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from hybridrl.config.algorithm import ALGORITHM_NAMES, AlgorithmConfig
-from hybridrl.config.files import MAX_DEPTH, YamlTextError, has_utf8, parse_yaml, read_yaml
+from hybridrl.config.files import MAX_DEPTH, has_utf8
 from hybridrl.config.interpolation import Path as Place
 from hybridrl.config.interpolation import (
     as_written,
@@ -29,6 +29,7 @@ from hybridrl.config.interpolation import (
     value_at,
 )
 from hybridrl.config.schema import Config
+from hybridrl.config.yaml_text import YamlTextError, parse_yaml, read_yaml
 from hybridrl.errors import ConfigError, UserError, said, short
 
 NULLS = ("", "null", "~", "none", "None", "NULL", "Null")

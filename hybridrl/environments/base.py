@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
 
-from hybridrl.rewards.outcome import LARGEST, WHERE, ScorerFailure
+from hybridrl.errors import short
+from hybridrl.rewards.outcome import LARGEST, WHERE, ScorerFailure, failed
 
 Message = Mapping[str, str]
 Observation = str | Sequence[int] | Sequence[Message] | None
@@ -93,9 +94,10 @@ def checked(answer: object) -> Answer:
     observation, reward, done, notes = Turn(*answer)
     number: Any = reward.item() if hasattr(reward, "item") else reward
     if not isinstance(number, Real) or not abs(float(number)) <= LARGEST:
-        return ScorerFailure(f"returned the reward {reward!r} for {WHERE}")
+        return ScorerFailure(f"returned the reward {short(reward)} for {WHERE}")
     if isinstance(notes, str) or not all(isinstance(n, str) and NOTE.fullmatch(n) for n in notes):
-        return ScorerFailure(f"returned the notes {notes!r} for {WHERE}", "words of a-z, 0-9 and _")
+        got = f"returned the notes {short(notes)} for {WHERE}"
+        return ScorerFailure(got, "words of a-z, 0-9 and _")
     seen = checked_observation(observation)
     if isinstance(seen, ScorerFailure):
         return seen
@@ -109,14 +111,12 @@ def checked_observation(observation: object) -> Observation | ScorerFailure:
     if hasattr(observation, "tolist"):  # an array
         observation = observation.tolist()
     if isinstance(observation, list | tuple):
-        if all(isinstance(token, Integral) and int(token) >= 0 for token in observation):
+        if all(isinstance(token, Integral) and 0 <= int(token) < 1 << 63 for token in observation):
             return [int(token) for token in observation]
         if all(_is_message(message) for message in observation):
             return [{key: message[key] for key in MESSAGE} for message in observation]
-    shown = f"{observation!r}"[:80]
-    return ScorerFailure(
-        f"returned the observation {shown} for {WHERE}", "a text, token ids or messages"
-    )
+    got = f"returned the observation {short(observation)} for {WHERE}"
+    return ScorerFailure(got, "a text, token ids or messages")
 
 
 def checked_start(observation: object) -> Observation | ScorerFailure:
@@ -145,4 +145,4 @@ def encoded(answer: Answer) -> dict[str, Any]:
 
 def decoded(entry: Mapping[str, Any]) -> Answer:
     """Returns what was encoded."""
-    return ScorerFailure(**entry) if "got" in entry else Turn(**entry)
+    return failed(entry) if "got" in entry else checked(Turn(**entry))

@@ -69,7 +69,7 @@ class Stage:
                 answer = checked(environment.step(*play.actions[-1]))
         except UserError:
             raise
-        except Exception as error:  # any error of the user's own code
+        except BaseException as error:  # any error of the user's own code
             answer = raised(error, WHERE, EXPECTED)
         if isinstance(answer, ScorerFailure) or answer.done:
             _close(environment)
@@ -84,7 +84,9 @@ def _close(environment: Any) -> None:
     if hasattr(environment, "close"):
         try:
             environment.close()
-        except Exception:  # any error of the user's own code, after its last answer
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # any error of the user's own code, after its last answer
             return
 
 

@@ -8,13 +8,13 @@ environment.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hybridrl.config.own_code import imported
 from hybridrl.environments.base import Observation, Turn
 from hybridrl.environments.parsers import PARSERS, ToolCall, ToolParser
-from hybridrl.errors import UserError
+from hybridrl.errors import UserError, did, said
 
 Tool = Callable[..., object]
 
@@ -74,8 +74,12 @@ class ToolEnvironment:
             return f"error: no tool {call.name!r}, only {', '.join(self._tools)}", True
         try:
             result = str(self._tools[call.name](**call.arguments))
-        except Exception as error:  # any error of the tool's own code, for these arguments
-            return f"error: {error or type(error).__name__}"[: self._max_characters], True
+        except KeyboardInterrupt:
+            raise
+        except SystemExit as error:
+            return f"error: it {did(error)}", True
+        except BaseException as error:  # any error of the tool's own code, for these arguments
+            return f"error: {said(error, self._max_characters)}", True
         if len(result) > self._max_characters:
             return result[: self._max_characters] + " (cut off)", False
         return result, False
@@ -87,12 +91,10 @@ def find(path: str, key: str) -> Any:
     Raises:
         UserError: there is no such thing that can be called; names the key.
     """
-    module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # any error of the user's own module
-        remedy = f"Importing it failed: {type(error).__name__}: {error}."
-        raise _unknown(path, key, remedy) from error
+        found = imported(path)
+    except ImportError as error:
+        raise _unknown(path, key, f"Importing it failed: {error}.") from error
     if not callable(found):
         raise _unknown(path, key, f"It is a {type(found).__name__}, which cannot be called.")
     return found

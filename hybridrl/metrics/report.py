@@ -20,7 +20,8 @@ from jinja2 import Environment
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.config.files import parse_json, parse_yaml
+from hybridrl.config.files import parse_json
+from hybridrl.config.yaml_text import parse_yaml
 from hybridrl.errors import DataError
 from hybridrl.metrics.plots import figures, points
 from hybridrl.metrics.sinks import read_records

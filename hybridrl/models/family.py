@@ -9,13 +9,13 @@ never mentions ranks.
 from __future__ import annotations
 
 import difflib
-import importlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridrl.config.files import plain, shown
+from hybridrl.config.own_code import imported
 from hybridrl.errors import ModelError
 from hybridrl.models.config_keys import DECODER_KEYS, check_keys, check_values
 from hybridrl.models.families import FAMILIES
@@ -223,10 +223,9 @@ def _listed(architectures: tuple[str, ...]) -> str:
 
 
 def _load(path: str, key: str) -> Family:
-    module_name, _, attribute = path.partition(":")
     try:
-        family = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+        family = imported(path)
+    except ImportError as error:
         raise ModelError(
             key,
             path,

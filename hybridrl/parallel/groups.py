@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.rendezvous import rendezvous
 
+from hybridrl.config.own_code import contained
 from hybridrl.errors import UserError
 from hybridrl.parallel import heartbeat
 from hybridrl.parallel.descriptors import raise_limit, shortage
@@ -233,7 +234,8 @@ class World:
         agreement, error = Agreement(), None
         with self.heartbeat.part(what, is_unbounded), self._unbounded(is_unbounded):
             try:
-                yield agreement
+                with contained():
+                    yield agreement
             except Exception as caught:  # made global below, then raised again
                 if isinstance(caught, PeerError) and caught.is_lost:  # all ranks know
                     raise

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 
-from hybridrl.errors import DataError, UserError
+from hybridrl.errors import DataError, UserError, short
 
 _NUMBER = r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 
@@ -70,7 +70,7 @@ class Gsm8k:
         if wanted is None:
             raise DataError(
                 "data.answer_key",
-                repr(answer[-40:]),
+                short(answer[-40:]),
                 "a number, alone or after ####",
                 "Mend that row, or use another reward.",
             )
@@ -106,7 +106,7 @@ class Math:
         wanted = self._library.parse(marked, parsing_timeout=None)
         if not wanted:
             raise DataError(
-                "data.answer_key", repr(answer[:60]), "a number or formula", "Mend that row."
+                "data.answer_key", short(answer[:60]), "a number or formula", "Mend that row."
             )
         found = self._library.parse(response, parsing_timeout=None)
         return float(self._library.verify(wanted, found, timeout_seconds=None))
@@ -119,9 +119,10 @@ def answer_of(prompt: str, columns: Mapping[str, object]) -> str:
         DataError: it has none.
     """
     if "answer" not in columns:
+        present = short(sorted(map(str, columns)), 300)
         raise DataError(
             "data.answer_key",
-            f"no answer for the prompt {prompt[:40]!r}, only {sorted(columns)}",
+            f"no answer for the prompt {prompt[:40]!r}, only {present}",
             "a column with the answer in every row",
             "Set data.answer_key to its name.",
         )

@@ -312,7 +312,7 @@ class Scorer:
             logger.warning("%d of %d samples failed; the first: %s", len(failed), len(found), error)
         self._counts[f"reward/{part.name}/errors"] += len(failed)
         for outcome in found:
-            if isinstance(outcome, Noted):
+            if isinstance(outcome, Noted) and outcome.note in part.notes:
                 self._counts[f"reward/{part.name}/{outcome.note}"] += 1
         return failed
 

@@ -11,7 +11,6 @@ trainer); else in place.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from hybridrl.config.environment import REWARD as TURNS
+from hybridrl.config.own_code import imported
 from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
 from hybridrl.errors import UserError
 from hybridrl.rewards.answers import ExactMatch, Gsm8k, Math
@@ -104,14 +104,13 @@ def find_reward(config: ScorerConfig) -> RewardFunction:
         made = REWARDS[name](**options)
         _check_run(config, made)
         return made
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         near = get_close_matches(name, REWARDS, 1)
         raise _unknown(name, f"Did you mean {near[0]!r}?" if near else "Check the name.")
     try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # any error of the user's own module
-        raise _unknown(name, f"Importing it failed: {type(error).__name__}: {error}.") from error
+        function = imported(name)
+    except ImportError as error:
+        raise _unknown(name, f"Importing it failed: {error}.") from error
     if not callable(function):
         raise _unknown(name, f"It is a {type(function).__name__}, which cannot be called.")
     found: RewardFunction = function

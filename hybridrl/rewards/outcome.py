@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.errors import UserError
+from hybridrl.errors import UserError, did, said, short
 
 LARGEST = float(np.finfo(np.float32).max)
 WHERE = "\0"
@@ -45,7 +45,12 @@ class ScorerFailure:
 
     got: str
     expected: str = "a finite float"
-    cause: Exception | None = None
+    cause: BaseException | None = None
+
+
+def failed(entry: Mapping[str, object]) -> ScorerFailure:
+    """Returns a failure that a process told, of whatever kind its parts are."""
+    return ScorerFailure(str(entry["got"]), str(entry["expected"]))
 
 
 Outcome = float | ScorerFailure
@@ -77,17 +82,22 @@ def outcomes(function: Callable[..., Any], job: Job, stops: bool = False) -> lis
 
 def _single(function: Callable[..., Any], *arguments: object) -> Outcome:
     try:
-        value = function(*arguments)
+        return _reward(function(*arguments))
     except UserError:
         raise
-    except Exception as error:  # any error of the user's own code
+    except BaseException as error:  # any error of the user's own code, and of what it returned
         return raised(error, WHERE)
+
+
+def _reward(value: Any) -> Outcome:
     shape = tuple(value.shape) if hasattr(value, "shape") else ()
     if shape:
         return ScorerFailure(f"returned shape {shape} for {WHERE}")
     number = value.item() if hasattr(value, "item") else value
     if not isinstance(number, Real):
         return ScorerFailure(f"returned a {type(value).__name__} for {WHERE}")
+    if isinstance(number, int) and abs(number) > LARGEST:  # a float may not hold it
+        return ScorerFailure(f"returned {short(int(number))} for {WHERE}")
     if not math.isfinite(reward := float(number)) or abs(reward) > LARGEST:
         return ScorerFailure(f"returned {reward} for {WHERE}")
     return number if isinstance(number, Noted) else reward
@@ -100,7 +110,7 @@ def _batched(function: Callable[..., Any], job: Job) -> list[Outcome]:
         found = _array(value)
     except UserError:
         raise
-    except Exception as error:  # any error of the user's own code
+    except BaseException as error:  # any error of the user's own code, and of what it returned
         return [raised(error, "the batch")] * num
     if isinstance(found, np.ndarray) and found.shape == (num,):
         return [
@@ -122,18 +132,27 @@ def _array(value: Any) -> np.ndarray | str:
     try:
         found = np.asarray(value)
     except (TypeError, ValueError) as error:
-        return f"rows of several shapes ({error})"
+        return f"rows of several shapes ({said(error)})"
     if found.dtype.kind not in "fiub":
         return f"a {type(value).__name__} of {found.dtype}"
     return found.astype(np.float64)
 
 
 def raised(
-    error: Exception, where: str, expected: str = "a finite float a sample"
+    error: BaseException, where: str, expected: str = "a finite float a sample"
 ) -> ScorerFailure:
-    """Returns the failure of code that raised, with the line of it."""
+    """Returns the failure of code that raised, with the line of it.
+
+    Raises:
+        UserError: it was interrupted, perhaps from the keyboard, so nothing may go on.
+    """
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    # The innermost line, unless the call itself did not fit.
+    frames = [frame for frame in frames if frame.filename != __file__]
+    # The innermost line, unless the call itself did not fit, or what it returned.
     line = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    got = f"raised {type(error).__name__}{line} on {where}: {error}"
+    got = f"{did(error)}{line} on {where}"
+    if isinstance(error, KeyboardInterrupt):
+        got = got.replace(WHERE, "a sample")
+        raise UserError("users' code", f"code that {got}", expected, "Start again.") from error
+    got += "" if isinstance(error, SystemExit) else f": {said(error)}"
     return ScorerFailure(got, expected, error)

@@ -8,7 +8,7 @@ process. No torch.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import pickle
 import queue
@@ -23,12 +23,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
+from hybridrl.config.files import parse_json
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.errors import UserError
-from hybridrl.rewards.outcome import WHERE, Noted, Outcome, ScorerFailure
+from hybridrl.rewards.outcome import WHERE, Noted, Outcome, ScorerFailure, failed
 
 START_S = 120.0
+APART = "code that writes to no file descriptor that it did not open"
 LENGTH = struct.Struct("<Q")
+MOST_BYTES = 64 << 20  # of the answer to one job
 
 
 class Timed(Protocol):
@@ -38,6 +41,10 @@ class Timed(Protocol):
     def timeout_s(self) -> float:
         """Of one call."""
         ...
+
+
+class NoAnswerError(Exception):
+    """A process wrote something else where it answers."""
 
 
 C = TypeVar("C", bound=Timed)
@@ -111,6 +118,7 @@ class Worker(Generic[C, R]):
     def __init__(self, config: C) -> None:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
+        self._num_jobs = 0  # of the process, which says to which of them it answers
 
     def decoded(self, entry: dict[str, Any]) -> R:
         """Returns what the process said of one entry."""
@@ -128,6 +136,8 @@ class Worker(Generic[C, R]):
             return self._ask(job)
         except TimeoutError:
             failure = ScorerFailure(f"took longer than {self._config.timeout_s:g} s for {WHERE}")
+        except NoAnswerError:
+            failure = ScorerFailure(f"wrote what is no answer into its answers on {WHERE}", APART)
         except (OSError, EOFError):
             failure = ScorerFailure(f"{self.kill()} on {WHERE}")
         self.kill()
@@ -154,6 +164,7 @@ class Worker(Generic[C, R]):
         paths = [path or os.getcwd() for path in sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         environment.setdefault("OMP_NUM_THREADS", "1")
+        self._num_jobs = 0
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", self.module],
             stdin=subprocess.PIPE,
@@ -165,8 +176,8 @@ class Worker(Generic[C, R]):
         os.set_blocking(process.stdin.fileno(), False)
         try:
             self._send(self._config, time.monotonic() + START_S)
-            self._receive(time.monotonic() + START_S)
-        except (OSError, EOFError, TimeoutError) as error:
+            self._receive(0, time.monotonic() + START_S)
+        except (OSError, EOFError, TimeoutError, NoAnswerError) as error:
             ended = self.kill()
             raise UserError(
                 self.key,
@@ -177,11 +188,9 @@ class Worker(Generic[C, R]):
 
     def _ask(self, job: Any) -> list[R | ScorerFailure]:
         deadline = time.monotonic() + self.allowed_s(job)
-        self._send((*job,), deadline)
-        return [
-            ScorerFailure(**entry) if "got" in entry else self.decoded(entry)
-            for entry in self._receive(deadline)
-        ]
+        self._num_jobs += 1
+        self._send((self._num_jobs, (*job,)), deadline)
+        return self._receive(len(job[0]), deadline)
 
     def _send(self, value: object, deadline: float) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -191,16 +200,34 @@ class Worker(Generic[C, R]):
             _wait(file, select.POLLOUT, deadline)
             data = data[os.write(file, data) :]
 
-    def _receive(self, deadline: float) -> Any:
+    def _receive(self, num: int, deadline: float) -> list[R | ScorerFailure]:
+        """Returns an answer of `num` results; users' code can write there too, and anything."""
         (size,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
-        answer = json.loads(self._read(size, deadline))
-        if "user_error" in answer:
-            raise UserError(*answer["user_error"])
-        return answer["outcomes"]
+        if size > MOST_BYTES:
+            raise NoAnswerError
+        try:
+            answer = parse_json(bytes(self._read(size, deadline)), allows_half_pairs=True)
+            number = answer["job"]
+            if "user_error" in answer:
+                name, value, allowed, remedy = map(str, answer["user_error"])
+                mistake = UserError(name, value, allowed, remedy)
+            else:
+                told = answer["outcomes"]
+                found = [failed(one) if "got" in one else self.decoded(one) for one in told]
+                mistake = None
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            raise NoAnswerError from error
+        if number != self._num_jobs:  # or each answer that follows went to the sample before
+            raise NoAnswerError
+        if mistake is not None:
+            raise mistake
+        if len(found) != num:
+            raise NoAnswerError
+        return found
 
-    def _read(self, size: int, deadline: float) -> bytes:
+    def _read(self, size: int, deadline: float) -> bytearray:
         assert self._process is not None and self._process.stdout is not None
-        file, data = self._process.stdout.fileno(), b""
+        file, data = self._process.stdout.fileno(), bytearray()
         while len(data) < size:
             _wait(file, select.POLLIN, deadline)
             part = os.read(file, size - len(data))
@@ -217,8 +244,9 @@ class Scoring(Worker[ScorerConfig, Outcome]):
 
     def decoded(self, entry: dict[str, Any]) -> Outcome:
         """Returns a score with its note."""
-        value = float(entry["value"])
-        return Noted(value, entry["note"]) if "note" in entry else value
+        if not math.isfinite(value := float(entry["value"])):
+            raise ValueError(value)
+        return Noted(value, str(entry["note"])) if "note" in entry else value
 
 
 def framed(data: bytes) -> bytes:

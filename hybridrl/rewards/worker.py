@@ -45,14 +45,15 @@ def serve(
     try:
         run = make(config)
     except UserError as error:
-        _write(answers, _user_error(error))
+        _write(answers, 0, _user_error(error))
         return
-    _write(answers, {"outcomes": []})
-    while (job := _read(jobs)) is not None:
+    _write(answers, 0, {"outcomes": []})
+    while (numbered := _read(jobs)) is not None:
+        number, job = numbered
         try:
-            _write(answers, {"outcomes": [encode(found) for found in run(job)]})
+            _write(answers, number, {"outcomes": [encode(found) for found in run(job)]})
         except UserError as error:
-            _write(answers, _user_error(error))
+            _write(answers, number, _user_error(error))
 
 
 def _scorer(config: ScorerConfig) -> Callable[[Job], list[Outcome]]:
@@ -64,7 +65,7 @@ def _scorer(config: ScorerConfig) -> Callable[[Job], list[Outcome]]:
 
 
 def _user_error(error: UserError) -> dict[str, Any]:
-    return {"user_error": [error.name, str(error.value), error.allowed, error.remedy]}
+    return {"user_error": error.parts()}
 
 
 def _read(file: BinaryIO) -> Any:
@@ -74,8 +75,8 @@ def _read(file: BinaryIO) -> Any:
     return pickle.loads(file.read(*LENGTH.unpack(head)))
 
 
-def _write(file: BinaryIO, answer: dict[str, Any]) -> None:
-    data = framed(json.dumps(answer).encode())
+def _write(file: BinaryIO, number: int, answer: dict[str, Any]) -> None:
+    data = framed(json.dumps({"job": number, **answer}).encode())
     try:
         file.write(data)
         file.flush()

@@ -26,7 +26,7 @@ from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import load_config, load_config_dict
-from hybridrl.config.own_code import make_working_folder_importable
+from hybridrl.config.own_code import contained, make_working_folder_importable
 from hybridrl.config.schema import Config
 from hybridrl.data.mixture import prompt_source
 from hybridrl.data.packing import even_sizes
@@ -91,7 +91,7 @@ class Trainer:
         self._engine_bytes: Callable[[], Mapping[str, Holding]] = dict  # until there is an engine
         self._keeps_memory: Callable[[], bool] = bool
         try:
-            with ledger.explained(self.memory_table):
+            with contained(), ledger.explained(self.memory_table):
                 self._build(setup.Given(prompts, reward, tokenizer, mix or {}))
         except BaseException as error:
             # A corrected attempt can start; after other errors NCCL might wait for lost ranks, and
@@ -195,7 +195,8 @@ class Trainer:
                 return self.journal.nothing_to_do(first, last, self.evaluations, self.seconds)
             self.journal.start(first, last)
             try:
-                with stops_on_signals(self.world), ledger.explained(self.memory_table):
+                explained = ledger.explained(self.memory_table)
+                with contained(), stops_on_signals(self.world), explained:
                     self._train_to(last)
                 self.seconds += time.monotonic() - self._started
                 return self.journal.finish(first, self.step, self.evaluations, self.seconds)
