@@ -27,7 +27,7 @@ from typing import IO
 
 from hybridrl.checkpoint.run_lock import LOCK_TOKEN, RunLock
 from hybridrl.errors import UserError
-from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, Failure, is_launched
+from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, RUNNING, Failure, is_launched
 
 STORE_FD = "HYBRIDRL_STORE_FD"  # of parallel/groups.py
 POLL_S = 0.1
@@ -53,14 +53,18 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        """Whether the process has ended with anything but 0, and not as it was asked to stop."""
-        return self.process.poll() not in (None, 0, *STOP_CODES)
+        """Whether the process has ended with anything but 0 and not as it was asked to stop, or
+        before its command was done.
+        """
+        code = self.process.poll()
+        is_done = code in (0, *STOP_CODES) and not self.log.with_suffix(RUNNING).exists()
+        return code is not None and not is_done
 
     @property
     def stopped_by(self) -> int:
         """The signal that it was asked to stop with, and did; 0: none."""
         code = self.process.poll()
-        return code - 128 if code in STOP_CODES else 0
+        return code - 128 if code in STOP_CODES and not self.failed else 0
 
     @property
     def failure(self) -> Failure | None:
@@ -137,8 +141,9 @@ def _make_log_dir(log_dir: Path) -> None:
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        for stale in (*log_dir.glob("rank_*.phase"), *log_dir.glob("rank_*.error")):
-            stale.unlink()
+        for suffix in (".phase", ".error", RUNNING):
+            for stale in log_dir.glob(f"rank_*{suffix}"):
+                stale.unlink()
     except OSError as error:
         raise _no_logs(log_dir, error) from error
 
@@ -388,7 +393,7 @@ def _report(culprits: Sequence[_Rank], ranks: Sequence[_Rank], fault: str | None
     if code > 0 and failure is not None and failure.culprit is not None:
         blamed, message = ranks[failure.culprit], failure.message
     else:
-        how = f"ended with code {code}"
+        how = f"ended with code {code}" if code else "ended itself with code 0, as by os._exit(0),"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         blamed, host = first, socket.gethostname()

@@ -184,8 +184,7 @@ def train(
             log_to(run_folder(loaded) / "logs")
         from hybridrl.trainer.run import train_rank
 
-        train_rank(loaded, resume)
-        return
+        raise typer.Exit(train_rank(loaded, resume))
     world_size = world or default_world_size(loaded, num_local_gpus())
     validate_training(loaded, world_size, resume)
     arguments = ["train", str(config), *(overrides or []), "--resume", resume]
@@ -274,16 +273,16 @@ def main() -> None:
     make_working_folder_importable()
     die_with_launcher()
     if is_rank():
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # before there is anything to save: no traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while nothing can be saved
         write_stacks_on_signal()
+        failure.begin()
         # What is absent says `hybridrl check`; a mistake's message must stand out.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         app()
-    except SystemExit as end:
+    except SystemExit as end:  # of the command line's library, when the command is done
+        failure.end()
         if is_rank() and end.code in STOP_CODES:
             _leave(int(end.code))
         raise

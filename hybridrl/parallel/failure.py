@@ -1,8 +1,8 @@
 """What a rank leaves behind when it fails, for who started it. No torch.
 
-Owns the files beside a rank's log: `rank_N.error` says in JSON what ended the rank. A rank knows
-its folder from LOG_DIR, which the launcher sets, or the command under torchrun; without it there
-are no files, and everything goes to stderr.
+Owns the files beside a rank's log: `rank_N.error` says in JSON what ended it, `rank_N.running` that
+it has not yet done its command. A rank knows its folder from LOG_DIR, which the launcher sets, or
+the command under torchrun; without it there are no files, and everything goes to stderr.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hybridrl.errors import UserError
 
 LAUNCHER_PID = "HYBRIDRL_LAUNCHER_PID"
 LOG_DIR = "HYBRIDRL_LOG_DIR"
+RUNNING = ".running"
 
 # A user's mistake; an error of this rank; of another one; a rank that was given up by all.
 Kind = Literal["mistake", "error", "peer", "lost"]
@@ -99,6 +100,21 @@ def rank_file(suffix: str, rank: int | None = None) -> Path | None:
         return None
     number = os.environ["RANK"] if rank is None else rank
     return Path(os.environ[LOG_DIR]) / f"rank_{number}{suffix}"
+
+
+def begin() -> None:
+    """Leaves a file beside the log of a rank of our launcher until `end`: what ends the process
+    without a word, os._exit in users' code say, may give the exit code 0.
+    """
+    if is_launched() and (file := rank_file(RUNNING)) is not None:
+        with contextlib.suppress(OSError):  # of a full disk
+            file.touch()
+
+
+def end() -> None:
+    """Says that this rank has done its command."""
+    if is_launched() and (file := rank_file(RUNNING)) is not None:
+        file.unlink(missing_ok=True)
 
 
 def report(failure: Failure) -> None:

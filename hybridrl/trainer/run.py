@@ -11,18 +11,21 @@ from hybridrl.config.schema import Config
 from hybridrl.trainer.loop import Trainer
 
 
-def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest") -> None:
+def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest") -> int:
     """Runs one rank of `hybridrl train`; arguments as of `Trainer.fit`.
 
-    Raises:
-        SystemExit: a signal came, and the run was saved; the code says which (STOP_CODES).
+    Returns:
+        The exit code: 0, or 128 + the number of the signal that the run was saved at.
     """
     trainer = Trainer(config)
     try:
         trainer.fit(resume=resume)
     except KeyboardInterrupt:
-        raise SystemExit(128 + signal.SIGINT) from None
+        return 128 + signal.SIGINT
+    except SystemExit as stop:
+        return int(str(stop.code))
     trainer.close()
+    return 0
 
 
 def evaluate_rank(

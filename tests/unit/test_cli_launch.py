@@ -42,6 +42,12 @@ elif what == "port":
     (logs / f"rank_{rank}.looked").touch()
     while not (logs / "rank_1.looked").exists():  # while rank 0 holds it
         time.sleep(0.05)
+elif what == "vanish":
+    from hybridrl.parallel import failure
+    failure.begin()
+    if rank == 1:
+        os._exit(0)
+    failure.end()
 elif what == "kill" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 elif what == "crash" and rank == 1:
@@ -135,6 +141,15 @@ def test_launch_ends_all_when_a_rank_is_killed(
     message = capfd.readouterr().err
     assert "rank 1 on host" in message and "SIGKILL" in message and "phase 'update'" in message
     assert not any(is_alive(file) for file in (tmp_path / "logs").glob("*.pid"))
+
+
+def test_launch_fails_where_a_rank_ends_before_its_command_with_code_0(
+    tmp_path: Path, program: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["vanish"], 2, tmp_path / "logs", program) == 1
+    message = capfd.readouterr().err
+    assert "rank 1 on host" in message and "ended itself with code 0, as by os._exit(0)," in message
+    assert launch(["env"], 2, tmp_path / "logs", program) == 0
 
 
 def test_launch_logs_where_a_rank_was_when_native_code_crashed(
