@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from hybridrl.config.files import parse_json
 from hybridrl.errors import UserError
 
 LOCK_FILE = "run.lock"
@@ -207,10 +208,10 @@ def check_free(folder: Path) -> None:
 def _read(file: Path) -> Holder | None:
     for _ in range(20):  # one that is being written is empty for a moment
         try:
-            return Holder(**json.loads(file.read_text(encoding="utf-8")))
-        except (FileNotFoundError, NotADirectoryError):
+            return Holder(**parse_json(file.read_bytes()))
+        except (FileNotFoundError, NotADirectoryError):  # making the folder says what is wrong
             return None
-        except (ValueError, TypeError, RecursionError, OSError):
+        except (ValueError, TypeError, OSError):
             time.sleep(0.02)
     raise UserError(
         str(file),
