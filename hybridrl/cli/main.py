@@ -47,6 +47,7 @@ from hybridrl.parallel.failure import is_launched
 
 HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # for the ranks: hub names with their commits, as JSON
 
+
 class Commands(TyperGroup):
     """The commands, none of which ends by another's sys.exit."""
 

@@ -109,9 +109,7 @@ def read_json_object(
         return found
 
     try:
-        content = parse_json(
-            text, unique if has_unique_keys else None, allows_half_pairs=True
-        )
+        content = parse_json(text, unique if has_unique_keys else None, allows_half_pairs=True)
     except _TwiceError as twice:
         raise error(
             f"{file}: {shown(twice.key)}",

@@ -8,6 +8,7 @@ branches move; who asks is said in identity.py.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -67,7 +68,7 @@ def model_name(text: str, has_organisation: bool = True) -> HubName | None:
         text: as in `model.path`.
         has_organisation: whether the name must have one.
     """
-    if text.startswith((".", "/", "~")) or Path(text).exists():
+    if text.startswith((".", "/", "~")) or os.path.exists(text):
         return None
     repository, at, revision = text.partition("@")
     num_parts = repository.count("/") + 1

@@ -102,7 +102,8 @@ class ModelConfig(Section):
         description="A family's name, or 'package.module:FAMILY' for your own. None: found from config.json.",
     )
     path: str | None = Field(
-        None, description="HF directory or hub name, 'organisation/name[@revision]', whose weights are loaded. None: `init` is used."
+        None,
+        description="HF directory or hub name, 'organisation/name[@revision]', whose weights are loaded. None: `init` is used.",
     )
     init: str | None = Field(
         None,

@@ -188,15 +188,14 @@ class Trainer:
         with self._using_run_folder():
             if not self._has_begun and (found := self._checkpoint(resume)) is not None:
                 self.load_checkpoint(found)
-            first = self.step
-            last = last_step(num_steps, until, first, self.config.steps.num_steps)
+            default, first = self.config.steps.num_steps, self.step
+            last = last_step(num_steps, until, first, default)
             is_done = 0 < last <= first or (first and self._has_reached_goal())
             if is_done and not self._lacks_evaluation(last):
                 return self.journal.nothing_to_do(first, last, self.evaluations, self.seconds)
             self.journal.start(first, last)
             try:
-                explained = ledger.explained(self.memory_table)
-                with contained(), stops_on_signals(self.world), explained:
+                with stops_on_signals(self.world), ledger.explained(self.memory_table):
                     self._train_to(last)
                 self.seconds += time.monotonic() - self._started
                 return self.journal.finish(first, self.step, self.evaluations, self.seconds)
@@ -260,8 +259,8 @@ class Trainer:
         self.enter_training()
         saved = "no checkpoint was written: nothing is new since the last one"
         if self.engine.has_rollouts:
-            so_far = f"with the responses of step {self.step + 1} so far"
-            saved = f"saved to {self.save_checkpoint()}, {so_far}"
+            saved = f"saved to {self.save_checkpoint()}"
+            saved += f", with the responses of step {self.step + 1} so far"
         elif self.step != self._saved_step:
             saved = f"saved to {self.save_checkpoint()}"
         # Another `fit` begins with the newest checkpoint, or anew if there is none.
@@ -269,8 +268,8 @@ class Trainer:
         self.engine.drop()
         if self._step_cursor is not None:
             self._load_cursors(self._step_cursor)
-        done = f"{stop} after step {self.step} of {last}"
-        self.journal.say(f"{done}: {saved}. The same command goes on from there.")
+        saved += ". The same command goes on from there."
+        self.journal.say(f"{stop} after step {self.step} of {last}: {saved}")
 
     def memory_table(self) -> str:
         """Returns what this rank's device holds, part by part, in training and in rollout, as the
@@ -399,9 +398,9 @@ class Trainer:
         self.enter_rollout()
         # A reward model's pass needs the memory that the engine has while it generates.
         end_rollout = self.enter_training if self.engine.judges else None
+        parts = self.engine, self.eval_prompts, self.config.reward
         with self.journal.timer.phase("evaluate"):
-            sampler, prompts, section = self.engine, self.eval_prompts, self.config.reward
-            return evaluate(sampler, prompts, section, temperature, end_rollout)
+            return evaluate(*parts, temperature, end_rollout)
 
     def _keep_evaluation(self, found: Evaluation) -> dict[str, float]:
         """Notes an evaluation of this step; returns its metrics."""

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from hybridrl.config.own_code import contained
 from hybridrl.parallel.groups import World
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -62,11 +63,13 @@ def agree_to_go_on(world: World) -> None:
 def stops_on_signals(world: World) -> Iterator[None]:
     """Notes SIGINT and SIGTERM for `StopAsked`, in the main thread; a second one ends the process.
 
-    Elsewhere signals do what they did before: Python calls handlers in the main thread only.
+    Elsewhere signals do what they did before: Python calls handlers in the main thread only. What
+    users' code raises to end the process (sys.exit) is no stop, but an error of its own.
     """
     world.heartbeat.stop_signal = world.stop_signal = 0
     if threading.current_thread() is not threading.main_thread():
-        yield
+        with contained():
+            yield
         return
     first: list[float] = []
 
@@ -78,7 +81,8 @@ def stops_on_signals(world: World) -> Iterator[None]:
 
     before = {number: signal.signal(number, note) for number in SIGNALS}
     try:
-        yield
+        with contained():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
