@@ -242,8 +242,10 @@ def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
     try:
         if not found and (hf_config := read_teacher(config)) is not None:
             read_model(None, hf_config)
-    except UserError as error:
-        yield error
+    except UserError as error:  # the policy has a config.json too
+        yield UserError(
+            f"algorithm.teacher: {error.name}", error.value, error.allowed, error.remedy
+        )
 
 
 def _check_run(config: Config, reads_newest: bool = True) -> None:

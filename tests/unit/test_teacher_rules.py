@@ -100,6 +100,13 @@ def test_a_teacher_that_cannot_teach_is_refused_by_name(
     assert len(found) == 1 and said in found[0], found
 
 
+def test_of_two_models_the_teacher_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "student", SMALL)
+    write(tmp_path / "teacher", {**LARGE, "model_type": "qwen2"})
+    (found,) = violations(tmp_path)
+    assert found.startswith('algorithm.teacher: config.json: model_type: got "qwen2"'), found
+
+
 def test_a_larger_embedding_is_taken_where_the_tokenizers_agree(tmp_path: Path) -> None:
     write(tmp_path / "student", SMALL, TOKENS)
     write(tmp_path / "teacher", {**LARGE, "vocab_size": 300}, TOKENS | {"d": 4})
