@@ -123,7 +123,9 @@ def launch(
             _end(ranks, received)
     copied.finish()
     stopped_by = [*received, *(rank.stopped_by for rank in ranks if rank.stopped_by)]
-    if stopped_by and (received or not culprits):
+    # Ranks that are ended by the signal say nothing; one that says something could not save.
+    culprits = [rank for rank in culprits if not received or _has_failed_itself(rank)]
+    if stopped_by and not culprits:
         print(f"hybridrl: stopped by {signal.Signals(stopped_by[0]).name}", file=sys.stderr)
         return 1
     if culprits:
@@ -131,6 +133,10 @@ def launch(
     if copied.fault is not None:
         print(f"hybridrl: {log_dir / 'rank_0.log'} is cut off: {copied.fault}", file=sys.stderr)
     return 0
+
+
+def _has_failed_itself(rank: _Rank) -> bool:
+    return rank.failure is not None and rank.failure.kind in ("mistake", "error")
 
 
 def _make_log_dir(log_dir: Path) -> None:

@@ -39,6 +39,20 @@ MOST_ALLOWED = 300
 NUM_LIKELY = 8
 
 
+def as_config(
+    source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()
+) -> Config:
+    """Returns the configuration of a YAML file, of a mapping, or the one that is given.
+
+    Args:
+        source: where it comes from.
+        overrides: `key=value` texts on top; none for one that is a Config already.
+    """
+    if isinstance(source, Mapping):
+        return load_config_dict(source, overrides)
+    return source if isinstance(source, Config) else load_config(source, overrides)
+
+
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), like: Config | None = None
 ) -> Config:

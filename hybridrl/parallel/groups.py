@@ -157,6 +157,13 @@ class World:
                 f"rank {self.rank}: Megatron stands at {megatron}, the layout at {self.where}"
             )
 
+    def forget_stop(self) -> None:
+        """Takes no notice any more of signals that came until now; all ranks call it in turn with
+        the same other calls.
+        """
+        self.heartbeat.forget_stop()
+        self.stop_signal = 0
+
     @property
     def cpu_group(self) -> dist.ProcessGroup:
         """All ranks, over gloo on every platform."""

@@ -68,6 +68,7 @@ class Heartbeat:
         self.phase: Callable[[], str] = lambda: "start"
         self.verdict: Verdict | None = None
         self.stop_signal = 0
+        self._stop_epoch = 0  # signals of other ranks count if they are of the same
         self._mates: dict[int, int] = {}
         self._main, self._pid = threading.get_ident(), os.getpid()
         self._parts: list[str] = []
@@ -192,6 +193,7 @@ class Heartbeat:
             is_in_collective=is_in_collective,
             found={m: why for m, pid in self._mates.items() if (why := why_dead(pid)) is not None},
             stop_signal=self.stop_signal,
+            stop_epoch=self._stop_epoch,
         )
 
     def _beat_on(self) -> None:
@@ -218,12 +220,25 @@ class Heartbeat:
         self._is_complete = self._is_complete or self._store.check(keys)
         return self._is_complete
 
+    def forget_stop(self) -> None:
+        """Takes no notice any more of signals that came until now, here or on other ranks, whose
+        beats may tell of them for a while.
+        """
+        self._stop_epoch += 1
+        self.stop_signal = 0
+
+    def _hear_of_stop(self, beats: Sequence[Beat]) -> None:
+        epoch = self._stop_epoch
+        found = max((beat.stop_signal for beat in beats if beat.stop_epoch == epoch), default=0)
+        if found and not self.stop_signal and epoch == self._stop_epoch:
+            self.stop_signal = found
+
     def _told(self) -> Verdict | None:
         """Returns the verdict of rank 0, if there is one; rank 0 will know that it came."""
         assert self._store is not None
         told, first = self._store.multi_get(["verdict", "beat/0"])
         self._first = Beat.from_json(first)
-        self.stop_signal = self.stop_signal or self._first.stop_signal
+        self._hear_of_stop([self._first])
         if not told:
             return None
         self._store.set(f"beat/{self._rank}", replace(self._beat(), knows=True).to_json())
@@ -234,7 +249,7 @@ class Heartbeat:
         assert self._store is not None
         keys = [f"beat/{rank}" for rank in range(self._size)]
         beats = [Beat.from_json(text) for text in self._store.multi_get(keys)]
-        self.stop_signal = self.stop_signal or max(beat.stop_signal for beat in beats)
+        self._hear_of_stop(beats)
         verdict = self.watch.look(beats)
         if verdict is None:
             if (notice := self.watch.notice(beats)) is not None:

@@ -59,6 +59,7 @@ class Beat:
         found: what is wrong with processes of other ranks on its host.
         has_left: whether it took leave.
         knows: whether it has read the verdict.
+        stop_epoch: how many times it has forgotten such signals; others count only in the same.
         stop_signal: the signal that asked it, or for rank 0 any rank, to save and end; 0: none.
     """
 
@@ -76,6 +77,7 @@ class Beat:
     has_left: bool = False
     knows: bool = False
     stop_signal: int = 0
+    stop_epoch: int = 0
 
     def to_json(self) -> str:
         """Returns the beat as text."""

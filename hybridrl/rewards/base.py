@@ -104,9 +104,15 @@ class Part:
         for key, *arguments in zip(keys, *job, strict=True):
             one: Job = tuple([argument] for argument in arguments)  # type: ignore[assignment]
             futures.append(begun.pop(key) if key in begun else self._pool.submit(one))
+        self._begun = begun
+        self.forget()
+        return futures
+
+    def forget(self) -> None:
+        """Gives up samples that have begun."""
+        begun, self._begun = self._begun, {}
         for late in begun.values():
             late.cancel()
-        return futures
 
     def close(self) -> None:
         """Ends its processes and threads."""
@@ -259,6 +265,11 @@ class Scorer:
         """
         counts, self._counts = self._counts, dict.fromkeys(self._count_names(), 0)
         return counts
+
+    def forget(self) -> None:
+        """Gives up samples whose scoring has begun."""
+        for part in self.parts:
+            part.forget()
 
     def close(self) -> None:
         """Ends all processes and threads that score."""

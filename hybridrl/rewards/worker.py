@@ -35,6 +35,8 @@ def serve(
         make: makes, of the configuration that comes first, what returns the results of a job.
         encode: makes JSON of one result.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a scheduler, to all; the trainer ends this
+        signal.signal(number, lambda number, frame: None)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

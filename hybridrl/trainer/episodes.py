@@ -29,6 +29,7 @@ from hybridrl.rewards.base import TextDecoder
 from hybridrl.rewards.outcome import WHERE, Outcome, ScorerFailure
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
 
+LONGEST_WAIT_S = 1.0  # for an environment; then it is asked whether ranks are to stop
 End = Literal["done", "turns", "tokens", "failure"]
 
 
@@ -59,7 +60,10 @@ class Response(Completion):
 
 
 def restored(fields: Mapping[str, Any]) -> Completion:
-    """Returns a completion or response from its `dataclasses.asdict`, after a trip through JSON."""
+    """Returns a completion or response from its `dataclasses.asdict`, after a trip through JSON;
+    what it says of its prompt is left out.
+    """
+    fields = {name: value for name, value in fields.items() if name != "prompt"}
     names = {"tokens", "logps", "observed", "failure"} & set(fields)
     made = {name: fields[name] and tuple(fields[name]) for name in names}
     kind = Response if "observed" in fields else Completion
@@ -245,7 +249,7 @@ class Episodes:
         told: list[tuple[int, Answer]] | UserError = []
         if self._stages is not None:
             if blocks:
-                wait(self._plays.values(), return_when=FIRST_COMPLETED)
+                wait(self._plays.values(), LONGEST_WAIT_S, FIRST_COMPLETED)
             ready = [sample_id for sample_id, play in self._plays.items() if play.done()]
             try:
                 told = [(one, _plain(self._plays.pop(one).result()[0])) for one in ready]

@@ -29,9 +29,12 @@ from hybridrl.metrics.sinks import (
 from hybridrl.metrics.timing import PhaseTimer
 from hybridrl.metrics.values import GENERATED_TOKENS, recent_mean, step_metrics
 from hybridrl.parallel.groups import World
+from hybridrl.rewards.base import Scorer
 from hybridrl.trainer.trace import StepTraces
 
 logger = logging.getLogger(__name__)
+
+SUMMARY = "summary.json"
 
 
 Evaluations = Mapping[str, Mapping[str, float]]
@@ -162,9 +165,11 @@ class Journal:
         for sink in self.sinks:
             sink.write(step, metrics)
 
-    def dump_samples(self, step: int, batch: ScoredBatch, responses: Sequence[str]) -> None:
-        """Writes the samples of a step to `rollouts/`, when it is due."""
-        if not self.is_writer:
+    def dump_samples(self, step: int, batch: ScoredBatch, scorer: Scorer) -> None:
+        """Writes the samples of a step to `rollouts/`, when it is due; the scorer knows the text of
+        responses.
+        """
+        if not self.is_writer or not self.dump.is_due(step):
             return
         samples = [
             {
@@ -174,7 +179,7 @@ class Journal:
                 "reward": float(batch.reward_B[i]),
                 "finished": bool(batch.finished_B[i]),
             }
-            for i, response in enumerate(responses)
+            for i, response in enumerate(scorer.responses(batch))
         ]
         self.dump.write(step, samples)
 
@@ -191,8 +196,7 @@ class Journal:
         """
         summary = self._summary(evaluations, seconds)
         if self.is_writer:
-            text = json.dumps(summary, indent=1)
-            (self.folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+            self._write_summary(summary)
             if self.console is not None and evaluations:
                 self.console.compare(self.config.run.name, _compared(summary))
             taken = (
@@ -204,7 +208,8 @@ class Journal:
     def nothing_to_do(
         self, done: int, last: int, evaluations: Evaluations, seconds: float
     ) -> dict[str, float]:
-        """Says that the run has its steps already; writes nothing.
+        """Says that the run has its steps already; writes nothing but a summary that is missing,
+        since a signal came with the last step.
 
         Args:
             done: finished steps.
@@ -218,7 +223,14 @@ class Journal:
         )
         for change in self._changes() if self.is_writer else ():
             self.say(f"not used: {change}")
-        return self._summary(evaluations, seconds)
+        summary = self._summary(evaluations, seconds)
+        if self.is_writer and not (self.folder / SUMMARY).exists():
+            self._write_summary(summary)
+        return summary
+
+    def _write_summary(self, summary: Mapping[str, float]) -> None:
+        text = json.dumps(summary, indent=1)
+        (self.folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
 
     def _summary(self, evaluations: Evaluations, seconds: float) -> dict[str, float]:
         summary = {"seconds": seconds}

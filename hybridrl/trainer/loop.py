@@ -25,7 +25,7 @@ from hybridrl.checkpoint.random_states import rng_state, set_rng_state
 from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
-from hybridrl.config.load import load_config, load_config_dict
+from hybridrl.config.load import as_config
 from hybridrl.config.own_code import contained, make_working_folder_importable
 from hybridrl.config.schema import Config
 from hybridrl.data.mixture import prompt_source
@@ -113,9 +113,8 @@ class Trainer:
             self.journal.say(f"train.order=auto: {order}, in which engines receive fewest bytes")
         self.step, self.seconds, self._started = 0, 0.0, time.monotonic()
         self._has_begun = False  # a checkpoint was loaded, or a step taken
-        # Where the prompts of the step under way began; None between steps.
-        self._step_cursor: dict[str, Any] | None = None
-        self._step_rng: dict[str, torch.Tensor] | None = None  # likewise
+        self._step_cursor: dict[str, Any] | None = None  # with which the step under way began
+        self._step_rng: dict[str, torch.Tensor] | None = None
         self._saved_step = 0  # of the checkpoint that was saved or loaded last
         self.evaluations: dict[str, dict[str, float]] = {}  # by step
         self._lock = RunLock(self.journal.folder)
@@ -150,11 +149,7 @@ class Trainer:
             overrides: `key=value` texts on top.
             **objects: `prompts`, `reward`, `tokenizer`, `mix` in place of their sections.
         """
-        if isinstance(config, Mapping):
-            config = load_config_dict(config, overrides)
-        elif not isinstance(config, Config):
-            config = load_config(config, overrides)
-        return cls(config, **objects)
+        return cls(as_config(config, overrides), **objects)
 
     def fit(
         self,
@@ -195,13 +190,11 @@ class Trainer:
                 return self.journal.nothing_to_do(first, last, self.evaluations, self.seconds)
             self.journal.start(first, last)
             try:
-                with stops_on_signals(self.world), ledger.explained(self.memory_table):
+                save = partial(self._save_at_stop, last, resume)
+                with stops_on_signals(self.world, save), ledger.explained(self.memory_table):
                     self._train_to(last)
                 self.seconds += time.monotonic() - self._started
                 return self.journal.finish(first, self.step, self.evaluations, self.seconds)
-            except StopAsked as stop:
-                self._save_at_stop(stop, last)
-                raise stop.end() from None
             finally:
                 self.journal.close()
 
@@ -230,6 +223,7 @@ class Trainer:
             found = self._keep_evaluation(self.evaluate())
             if self.step:
                 self.journal.log(self.step, found)
+                self.save_checkpoint()  # or every start would evaluate again
         while self.step < last and not self._has_reached_goal():
             with self.journal.traced(self.step + 1):
                 metrics = self.train_step()
@@ -252,24 +246,29 @@ class Trainer:
             return False
         return is_due(self.config.steps.eval_every, self.step, last)
 
-    def _save_at_stop(self, stop: StopAsked, last: int) -> None:
+    def _save_at_stop(self, last: int, resume: str, stop: StopAsked) -> None:
         """Saves what no checkpoint has, with what a step under way has generated."""
         if self._step_rng is not None:
             set_rng_state(self._step_rng)
         self.enter_training()
-        saved = "no checkpoint was written: nothing is new since the last one"
-        if self.engine.has_rollouts:
-            saved = f"saved to {self.save_checkpoint()}"
-            saved += f", with the responses of step {self.step + 1} so far"
-        elif self.step != self._saved_step:
-            saved = f"saved to {self.save_checkpoint()}"
-        # Another `fit` begins with the newest checkpoint, or anew if there is none.
-        self._has_begun = False
+        rollouts, saved = self.engine.has_rollouts, "nothing is new since the last checkpoint"
+        try:
+            if rollouts or self.step != self._saved_step:
+                saved = f"saved to {self.save_checkpoint()}"
+                self._has_begun = False  # another `fit` begins with this checkpoint
+        finally:
+            self._begin_step_anew()
+        saved += f", with the responses of step {self.step + 1} so far" if rollouts else ""
+        again = "The same command" + (" without --resume" if resume == "previous" else "")
+        done = f"{stop} after step {self.step} of {last}"
+        self.journal.say(f"{done}: {saved}. {again} goes on from there.")
+        self.world.arrive("removing old checkpoints")
+
+    def _begin_step_anew(self) -> None:
+        """Forgets what was taken and generated for a step that was not finished."""
         self.engine.drop()
         if self._step_cursor is not None:
             self._load_cursors(self._step_cursor)
-        saved += ". The same command goes on from there."
-        self.journal.say(f"{stop} after step {self.step} of {last}: {saved}")
 
     def memory_table(self) -> str:
         """Returns what this rank's device holds, part by part, in training and in rollout, as the
@@ -282,6 +281,8 @@ class Trainer:
         """Takes one step and returns its metrics, the same on all ranks."""
         if not self._trains:
             raise UserError("trains", False, "a Trainer with trains=True", "Make another to train.")
+        if self._step_cursor is not None:  # it has failed before
+            self._begin_step_anew()
         timer = self.journal.timer
         timer.start_step(self.step + 1)
         self._step_cursor, self._has_begun = self._cursors(), True
@@ -317,8 +318,7 @@ class Trainer:
         self.engine.end_step()
         if self.algorithm.needs.rollouts:
             metrics |= self.reshard()
-            if self.journal.dump.is_due(self.step):
-                self.journal.dump_samples(self.step, scored, self.scorer.responses(scored))
+            self.journal.dump_samples(self.step, scored, self.scorer)
             metrics |= self.journal.describe(scored) | self.engine.metrics()
         metrics |= feedback_metrics(batch) if self.algorithm.needs.feedback else {}
         flops = self.roles.flops(batch, self.step - 1, self.engine.generated, self.mix.taken)

@@ -22,6 +22,7 @@ number of replicas.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +101,7 @@ class Sampler:
         self._prompts: dict[int, Prompt] = {}
         self._owners: dict[int, tuple[Prompt, int]] = {}
         self._done: dict[int, Completion] = {}
+        self._digests: dict[int, str] = {}  # of the step's prompts, by sample
         self._earlier: dict[int, Completion] = {}  # of earlier calls of the step
         self._restored: dict[str, Any] = {"step": -1, "requests": [], "completions": []}
         self._lengths = ResponseLengths()
@@ -164,7 +166,9 @@ class Sampler:
         is_asked = self.world.heartbeat.stop_signal != 0
         if self.layout.tp == 1:
             return is_asked
-        return num_steps % STEPS_BETWEEN_LOOKS == 0 and self._replica.is_any(is_asked)
+        # An engine that is idle waits for tools, for long.
+        is_due = num_steps % STEPS_BETWEEN_LOOKS == 0 or not self.engine.has_unfinished
+        return is_due and self._replica.is_any(is_asked)
 
     def submit(
         self,
@@ -189,6 +193,8 @@ class Sampler:
                 "Rename that scorer.",
             )
         self._step, self._owners, self._done = step, {}, {}
+        if first_group == 0:
+            self._digests = {}
         self._has_greedy = greedy
         if first_group == 0:
             self._busy_of_calls, self._earlier, self._reward_counts = [], {}, {}
@@ -196,10 +202,7 @@ class Sampler:
             if not self._is_evaluation:
                 self.generated = {}
         self._prompts = dict(enumerate(prompts, first_group))
-        is_restored = self._restored["step"] == step
-        begun = {r["request_id"]: r for r in self._restored["requests"] if is_restored}
-        finished = {c["request_id"]: c for c in self._restored["completions"] if is_restored}
-        turns = {e["sample_id"]: e for e in self._restored.get("episodes", ()) if is_restored}
+        begun, finished, turns = self._saved(step)
         if self.episodes is not None:
             self.episodes.forget()
         requests = []
@@ -211,18 +214,38 @@ class Sampler:
             for sample_id in [*range(first, first + samples_per_prompt), *[-1 - group] * greedy]:
                 self._owners[sample_id] = (self._prompts[group], group)
                 how, prompt = best if sample_id < 0 else params, self._prompts[group]
+                self._digests[sample_id] = digest = _digest(prompt.tokens)
+                if finished.get(sample_id, {}).get("prompt", digest) != digest:
+                    del finished[sample_id]
                 if sample_id in finished:
                     self._done[sample_id] = restored(finished[sample_id])
                     continue
                 if self.episodes is not None:
                     self.episodes.begin(step, sample_id, prompt, how, turns.get(sample_id))
-                if sample_id in begun:
+                if sample_id in begun and self._goes_on(begun[sample_id], prompt, how):
                     requests.append(Request.from_dict(begun[sample_id]))
                 elif self.episodes is None:
                     seed = request_seed(self.seed, step, sample_id)
                     requests.append(Request(sample_id, prompt.tokens, seed, how))
         self.engine.submit(requests)
         self._take_turns([])
+
+    def _saved(self, step: int) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any]]:
+        """Returns a step's requests, completions and episodes of a checkpoint, by sample."""
+        known = self._restored if self._restored["step"] == step else {}
+        return (
+            {one["request_id"]: one for one in known.get("requests", ())},
+            {one["request_id"]: one for one in known.get("completions", ())},
+            {one["sample_id"]: one for one in known.get("episodes", ())},
+        )
+
+    def _goes_on(self, begun: Mapping[str, Any], prompt: Prompt, how: SamplingParams) -> bool:
+        """Whether a saved request is of this prompt, and to be sampled as it began. With an
+        environment a turn's request has more of both.
+        """
+        request, length = Request.from_dict(begun), len(prompt.tokens)
+        is_same = request.sampling == how or self.episodes is not None
+        return is_same and request.prompt[:length] == prompt.tokens
 
     def _share(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, first_group: int, longest: int
@@ -377,12 +400,15 @@ class Sampler:
     def end_step(self) -> None:
         """Forgets the responses of a step: they were learned from."""
         self._step, self._earlier = -1, {}
+        self._restored = {"step": -1, "requests": [], "completions": []}
 
     def drop(self) -> None:
         """Forgets all responses, whole and begun ones, and what the engine is to generate."""
-        self.end_step()
-        self._owners, self._done = {}, {}
+        self._step, self._earlier, self._owners, self._done = -1, {}, {}, {}
         self.engine.clear()
+        self.scorer.forget()
+        if self.episodes is not None:
+            self.episodes.forget()
 
     def state(self) -> dict[str, Any]:
         """Returns the rollouts of the current step over all replicas, finished and begun, until
@@ -392,7 +418,8 @@ class Sampler:
         mine = {
             "requests": [dataclasses.asdict(r) for r in self.engine.pending()],
             "completions": [
-                dataclasses.asdict(done) for done in (self._earlier | self._done).values()
+                dataclasses.asdict(done) | {"prompt": self._digests[number]}
+                for number, done in (self._earlier | self._done).items()
             ],
         }
         mine["episodes"] = [] if self.episodes is None else self.episodes.state()
@@ -434,3 +461,8 @@ class Sampler:
         self.scorer.close()
         if self.episodes is not None:
             self.episodes.close()
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    """Returns what tells prompts apart in a checkpoint."""
+    return hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes()).hexdigest()[:16]

@@ -12,9 +12,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from hybridrl.config.own_code import contained
 from hybridrl.parallel.groups import World
@@ -60,30 +61,48 @@ def agree_to_go_on(world: World) -> None:
 
 
 @contextmanager
-def stops_on_signals(world: World) -> Iterator[None]:
+def stops_on_signals(world: World, save: Callable[[StopAsked], None]) -> Iterator[None]:
     """Notes SIGINT and SIGTERM for `StopAsked`, in the main thread; a second one ends the process.
 
     Elsewhere signals do what they did before: Python calls handlers in the main thread only. What
     users' code raises to end the process (sys.exit) is no stop, but an error of its own.
+
+    Args:
+        world: whose ranks stop together.
+        save: called at a stop, while further signals are still noted.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: after a stop, as of `StopAsked.end`.
     """
-    world.heartbeat.stop_signal = world.stop_signal = 0
-    if threading.current_thread() is not threading.main_thread():
+    world.forget_stop()
+    before = _note_signals(world) if _is_main_thread() else {}
+    try:
         with contained():
             yield
-        return
+    except StopAsked as stop:
+        save(stop)
+        raise stop.end() from None
+    finally:
+        for number, handler in before.items():
+            # None: of a library in C, which Python cannot set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        world.forget_stop()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _note_signals(world: World) -> dict[signal.Signals, Any]:
+    """Sets the handlers; returns those before."""
     first: list[float] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         first.append(time.monotonic())
         if first[-1] - first[0] > SAME_SIGNAL_S:
+            if number == signal.SIGINT and "RANK" not in os.environ:  # a notebook's process stays
+                raise KeyboardInterrupt
             os._exit(128 + number)
         world.heartbeat.stop_signal = world.heartbeat.stop_signal or number
 
-    before = {number: signal.signal(number, note) for number in SIGNALS}
-    try:
-        with contained():
-            yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        world.heartbeat.stop_signal = world.stop_signal = 0
+    return {number: signal.signal(number, note) for number in SIGNALS}

@@ -73,8 +73,9 @@ def check_signals(world: World) -> None:
     assert world.stop_signal == signal.SIGTERM
     time.sleep(3 * heartbeat.BEAT_S)  # beats with the signal are read
     world.arrive("reading it")
-    own.stop_signal = 0
-    world.arrive("forgetting it")
+    world.forget_stop()
+    time.sleep(5 * heartbeat.BEAT_S)  # beats from before are read too
+    assert own.stop_signal == world.stop_signal == 0
 
 
 def stop_here() -> None:

@@ -151,6 +151,7 @@ def test_a_second_signal_ends_the_process_at_once(
     monkeypatch.setattr(stopping.os, "_exit", end)
     monkeypatch.setattr(stopping, "SAME_SIGNAL_S", 0.2)
     with small_run(tmp_path, "steps.num_steps=1") as trainer:
+        monkeypatch.setenv("RANK", "0")  # else a second SIGINT is a KeyboardInterrupt
 
         def twice(*given: Any) -> None:
             send(signal.SIGTERM)

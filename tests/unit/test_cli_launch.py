@@ -82,6 +82,15 @@ elif what == "fill":
     os._exit(1)
 elif what == "raise" and rank == 1:
     raise RuntimeError("boom")
+elif what == "unsaved":
+    def fail(*_):
+        if rank == 1:
+            report(Failure.of(UserError("disk", "full", "room", "Make some.")))
+            os._exit(2)
+        os._exit(128 + signal.SIGTERM)
+    signal.signal(signal.SIGTERM, fail)
+    (logs / f"rank_{rank}.ready").touch()
+    time.sleep(600)
 elif what == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if rank == 1:
@@ -272,6 +281,25 @@ def test_ranks_end_with_the_launcher(tmp_path: Path, program: list[str], number:
     while any(is_alive(file) for file in files) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(is_alive(file) for file in files)
+
+
+def test_a_rank_that_could_not_save_at_a_signal_says_why(
+    tmp_path: Path, program: list[str]
+) -> None:
+    logs = tmp_path / "logs"
+    code = (
+        "import sys; from pathlib import Path; from hybridrl.cli.launch import launch; "
+        f"sys.exit(launch(['unsaved'], 2, Path({str(logs)!r}), {program!r}))"
+    )
+    command = [sys.executable, "-c", code]
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 20
+    while len(list(logs.glob("*.ready"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launcher.terminate()
+    _, told = launcher.communicate(timeout=30)
+    assert launcher.returncode == 2
+    assert told.splitlines() == ["disk: got full; allowed: room. Make some."]
 
 
 def test_torchrun_ranks_are_ranks_but_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
