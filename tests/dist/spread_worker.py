@@ -109,6 +109,8 @@ def main() -> None:
     check_division(found, first, prompts)
     assert same(finish(trainer), first)
 
+    assert len(sampler.state()["completions"]) == 21, "kept until they are learned from"
+    sampler.end_step()
     sampler.load_state(json.loads(json.dumps(sampler.state())))
     assert shares(trainer, prompts) == found, "expectations are in the state"
     finish(trainer)
