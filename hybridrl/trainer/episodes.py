@@ -60,10 +60,7 @@ class Response(Completion):
 
 
 def restored(fields: Mapping[str, Any]) -> Completion:
-    """Returns a completion or response from its `dataclasses.asdict`, after a trip through JSON;
-    what it says of its prompt is left out.
-    """
-    fields = {name: value for name, value in fields.items() if name != "prompt"}
+    """Returns a completion or response from its `dataclasses.asdict`, after a trip through JSON."""
     names = {"tokens", "logps", "observed", "failure"} & set(fields)
     made = {name: fields[name] and tuple(fields[name]) for name in names}
     kind = Response if "observed" in fields else Completion

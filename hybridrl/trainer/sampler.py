@@ -22,7 +22,6 @@ number of replicas.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,9 +52,9 @@ from hybridrl.trainer.episodes import (
     as_rollout,
     episode_counts,
     episode_metrics,
-    restored,
 )
 from hybridrl.trainer.gathered import as_columns, compared_with_greedy, rebuilt
+from hybridrl.trainer.saved_rollouts import SavedRollouts, digest_of, joined, rollout_state
 from hybridrl.trainer.stopping import check_stop
 
 # Steps of the engine between two looks whether a rank of the replica is asked to stop, if it has
@@ -103,7 +102,7 @@ class Sampler:
         self._done: dict[int, Completion] = {}
         self._digests: dict[int, str] = {}  # of the step's prompts, by sample
         self._earlier: dict[int, Completion] = {}  # of earlier calls of the step
-        self._restored: dict[str, Any] = {"step": -1, "requests": [], "completions": []}
+        self._saved = SavedRollouts()  # of the checkpoint that was loaded
         self._lengths = ResponseLengths()
         self._has_greedy = False
         # Seconds that this rank's engine worked since the last `score`; and of all replicas, by
@@ -193,16 +192,14 @@ class Sampler:
                 "Rename that scorer.",
             )
         self._step, self._owners, self._done = step, {}, {}
-        if first_group == 0:
-            self._digests = {}
         self._has_greedy = greedy
         if first_group == 0:
             self._busy_of_calls, self._earlier, self._reward_counts = [], {}, {}
+            self._digests = {}
             self._is_evaluation = step < 0
             if not self._is_evaluation:
                 self.generated = {}
         self._prompts = dict(enumerate(prompts, first_group))
-        begun, finished, turns = self._saved(step)
         if self.episodes is not None:
             self.episodes.forget()
         requests = []
@@ -214,38 +211,20 @@ class Sampler:
             for sample_id in [*range(first, first + samples_per_prompt), *[-1 - group] * greedy]:
                 self._owners[sample_id] = (self._prompts[group], group)
                 how, prompt = best if sample_id < 0 else params, self._prompts[group]
-                self._digests[sample_id] = digest = _digest(prompt.tokens)
-                if finished.get(sample_id, {}).get("prompt", digest) != digest:
-                    del finished[sample_id]
-                if sample_id in finished:
-                    self._done[sample_id] = restored(finished[sample_id])
+                self._digests[sample_id] = digest_of(prompt.tokens)
+                found = self._saved.find(step, sample_id, prompt, how)
+                if found.whole is not None:
+                    self._done[sample_id] = found.whole
                     continue
                 if self.episodes is not None:
-                    self.episodes.begin(step, sample_id, prompt, how, turns.get(sample_id))
-                if sample_id in begun and self._goes_on(begun[sample_id], prompt, how):
-                    requests.append(Request.from_dict(begun[sample_id]))
+                    self.episodes.begin(step, sample_id, prompt, how, found.turns)
+                if found.request is not None:
+                    requests.append(found.request)
                 elif self.episodes is None:
                     seed = request_seed(self.seed, step, sample_id)
                     requests.append(Request(sample_id, prompt.tokens, seed, how))
         self.engine.submit(requests)
         self._take_turns([])
-
-    def _saved(self, step: int) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any]]:
-        """Returns a step's requests, completions and episodes of a checkpoint, by sample."""
-        known = self._restored if self._restored["step"] == step else {}
-        return (
-            {one["request_id"]: one for one in known.get("requests", ())},
-            {one["request_id"]: one for one in known.get("completions", ())},
-            {one["sample_id"]: one for one in known.get("episodes", ())},
-        )
-
-    def _goes_on(self, begun: Mapping[str, Any], prompt: Prompt, how: SamplingParams) -> bool:
-        """Whether a saved request is of this prompt, and to be sampled as it began. With an
-        environment a turn's request has more of both.
-        """
-        request, length = Request.from_dict(begun), len(prompt.tokens)
-        is_same = request.sampling == how or self.episodes is not None
-        return is_same and request.prompt[:length] == prompt.tokens
 
     def _share(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, first_group: int, longest: int
@@ -400,7 +379,7 @@ class Sampler:
     def end_step(self) -> None:
         """Forgets the responses of a step: they were learned from."""
         self._step, self._earlier = -1, {}
-        self._restored = {"step": -1, "requests": [], "completions": []}
+        self._saved = SavedRollouts()
 
     def drop(self) -> None:
         """Forgets all responses, whole and begun ones, and what the engine is to generate."""
@@ -415,21 +394,15 @@ class Sampler:
         `end_step`; and the lengths that responses had; JSON.
         """
         is_first = self.layout.assignment[self.world.rank][1] == 0
-        mine = {
-            "requests": [dataclasses.asdict(r) for r in self.engine.pending()],
-            "completions": [
-                dataclasses.asdict(done) | {"prompt": self._digests[number]}
-                for number, done in (self._earlier | self._done).items()
-            ],
-        }
-        mine["episodes"] = [] if self.episodes is None else self.episodes.state()
-        found = self.world.gather_objects(mine if is_first and self._step >= 0 else None)
-        parts = [part for part in found if part is not None]
+        mine = None
+        if is_first and self._step >= 0:
+            turns = [] if self.episodes is None else self.episodes.state()
+            whole = (self._earlier | self._done).values()
+            mine = rollout_state(whole, self.engine.pending(), turns, self._digests)
+        parts = [part for part in self.world.gather_objects(mine) if part is not None]
         return {
             "step": self._step,
-            "requests": [request for part in parts for request in part["requests"]],
-            "completions": [done for part in parts for done in part["completions"]],
-            "episodes": [episode for part in parts for episode in part["episodes"]],
+            **joined(parts),
             "response_lengths": self._lengths.state(),
             "next_step": self._next_step,
         }
@@ -439,7 +412,7 @@ class Sampler:
         has is dropped.
         """
         self.drop()
-        self._restored = dict(state)
+        self._saved = SavedRollouts(state)
         self._lengths.load_state(state.get("response_lengths", {}))
         self._next_step = int(state.get("next_step", 0))
 
@@ -461,8 +434,3 @@ class Sampler:
         self.scorer.close()
         if self.episodes is not None:
             self.episodes.close()
-
-
-def _digest(tokens: Sequence[int]) -> str:
-    """Returns what tells prompts apart in a checkpoint."""
-    return hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes()).hexdigest()[:16]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -196,6 +197,22 @@ def test_a_step_resumes_in_the_middle_of_any_turn(make: Any, isolated: bool) -> 
         )
         if num_advances > 4:
             assert begun and all(one["actions"] for one in begun)
+
+
+@pytest.mark.parametrize("num_advances", [0, 2, 4, 7, 11, 40])
+def test_responses_to_other_prompts_are_not_taken_from_a_checkpoint(
+    make: Any, num_advances: int
+) -> None:
+    others = [replace(one, tokens=tuple(t + 1 for t in one.tokens)) for one in prompts()]
+    first = make()
+    expected = rows(first.score(first.generate(others, step=STEP)))
+    saved = make()
+    saved.submit(prompts(), 3, STEP)
+    for _ in range(num_advances):
+        saved.advance()
+    resumed = make()
+    resumed.load_state(json.loads(json.dumps(saved.state())))
+    assert rows(resumed.score(resumed.generate(others, step=STEP))) == expected
 
 
 FAULTS = {
