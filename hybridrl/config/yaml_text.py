@@ -64,11 +64,12 @@ def read_yaml(path: Path, allowed: str = "valid YAML") -> DictConfig | ListConfi
         UserError: it cannot be read, or as `parse_yaml`; names file and line.
     """
     content = read_bytes(path, UserError, allowed)
+    where = str(path)
     try:
         return parse_yaml(content.decode("utf-8"))
     except (YamlTextError, UnicodeDecodeError) as error:
-        line = getattr(error, "line", None)
-        where = f"{path}:{line}" if line is not None else str(path)
+        if isinstance(error, YamlTextError) and error.line is not None:
+            where = f"{path}:{error.line}"
         raise UserError(where, said(error), allowed, "Mend the file at this place.") from None
 
 

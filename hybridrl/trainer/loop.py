@@ -21,7 +21,6 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
 from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.batch import ScoredBatch, TrainBatch
-from hybridrl.checkpoint.random_states import rng_state, set_rng_state
 from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
@@ -45,6 +44,7 @@ from hybridrl.trainer.evaluate import Evaluation, evaluate
 from hybridrl.trainer.journal import Journal
 from hybridrl.trainer.mismatch import MismatchWarning, behaviour_metrics
 from hybridrl.trainer.model import ParallelModel
+from hybridrl.trainer.position import Position
 from hybridrl.trainer.resampling import UniformGroupsWarning, sample_step
 from hybridrl.trainer.roles import make_roles
 from hybridrl.trainer.run_data import make_data
@@ -113,8 +113,6 @@ class Trainer:
             self.journal.say(f"train.order=auto: {order}, in which engines receive fewest bytes")
         self.step, self.seconds, self._started = 0, 0.0, time.monotonic()
         self._has_begun = False  # a checkpoint was loaded, or a step taken
-        self._step_cursor: dict[str, Any] | None = None  # with which the step under way began
-        self._step_rng: dict[str, torch.Tensor] | None = None
         self._saved_step = 0  # of the checkpoint that was saved or loaded last
         self.evaluations: dict[str, dict[str, float]] = {}  # by step
         self._lock = RunLock(self.journal.folder)
@@ -125,7 +123,7 @@ class Trainer:
         data = make_data(*of_run, self._trains)
         self.tokenizer, self.scorer, self.mix = data.tokenizer, data.scorer, data.mix
         self.prompts = prompt_source(data.prompts, config.data, config.run.seed)
-        self.eval_prompts = data.eval_prompts
+        self.eval_prompts, self._position = data.eval_prompts, Position(self.prompts, self.mix)
         parts = (config, self.world, self.algorithm, self.models, self.journal.say)
         roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
@@ -219,7 +217,7 @@ class Trainer:
             self.check_engine()
         elif self.algorithm.needs.rollouts:
             self.enter_rollout()
-        if self._lacks_evaluation(last) or (self.eval_prompts and "0" not in self.evaluations):
+        if self._lacks_evaluation(last):
             found = self._keep_evaluation(self.evaluate())
             if self.step:
                 self.journal.log(self.step, found)
@@ -241,34 +239,30 @@ class Trainer:
                 self.save_checkpoint()
 
     def _lacks_evaluation(self, last: int) -> bool:
-        """Whether one is due after this step, and was not made, perhaps as a signal came."""
-        if not self.eval_prompts or self.step == 0 or str(self.step) in self.evaluations:
+        """Whether one is due where the run stands, the first of all or one after a step, and was
+        not made, perhaps as a signal came.
+        """
+        if not self.eval_prompts or str(self.step) in self.evaluations:
             return False
-        return is_due(self.config.steps.eval_every, self.step, last)
+        is_first = not self.evaluations or self.step == 0
+        return is_first or is_due(self.config.steps.eval_every, self.step, last)
 
     def _save_at_stop(self, last: int, resume: str, stop: StopAsked) -> None:
         """Saves what no checkpoint has, with what a step under way has generated."""
-        if self._step_rng is not None:
-            set_rng_state(self._step_rng)
         self.enter_training()
         rollouts, saved = self.engine.has_rollouts, "nothing is new since the last checkpoint"
+        self._position.rewind()
         try:
             if rollouts or self.step != self._saved_step:
                 saved = f"saved to {self.save_checkpoint()}"
                 self._has_begun = False  # another `fit` begins with this checkpoint
         finally:
-            self._begin_step_anew()
+            self.engine.drop()
         saved += f", with the responses of step {self.step + 1} so far" if rollouts else ""
         again = "The same command" + (" without --resume" if resume == "previous" else "")
         done = f"{stop} after step {self.step} of {last}"
         self.journal.say(f"{done}: {saved}. {again} goes on from there.")
         self.world.arrive("removing old checkpoints")
-
-    def _begin_step_anew(self) -> None:
-        """Forgets what was taken and generated for a step that was not finished."""
-        self.engine.drop()
-        if self._step_cursor is not None:
-            self._load_cursors(self._step_cursor)
 
     def memory_table(self) -> str:
         """Returns what this rank's device holds, part by part, in training and in rollout, as the
@@ -281,12 +275,13 @@ class Trainer:
         """Takes one step and returns its metrics, the same on all ranks."""
         if not self._trains:
             raise UserError("trains", False, "a Trainer with trains=True", "Make another to train.")
-        if self._step_cursor is not None:  # it has failed before
-            self._begin_step_anew()
+        if self._position.is_in_step:  # it has failed before
+            self.engine.drop()
+            self._position.rewind()
         timer = self.journal.timer
         timer.start_step(self.step + 1)
-        self._step_cursor, self._has_begun = self._cursors(), True
-        self._step_rng = rng_state()
+        self._position.begin_step()
+        self._has_begun = True
         prompts = self.prompts.take(self.config.steps.prompts_per_step)
         sampled: dict[str, float] = {}
         if self.algorithm.needs.rollouts:
@@ -314,7 +309,7 @@ class Trainer:
         if isinstance(self.algorithm, AdaptiveAlgorithm):
             metrics |= self.algorithm.after_step(batch)
         self.step += 1
-        self._step_cursor = self._step_rng = None
+        self._position.end_step()
         self.engine.end_step()
         if self.algorithm.needs.rollouts:
             metrics |= self.reshard()
@@ -423,7 +418,7 @@ class Trainer:
         algorithm = self.algorithm
         state = {
             "step": self.step,
-            **(self._step_cursor or self._cursors()),
+            **self._position.state(),
             "rollouts": self.engine.state(),
             "algorithm": algorithm.state() if isinstance(algorithm, AdaptiveAlgorithm) else {},
             "evaluations": self.evaluations,
@@ -453,21 +448,13 @@ class Trainer:
         self._has_begun = True
         self.step, self.seconds, self._saved_step = state.step, state.seconds, state.step
         self.evaluations = dict(state.evaluations)
-        self._load_cursors({"prompts": state.prompts, "mix": state.mix})
+        self._position.load({"prompts": state.prompts, "mix": state.mix})
         for name, model in self.trained.items():
             model.num_updates = state.num_updates[name]
         self.engine.load_state(state.rollouts)
         if isinstance(self.algorithm, AdaptiveAlgorithm):
             self.algorithm.load_state(state.algorithm)
         self.reshard()
-
-    def _cursors(self) -> dict[str, Any]:
-        return {"prompts": self.prompts.state(), "mix": self.mix.state()}
-
-    def _load_cursors(self, cursors: Mapping[str, Any]) -> None:
-        self._step_cursor = self._step_rng = None
-        self.prompts.load_state(cursors["prompts"])
-        self.mix.load_state(cursors["mix"])
 
     def close(self) -> None:
         """Ends the journal and leaves the process group."""

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from small_runs import small_run
 
@@ -78,6 +79,22 @@ def test_a_finished_run_says_so_and_keeps_the_configuration_it_was_trained_with(
         yaml.safe_load((tmp_path / NAME / "config.yaml").read_text())["train"]["learning_rate"]
         == 0.5
     )
+
+
+def test_a_step_that_failed_is_taken_again_with_the_same_prompts(tmp_path: Path) -> None:
+    with small_run(tmp_path / "whole", "steps.num_steps=3") as trainer:
+        trainer.fit()
+        expected = [p.detach().clone() for p in trainer.policy.model.weights().values()]
+    with small_run(tmp_path / "failed", "steps.num_steps=3") as trainer:
+        trainer.fit(num_steps=1)
+        for owner, method in ((trainer.engine, "advance"), (trainer.algorithm, "advantages")):
+            setattr(owner, method, lambda *given: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                trainer.fit()
+            delattr(owner, method)
+        trainer.fit()
+        found = list(trainer.policy.model.weights().values())
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_the_start_says_what_will_be_saved_and_the_end_is_saved_by_default(

@@ -139,6 +139,23 @@ def test_another_process_goes_on_with_what_was_generated(tmp_path: Path) -> None
         assert trainer.engine.state()["requests"] == trainer.engine.state()["completions"] == []
 
 
+def test_a_run_that_began_without_evaluations_is_not_evaluated_at_every_start(
+    tmp_path: Path,
+) -> None:
+    evaluated = (f"data.eval_prompts={QUICKSTART / 'heldout.jsonl'}", "data.eval_limit=4")
+    with small_run(tmp_path, "steps.num_steps=2") as trainer:
+        trainer.fit()
+    more = ("steps.num_steps=6", "steps.eval_every=0", *evaluated)
+    for _ in range(2):
+        with small_run(tmp_path, *more) as trainer:
+            signal_in(trainer, "update", signal.SIGTERM)
+            with pytest.raises(SystemExit):
+                trainer.fit()
+    with small_run(tmp_path, *more) as trainer:
+        trainer.fit()
+        assert set(trainer.evaluations) == {"2", "6"}
+
+
 def test_a_second_signal_ends_the_process_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
