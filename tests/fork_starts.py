@@ -62,8 +62,8 @@ READ_AT_IMPORT = (
     "VLLM_",
     "XDG_",
 )
-# The server's child looks at the first three itself. The others are set by imports, in the tests' own
-# process too, or say what is logged.
+# The server's child looks at the first three itself. The others are set by imports, in the tests'
+# own process too, or say what is logged.
 MAY_DIFFER = (
     "PYTHONPATH",
     "PYTHONUNBUFFERED",
