@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.cli.launch import launch
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.schema import Config, SupervisedConfig
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import is_launched, rank_file
@@ -29,9 +30,11 @@ def refuse_without_rollouts(config: Config) -> None:
     Raises:
         UserError: naming the key.
     """
-    if config.rollout.engine == "scripted":
+    engine = config.rollout.engine
+    if not ENGINES[engine].computes:
+        allowed = " or ".join(name for name, traits in ENGINES.items() if traits.computes)
         raise UserError(
-            "rollout.engine", "scripted", "hf or vllm, for --mismatch", "It computes nothing."
+            "rollout.engine", engine, f"{allowed}, for --mismatch", "It computes nothing."
         )
     if isinstance(config.algorithm, SupervisedConfig):
         raise UserError(

@@ -23,7 +23,7 @@ from hybridrl.cli.plan_memory import (
 )
 from hybridrl.cli.plan_text import order_reason
 from hybridrl.cli.validate import model_violations
-from hybridrl.config.engines import ONE_RANK_ENGINES
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.alias import shared_names
@@ -60,7 +60,8 @@ def plan_report(
         host: the GPUs of this host, taken for those of the run; None: nothing is known of them.
     """
     host = host or Host()
-    on_gpu = config.rollout.engine not in ONE_RANK_ENGINES or given is not None or host.num_gpus > 0
+    runs_on_gpus = ENGINES[config.rollout.engine].runs_on_gpus
+    on_gpu = runs_on_gpus or given is not None or host.num_gpus > 0
     dtype = "bfloat16" if on_gpu else "float32"
     hf_config, violations = model_violations(config, world_size, default_dtype=dtype)
     assumed = None
@@ -151,10 +152,10 @@ def _place(
     train, tp = config.train, config.rollout.tp
     ordered = order_layout(train, family, shape, world_size, tp, node)
     whole, sources = ordered.whole, ordered.sources
-    if config.rollout.engine in ONE_RANK_ENGINES:
-        parts = [hf_layout(hf_shapes(family, shape))]
-    else:
+    if ENGINES[config.rollout.engine].has_fused_parameters:
         parts = [fused_layout(family, shape, tp, tp_rank) for tp_rank in range(tp)]
+    else:
+        parts = [hf_layout(hf_shapes(family, shape))]
     best = assign(sources, parts, node)
     targets = [parts[tp_rank] for _, tp_rank in best.layout.assignment]
     shared = _shared(config, whole, targets)
@@ -163,7 +164,8 @@ def _place(
 
 def _shared(config: Config, whole: list[RankLayout], targets: list[RankLayout]) -> list[int]:
     """Returns, for each rank, the elements of engine parameters that are the trainer's memory."""
-    if config.rollout.engine != "vllm" or config.train.release_weights_in_rollout:
+    shares_memory = ENGINES[config.rollout.engine].shares_memory
+    if not shares_memory or config.train.release_weights_in_rollout:
         return [0] * len(whole)
     found: dict[tuple[int, int], int] = {}
     for source, target in zip(whole, targets, strict=True):

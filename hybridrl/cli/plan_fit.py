@@ -26,7 +26,7 @@ from hybridrl.cli.plan_memory import (
     itemsize_of,
 )
 from hybridrl.cli.plan_text import memory_size
-from hybridrl.config.engines import ONE_RANK_ENGINES
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config
 from hybridrl.errors import ModelError
@@ -185,7 +185,7 @@ class _Search:
             "train.pp": [size for size in SIZES if train.pp < size],
             "rollout.tp": [size for size in SIZES if rollout.tp < size <= per_node],
         }
-        if rollout.engine in ONE_RANK_ENGINES:
+        if not ENGINES[rollout.engine].is_tensor_parallel:
             del wanted["rollout.tp"]
         layouts: list[Changes] = [{}]
         for key, sizes in wanted.items():
@@ -217,7 +217,7 @@ def _estimate(config: Config, family: Family, shape: ModelShape, world_size: int
     train, tp = config.train, config.rollout.tp
     layout = TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep, train.vpp)
     elements, engine, shared = _sizes(family, shape, train.tp, train.pp, train.vpp, tp)
-    if config.rollout.engine == "vllm" and not train.release_weights_in_rollout:
+    if ENGINES[config.rollout.engine].shares_memory and not train.release_weights_in_rollout:
         engine -= shared
     engine_bytes = itemsize_of(config, on_gpu=True) * engine
     return estimate_memory(config, shape, layout, elements, engine_bytes, "packed", on_gpu=True)

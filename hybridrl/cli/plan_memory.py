@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from hybridrl.config.algorithm import PolicyGradientConfig, PpoConfig
-from hybridrl.config.engines import ONE_RANK_ENGINES
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.schema import Config
 from hybridrl.config.supervised import KtoConfig, PairLossConfig
 from hybridrl.config.teacher import read_teacher
@@ -86,7 +86,7 @@ def estimate_memory(
     weights = num_trained * num_params * itemsize + frozen
     gradients = num_trained * num_params * MAIN_GRAD_BYTES
     states = num_trained * sharded
-    sleeps = config.rollout.engine == "vllm"
+    engine = ENGINES[config.rollout.engine]
     num_requests = _num_requests(config, layout)
     heads = max(1, shape.num_kv_heads // config.rollout.tp)  # repeated where ranks are more
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -98,7 +98,7 @@ def estimate_memory(
         + gradients
         + states
         + _activation_bytes(config, shape, layout, itemsize)
-        + (0 if sleeps else engine_bytes),
+        + (0 if engine.sleeps else engine_bytes),
         rollout=always
         + (frozen if config.train.release_weights_in_rollout else weights)
         + (0 if config.train.offload_optimizer else states)
@@ -106,17 +106,17 @@ def estimate_memory(
         + kv_cache,
         kv_cache=kv_cache,
         num_requests=num_requests,
-        least_requests=num_requests if config.rollout.engine in ONE_RANK_ENGINES else 1,
+        least_requests=1 if engine.has_fixed_kv_cache else num_requests,
         staging=config.rollout.staging_mib * MIB,
     )
 
 
 def _num_requests(config: Config, layout: TrainLayout) -> int:
-    """Returns how many requests the KV cache is for: vLLM's is made for all that it may decode
-    together, that of `hf` grows with those that there are.
+    """Returns how many requests the KV cache is for: a fixed one is made for all that may be
+    decoded together, another grows with those that there are.
     """
     most = config.rollout.max_batch
-    if config.rollout.engine not in ONE_RANK_ENGINES:
+    if ENGINES[config.rollout.engine].has_fixed_kv_cache:
         return most
     samples = config.steps.prompts_per_step * config.steps.samples_per_prompt
     return min(most, -(-samples // layout.world_size))
@@ -130,7 +130,7 @@ def _gpu_bytes(config: Config, layout: TrainLayout, transport: str) -> int:
     is_staged = transport == "packed" and layout.world_size > 1
     num_groups = sum(size > 1 for size in sizes) + is_staged  # blocks go over a group of their own
     staging = config.rollout.staging_mib * MIB if is_staged else 0
-    graphs = 0 if config.rollout.engine in ONE_RANK_ENGINES else GRAPH_BYTES
+    graphs = GRAPH_BYTES if ENGINES[config.rollout.engine].captures_graphs else 0
     return GROUP_BYTES * num_groups + graphs + staging
 
 

@@ -14,13 +14,15 @@ from typing import Any, Literal
 
 from hybridrl.checkpoint.folders import (
     HF_FILES,
+    HF_FORMAT,
+    FileFormat,
     check_family,
     newest_checkpoint,
     open_checkpoint,
 )
 from hybridrl.checkpoint.run_lock import check_free
 from hybridrl.cli.gpus import num_local_gpus
-from hybridrl.config.engines import ONE_RANK_ENGINES
+from hybridrl.config.engines import ENGINES, engine_package
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.reward import SERVED
 from hybridrl.config.rules import check, layer_rules, split_rules
@@ -41,7 +43,6 @@ from hybridrl.models.weights import Head, fused_layout, hf_shapes
 from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rewards.functions import NEEDS_ANSWER, check_rewards
-from hybridrl.rollout.vllm_version import head_dim_rule, installed_version
 
 
 def model_violations(
@@ -69,7 +70,8 @@ def model_violations(
             content = read_model_config(config.model)
             family, shape = read_model(config.model.family, content)
             hf_config = content
-            if rollout.engine not in ONE_RANK_ENGINES and not check(config, world_size, hf_config):
+            is_fused = ENGINES[rollout.engine].has_fused_parameters
+            if is_fused and not check(config, world_size, hf_config):
                 fused_layout(family, shape, rollout.tp, 0)  # the rules know no vocabulary
         except UserError as error:
             found.append(error)
@@ -159,7 +161,7 @@ def validate_evaluation(
 def validate_conversion(
     source: Path,
     target: Path,
-    to: Literal["hf", "megatron"],
+    to: FileFormat,
     tp: int,
     pp: int,
     family: str | None = None,
@@ -178,7 +180,7 @@ def validate_conversion(
         raise UserError(
             str(target), "something is there already", "a new or empty folder", "Change DST."
         )
-    if to == "hf":
+    if to == HF_FORMAT:
         checkpoint, state = open_checkpoint(source)
         check_family(state.family, family, checkpoint.folder)
         hf_config = read_config(checkpoint.folder / HF_FILES)
@@ -314,17 +316,18 @@ def _tokenizer(model: ModelConfig) -> Iterator[UserError]:
 
 
 def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
-    if config.rollout.engine != "vllm":
+    package = engine_package(config.rollout.engine)
+    if package is None:
         return
     is_cpu = num_local_gpus() == 0
     try:
-        installed_version(is_cpu)
+        package.installed_version(is_cpu)
     except UserError as error:
         yield error
         return
     if hf_config:  # else what is wrong with it is said already
         _, shape = read_model(config.model.family, hf_config)
-        yield from head_dim_rule(shape.head_dim, is_cpu)
+        yield from package.model_rules(shape.head_dim, is_cpu)
 
 
 def _own_code(config: Config) -> Iterator[UserError]:

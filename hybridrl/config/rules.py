@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridrl.config.algorithm import PolicyGradientConfig
-from hybridrl.config.engines import ONE_RANK_ENGINES
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.environment import environment_rules
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
@@ -27,7 +27,6 @@ from hybridrl.config.schema import (
 )
 from hybridrl.errors import UserError, short
 
-LOWEST_TEMPERATURE = 0.01  # of vLLM, but for 0
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 MOST_BYTES = 255  # of a name, on every usual file system
 AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -127,7 +126,7 @@ def _layout_rules(config: Config, world_size: int, ranks: str) -> Iterator[UserE
             f"a divisor of the world size {world_size}",
             f"Change rollout.tp, or {ranks}.",
         )
-    if rollout.engine in ONE_RANK_ENGINES and rollout.tp != 1:
+    if not ENGINES[rollout.engine].is_tensor_parallel and rollout.tp != 1:
         yield UserError(
             "rollout.tp",
             rollout.tp,
@@ -207,12 +206,14 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             f"above 0 with algorithm {algorithm.name}: greedy samples of a prompt are all the same",
             "Set rollout.temperature=1.",
         )
-    if config.rollout.engine == "vllm" and 0 < config.rollout.temperature < LOWEST_TEMPERATURE:
+    engine = config.rollout.engine
+    lowest = ENGINES[engine].lowest_temperature
+    if 0 < config.rollout.temperature < lowest:
         yield UserError(
             "rollout.temperature",
             config.rollout.temperature,
-            f"0, or {LOWEST_TEMPERATURE} or more: rollout.engine=vllm raises what is lower",
-            "Set rollout.temperature=0.01, or rollout.engine=hf.",
+            f"0, or {lowest} or more: rollout.engine={engine} raises what is lower",
+            f"Set rollout.temperature={lowest}, or rollout.engine=hf.",
         )
     if isinstance(algorithm, PolicyGradientConfig):
         yield from policy_gradient_rules(config, algorithm)
@@ -307,7 +308,7 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
     if (
         isinstance(positions, int)
         and positions < longest
-        and config.rollout.engine not in ONE_RANK_ENGINES
+        and ENGINES[config.rollout.engine].bounds_positions
     ):
         yield UserError(
             "rollout.max_new_tokens",
