@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridrl.cli.launch import launch
 from hybridrl.config.engines import ENGINES
-from hybridrl.config.schema import Config, SupervisedConfig
+from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import is_launched, rank_file
 
@@ -36,7 +36,8 @@ def refuse_without_rollouts(config: Config) -> None:
         raise UserError(
             "rollout.engine", engine, f"{allowed}, for --mismatch", "It computes nothing."
         )
-    if isinstance(config.algorithm, SupervisedConfig):
+    needs = config.algorithm.needs
+    if needs is not None and not needs.rollouts:
         raise UserError(
             "algorithm.name",
             config.algorithm.name,

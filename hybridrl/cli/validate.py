@@ -24,11 +24,11 @@ from hybridrl.checkpoint.run_lock import check_free
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.config.engines import ENGINES, engine_package
 from hybridrl.config.identity import check_run_folder, run_folder
-from hybridrl.config.reward import SERVED
+from hybridrl.config.needs import Feedback, Needs
+from hybridrl.config.roles import reward_models
 from hybridrl.config.rules import check, layer_rules, split_rules
-from hybridrl.config.schema import Config, DataConfig, ModelConfig, SupervisedConfig
+from hybridrl.config.schema import Config, DataConfig, ModelConfig
 from hybridrl.config.source import read_model_config
-from hybridrl.config.supervised import Feedback
 from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
 from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
 from hybridrl.data.chats import chat_column
@@ -104,21 +104,17 @@ def validate_training(
         ConfigError: with every violation.
     """
     found = _common(config, world_size)
-    data, answer, algorithm = config.data, _answer_column(config), config.algorithm
+    data, answer = config.data, _answer_column(config)
     if data.prompts is None:
         found.append(_no_file("data.prompts", "train"))
-    elif isinstance(algorithm, SupervisedConfig):
-        found += _responses(data, data.prompts, algorithm.feedback)
     else:
-        found += _files(data, data.prompts, answer)
+        found += _rows(data, data.prompts, config.algorithm.needs, answer)
     for name, term in config.terms().items():
         paths = term.data.prompts
         if paths is None:
             found.append(_no_file(f"mix.{name}.data.prompts", "train"))
-        elif isinstance(term.algorithm, SupervisedConfig):
-            found += _responses(term.data, paths, term.algorithm.feedback)
         else:
-            found += _files(term.data, paths, [])
+            found += _rows(term.data, paths, term.algorithm.needs, [])
     if data.eval_prompts is not None:
         found += _files(data, data.eval_prompts, answer)
     _raise_all(found)
@@ -231,10 +227,8 @@ def _loaded_models(config: Config, has_teacher: bool) -> Iterator[tuple[ModelCon
     teacher = teacher_model(config) if has_teacher else None
     if teacher is not None:
         yield teacher, "lm"
-    for scorer in config.reward.scorers().values():
-        path = scorer.options.get("path")
-        if scorer.function == SERVED and isinstance(path, str):
-            yield ModelConfig(path=path), "value"
+    for served in reward_models(config).values():
+        yield served, "value"
 
 
 def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
@@ -281,6 +275,15 @@ def _answer_column(config: Config) -> list[str]:
     scorers = config.reward.scorers().values() if is_scored(config) else ()
     is_needed = any(scorer.function in NEEDS_ANSWER for scorer in scorers)
     return [config.data.answer_key] if is_needed else []
+
+
+def _rows(
+    data: DataConfig, paths: Sequence[str], needs: Needs | None, answer: Sequence[str]
+) -> Iterator[UserError]:
+    """Checks what an algorithm trains on; of one of the user's own only prompts are looked for."""
+    if needs is None or needs.rollouts:
+        return _files(data, paths, answer)
+    return _responses(data, paths, needs.feedback)
 
 
 def _files(

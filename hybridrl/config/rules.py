@@ -17,12 +17,10 @@ from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_ru
 from hybridrl.config.rules_mix import mix_rules, online_rules
 from hybridrl.config.schema import (
     Config,
-    CustomAlgorithmConfig,
     GrpoConfig,
     ModelConfig,
     PpoConfig,
     RunConfig,
-    SupervisedConfig,
     TrainConfig,
 )
 from hybridrl.errors import UserError, short
@@ -197,8 +195,8 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             "samples of one prompt",
             "Set steps.samples_per_prompt=8, or use ppo.",
         )
-    if isinstance(algorithm, SupervisedConfig):
-        yield from supervised_rules(config, algorithm)
+    if algorithm.needs is not None and not algorithm.needs.rollouts:
+        yield from supervised_rules(config, algorithm.needs)
     if isinstance(algorithm, GrpoConfig) and config.rollout.temperature == 0:
         yield UserError(
             "rollout.temperature",
@@ -254,9 +252,9 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             f"at most train.learning_rate = {config.train.learning_rate}",
             "Lower it.",
         )
-    if config.train.critic_learning_rate is not None and not isinstance(
-        algorithm, PpoConfig | CustomAlgorithmConfig
-    ):
+    needs = algorithm.needs
+    has_critic = needs is None or (needs.values and needs.policy)
+    if config.train.critic_learning_rate is not None and not has_critic:
         yield UserError(
             "train.critic_learning_rate",
             config.train.critic_learning_rate,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
-from hybridrl.config.supervised import Feedback
+from hybridrl.config.needs import Feedback
 from hybridrl.data.supervised import supervised_batch
 
 LOGP_COLUMNS = (
