@@ -3,7 +3,7 @@ torch.
 
 Owns the report and the prediction of the reshard; what is taken for granted is plan_cluster.py's,
 memory plan_memory.py's, the verdict plan_fit.py's, the words plan_text.py's. Needs only the
-configuration and the model's config.json.
+configuration, the config.json of its models and, where the algorithm is the user's own, its module.
 """
 
 from __future__ import annotations
