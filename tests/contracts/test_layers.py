@@ -157,3 +157,14 @@ def test_states_before_the_first_step_count_no_step_and_change_no_weight() -> No
     assert adam.param_groups[0]["step"] == 0
     assert list(adam.state) == parameters[:1]
     assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_states_of_torchs_adam_before_the_first_step_are_those_it_begins_with() -> None:
+    made, plain = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    adams = [torch.optim.Adam([parameter], lr=0.1) for parameter in (made, plain)]
+    _make_states(SimpleNamespace(optimizer=adams[0]))
+    for adam, parameter in zip(adams, (made, plain), strict=True):
+        parameter.grad = torch.tensor([1.0, -2.0, 0.5])
+        adam.step()
+    assert torch.equal(made, plain)
+    assert float(adams[0].state[made]["step"]) == 1.0

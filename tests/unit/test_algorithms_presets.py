@@ -285,6 +285,11 @@ def test_losses_and_their_gradients_are_those_of_the_paper(name, batches):
         np.testing.assert_allclose(found, slopes, rtol=exact, atol=exact)
 
 
+def test_a_fixed_denominator_counts_responses_of_the_set_length(batches):
+    algorithm = make_algorithm(GrpoConfig(name="dr_grpo", fixed_length=32))
+    assert algorithm.denominator(batches[0]) == 32 * batches[0].num_samples
+
+
 def test_clip_cov_draws_its_tokens_among_those_of_high_covariance(batches):
     config = GrpoConfig(name="clip_cov", cov_clip_fraction=0.1, cov_clip_low=0.2, cov_clip_high=2.0)
     num_drawn = num_left = 0

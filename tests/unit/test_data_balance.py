@@ -195,3 +195,10 @@ def test_schedule_of_a_large_batch_is_quick():
     rng = random.Random(0)
     lengths = [rng.randint(1, 4096) for _ in range(8192)]
     assert is_within(1, lambda: schedule(lengths, 64, 8192))  # about 0.1 s on an idle core
+
+
+def test_schedule_swaps_packs_where_dealing_them_out_leaves_ranks_uneven():
+    # The longest first, each to the rank with least so far: 300 + 200 + 200 against 300 + 200.
+    lengths = [300, 300, 200, 200, 200]
+    found = schedule(lengths, num_ranks=2, token_budget=300, attention_length=1_000_000)
+    assert [sum(lengths[i] for pack in packs for i in pack) for packs in found] == [600, 600]

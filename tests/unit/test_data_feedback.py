@@ -135,3 +135,19 @@ def test_a_source_of_other_rejected_responses_is_another_source(load: Load) -> N
     other = load("pairs", {**PAIR, "rejected": "four"}).prompts
     with pytest.raises(DataError, match="differ from the checkpoint's"):
         PromptSource(other, seed=0, shuffle=True).load_state(state)
+
+
+def test_a_mismatched_response_is_to_another_prompt(load: Load) -> None:
+    again = {**GOOD, "response": "two", "label": False}
+    batch = supervised_batch(load("labels", GOOD, again, BAD).prompts, "labels")
+    found = [part.tolist() for part in batch.tokens_T.split(batch.lengths_B.tolist())]
+    # The next row has the same prompt: its response would not be mismatched.
+    assert found[3] == found[4] == [*map(ord, "1+1="), *letters("44")]
+    assert found[5] == [*map(ord, "1+2="), *letters("2")]
+
+
+def test_a_source_of_other_labels_is_another_source(load: Load) -> None:
+    state = PromptSource(load("labels", GOOD, BAD).prompts, seed=0, shuffle=True).state()
+    other = load("labels", {**GOOD, "label": False}, {**BAD, "label": True}).prompts
+    with pytest.raises(DataError, match="differ from the checkpoint's"):
+        PromptSource(other, seed=0, shuffle=True).load_state(state)

@@ -206,3 +206,11 @@ def test_memory_that_someone_wants_freed_does_not_stay(monkeypatch: pytest.Monke
     assert not any(hybrid.to_rollout().keeps_memory for _ in range(3))
     hybrid = HybridEngine(layouts, weights, engine, staging_bytes=64, training=[gradients])
     assert [hybrid.to_rollout().keeps_memory for _ in range(2)] == [True, True]
+
+
+def test_memory_stays_only_where_every_rank_has_room() -> None:
+    room = Room(measure=lambda: None, count_flushes=lambda: 0)
+    room.decide([5, 0])
+    assert room.is_enough
+    room.decide([5, -1])
+    assert not room.is_enough

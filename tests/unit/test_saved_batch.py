@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from batches import feedback_batch, train_batch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -162,6 +163,20 @@ def test_random_states_of_another_device_are_left_out() -> None:
     assert not set_rng_state({**states, "cuda": torch.zeros(16, dtype=torch.uint8)})
     assert not set_rng_state({"torch": torch.zeros(16, dtype=torch.uint8)})
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_random_states_bring_back_those_that_megatron_tracks() -> None:
+    tracker = get_cuda_rng_tracker()
+    before = tracker.get_states()
+    state = torch.get_rng_state()
+    try:
+        tracker.set_states({"model-parallel-rng": state})
+        saved = rng_state()
+        tracker.set_states({"model-parallel-rng": torch.zeros_like(state)})
+        assert set_rng_state(saved)
+        assert torch.equal(tracker.get_states()["model-parallel-rng"], state)
+    finally:
+        tracker.set_states(before)
 
 
 def test_changed_knobs_are_told_by_their_full_names() -> None:

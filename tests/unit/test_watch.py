@@ -131,11 +131,12 @@ def test_watch_knows_who_keeps_the_others_in_a_part_without_bounds() -> None:
 
 def test_watch_compares_waits_with_ranks_of_the_same_group_only() -> None:
     job = Job(stall_timeout_s=100.0)
-    for rank, number in enumerate((5, 4, 80, 80)):  # of two replicas
+    for rank, number in enumerate((5, 4, 3, 3)):  # of two replicas
         job.change(rank, entered={"replica": number})
     job.change(0, wait=Wait("replica", 5, [0, 1], "telling", 101.0))
     found = job.looks(2)
     assert found is not None and found.culprit == 1
+    assert "rank 2" not in found.message
 
 
 def test_watch_bounds_a_collective_that_all_have_entered() -> None:

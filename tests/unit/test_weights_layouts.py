@@ -129,6 +129,10 @@ def test_weights_fuse_and_repeat_heads_as_vllm_does() -> None:
         (f"{attention}k_proj.weight", (4, 8), (8, 12)),
         (f"{attention}v_proj.weight", (4, 8), (12, 16)),
     ]
+    # Ranks with queries of one group hold its key-value head.
+    for tp_rank, head in enumerate((0, 0, 1, 1)):
+        held = _held(fused_layout(LLAMA, SHAPE, 4, tp_rank), f"{attention}qkv_proj.weight")
+        assert [rows for _, rows, _ in held[1:]] == [(4 * head, 4 * head + 4)] * 2
     assert _held(layout, "model.layers.0.mlp.gate_up_proj.weight") == [
         ("model.layers.0.mlp.gate_proj.weight", (24, 32), (0, 8)),
         ("model.layers.0.mlp.up_proj.weight", (24, 32), (8, 16)),

@@ -1,0 +1,221 @@
+"""Forks the processes of tests, so that none of them waits seconds for torch and Megatron.
+
+This process imports, once, what ranks import, and then forks one child for each request of
+fork_starts.py. Who waits for whom: the asker waits for the child's process number; this process
+waits for nobody but the next asker. It has one thread, and so has every child at its beginning.
+Invariant: a child differs from a program that was started anew only in what it need not import.
+Arguments, environment, working folder, descriptors, limits and random numbers are its own.
+
+A child becomes a child of its asker, an ancestor of the server: the process between the two ends
+at once, and the asker takes what is orphaned in that moment (PR_SET_CHILD_SUBREAPER). So each child
+that may start others gets, before it does anything, a server of its own that is as fresh as it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import importlib
+import io
+import json
+import os
+import random
+import resource
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import fork_starts
+from fork_starts import LENGTH, MAX_DESCRIPTORS
+
+PR_SET_PDEATHSIG = 1
+SET_ASIDE = 200  # received descriptors wait above this number for their places
+
+
+def serve(listener: socket.socket) -> dict[str, Any]:
+    """Answers requests for ever; returns only in a child, with what it is to become."""
+    while True:
+        asker, _ = listener.accept()
+        with asker:
+            request, descriptors = _receive(asker)
+            reader, writer = os.pipe()
+            between = os.fork()
+            if between == 0:
+                between = os.getpid()
+                child = os.fork()
+                if child != 0:
+                    os.write(writer, LENGTH.pack(child))
+                    os._exit(0)
+                for descriptor in (reader, writer, listener.detach(), asker.detach()):
+                    os.close(descriptor)
+                while os.getppid() == between:
+                    time.sleep(0.0005)
+                _take(request, descriptors)
+                return request
+            os.waitpid(between, 0)  # from here on the asker is the child's parent
+            answer = os.read(reader, LENGTH.size)
+            for descriptor in (reader, writer, *descriptors):
+                os.close(descriptor)
+            with contextlib.suppress(OSError):  # the asker was killed meanwhile
+                asker.sendall(answer)
+
+
+def _receive(asker: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    head, descriptors, _, _ = socket.recv_fds(asker, LENGTH.size, MAX_DESCRIPTORS)
+    (length,) = LENGTH.unpack(head)
+    body = b""
+    while len(body) < length:
+        body += asker.recv(length - len(body))
+    return json.loads(body), descriptors
+
+
+def _take(request: dict[str, Any], received: list[int]) -> None:
+    """Gives this process what its asker said: descriptors, limits, folder and environment."""
+    aside = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, SET_ASIDE) for one in received]
+    for one in received:
+        os.close(one)
+    for one, number in zip(aside, request["descriptors"], strict=True):
+        os.dup2(one, number)
+        os.close(one)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if request["is_new_session"]:
+        os.setsid()
+    os.umask(request["umask"])
+    for number, limits in request["limits"]:
+        resource.setrlimit(number, tuple(limits))
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+
+
+def become(request: dict[str, Any]) -> None:
+    """Runs the program as the main one of this process."""
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115  # until the process ends
+    sys.stdout = sys.__stdout__ = _text(1, is_unbuffered)
+    sys.stderr = sys.__stderr__ = _text(2, True)
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    random.seed()
+    sys.modules["numpy"].random.seed(int.from_bytes(os.urandom(4), "little"))
+    program, *arguments = request["program"]
+    is_module = program == "-m"
+    first = os.getcwd() if is_module else os.path.dirname(os.path.abspath(program))
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [first, *(folder for folder in folders if folder)]
+    sys.path_importer_cache.clear()
+    importlib.invalidate_caches()
+    if is_module:
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [program, *arguments]
+        runpy.run_path(program, run_name="__main__")
+
+
+def _text(descriptor: int, is_unbuffered: bool) -> io.TextIOWrapper:
+    """Returns what Python would make of an output at its start."""
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding="utf-8",
+        errors="backslashreplace" if descriptor == 2 else "strict",
+        line_buffering=descriptor == 2,
+        write_through=is_unbuffered,
+    )
+
+
+def main() -> None:
+    """Imports, says which top-level modules are there, and serves."""
+    descriptor, root, *modules = sys.argv[1:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the tests
+    before = dict(os.environ)
+    sys.path[0] = root
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in modules:
+            importlib.import_module(name)
+    del sys.path[0]
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise SystemExit("an imported module has started a thread: forks would not be safe")
+    set_by_imports = {
+        name: value for name, value in os.environ.items() if before.get(name) != value
+    }
+    gc.freeze()  # no collection of a child touches what is shared
+    listener = socket.socket(fileno=int(descriptor))
+    address = listener.getsockname()
+    top_level = sorted({name.partition(".")[0] for name in sys.modules})
+    print(json.dumps(top_level), flush=True)
+    sys.stdout.close()
+    request = serve(listener)
+    if "RANK" not in request["environment"]:
+        own_address = f"{address}-{os.getpid()}"
+        request = _with_server(own_address, request)
+    for name, value in set_by_imports.items():
+        os.environ.setdefault(name, value)
+    if "RANK" not in request["environment"]:
+        fork_starts.install(Path(root), fork_starts.Server(own_address, frozenset(top_level)))
+    _end(become, request)
+
+
+def _with_server(address: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Starts a server below this process, and returns what this one, or a child of that server, is
+    to become.
+    """
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        if os.fork() != 0:
+            return request
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for number in (signal.SIGINT, signal.SIGTERM):  # what a terminal sends to all
+            signal.signal(number, signal.SIG_IGN)
+        mine = listener.fileno()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(nothing, number)
+        os.closerange(3, mine)
+        os.closerange(mine + 1, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+        return serve(listener)
+
+
+def _end(program: Callable[[dict[str, Any]], None], request: dict[str, Any]) -> NoReturn:
+    """Runs the program and ends the process as Python would, but takes nothing apart: that would
+    touch each object of all modules, and copy its page, which takes longer than most runs.
+    """
+    code: object = 0
+    try:
+        program(request)
+    except SystemExit as error:
+        code = error.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
+            stream.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((code or 0) & 0xFF)
+
+
+if __name__ == "__main__":
+    main()

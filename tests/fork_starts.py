@@ -1,0 +1,275 @@
+"""Starts hybridrl's processes of tests by a fork of one that has imported everything.
+
+`install` replaces `subprocess.Popen` by a class that asks fork_server.py for the ranks, commands
+and workers of tests; whatever else is started is started as ever. A process that is started so is
+a child of its starter, with its own descriptors and environment: it is waited for, signalled and
+killed as any other. So are the ranks that a launcher started so starts itself.
+
+A program is started anew, as by a user, where a fork would not be the same: where a variable that
+libraries read at their import differs, or a folder before the installed packages has a module that
+is imported already. HYBRIDRL_COLD_STARTS=1 starts all of them so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PR_SET_CHILD_SUBREAPER = 36
+LENGTH = struct.Struct("!I")
+MAX_DESCRIPTORS = 16  # in one request
+_Popen = subprocess.Popen
+COLD = "HYBRIDRL_COLD_STARTS"
+SERVER = Path(__file__).with_name("fork_server.py")
+RANKS = (
+    "torch",
+    "transformers",
+    "hybridrl.cli.validate",
+    "hybridrl.cli.plan",
+    "hybridrl.trainer.loop",
+    "hybridrl.trainer.setup",
+)
+# vLLM is imported only where it is used: its import changes what other libraries do.
+RANKS_WITH_VLLM = (*RANKS, "hybridrl.rollout.vllm", "vllm", "vllm.v1.engine.llm_engine")
+# Variables that some library reads at its import begin so.
+READ_AT_IMPORT = (
+    "CUDA",
+    "HF_",
+    "HOME",
+    "KMP_",
+    "LD_",
+    "MKL_",
+    "OMP_",
+    "PYTHON",
+    "PYTORCH_",
+    "TORCH",
+    "TRANSFORMERS_",
+    "TRITON_",
+    "VLLM_",
+    "XDG_",
+)
+TAKEN_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")  # by the server's child
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where a server listens and which top-level modules it has imported."""
+
+    address: str
+    modules: frozenset[str]
+
+
+class _Starts:
+    """What starts programs of one project root: servers, each started at its first use."""
+
+    def __init__(self, root: Path, given: Server | None) -> None:
+        self.root = root.resolve()
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._given = given
+        self._servers: dict[tuple[str, ...], Server] = {}
+        self._lock = threading.Lock()
+
+    def server_for(self, program: Sequence[str], environment: Mapping[str, str]) -> Server | None:
+        """Returns the server whose fork would be the same as a new start; None: there is none."""
+        if not self._is_ours(program) or _read_at_import(environment) != _read_at_import(
+            self.environment
+        ):
+            return None
+        server = self._given or self._server(program)
+        first = os.getcwd() if program[0] == "-m" else str(Path(program[0]).parent)
+        folders = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        return None if any(self._hides(folder, server) for folder in folders) else server
+
+    def _is_ours(self, program: Sequence[str]) -> bool:
+        if program[0] == "-m":
+            return program[1:2] == ["hybridrl.cli.main"]
+        return program[0].endswith(".py") and any(
+            Path(program[0]).resolve().is_relative_to(self.root / folder)
+            for folder in ("tests", "benchmarks")
+        )
+
+    def _hides(self, folder: str, server: Server) -> bool:
+        """Whether Python would find a module there that the server has from elsewhere."""
+        path = Path(folder).resolve()
+        if path in (self.root, self.root / "tests") or not path.is_dir():
+            return False
+        names = {entry.name.removesuffix(".py") for entry in path.iterdir()}
+        return bool(names & (server.modules | {"sitecustomize", "usercustomize"}))
+
+    def _server(self, program: Sequence[str]) -> Server:
+        has_vllm = any("vllm" in argument.lower() for argument in program)
+        modules = RANKS_WITH_VLLM if has_vllm else RANKS
+        with self._lock:
+            if modules not in self._servers:
+                self._servers[modules] = self._start(modules)
+            return self._servers[modules]
+
+    def _start(self, modules: Sequence[str]) -> Server:
+        folder = tempfile.mkdtemp(prefix="hybridrl-tests-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        address = os.path.join(folder, "starts")
+        environment = {k: v for k, v in self.environment.items() if k != "PYTHONPATH"}
+        log = Path(folder, "log")
+        with socket.socket(socket.AF_UNIX) as listener, log.open("wb") as errors:
+            listener.bind(address)
+            listener.listen(64)
+            number = listener.fileno()
+            server = _Popen(
+                [sys.executable, str(SERVER), str(number), str(self.root), *modules],
+                env=environment,
+                pass_fds=(number,),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{SERVER.name} ended at its start: {log.read_text()[-2000:]}")
+        atexit.register(server.kill)
+        return Server(address, frozenset(json.loads(line)))
+
+
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(READ_AT_IMPORT) and name not in TAKEN_LATER
+    }
+
+
+_STARTS: list[_Starts] = []  # empty until `install`
+
+
+class ForkedPopen(_Popen):  # type: ignore[type-arg]
+    """A process that is forked from a server where that is the same, else started as ever."""
+
+    def _execute_child(  # type: ignore[no-untyped-def]
+        self,
+        args,
+        executable,
+        preexec_fn,
+        close_fds,
+        pass_fds,
+        cwd,
+        env,
+        startupinfo,
+        creationflags,
+        shell,
+        p2cread,
+        p2cwrite,
+        c2pread,
+        c2pwrite,
+        errread,
+        errwrite,
+        restore_signals,
+        gid,
+        gids,
+        uid,
+        umask,
+        start_new_session,
+        process_group,
+    ) -> None:
+        environment = {str(k): str(v) for k, v in (os.environ if env is None else env).items()}
+        is_plain = not shell and executable is None and preexec_fn is None and close_fds
+        is_plain = is_plain and {gid, gids, uid} == {None} and process_group == -1
+        program = [] if isinstance(args, str | bytes | os.PathLike) else [str(a) for a in args]
+        server = None
+        if is_plain and len(program) > 1 and program[0] == sys.executable and umask == -1:
+            server = _STARTS[0].server_for(program[1:], environment)
+        if server is None:
+            super()._execute_child(
+                args,
+                executable,
+                preexec_fn,
+                close_fds,
+                pass_fds,
+                cwd,
+                env,
+                startupinfo,
+                creationflags,
+                shell,
+                p2cread,
+                p2cwrite,
+                c2pread,
+                c2pwrite,
+                errread,
+                errwrite,
+                restore_signals,
+                gid,
+                gids,
+                uid,
+                umask,
+                start_new_session,
+                process_group,
+            )
+            return
+        streams = [
+            number if given == -1 else given
+            for number, given in enumerate((p2cread, c2pwrite, errwrite))
+        ]
+        mask = os.umask(0)
+        os.umask(mask)
+        request = {
+            "program": program[1:],
+            "descriptors": [0, 1, 2, *pass_fds],
+            "folder": os.path.abspath(cwd or os.curdir),
+            "environment": environment,
+            "is_new_session": start_new_session,
+            "umask": mask,
+            "limits": _limits(),
+        }
+        self.pid = _ask(server, request, [*streams, *pass_fds])
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def _limits() -> list[tuple[int, tuple[int, int]]]:
+    numbers = sorted({getattr(resource, n) for n in dir(resource) if n.startswith("RLIMIT_")})
+    return [(number, resource.getrlimit(number)) for number in numbers]
+
+
+def _ask(server: Server, request: dict[str, Any], descriptors: Sequence[int]) -> int:
+    """Returns the number of the process that has become a child of this one."""
+    body = json.dumps(request).encode()
+    prctl = ctypes.CDLL(None).prctl
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(server.address)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(connection, [LENGTH.pack(len(body))], list(descriptors))
+            connection.sendall(body)
+            answer = connection.recv(LENGTH.size)
+        finally:
+            prctl(PR_SET_CHILD_SUBREAPER, 0)
+    if len(answer) < LENGTH.size:
+        raise RuntimeError(f"{SERVER.name} ended before it had started {request['program']}")
+    return int(LENGTH.unpack(answer)[0])
+
+
+def install(root: Path, server: Server | None = None) -> None:
+    """Makes this process start hybridrl's processes by forks, until its end.
+
+    Args:
+        root: of the project.
+        server: what forks; None: one is started at the first use.
+    """
+    if sys.platform != "linux" or os.environ.get(COLD) == "1" or _STARTS:
+        return
+    _STARTS.append(_Starts(root, server))
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]

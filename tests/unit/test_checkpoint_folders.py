@@ -1,0 +1,53 @@
+"""Checkpoint folders without a run: which is the newest, and what digests find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridrl.checkpoint.folders import newest_first
+from hybridrl.checkpoint.manifest import Ancestor, DigestingFile, Manifest, verify_piece
+from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.errors import CheckpointError
+
+
+def write(root: Path, step: int, order: int) -> Path:
+    folder = root / f"step_{step}"
+    folder.mkdir()
+    Manifest(step=step, order=order, lineage=[], files={}).write(folder)
+    return folder
+
+
+def test_the_newest_checkpoint_is_the_one_that_was_written_last(tmp_path: Path) -> None:
+    for step, order in ((10, 4), (20, 2), (30, 3)):
+        write(tmp_path, step, order)
+    assert [folder.name for folder in newest_first(tmp_path)] == ["step_10", "step_30", "step_20"]
+
+
+def test_a_digest_is_of_its_piece_alone_and_finds_a_flipped_bit(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    with file.open("wb", buffering=0) as handle:
+        written = DigestingFile(handle)
+        for content in (b"one" * 5, b"another"):
+            written.write(content)
+            written.end_piece()
+    first, second = written.entry().pieces
+    with file.open("r+b", buffering=0) as handle:
+        verify_piece(file, handle, first)
+        verify_piece(file, handle, second)
+        handle.seek(second.offset)
+        handle.write(b"A")
+        verify_piece(file, handle, first)
+        with pytest.raises(CheckpointError, match="holds something else than was written"):
+            verify_piece(file, handle, second)
+
+
+def test_only_checkpoints_that_the_run_went_through_are_removed(tmp_path: Path) -> None:
+    folder = write(tmp_path, 10, order=2)  # in place of one that the run went through
+    store = CheckpointStore(tmp_path, None, keep=1)  # type: ignore[arg-type]  # rank 0 alone removes
+    newest = Ancestor(step=20, order=3)
+    store._remove_old([newest, Ancestor(step=10, order=1)])
+    assert folder.is_dir()
+    store._remove_old([newest, Ancestor(step=10, order=2)])
+    assert not folder.exists()
