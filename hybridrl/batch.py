@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain
@@ -26,20 +26,29 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch_checks import (
-    COLUMNS,
+    FLAG,
     INTEGER,
     NO_MASK,
+    NUMBER,
+    RESPONSE,
+    TOKEN,
+    TOKEN_FLAG,
+    WIDE_RESPONSE,
+    WIDE_TOKENS,
     BatchError,
     Producer,
     check,
     check_observed,
     check_rollouts,
+    columns_of,
+    holds,
 )
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.samples import Prompt, Rollout
 
 __all__ = [
     "GREEDY",
+    "LENGTHS",
     "MISMATCHED",
     "BatchError",
     "MicroBatch",
@@ -55,6 +64,8 @@ MISMATCHED = "mismatched"
 """The reward part that is 1 for responses to another prompt, which nothing learns from."""
 GREEDY = "greedy"
 """The reward part that is the reward of the greedy response to the same prompt, no term itself."""
+LENGTHS = ("lengths_B", "prompt_lengths_B")
+"""What says where samples lie in the columns, and is no column itself."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -69,16 +80,16 @@ class RolloutBatch:
     """
 
     prompts: tuple[Prompt, ...]
-    sample_ids_B: Tensor
-    group_B: Tensor
-    tokens_T: Tensor
+    sample_ids_B: Tensor = field(metadata=holds(INTEGER))
+    group_B: Tensor = field(metadata=holds(INTEGER))
+    tokens_T: Tensor = field(metadata=holds(TOKEN))
     lengths_B: Tensor
     prompt_lengths_B: Tensor
-    behaviour_logp_T: Tensor
-    versions_B: Tensor
-    finished_B: Tensor
+    behaviour_logp_T: Tensor = field(metadata=holds(RESPONSE))
+    versions_B: Tensor = field(metadata=holds(INTEGER))
+    finished_B: Tensor = field(metadata=holds(FLAG))
     producer: Producer
-    observed_T: Tensor | None = None
+    observed_T: Tensor | None = field(default=None, metadata=holds(TOKEN_FLAG))
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -89,7 +100,7 @@ class RolloutBatch:
             raise BatchError(self.producer, "tokens_T", got, "token numbers of at least 0")
 
     def _check_lengths(self) -> None:
-        for name in ("lengths_B", "prompt_lengths_B"):
+        for name in LENGTHS:
             check(getattr(self, name), name, INTEGER, self.num_samples, self.producer, NO_MASK)
         if not self.prompts:
             raise BatchError(self.producer, "prompts", "returned no sample", "1 sample or more")
@@ -108,14 +119,14 @@ class RolloutBatch:
             check_observed(self.observed_T, self.lengths_B, self.prompt_lengths_B, self.producer)
 
     def _check_column(self, name: str, value: object, producer: Producer) -> None:
-        column = COLUMNS[name]
+        column = columns_of(type(self))[name]
         size = self.num_tokens if column.per_token else self.num_samples
         mask_T = self.response_mask_T if column.response_only else NO_MASK
         check(value, name, column, size, producer, mask_T)
 
     def columns(self) -> dict[str, Tensor]:
-        """Returns the columns of the table that this batch carries."""
-        found = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name in COLUMNS)
+        """Returns the columns that this batch carries."""
+        found = ((name, getattr(self, name)) for name in columns_of(type(self)))
         return {name: value for name, value in found if value is not None}
 
     @classmethod
@@ -185,7 +196,7 @@ class RolloutBatch:
 
     def join_columns(self, producer: Producer, **columns: Tensor) -> Self:
         """Returns the batch with these columns added or replaced; errors name `producer`."""
-        allowed = [f.name for f in fields(self) if f.name in COLUMNS]
+        allowed = columns_of(type(self))
         for name, value in columns.items():
             if name not in allowed:
                 near = get_close_matches(name, allowed, 1)
@@ -217,8 +228,9 @@ class RolloutBatch:
         token_index_T = torch.arange(int(lengths_B.sum())) + torch.repeat_interleave(
             shift_B, lengths_B
         )
+        declared = columns_of(type(self))
         chosen: dict[str, Any] = {
-            name: value[token_index_T if COLUMNS[name].per_token else index_B]
+            name: value[token_index_T if declared[name].per_token else index_B]
             for name, value in self.columns().items()
         }
         chosen |= self._select_parts(index_B)
@@ -250,7 +262,7 @@ class RolloutBatch:
                 got = f"returned a {type(batch).__name__} with {sorted(batch._column_names())}"
                 expected = f"a {type(first).__name__} with {sorted(first._column_names())}"
                 raise BatchError(batch.producer, "batches", got, expected)
-        names = [*first.columns(), "lengths_B", "prompt_lengths_B"]
+        names = [*first.columns(), *LENGTHS]
         joined: dict[str, Any] = {n: torch.cat([getattr(b, n) for b in batches]) for n in names}
         joined |= first._concat_parts(batches)
         joined["prompts"] = tuple(chain.from_iterable(b.prompts for b in batches))
@@ -272,9 +284,8 @@ class RolloutBatch:
         self, reward_B: Tensor, reward_parts: Mapping[str, Tensor], producer: Producer
     ) -> ScoredBatch:
         """Returns the batch with rewards and their named parts, each (B,) float32."""
-        column = COLUMNS["reward_B"]
         for name, value in {"reward_B": reward_B, **reward_parts}.items():
-            check(value, name, column, self.num_samples, producer, NO_MASK)
+            check(value, name, NUMBER, self.num_samples, producer, NO_MASK)
         return ScoredBatch(**self._fields(), reward_B=reward_B, reward_parts=dict(reward_parts))
 
 
@@ -282,13 +293,13 @@ class RolloutBatch:
 class ScoredBatch(RolloutBatch):
     """A RolloutBatch with `reward_B` (B,) float32 and `reward_parts`, the terms it was made of."""
 
-    reward_B: Tensor
+    reward_B: Tensor = field(metadata=holds(NUMBER))
     reward_parts: dict[str, Tensor]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in self.reward_parts.items():
-            check(value, name, COLUMNS["reward_B"], self.num_samples, self.producer, NO_MASK)
+            check(value, name, NUMBER, self.num_samples, self.producer, NO_MASK)
 
     def _column_names(self) -> set[str]:
         return set(self.columns()) | {f"reward_parts.{name}" for name in self.reward_parts}
@@ -306,25 +317,12 @@ class ScoredBatch(RolloutBatch):
     def with_parts(self, parts: Mapping[str, Tensor]) -> Self:
         """Returns the batch with these reward parts, each (B,) float32, added or replaced."""
         for name, value in parts.items():
-            check(value, name, COLUMNS["reward_B"], self.num_samples, self.producer, NO_MASK)
+            check(value, name, NUMBER, self.num_samples, self.producer, NO_MASK)
         return self._with(reward_parts={**self.reward_parts, **parts})
 
-    def to_train(
-        self,
-        producer: Producer,
-        *,
-        old_logp_T: Tensor | None = None,
-        reference_logp_T: Tensor | None = None,
-        values_T: Tensor | None = None,
-    ) -> TrainBatch:
-        """Returns the batch with the columns that the algorithm needs; advantages come later."""
-        given = {
-            "old_logp_T": old_logp_T,
-            "reference_logp_T": reference_logp_T,
-            "values_T": values_T,
-        }
-        batch = TrainBatch(**ScoredBatch._fields(self))
-        return batch.join_columns(producer, **{n: v for n, v in given.items() if v is not None})
+    def to_train(self, producer: Producer, **columns: Tensor) -> TrainBatch:
+        """Returns the batch with these columns of a TrainBatch; others come by `join_columns`."""
+        return TrainBatch(**ScoredBatch._fields(self)).join_columns(producer, **columns)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -336,17 +334,21 @@ class TrainBatch(ScoredBatch):
     `returns_T[t]` its target; `term_weights_T[t]` what an algorithm's own term of the loss weighs.
     `teacher_logp_T` is of the teacher; `teacher_tokens_TK` (T, K) int32 are the tokens that it
     holds for the likeliest in token t's place, `teacher_logp_TK` (T, K) their log-probabilities.
+
+    Roles fill in `old_logp_T`, `reference_logp_T`, `values_T` and the teacher's, the algorithm's
+    `advantages` the rest. A field here is all that a further column takes; one that a loss reads is
+    also a field of MicroBatch.
     """
 
-    old_logp_T: Tensor | None = None
-    reference_logp_T: Tensor | None = None
-    values_T: Tensor | None = None
-    advantages_T: Tensor | None = None
-    returns_T: Tensor | None = None
-    term_weights_T: Tensor | None = None
-    teacher_logp_T: Tensor | None = None
-    teacher_tokens_TK: Tensor | None = None
-    teacher_logp_TK: Tensor | None = None
+    old_logp_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
+    reference_logp_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
+    values_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
+    advantages_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
+    returns_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
+    term_weights_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
+    teacher_logp_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
+    teacher_tokens_TK: Tensor | None = field(default=None, metadata=holds(WIDE_TOKENS))
+    teacher_logp_TK: Tensor | None = field(default=None, metadata=holds(WIDE_RESPONSE))
 
     @classmethod
     def supervised(cls, prompts: Sequence[Prompt], producer: Producer) -> TrainBatch:

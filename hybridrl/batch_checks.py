@@ -1,6 +1,7 @@
-"""What a value must be to enter a batch: the columns, their check, and the error it raises.
+"""What a value must be to enter a batch: kinds of columns, their check, and the error it raises.
 
-Owns no batch: `batch.py` does, and offers `Producer` and `BatchError` from here as its own.
+Owns no batch: `batch.py` does, declares which columns there are, and offers `Producer` and
+`BatchError` from here as its own.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,15 @@ class BatchError(UserError):
 
 @dataclass(frozen=True)
 class Column:
-    """`is_wide`: several values a token, (T, K)."""
+    """What the values of a column are. A field of a stage type declares it: `holds(column)` is the
+    field's metadata. Checks, selection, joining, sending and saving follow from there.
+
+    Args:
+        dtype: of the values.
+        per_token: (T,), one value a token; else (B,), one a sample.
+        response_only: zero on tokens that were not sampled.
+        is_wide: several values a token, (T, K).
+    """
 
     dtype: torch.dtype
     per_token: bool = False
@@ -89,27 +98,25 @@ class Column:
     is_wide: bool = False
 
 
-INTEGER, _LOGP = Column(torch.int64), Column(torch.float32, True, True)
-COLUMNS = {
-    "sample_ids_B": INTEGER,
-    "group_B": INTEGER,
-    "versions_B": INTEGER,
-    "finished_B": Column(torch.bool),
-    "tokens_T": Column(torch.int64, per_token=True),
-    "observed_T": Column(torch.bool, per_token=True),
-    "behaviour_logp_T": _LOGP,
-    "reward_B": Column(torch.float32),
-    "old_logp_T": _LOGP,
-    "reference_logp_T": _LOGP,
-    "values_T": _LOGP,
-    "advantages_T": _LOGP,
-    "returns_T": _LOGP,
-    "term_weights_T": _LOGP,
-    "teacher_logp_T": _LOGP,
-    # 32 bits: there are as many of these as of the others together, and more.
-    "teacher_tokens_TK": Column(torch.int32, True, True, is_wide=True),
-    "teacher_logp_TK": Column(torch.float32, True, True, is_wide=True),
-}
+INTEGER, NUMBER, FLAG = Column(torch.int64), Column(torch.float32), Column(torch.bool)
+TOKEN, TOKEN_FLAG = (Column(dtype, per_token=True) for dtype in (torch.int64, torch.bool))
+RESPONSE = Column(torch.float32, per_token=True, response_only=True)
+WIDE_RESPONSE = Column(torch.float32, per_token=True, response_only=True, is_wide=True)
+# 32 bits: there are as many of these as of the others together, and more.
+WIDE_TOKENS = Column(torch.int32, per_token=True, response_only=True, is_wide=True)
+_KEY = "column"
+
+
+def holds(column: Column) -> dict[str, Column]:
+    """Returns the metadata of a field that is a column."""
+    return {_KEY: column}
+
+
+def columns_of(stage: type) -> dict[str, Column]:
+    """Returns the columns that a stage type declares or inherits, by name."""
+    return {f.name: f.metadata[_KEY] for f in fields(stage) if _KEY in f.metadata}
+
+
 _WORDS = {torch.float32: "floats", torch.bool: "booleans"}
 NO_MASK = torch.zeros(0, dtype=torch.bool)
 
@@ -180,7 +187,7 @@ def check_observed(
         lengths_B, prompt_lengths_B: tokens of each sample and of its prompt.
     """
     name, size = "observed_T", int(lengths_B.sum())
-    check(observed_T, name, COLUMNS[name], size, who, NO_MASK)
+    check(observed_T, name, TOKEN_FLAG, size, who, NO_MASK)
     ends_B = lengths_B.cumsum(0)
     starts_B = ends_B - lengths_B + prompt_lengths_B
     is_prompt_T = torch.arange(size) < starts_B.repeat_interleave(lengths_B)

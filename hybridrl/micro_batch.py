@@ -32,7 +32,8 @@ class MicroBatch:
     padding; `cu_seqlens`: int32, where each padded sequence starts, trailing padding counted as a
     sequence, and at last the full S; `max_seqlen`; `sample_indices`: the batch's samples, in
     order of packing, empty when there is only padding. The columns are (S,) float32, zero outside
-    `loss_mask_S`, or None; those that end in `_SK` are (S, K), `teacher_tokens_SK` int32.
+    `loss_mask_S`, or None; those that end in `_SK` are (S, K), `teacher_tokens_SK` int32. They are
+    what losses read of a TrainBatch's columns, which have the same names with `_T` for `_S`.
 
     Where samples share their prompt (data/sharing.py), `continues` has for each sequence the index
     of the one that it goes on from, -1 for none: the prompt without its last token is a sequence of
@@ -106,3 +107,9 @@ class MicroBatch:
         )
         changed: dict[str, Any] = {n: change(value) for n, value in named if value is not None}
         return replace(self, **changed)
+
+
+LOSS_COLUMNS = tuple(
+    f.name for f in fields(MicroBatch) if f.default is None and f.name.endswith(("_S", "_SK"))
+)
+"""The columns of a batch that losses read, by their names in a MicroBatch."""

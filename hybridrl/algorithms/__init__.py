@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hybridrl.config.needs import Needs
 from hybridrl.config.own_code import imported
 from hybridrl.config.schema import AlgorithmConfig, CustomAlgorithmConfig
 from hybridrl.errors import UserError, said
@@ -73,6 +74,18 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     if missing:
         raise _not_made(config.name, f"It has no {', '.join(missing)}.")
     return algorithm
+
+
+def needs_of(config: AlgorithmConfig) -> Needs:
+    """Returns what the algorithm of a section needs.
+
+    A section of the table says so itself. A user's own class is imported and made, as for a run,
+    because nothing else knows.
+
+    Raises:
+        UserError: as of `make_algorithm`.
+    """
+    return make_algorithm(config).needs if config.needs is None else config.needs
 
 
 def _not_made(path: str, reason: str) -> UserError:

@@ -15,41 +15,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from hybridrl.batch import MicroBatch, ScoredBatch, TrainBatch
-from hybridrl.config.supervised import Feedback
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What the trainer has to provide before `advantages` is called.
-
-    Args:
-        rollouts: sampled responses and rewards; False takes the data's own responses.
-        feedback: what the data says of these: which of two is better ('pairs'), or whether one is
-            good ('labels'); data/supervised.py has the batch. None: they are demonstrations. With
-            rollouts, 'pairs' are made of the samples by their rewards.
-        reference: `reference_logp_T`, from the frozen first weights.
-        values: `values_T`, from a critic; the algorithm is then a CriticAlgorithm.
-        old_logps: `old_logp_T` even when a step makes one update, for the advantages. The loss
-            itself takes the policy's own detached log-probabilities where the column is None.
-        policy: the policy is trained; False trains the critic alone.
-        greedy: the reward part `batch.GREEDY`, from one more response to each prompt.
-        group_samples: responses to a prompt of which enough are left to compare, where some got no
-            score (`reward.on_error` drop); with fewer left all of them are dropped.
-        teacher: `teacher_logp_T`, from the model `algorithm.teacher`.
-        teacher_top: of so many tokens, the teacher's likeliest in each place, `teacher_logp_TK` and
-            `teacher_tokens_TK`; the loss then gets the policy's log-probabilities of the same.
-    """
-
-    rollouts: bool = True
-    feedback: Feedback | None = None
-    reference: bool = False
-    values: bool = False
-    old_logps: bool = False
-    greedy: bool = False
-    policy: bool = True
-    group_samples: int = 2
-    teacher: bool = False
-    teacher_top: int = 0
+from hybridrl.config.needs import Needs
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ On the policy's own samples, by policy gradients of what the teacher thinks of e
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from hybridrl.algorithms.advantage import (
     response_column,
     response_values,
 )
-from hybridrl.algorithms.base import LossOutput, Needs, num_response_tokens
+from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.batch import MicroBatch, Producer, TrainBatch
 from hybridrl.config.algorithm import OnPolicyDistillationConfig
@@ -44,7 +42,6 @@ class OnPolicyDistillation(PolicyGradient):
     def __init__(self, config: OnPolicyDistillationConfig) -> None:
         super().__init__(config)
         self.config = config
-        self.needs = replace(self.needs, teacher=True, old_logps=True)
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fills the advantages: discounted sums of what each token earns, and the reward's."""
@@ -89,7 +86,7 @@ class Distillation:
     def __init__(self, config: DistillationConfig | GkdConfig) -> None:
         self.config = config
         self.name = config.name
-        self.needs = Needs(rollouts=isinstance(config, GkdConfig), teacher_top=config.top_k)
+        self.needs = config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Returns the batch as it is: the teacher says what each token could have been."""

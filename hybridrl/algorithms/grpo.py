@@ -8,7 +8,6 @@ and in a long response (Yu et al. 2025, arXiv 2503.14476, sec. 3.3).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -46,13 +45,6 @@ class Grpo(PolicyGradient):
     def __init__(self, config: GrpoConfig) -> None:
         super().__init__(config)
         self.config = config
-        self._finds_covariance = max(config.cov_clip_fraction, config.cov_kl_fraction) > 0
-        self.needs = replace(
-            self.needs,
-            old_logps=self.needs.old_logps or self._finds_covariance,
-            greedy=config.baseline == "greedy",
-            group_samples=max(2, config.min_samples),
-        )
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Gives every response token of a sample the advantage of the sample.
@@ -79,7 +71,7 @@ class Grpo(PolicyGradient):
             counts_B = None if config.normalize_parts else batch.response_lengths_B
             advantages_B = whiten(advantages_B, counts_B)
         columns = {"advantages_T": sample_column(advantages_B, batch)}
-        if self._finds_covariance:
+        if self.config.finds_covariance:
             columns |= self._of_covariance(advantages_B, batch)
         return batch.join_columns(Producer.here(self.name), **columns)
 

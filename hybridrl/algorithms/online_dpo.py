@@ -9,8 +9,6 @@ pair, and the mean is over the pairs that there are.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,7 +26,6 @@ class OnlineDpo(Dpo):
 
     def __init__(self, config: OnlineDpoConfig) -> None:
         super().__init__(config)
-        self.needs = replace(self.needs, rollouts=True)
         self.max_resampling = config.max_resampling
 
     def uninformative(self, batch: ScoredBatch) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridrl.algorithms import correction, surrogate
 from hybridrl.algorithms.advantage import overlong_penalty, sequence_kl, token_kl
-from hybridrl.algorithms.base import LossOutput, Needs, num_response_tokens
+from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.algorithms.kl_control import AdaptiveKl
 from hybridrl.batch import MicroBatch, TrainBatch
 from hybridrl.config.algorithm import PolicyGradientConfig
@@ -41,8 +41,7 @@ class PolicyGradient:
         self.kl_coef, self._adaptive = config.kl_coef, None
         if config.kl_target is not None:
             self._adaptive = AdaptiveKl(config.kl_target, config.kl_horizon)
-        is_measured = self._kl_in_reward or self._adaptive is not None
-        self.needs = Needs(reference=config.kl_coef > 0, old_logps=is_measured)
+        self.needs = config.needs
 
     @property
     def name(self) -> str:

@@ -6,8 +6,6 @@ means over response tokens of the mini-batch, as `aggregate` says.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -37,7 +35,6 @@ class Ppo(PolicyGradient):
     def __init__(self, config: PpoConfig) -> None:
         super().__init__(config)
         self.config = config
-        self.needs = replace(self.needs, values=True)
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fills the advantages (whitened over the batch if so set) and the critic's returns."""

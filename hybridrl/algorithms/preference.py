@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hybridrl.algorithms.advantage import sample_column
-from hybridrl.algorithms.base import LossOutput, Needs
+from hybridrl.algorithms.base import LossOutput
 from hybridrl.batch import MISMATCHED, BatchError, MicroBatch, Producer, TrainBatch
 from hybridrl.config.supervised import DpoConfig, KtoConfig, OnlineDpoConfig
 
@@ -93,9 +93,7 @@ class Dpo:
     def __init__(self, config: DpoConfig | OnlineDpoConfig) -> None:
         self.config = config
         self.name = config.name
-        self.needs = Needs(
-            rollouts=False, feedback="pairs", reference=config.reference, old_logps=True
-        )
+        self.needs = config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fills the advantages, minus the loss's derivative by each response."""
@@ -150,10 +148,9 @@ class Kto:
     """
 
     name = "kto"
-    needs = Needs(rollouts=False, feedback="labels", reference=True, old_logps=True)
 
     def __init__(self, config: KtoConfig) -> None:
-        self.config = config
+        self.config, self.needs = config, config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fills the advantages and leaves out the mismatched samples, which nothing learns from.

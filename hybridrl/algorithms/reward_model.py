@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hybridrl.algorithms.base import LossOutput, Needs
+from hybridrl.algorithms.base import LossOutput
 from hybridrl.algorithms.preference import IMPLICIT, LOSS, pairs
 from hybridrl.batch import MicroBatch, Producer, TrainBatch
 from hybridrl.config.supervised import PAIR_MARGIN, RewardModelConfig
@@ -30,10 +30,9 @@ class RewardModel:
     """
 
     name = "reward_model"
-    needs = Needs(rollouts=False, feedback="pairs", values=True, policy=False)
 
     def __init__(self, config: RewardModelConfig) -> None:
-        self.config = config
+        self.config, self.needs = config, config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fills the advantages, minus the loss's derivative by each score, at last tokens."""

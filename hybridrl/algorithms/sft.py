@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridrl.algorithms.base import LossOutput, Needs, num_response_tokens
+from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.batch import MicroBatch, TrainBatch
 from hybridrl.config.schema import SftConfig
 
@@ -13,10 +13,9 @@ class Sft:
     """Learns the response column of the data; needs no rollouts, no rewards and no other model."""
 
     name = "sft"
-    needs = Needs(rollouts=False)
 
     def __init__(self, config: SftConfig) -> None:
-        self.config = config
+        self.config, self.needs = config, config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Returns the batch as it is: demonstrations have no advantages."""

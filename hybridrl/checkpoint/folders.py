@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -34,6 +34,8 @@ STEP_FOLDER = re.compile(r"step_(\d{1,18})")
 PARTIAL, REPLACED = ".partial", ".replaced"
 STATE = "state.json"
 HF_FILES = "hf"
+FileFormat = Literal["hf", "megatron"]  # that `hybridrl convert` writes
+HF_FORMAT: Final = "hf"
 
 
 class SavedState(BaseModel):

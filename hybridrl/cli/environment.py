@@ -15,9 +15,9 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 
 from hybridrl.cli.gpus import num_local_gpus
+from hybridrl.config.engines import ENGINES, engine_package
 from hybridrl.config.packages import PYTHON, REQUIRED
 from hybridrl.errors import UserError
-from hybridrl.rollout.vllm_version import CPU, CUDA, installed_version
 
 OPTIONAL = ("transformer-engine",)
 
@@ -41,7 +41,7 @@ class Item:
 
 def inspect() -> list[Item]:
     """Returns the whole report, in the order in which problems should be mended."""
-    items = [_python(), *_packages(), *_vllm(), _apex()]
+    items = [_python(), *_packages(), *_engines(), _apex()]
     if any(item.name == "torch" and item.found != "not installed" for item in items):
         items += _torch_probes()
     return items
@@ -78,16 +78,19 @@ def _packages() -> Iterator[Item]:
         yield Item(name, "ok" if found else "absent", found or "not installed, optional")
 
 
-def _vllm() -> Iterator[Item]:
-    """Judges vLLM as a run with rollout.engine=vllm does."""
-    builds = [name for name in (CPU.distribution, CUDA.distribution) if _version(name)]
-    if not builds:
-        yield Item("vllm", "absent", "not installed, optional")
-        return
-    try:
-        yield Item("vllm", "ok", installed_version(is_cpu=num_local_gpus() == 0))
-    except UserError as error:
-        yield Item("vllm", "problem", f"{error.value}, not {error.allowed}", error.remedy)
+def _engines() -> Iterator[Item]:
+    """Judges the packages of engines as a run with such an engine does."""
+    for name in ENGINES:
+        package = engine_package(name)
+        if package is None:
+            continue
+        if not package.is_installed():
+            yield Item(name, "absent", "not installed, optional")
+            continue
+        try:
+            yield Item(name, "ok", package.installed_version(num_local_gpus() == 0))
+        except UserError as error:
+            yield Item(name, "problem", f"{error.value}, not {error.allowed}", error.remedy)
 
 
 def _apex() -> Item:

@@ -20,6 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from hybridrl import __version__
+from hybridrl.checkpoint.folders import FileFormat
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import (
     STOP_CODES,
@@ -237,7 +238,7 @@ def convert(
         Path, typer.Argument(metavar="SRC", help="HF directory, checkpoint or run folder.")
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
-    to: Annotated[Literal["hf", "megatron"], typer.Option(help="Format to write.")],
+    to: Annotated[FileFormat, typer.Option(help="Format to write.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline parallel size of the ranks.")] = 1,
     family: Annotated[

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.cli.launch import launch
-from hybridrl.config.schema import Config, SupervisedConfig
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import is_launched, rank_file
 
@@ -29,11 +30,14 @@ def refuse_without_rollouts(config: Config) -> None:
     Raises:
         UserError: naming the key.
     """
-    if config.rollout.engine == "scripted":
+    engine = config.rollout.engine
+    if not ENGINES[engine].computes:
+        allowed = " or ".join(name for name, traits in ENGINES.items() if traits.computes)
         raise UserError(
-            "rollout.engine", "scripted", "hf or vllm, for --mismatch", "It computes nothing."
+            "rollout.engine", engine, f"{allowed}, for --mismatch", "It computes nothing."
         )
-    if isinstance(config.algorithm, SupervisedConfig):
+    needs = config.algorithm.needs
+    if needs is not None and not needs.rollouts:
         raise UserError(
             "algorithm.name",
             config.algorithm.name,

@@ -3,7 +3,7 @@ torch.
 
 Owns the report and the prediction of the reshard; what is taken for granted is plan_cluster.py's,
 memory plan_memory.py's, the verdict plan_fit.py's, the words plan_text.py's. Needs only the
-configuration and the model's config.json.
+configuration, the config.json of its models and, where the algorithm is the user's own, its module.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from hybridrl.algorithms import needs_of
 from hybridrl.cli.plan_cluster import Assumptions, ClusterFile, Host, assume
 from hybridrl.cli.plan_fit import cpu_verdict, gpu_verdict
 from hybridrl.cli.plan_memory import (
@@ -23,8 +24,12 @@ from hybridrl.cli.plan_memory import (
 )
 from hybridrl.cli.plan_text import order_reason
 from hybridrl.cli.validate import model_violations
-from hybridrl.config.engines import ONE_RANK_ENGINES
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.needs import Needs
+from hybridrl.config.own_code import contained
+from hybridrl.config.roles import RunModels, run_models
 from hybridrl.config.schema import Config
+from hybridrl.config.source import read_model_config
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.alias import shared_names
 from hybridrl.hybrid_engine.assign import Assignment, OrderChoice, assign, judge
@@ -60,20 +65,56 @@ def plan_report(
         host: the GPUs of this host, taken for those of the run; None: nothing is known of them.
     """
     host = host or Host()
-    on_gpu = config.rollout.engine not in ONE_RANK_ENGINES or given is not None or host.num_gpus > 0
+    runs_on_gpus = ENGINES[config.rollout.engine].runs_on_gpus
+    on_gpu = runs_on_gpus or given is not None or host.num_gpus > 0
     dtype = "bfloat16" if on_gpu else "float32"
     hf_config, violations = model_violations(config, world_size, default_dtype=dtype)
+    models, unknown = _models(config)
+    violations += unknown
     assumed = None
     if on_gpu:
         assumed, mismatch = assume(given or ClusterFile(), world_size, host)
         violations += [*mismatch, *_transport_rules(config, assumed)]
-    if violations:
+    if violations or models is None:
         return empty_report(ConfigError(violations)), violations
-    return _report(config, hf_config, world_size, assumed), []
+    return _report(config, models, hf_config, world_size, assumed), []
+
+
+def _models(config: Config) -> tuple[RunModels | None, list[UserError]]:
+    """Returns the models that the run holds, or why they are not known.
+
+    An algorithm of the user's own is imported and made here, as for a run: only its class says
+    whether it needs a critic. A mistake in it, be it sys.exit, is a violation.
+    """
+    needs: dict[str, Needs] = {}
+    found: list[UserError] = []
+    sections = {f"mix.{name}.": term.algorithm for name, term in config.terms().items()}
+    for prefix, section in {"": config.algorithm, **sections}.items():
+        try:
+            with contained():
+                needs[prefix] = needs_of(section)
+        except UserError as error:
+            name = f"{prefix}{error.name}"
+            found.append(UserError(name, error.value, error.allowed, error.remedy))
+    if found:
+        return None, found
+    own = needs.pop("")
+    models = run_models(config, own, needs.values())
+    for scorer, served in models.reward_models.items():
+        try:
+            read_model(served.family, read_model_config(served))
+        except UserError as error:
+            name = f"reward {scorer}: {error.name}"
+            found.append(UserError(name, error.value, error.allowed, error.remedy))
+    return models, found
 
 
 def _report(
-    config: Config, hf_config: dict[str, Any], world_size: int, assumed: Assumptions | None
+    config: Config,
+    models: RunModels,
+    hf_config: dict[str, Any],
+    world_size: int,
+    assumed: Assumptions | None,
 ) -> dict[str, Any]:
     """Returns the report of a configuration without violations; on CPU nothing is assumed."""
     (family, shape), on_gpu = read_model(config.model.family, hf_config), assumed is not None
@@ -81,9 +122,9 @@ def _report(
     placed = _place(config, family, shape, world_size, node)
     itemsize = itemsize_of(config, on_gpu)
     plan = plan_reshard(placed.sources, placed.targets, itemsize, node)
-    memory = _memory(config, shape, placed, itemsize, assumed)
+    memory = _memory(config, models, shape, placed, itemsize, assumed)
     if assumed is not None:
-        verdict = gpu_verdict(config, hf_config, family, world_size, memory, assumed)
+        verdict = gpu_verdict(config, models, hf_config, family, world_size, memory, assumed)
     else:
         verdict = cpu_verdict(world_size, memory)
     order, layout = placed.layout.order, placed.best.layout
@@ -151,10 +192,10 @@ def _place(
     train, tp = config.train, config.rollout.tp
     ordered = order_layout(train, family, shape, world_size, tp, node)
     whole, sources = ordered.whole, ordered.sources
-    if config.rollout.engine in ONE_RANK_ENGINES:
-        parts = [hf_layout(hf_shapes(family, shape))]
-    else:
+    if ENGINES[config.rollout.engine].has_fused_parameters:
         parts = [fused_layout(family, shape, tp, tp_rank) for tp_rank in range(tp)]
+    else:
+        parts = [hf_layout(hf_shapes(family, shape))]
     best = assign(sources, parts, node)
     targets = [parts[tp_rank] for _, tp_rank in best.layout.assignment]
     shared = _shared(config, whole, targets)
@@ -163,7 +204,8 @@ def _place(
 
 def _shared(config: Config, whole: list[RankLayout], targets: list[RankLayout]) -> list[int]:
     """Returns, for each rank, the elements of engine parameters that are the trainer's memory."""
-    if config.rollout.engine != "vllm" or config.train.release_weights_in_rollout:
+    shares_memory = ENGINES[config.rollout.engine].shares_memory
+    if not shares_memory or config.train.release_weights_in_rollout:
         return [0] * len(whole)
     found: dict[tuple[int, int], int] = {}
     for source, target in zip(whole, targets, strict=True):
@@ -195,6 +237,7 @@ def _choices(order: str, placed: _Placed, node: int, itemsize: int) -> dict[str,
 
 def _memory(
     config: Config,
+    models: RunModels,
     shape: ModelShape,
     placed: _Placed,
     itemsize: int,
@@ -206,7 +249,8 @@ def _memory(
     )
     held, transport = most_elements(placed.whole), _transport(config, assumed)
     on_gpu = assumed is not None
-    return estimate_memory(config, shape, placed.layout, held, engine_bytes, transport, on_gpu)
+    sizes = shape, placed.layout, held, engine_bytes
+    return estimate_memory(config, models, *sizes, transport, on_gpu)
 
 
 def _cluster_report(

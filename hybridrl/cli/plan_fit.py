@@ -26,7 +26,8 @@ from hybridrl.cli.plan_memory import (
     itemsize_of,
 )
 from hybridrl.cli.plan_text import memory_size
-from hybridrl.config.engines import ONE_RANK_ENGINES
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.roles import RunModels
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config
 from hybridrl.errors import ModelError
@@ -49,6 +50,7 @@ def with_margin(estimate_bytes: int) -> int:
 
 def gpu_verdict(
     config: Config,
+    models: RunModels,
     hf_config: Mapping[str, Any],
     family: Family,
     world_size: int,
@@ -78,7 +80,7 @@ def gpu_verdict(
     )
     remedies: list[str] = []
     if spare < 0:
-        remedies = _Search(config, hf_config, family, assumed).remedies(world_size)
+        remedies = _Search(config, models, hf_config, family, assumed).remedies(world_size)
         summary += f"; it fits with {remedies[0]}" if remedies else "; no larger layout tried fits"
     elif num_requests < memory.num_requests:
         summary += (
@@ -128,12 +130,14 @@ class _Search:
 
     Args:
         config: that does not.
+        models: of the run, which no change adds or removes.
         hf_config: of its model.
         family: of its model.
         assumed: of the cluster; other numbers of ranks have nodes of the same size.
     """
 
     config: Config
+    models: RunModels
     hf_config: Mapping[str, Any]
     family: Family
     assumed: Assumptions
@@ -159,7 +163,7 @@ class _Search:
             if check(config, world, self.hf_config):
                 continue
             try:
-                memory = _estimate(config, self.family, shape, world)
+                memory = _estimate(config, self.models, self.family, shape, world)
             except ModelError:  # a tensor that cannot be cut so, which the rules do not know
                 continue
             most = max(memory.train, memory.rollout_with(memory.least_requests))
@@ -185,7 +189,7 @@ class _Search:
             "train.pp": [size for size in SIZES if train.pp < size],
             "rollout.tp": [size for size in SIZES if rollout.tp < size <= per_node],
         }
-        if rollout.engine in ONE_RANK_ENGINES:
+        if not ENGINES[rollout.engine].is_tensor_parallel:
             del wanted["rollout.tp"]
         layouts: list[Changes] = [{}]
         for key, sizes in wanted.items():
@@ -210,17 +214,20 @@ class _Search:
             yield {**layout, **saving}
 
 
-def _estimate(config: Config, family: Family, shape: ModelShape, world_size: int) -> Memory:
+def _estimate(
+    config: Config, models: RunModels, family: Family, shape: ModelShape, world_size: int
+) -> Memory:
     """Estimates as the report does, but for weights that engine and trainer share, of which only
     those of equal layouts are counted.
     """
     train, tp = config.train, config.rollout.tp
     layout = TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep, train.vpp)
     elements, engine, shared = _sizes(family, shape, train.tp, train.pp, train.vpp, tp)
-    if config.rollout.engine == "vllm" and not train.release_weights_in_rollout:
+    if ENGINES[config.rollout.engine].shares_memory and not train.release_weights_in_rollout:
         engine -= shared
     engine_bytes = itemsize_of(config, on_gpu=True) * engine
-    return estimate_memory(config, shape, layout, elements, engine_bytes, "packed", on_gpu=True)
+    sizes = shape, layout, elements, engine_bytes
+    return estimate_memory(config, models, *sizes, "packed", on_gpu=True)
 
 
 @cache

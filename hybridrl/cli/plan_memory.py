@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from hybridrl.config.algorithm import PolicyGradientConfig, PpoConfig
-from hybridrl.config.engines import ONE_RANK_ENGINES
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.roles import RunModels
 from hybridrl.config.schema import Config
-from hybridrl.config.supervised import KtoConfig, PairLossConfig
+from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import read_teacher
 from hybridrl.models.family import ModelShape, read_model
 from hybridrl.models.weights import RankLayout, megatron_layouts
@@ -56,6 +56,7 @@ class Memory:
 
 def estimate_memory(
     config: Config,
+    models: RunModels,
     shape: ModelShape,
     layout: TrainLayout,
     num_params: int,
@@ -71,7 +72,7 @@ def estimate_memory(
     cache. On GPUs both hold NCCL's groups and the engine's graphs; the CUDA context is not counted.
 
     Args:
-        config, shape, layout: of the run.
+        config, models, shape, layout: of the run.
         num_params: parameters of the rank that holds most.
         engine_bytes: of engine weights that are not the trainer's own memory, on the fullest rank.
         transport: how weights travel.
@@ -80,13 +81,12 @@ def estimate_memory(
     itemsize = itemsize_of(config, on_gpu)
     optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
     sharded = optimizer * num_params // (layout.dp * layout.cp)
-    num_trained = 2 if isinstance(config.algorithm, PpoConfig) else 1
-    frozen = itemsize * num_params if _has_reference(config) else 0
-    frozen += _teacher_bytes(config, layout, on_gpu)
-    weights = num_trained * num_params * itemsize + frozen
-    gradients = num_trained * num_params * MAIN_GRAD_BYTES
-    states = num_trained * sharded
-    sleeps = config.rollout.engine == "vllm"
+    frozen = models.num_frozen_copies * num_params * itemsize
+    frozen += itemsize * _other_params(config, models, layout)
+    weights = models.num_trained * num_params * itemsize + frozen
+    gradients = models.num_trained * num_params * MAIN_GRAD_BYTES
+    states = models.num_trained * sharded
+    engine = ENGINES[config.rollout.engine]
     num_requests = _num_requests(config, layout)
     heads = max(1, shape.num_kv_heads // config.rollout.tp)  # repeated where ranks are more
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -98,7 +98,7 @@ def estimate_memory(
         + gradients
         + states
         + _activation_bytes(config, shape, layout, itemsize)
-        + (0 if sleeps else engine_bytes),
+        + (0 if engine.sleeps else engine_bytes),
         rollout=always
         + (frozen if config.train.release_weights_in_rollout else weights)
         + (0 if config.train.offload_optimizer else states)
@@ -106,17 +106,17 @@ def estimate_memory(
         + kv_cache,
         kv_cache=kv_cache,
         num_requests=num_requests,
-        least_requests=num_requests if config.rollout.engine in ONE_RANK_ENGINES else 1,
+        least_requests=1 if engine.has_fixed_kv_cache else num_requests,
         staging=config.rollout.staging_mib * MIB,
     )
 
 
 def _num_requests(config: Config, layout: TrainLayout) -> int:
-    """Returns how many requests the KV cache is for: vLLM's is made for all that it may decode
-    together, that of `hf` grows with those that there are.
+    """Returns how many requests the KV cache is for: a fixed one is made for all that may be
+    decoded together, another grows with those that there are.
     """
     most = config.rollout.max_batch
-    if config.rollout.engine not in ONE_RANK_ENGINES:
+    if ENGINES[config.rollout.engine].has_fixed_kv_cache:
         return most
     samples = config.steps.prompts_per_step * config.steps.samples_per_prompt
     return min(most, -(-samples // layout.world_size))
@@ -130,7 +130,7 @@ def _gpu_bytes(config: Config, layout: TrainLayout, transport: str) -> int:
     is_staged = transport == "packed" and layout.world_size > 1
     num_groups = sum(size > 1 for size in sizes) + is_staged  # blocks go over a group of their own
     staging = config.rollout.staging_mib * MIB if is_staged else 0
-    graphs = 0 if config.rollout.engine in ONE_RANK_ENGINES else GRAPH_BYTES
+    graphs = GRAPH_BYTES if ENGINES[config.rollout.engine].captures_graphs else 0
     return GROUP_BYTES * num_groups + graphs + staging
 
 
@@ -156,21 +156,17 @@ def _activation_bytes(config: Config, shape: ModelShape, layout: TrainLayout, it
     return tokens * kept * itemsize * layout.pp // layout.tp + scratch
 
 
-def _has_reference(config: Config) -> bool:
-    return any(
-        (isinstance(chosen, PolicyGradientConfig) and chosen.kl_coef > 0)
-        or (isinstance(chosen, PairLossConfig) and chosen.reference)
-        or isinstance(chosen, KtoConfig)
-        for chosen in (config.algorithm, *(term.algorithm for term in config.terms().values()))
-    )
-
-
-def _teacher_bytes(config: Config, layout: TrainLayout, on_gpu: bool) -> int:
-    """Returns the weights of the teacher, if there is one, on the rank that holds most of them."""
-    if (hf_config := read_teacher(config)) is None:
-        return 0
-    parts = megatron_layouts(*read_model(None, hf_config), layout)
-    return itemsize_of(config, on_gpu) * most_elements(parts)
+def _other_params(config: Config, models: RunModels, layout: TrainLayout) -> int:
+    """Returns the parameters of frozen models of other shapes, the teacher and reward models, on
+    the ranks that hold most of them.
+    """
+    parts = []
+    if models.has_teacher and (hf_config := read_teacher(config)) is not None:
+        parts.append(megatron_layouts(*read_model(None, hf_config), layout))
+    for section in models.reward_models.values():
+        family = read_model(section.family, read_model_config(section))
+        parts.append(megatron_layouts(*family, layout, "value"))
+    return sum(map(most_elements, parts))
 
 
 def most_elements(layouts: Sequence[RankLayout]) -> int:

@@ -14,19 +14,21 @@ from typing import Any, Literal
 
 from hybridrl.checkpoint.folders import (
     HF_FILES,
+    HF_FORMAT,
+    FileFormat,
     check_family,
     newest_checkpoint,
     open_checkpoint,
 )
 from hybridrl.checkpoint.run_lock import check_free
 from hybridrl.cli.gpus import num_local_gpus
-from hybridrl.config.engines import ONE_RANK_ENGINES
+from hybridrl.config.engines import ENGINES, engine_package
 from hybridrl.config.identity import check_run_folder, run_folder
-from hybridrl.config.reward import SERVED
+from hybridrl.config.needs import Feedback, Needs
+from hybridrl.config.roles import reward_models
 from hybridrl.config.rules import check, layer_rules, split_rules
-from hybridrl.config.schema import Config, DataConfig, ModelConfig, SupervisedConfig
+from hybridrl.config.schema import Config, DataConfig, ModelConfig
 from hybridrl.config.source import read_model_config
-from hybridrl.config.supervised import Feedback
 from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
 from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
 from hybridrl.data.chats import chat_column
@@ -41,7 +43,6 @@ from hybridrl.models.weights import Head, fused_layout, hf_shapes
 from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rewards.functions import NEEDS_ANSWER, check_rewards
-from hybridrl.rollout.vllm_version import head_dim_rule, installed_version
 
 
 def model_violations(
@@ -69,7 +70,8 @@ def model_violations(
             content = read_model_config(config.model)
             family, shape = read_model(config.model.family, content)
             hf_config = content
-            if rollout.engine not in ONE_RANK_ENGINES and not check(config, world_size, hf_config):
+            is_fused = ENGINES[rollout.engine].has_fused_parameters
+            if is_fused and not check(config, world_size, hf_config):
                 fused_layout(family, shape, rollout.tp, 0)  # the rules know no vocabulary
         except UserError as error:
             found.append(error)
@@ -102,21 +104,17 @@ def validate_training(
         ConfigError: with every violation.
     """
     found = _common(config, world_size)
-    data, answer, algorithm = config.data, _answer_column(config), config.algorithm
+    data, answer = config.data, _answer_column(config)
     if data.prompts is None:
         found.append(_no_file("data.prompts", "train"))
-    elif isinstance(algorithm, SupervisedConfig):
-        found += _responses(data, data.prompts, algorithm.feedback)
     else:
-        found += _files(data, data.prompts, answer)
+        found += _rows(data, data.prompts, config.algorithm.needs, answer)
     for name, term in config.terms().items():
         paths = term.data.prompts
         if paths is None:
             found.append(_no_file(f"mix.{name}.data.prompts", "train"))
-        elif isinstance(term.algorithm, SupervisedConfig):
-            found += _responses(term.data, paths, term.algorithm.feedback)
         else:
-            found += _files(term.data, paths, [])
+            found += _rows(term.data, paths, term.algorithm.needs, [])
     if data.eval_prompts is not None:
         found += _files(data, data.eval_prompts, answer)
     _raise_all(found)
@@ -159,7 +157,7 @@ def validate_evaluation(
 def validate_conversion(
     source: Path,
     target: Path,
-    to: Literal["hf", "megatron"],
+    to: FileFormat,
     tp: int,
     pp: int,
     family: str | None = None,
@@ -178,7 +176,7 @@ def validate_conversion(
         raise UserError(
             str(target), "something is there already", "a new or empty folder", "Change DST."
         )
-    if to == "hf":
+    if to == HF_FORMAT:
         checkpoint, state = open_checkpoint(source)
         check_family(state.family, family, checkpoint.folder)
         hf_config = read_config(checkpoint.folder / HF_FILES)
@@ -229,10 +227,8 @@ def _loaded_models(config: Config, has_teacher: bool) -> Iterator[tuple[ModelCon
     teacher = teacher_model(config) if has_teacher else None
     if teacher is not None:
         yield teacher, "lm"
-    for scorer in config.reward.scorers().values():
-        path = scorer.options.get("path")
-        if scorer.function == SERVED and isinstance(path, str):
-            yield ModelConfig(path=path), "value"
+    for served in reward_models(config).values():
+        yield served, "value"
 
 
 def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
@@ -281,6 +277,15 @@ def _answer_column(config: Config) -> list[str]:
     return [config.data.answer_key] if is_needed else []
 
 
+def _rows(
+    data: DataConfig, paths: Sequence[str], needs: Needs | None, answer: Sequence[str]
+) -> Iterator[UserError]:
+    """Checks what an algorithm trains on; of one of the user's own only prompts are looked for."""
+    if needs is None or needs.rollouts:
+        return _files(data, paths, answer)
+    return _responses(data, paths, needs.feedback)
+
+
 def _files(
     data: DataConfig, paths: Sequence[str], other: Sequence[str], responses: Sequence[str] = ()
 ) -> Iterator[UserError]:
@@ -314,17 +319,18 @@ def _tokenizer(model: ModelConfig) -> Iterator[UserError]:
 
 
 def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
-    if config.rollout.engine != "vllm":
+    package = engine_package(config.rollout.engine)
+    if package is None:
         return
     is_cpu = num_local_gpus() == 0
     try:
-        installed_version(is_cpu)
+        package.installed_version(is_cpu)
     except UserError as error:
         yield error
         return
     if hf_config:  # else what is wrong with it is said already
         _, shape = read_model(config.model.family, hf_config)
-        yield from head_dim_rule(shape.head_dim, is_cpu)
+        yield from package.model_rules(shape.head_dim, is_cpu)
 
 
 def _own_code(config: Config) -> Iterator[UserError]:

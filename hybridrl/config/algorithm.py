@@ -7,12 +7,14 @@ distillation.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from hybridrl.config.correction import CorrectionConfig
 from hybridrl.config.distillation import DistillationConfig, GkdConfig, SampledTokensConfig
+from hybridrl.config.needs import Needs
 from hybridrl.config.presets import CRITIC_PRESETS, PRESETS
 from hybridrl.config.section import Section
 from hybridrl.config.supervised import (
@@ -131,6 +133,14 @@ class PolicyGradientConfig(Section):
     )
 
     @property
+    def needs(self) -> Needs:
+        """What the algorithm needs: the reference for its KL, which as a part of the reward, or to
+        adapt its weight, is measured at the policy before the update.
+        """
+        is_measured = self.kl_target is not None or (self.kl_coef > 0 and self.kl_in == "reward")
+        return Needs(reference=self.kl_coef > 0, old_logps=is_measured)
+
+    @property
     def needs_whole_sequences(self) -> bool:
         """Whether the loss has to see all tokens of a response at once, so that train.cp is 1."""
         return (
@@ -226,6 +236,22 @@ class GrpoConfig(PolicyGradientConfig):
         ge=0,
         description="Rounds in which groups of equal rewards are replaced by further prompts. 0: off; DAPO samples on until there are none.",
     )
+
+    @property
+    def needs(self) -> Needs:
+        """What the algorithm needs beside that: groups to compare, or greedy responses."""
+        needs = super().needs
+        return replace(
+            needs,
+            old_logps=needs.old_logps or self.finds_covariance,
+            greedy=self.baseline == "greedy",
+            group_samples=max(2, self.min_samples),
+        )
+
+    @property
+    def finds_covariance(self) -> bool:
+        """Whether tokens are chosen by the covariance of advantage and log-probability."""
+        return max(self.cov_clip_fraction, self.cov_kl_fraction) > 0
 
     @property
     def min_samples(self) -> int:
@@ -332,6 +358,11 @@ class PpoConfig(PolicyGradientConfig):
         description="Reward from which a sample passes, positive_lm_coef only. 0.5: between wrong, 0, and right, 1.",
     )
 
+    @property
+    def needs(self) -> Needs:
+        """What the algorithm needs beside that: a critic."""
+        return replace(super().needs, values=True)
+
     @model_validator(mode="before")
     @classmethod
     def _fill_preset(cls, values: object) -> object:
@@ -346,6 +377,11 @@ class OnPolicyDistillationConfig(PolicyGradientConfig, SampledTokensConfig):
     name: Literal["on_policy_distillation"] = Field(
         "on_policy_distillation", description="Selects on-policy distillation."
     )
+
+    @property
+    def needs(self) -> Needs:
+        """What the algorithm needs beside that: what teacher and policy say of the samples."""
+        return replace(super().needs, teacher=True, old_logps=True)
 
     @model_validator(mode="after")
     def _check_reward(self) -> Self:
@@ -363,6 +399,11 @@ class CustomAlgorithmConfig(Section):
     options: dict[str, object] = Field(
         default_factory=dict, description="Keyword arguments of the class. Empty: its own defaults."
     )
+
+    @property
+    def needs(self) -> None:
+        """None: only the class knows; `algorithms/__init__.py:needs_of` imports it and asks."""
+        return None
 
 
 def _algorithm_tag(value: object) -> str | None:

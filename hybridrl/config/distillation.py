@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from hybridrl.config.needs import Needs
 from hybridrl.config.section import Section
 from hybridrl.config.supervised import SupervisedConfig
 
@@ -37,6 +38,11 @@ class DistillationConfig(TopTokensConfig, SupervisedConfig):
         "distillation", description="Selects distillation on the data's responses."
     )
 
+    @property
+    def needs(self) -> Needs:
+        """What the algorithm needs: the teacher's likeliest tokens on the data's responses."""
+        return Needs(rollouts=False, teacher_top=self.top_k)
+
 
 class GkdConfig(TopTokensConfig):
     """Learns the teacher's distributions along the policy's own responses."""
@@ -44,6 +50,11 @@ class GkdConfig(TopTokensConfig):
     name: Literal["gkd"] = Field(
         "gkd", description="Selects distillation by distributions on sampled responses."
     )
+
+    @property
+    def needs(self) -> Needs:
+        """What the algorithm needs: the teacher's likeliest tokens on samples."""
+        return Needs(teacher_top=self.top_k)
 
 
 class SampledTokensConfig(TaughtConfig):

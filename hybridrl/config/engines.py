@@ -1,24 +1,118 @@
-"""The one table of rollout engines that exist. No torch.
+"""The one table of rollout engines: their names, and what other code may know of each. No torch.
 
-Owns their names, and what is said of one that does not exist yet. What builds each is
-trainer/setup.py.
+Owns the names and traits, and the refusal of names without an adapter. Code outside this table and
+the adapters reads traits; it never asks for an engine's name or class. An adapter is imported when
+its engine is started (rollout/build.py), and its package is judged before any rank starts.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
-EngineName = Literal["hf", "vllm", "scripted"]
-# A replica is one rank, on CPU as on a GPU; the others are cut over `rollout.tp` ranks.
-ONE_RANK_ENGINES = ("hf", "scripted")
+from hybridrl.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTraits:
+    """Facts about an engine.
+
+    Args:
+        builder: `module:function` that builds it from rollout/build.py's EngineInputs.
+        package: `module:name` of its EnginePackage; None: hybridrl's own dependencies are enough.
+        computes: its tokens and log-probabilities come from the weights that it receives. It then
+            has a `model` with HF's module names.
+        is_tensor_parallel: a replica may be cut over `rollout.tp` ranks; else it is one rank.
+        has_fused_parameters: its parameters are laid out as `models/weights.py:fused_layout` says;
+            else they are the HF checkpoint's tensors, whole.
+        sleeps: it gives weights and KV cache back while the policy trains, on GPUs.
+        shares_memory: its parameters can be the trainer's own memory where both cut a tensor alike.
+        has_fixed_kv_cache: the KV cache is made at the start, for `rollout.max_batch` requests, and
+            requests for which there is no room wait; else the cache grows with the requests.
+        captures_graphs: it holds CUDA graphs and a workspace in both phases.
+        bounds_positions: it refuses requests longer than the model's max_position_embeddings.
+        lowest_temperature: the lowest that it samples at, but for 0.
+        runs_on_gpus: `hybridrl plan` takes GPUs for granted, also on a host without any.
+    """
+
+    builder: str
+    package: str | None = None
+    computes: bool = True
+    is_tensor_parallel: bool = False
+    has_fused_parameters: bool = False
+    sleeps: bool = False
+    shares_memory: bool = False
+    has_fixed_kv_cache: bool = False
+    captures_graphs: bool = False
+    bounds_positions: bool = False
+    lowest_temperature: float = 0.0
+    runs_on_gpus: bool = False
+
+
+@dataclass(frozen=True)
+class EnginePackage:
+    """A package that an engine needs and that is installed beside hybridrl.
+
+    Args:
+        is_installed: whether any build of it is there.
+        installed_version: given whether the host is without GPUs, returns build and version; raises
+            UserError where the package is missing or does not fit.
+        model_rules: given the size of an attention head and whether the host is without GPUs, the
+            violations of models that it cannot run there.
+    """
+
+    is_installed: Callable[[], bool]
+    installed_version: Callable[[bool], str]
+    model_rules: Callable[[object, bool], Iterable[UserError]]
+
+
+ENGINES = {
+    "hf": EngineTraits(builder="hybridrl.rollout.hf:build"),
+    "vllm": EngineTraits(
+        builder="hybridrl.rollout.vllm:build",
+        package="hybridrl.rollout.vllm_version:PACKAGE",
+        is_tensor_parallel=True,
+        has_fused_parameters=True,
+        sleeps=True,
+        shares_memory=True,
+        has_fixed_kv_cache=True,
+        captures_graphs=True,
+        bounds_positions=True,
+        lowest_temperature=0.01,
+        runs_on_gpus=True,
+    ),
+    "scripted": EngineTraits(builder="hybridrl.rollout.scripted:build", computes=False),
+}
 NOT_YET = {"sglang": "SGLang"}
 
 
-def refuse_not_yet(name: object) -> object:
-    """Passes a name on, unless it is of an engine that is known but has no adapter yet."""
+def known_engine(name: object) -> str:
+    """Passes on the name of an engine in the table.
+
+    Raises:
+        PydanticCustomError: the engine is known, but has no adapter yet.
+        PydanticKnownError: there is no such engine.
+    """
+    if isinstance(name, str) and name in ENGINES:
+        return name
     if isinstance(name, str) and name.lower() in NOT_YET:
         said = f"'hf' or 'vllm', the engines that exist; {NOT_YET[name.lower()]} is not there yet"
         raise PydanticCustomError("engine_not_yet", said)  # type: ignore[arg-type]  # a literal
-    return name
+    *others, last = (repr(known) for known in ENGINES)
+    raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
+
+
+def engine_package(name: str) -> EnginePackage | None:
+    """Returns the package that an engine needs, None where it needs none; imports no engine."""
+    path = ENGINES[name].package
+    return None if path is None else named(path)
+
+
+def named(path: str) -> Any:
+    """Returns what a path `module:name` of the table names; imports the module."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -12,7 +12,6 @@ from pydantic import Field
 from hybridrl.config.algorithm import AlgorithmConfig
 from hybridrl.config.data import DataConfig
 from hybridrl.config.section import Section
-from hybridrl.config.supervised import DpoConfig, KtoConfig, SftConfig
 
 
 class TermConfig(Section):
@@ -33,7 +32,3 @@ class TermConfig(Section):
     prompts_per_step: int = Field(
         64, ge=1, description="Rows of it a step. 64: as many as steps.prompts_per_step has."
     )
-
-
-TERM_ALGORITHMS = (SftConfig, DpoConfig, KtoConfig)
-"""Sections of what can be a term; an algorithm of the user's own is judged when it is made."""

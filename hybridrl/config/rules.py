@@ -11,23 +11,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridrl.config.algorithm import PolicyGradientConfig
-from hybridrl.config.engines import ONE_RANK_ENGINES
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.environment import environment_rules
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
 from hybridrl.config.schema import (
     Config,
-    CustomAlgorithmConfig,
     GrpoConfig,
     ModelConfig,
     PpoConfig,
     RunConfig,
-    SupervisedConfig,
     TrainConfig,
 )
 from hybridrl.errors import UserError, short
 
-LOWEST_TEMPERATURE = 0.01  # of vLLM, but for 0
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 MOST_BYTES = 255  # of a name, on every usual file system
 AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -127,7 +124,7 @@ def _layout_rules(config: Config, world_size: int, ranks: str) -> Iterator[UserE
             f"a divisor of the world size {world_size}",
             f"Change rollout.tp, or {ranks}.",
         )
-    if rollout.engine in ONE_RANK_ENGINES and rollout.tp != 1:
+    if not ENGINES[rollout.engine].is_tensor_parallel and rollout.tp != 1:
         yield UserError(
             "rollout.tp",
             rollout.tp,
@@ -198,8 +195,8 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             "samples of one prompt",
             "Set steps.samples_per_prompt=8, or use ppo.",
         )
-    if isinstance(algorithm, SupervisedConfig):
-        yield from supervised_rules(config, algorithm)
+    if algorithm.needs is not None and not algorithm.needs.rollouts:
+        yield from supervised_rules(config, algorithm.needs)
     if isinstance(algorithm, GrpoConfig) and config.rollout.temperature == 0:
         yield UserError(
             "rollout.temperature",
@@ -207,12 +204,14 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             f"above 0 with algorithm {algorithm.name}: greedy samples of a prompt are all the same",
             "Set rollout.temperature=1.",
         )
-    if config.rollout.engine == "vllm" and 0 < config.rollout.temperature < LOWEST_TEMPERATURE:
+    engine = config.rollout.engine
+    lowest = ENGINES[engine].lowest_temperature
+    if 0 < config.rollout.temperature < lowest:
         yield UserError(
             "rollout.temperature",
             config.rollout.temperature,
-            f"0, or {LOWEST_TEMPERATURE} or more: rollout.engine=vllm raises what is lower",
-            "Set rollout.temperature=0.01, or rollout.engine=hf.",
+            f"0, or {lowest} or more: rollout.engine={engine} raises what is lower",
+            f"Set rollout.temperature={lowest}, or rollout.engine=hf.",
         )
     if isinstance(algorithm, PolicyGradientConfig):
         yield from policy_gradient_rules(config, algorithm)
@@ -253,9 +252,9 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             f"at most train.learning_rate = {config.train.learning_rate}",
             "Lower it.",
         )
-    if config.train.critic_learning_rate is not None and not isinstance(
-        algorithm, PpoConfig | CustomAlgorithmConfig
-    ):
+    needs = algorithm.needs
+    has_critic = needs is None or (needs.values and needs.policy)
+    if config.train.critic_learning_rate is not None and not has_critic:
         yield UserError(
             "train.critic_learning_rate",
             config.train.critic_learning_rate,
@@ -307,7 +306,7 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
     if (
         isinstance(positions, int)
         and positions < longest
-        and config.rollout.engine not in ONE_RANK_ENGINES
+        and ENGINES[config.rollout.engine].bounds_positions
     ):
         yield UserError(
             "rollout.max_new_tokens",

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridrl.config.algorithm import PolicyGradientConfig
+from hybridrl.config.needs import Needs
 from hybridrl.config.schema import (
     Config,
     GrpoConfig,
     KtoConfig,
     PpoConfig,
     RewardModelConfig,
-    SupervisedConfig,
 )
 from hybridrl.errors import UserError
 
 GREEDY = "greedy"  # batch.GREEDY: the part of the reward that baseline greedy adds
 
 
-def supervised_rules(config: Config, algorithm: SupervisedConfig) -> Iterator[UserError]:
+def supervised_rules(config: Config, needs: Needs) -> Iterator[UserError]:
     """Rules of algorithms that have the data's responses."""
-    steps = config.steps
+    steps, algorithm = config.steps, config.algorithm
     if steps.samples_per_prompt != 1:
         yield UserError(
             "steps.samples_per_prompt",
@@ -28,7 +28,7 @@ def supervised_rules(config: Config, algorithm: SupervisedConfig) -> Iterator[Us
             f"1 with algorithm {algorithm.name}, which has the responses of the data",
             "Set steps.samples_per_prompt=1.",
         )
-    if algorithm.feedback is not None and steps.updates_per_step > 1:
+    if needs.feedback is not None and steps.updates_per_step > 1:
         yield UserError(
             "steps.updates_per_step",
             steps.updates_per_step,
@@ -42,13 +42,13 @@ def supervised_rules(config: Config, algorithm: SupervisedConfig) -> Iterator[Us
             f"nothing with algorithm {algorithm.name}",
             "Remove it, or use reward_model.",
         )
-    if isinstance(algorithm, RewardModelConfig):
+    if not needs.policy:
         for key in ("fuse_param_gather", "release_weights_in_rollout"):
             if getattr(config.train, key):
                 yield UserError(
                     f"train.{key}",
                     "true",
-                    "false with algorithm reward_model, which trains no policy",
+                    f"false with algorithm {algorithm.name}, which trains no policy",
                     f"Set train.{key}=false.",
                 )
     if isinstance(algorithm, KtoConfig) and steps.prompts_per_step < 2:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from hybridrl.config.algorithm import CustomAlgorithmConfig
-from hybridrl.config.mix import TERM_ALGORITHMS, TermConfig
-from hybridrl.config.schema import Config, KtoConfig, OnlineDpoConfig, RewardModelConfig
+from hybridrl.config.mix import TermConfig
+from hybridrl.config.schema import Config, KtoConfig, OnlineDpoConfig
 from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.errors import UserError
 
@@ -60,11 +59,11 @@ def mix_rules(config: Config) -> Iterator[UserError]:
             )
         yield from _algorithm_rules(f"mix.{name}", term)
     for name, term in config.terms().items():
-        if isinstance(config.algorithm, RewardModelConfig):
+        if config.algorithm.needs is not None and not config.algorithm.needs.policy:
             yield UserError(
                 f"mix.{name}",
                 "a term",
-                "nothing with algorithm reward_model, which trains no policy",
+                f"nothing with algorithm {config.algorithm.name}, which trains no policy",
                 f"Remove mix.{name}.",
             )
         yield from _number_rules(config, f"mix.{name}", term)
@@ -72,7 +71,7 @@ def mix_rules(config: Config) -> Iterator[UserError]:
 
 
 def _algorithm_rules(key: str, term: TermConfig) -> Iterator[UserError]:
-    if not isinstance(term.algorithm, (*TERM_ALGORITHMS, CustomAlgorithmConfig)):
+    if term.algorithm.needs is not None and not term.algorithm.needs.fits_term:
         yield UserError(
             f"{key}.algorithm.name",
             term.algorithm.name,

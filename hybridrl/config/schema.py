@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import Field, PlainValidator, PrivateAttr
 
 from hybridrl.config.algorithm import (
     AlgorithmConfig,
@@ -17,7 +17,7 @@ from hybridrl.config.algorithm import (
     PpoConfig,
 )
 from hybridrl.config.data import DataConfig
-from hybridrl.config.engines import EngineName, refuse_not_yet
+from hybridrl.config.engines import known_engine
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.interpolation import Path
 from hybridrl.config.lists import Steps
@@ -228,7 +228,7 @@ class TrainConfig(Section):
 class RolloutConfig(Section):
     """How responses are generated and how weights reach the engine."""
 
-    engine: Annotated[EngineName, BeforeValidator(refuse_not_yet)] = Field(
+    engine: Annotated[str, PlainValidator(known_engine)] = Field(
         "hf",
         description="Inference engine. 'hf': needs no GPU and no extra package, so it works everywhere.",
     )

@@ -5,14 +5,13 @@ pairs, labelled responses, and from pairs that are sampled. No torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import replace
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from hybridrl.config.needs import Needs
 from hybridrl.config.section import Section
-
-Feedback = Literal["pairs", "labels"]
-"""What rows say of responses: which of two is better, or whether one is good."""
 
 PAIR_MARGIN = "margin of the pair"
 """The column of a prompt that has what `data.margin_key` names."""
@@ -36,8 +35,12 @@ PAIR_PRESETS: dict[str, dict[str, Any]] = {
 class SupervisedConfig(Section):
     """What the algorithms without rollouts share."""
 
-    feedback: ClassVar[Feedback | None] = None
     name: str = Field(description="Selects the algorithm.")
+
+    @property
+    def needs(self) -> Needs:
+        """What the algorithm needs: demonstrations, unless a kind of feedback is added."""
+        return Needs(rollouts=False)
 
 
 class SftConfig(SupervisedConfig):
@@ -83,6 +86,11 @@ class PairLossConfig(Section):
         description="Weight of the chosen side's mean negative log-likelihood. 0: as in the DPO paper.",
     )
 
+    @property
+    def needs(self) -> Needs:
+        """What the algorithm needs on the data's pairs."""
+        return Needs(rollouts=False, feedback="pairs", reference=self.reference, old_logps=True)
+
     @model_validator(mode="before")
     @classmethod
     def _fill_preset(cls, values: object) -> object:
@@ -106,7 +114,6 @@ class PairLossConfig(Section):
 class DpoConfig(PairLossConfig, SupervisedConfig):
     """Direct preference optimization on the data's pairs, and what PAIR_PRESETS makes of it."""
 
-    feedback: ClassVar[Feedback | None] = "pairs"
     name: Literal["dpo", "dpo_norm", "cdpo", "ipo", "simpo", "orpo"] = Field(
         "dpo", description="Selects the algorithm, and with it the defaults of this section."
     )
@@ -124,11 +131,15 @@ class OnlineDpoConfig(PairLossConfig):
         description="Rounds in which groups of equal rewards, which make no pair, are replaced by further prompts. 0: off, a step then has fewer pairs.",
     )
 
+    @property
+    def needs(self) -> Needs:
+        """What the algorithm needs: samples, of which it makes the pairs."""
+        return replace(super().needs, rollouts=True)
+
 
 class RewardModelConfig(SupervisedConfig):
     """A reward model from pairs (Bradley-Terry)."""
 
-    feedback: ClassVar[Feedback | None] = "pairs"
     name: Literal["reward_model"] = Field(
         "reward_model", description="Selects reward-model training."
     )
@@ -143,11 +154,15 @@ class RewardModelConfig(SupervisedConfig):
         description="Weight of the squared sum of a pair's scores, which keeps them around 0. 0: as in the InstructGPT paper; 0.01 is usual.",
     )
 
+    @property
+    def needs(self) -> Needs:
+        """What the algorithm needs: pairs, and a critic in place of a trained policy."""
+        return Needs(rollouts=False, feedback="pairs", values=True, policy=False)
+
 
 class KtoConfig(SupervisedConfig):
     """Kahneman-Tversky optimization on labelled responses."""
 
-    feedback: ClassVar[Feedback | None] = "labels"
     name: Literal["kto"] = Field("kto", description="Selects KTO.")
     beta: float = Field(
         0.1, gt=0, description="Risk aversion: how soon gains saturate. 0.1: the paper's."
@@ -162,3 +177,8 @@ class KtoConfig(SupervisedConfig):
         gt=0,
         description="Weight of responses labelled false. 1: the paper's; else keep desirable_weight x (number of true) / (undesirable_weight x (number of false)) within 1 to 1.5 (eq. 9).",
     )
+
+    @property
+    def needs(self) -> Needs:
+        """What the algorithm needs: labels, and what policy and reference say of the responses."""
+        return Needs(rollouts=False, feedback="labels", reference=True, old_logps=True)

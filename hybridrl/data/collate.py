@@ -17,18 +17,7 @@ from torch import Tensor
 from hybridrl.batch import MicroBatch, RolloutBatch
 from hybridrl.data.packing import packed_bounds
 from hybridrl.data.sharing import shared_prefix
-
-_COLUMNS = (
-    "old_logp_T",
-    "reference_logp_T",
-    "behaviour_logp_T",
-    "advantages_T",
-    "returns_T",
-    "values_T",
-    "term_weights_T",
-    "teacher_tokens_TK",
-    "teacher_logp_TK",
-)
+from hybridrl.micro_batch import LOSS_COLUMNS
 
 
 def micro_batch(
@@ -64,13 +53,12 @@ def micro_batch(
     loss_mask_S[predictor_R] = True
     carried = batch.columns()
     columns: dict[str, Tensor | None] = {}
-    for name in _COLUMNS:
-        column_T, packed_name = carried.get(name), name.replace("_T", "_S")
-        columns[packed_name] = None
+    for name in LOSS_COLUMNS:
+        column_T, columns[name] = carried.get(name.replace("_S", "_T")), None
         if column_T is not None:
             column_S = torch.zeros(total, *column_T.shape[1:], dtype=column_T.dtype)
             column_S[predictor_R] = column_T[source_R]
-            columns[packed_name] = column_S
+            columns[name] = column_S
     return MicroBatch(
         tokens_S=tokens_S,
         positions_S=laid.positions_S,

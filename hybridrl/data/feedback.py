@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
+from hybridrl.config.needs import Feedback
 from hybridrl.config.schema import DataConfig
-from hybridrl.config.supervised import Feedback
 from hybridrl.data.rows import Row
 from hybridrl.errors import DataError, short
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
+from hybridrl.config.needs import Feedback
 from hybridrl.config.schema import DataConfig
-from hybridrl.config.supervised import PAIR_MARGIN, Feedback
+from hybridrl.config.supervised import PAIR_MARGIN
 from hybridrl.data.chats import as_chats, chat_column
 from hybridrl.data.feedback import (
     check_classes,

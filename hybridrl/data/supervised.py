@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from hybridrl.batch import MISMATCHED, Producer, Prompt, TrainBatch
-from hybridrl.config.supervised import Feedback
+from hybridrl.config.needs import Feedback
 
 
 def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> TrainBatch:

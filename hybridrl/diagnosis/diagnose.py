@@ -35,9 +35,9 @@ from hybridrl.diagnosis.verdicts import (
 )
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.rollout.agreement import TokensDifferError
+from hybridrl.rollout.build import ComputingEngine
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.sampling import log_distribution
-from hybridrl.rollout.scripted import ScriptedEngine
 from hybridrl.trainer.loop import Trainer
 from hybridrl.trainer.mismatch import BOUNDS
 
@@ -146,7 +146,7 @@ def _compare(
     """Lets the engine, then the trainer compute the same tokens, and compares."""
     model, layout, sampling = trainer.policy.model, trainer.engine.layout, trainer.engine.sampling
     engine = trainer.raw_engine
-    assert not isinstance(engine, ScriptedEngine)  # the command refuses it: it computes nothing
+    assert isinstance(engine, ComputingEngine)  # the command refuses others
     with trainer.world.all_agree("reading the engine's residual stream"):
         theirs = engine_streams(engine, prompts)
     trainer.enter_training()

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from hybridrl.batch import TrainBatch
 from hybridrl.models.heads import LanguageModel, TokenStats
+from hybridrl.rollout.build import ComputingEngine
 from hybridrl.rollout.engine import Request, SamplingParams, generate
-from hybridrl.rollout.hf import HfEngine
-from hybridrl.rollout.vllm import VllmEngine
 from hybridrl.trainer.model import ParallelModel, Work
 
 Keep = Callable[[str, Tensor], None]
@@ -38,7 +37,7 @@ def stages(num_layers: int) -> list[str]:
 
 
 def engine_streams(
-    engine: HfEngine | VllmEngine, prompts: Sequence[tuple[int, ...]]
+    engine: ComputingEngine, prompts: Sequence[tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Returns the stages of an idle engine, rows in the order of the prompts' tokens.
 

@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
 from hybridrl.errors import ModelError
-from hybridrl.models.config_keys import NEUTRAL_KEYS
-from hybridrl.models.directory import read_config
+from hybridrl.models.transformers_model import transformers_model
 from hybridrl.models.weights import RankLayout, hf_layout
+from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
 from hybridrl.rollout.sampling import no_logprob, sample, uniforms
 
@@ -34,6 +32,12 @@ PREFILL_LOGITS = 1024
 CACHE_BLOCK = 64
 # transformers' names of kinds of layers.
 FULL, WINDOWED = "full_attention", "sliding_attention"
+
+
+def build(inputs: EngineInputs) -> HfEngine:
+    """Builds the engine of this rank, which is a replica by itself."""
+    model_config, max_batch = dict(inputs.hf_config), inputs.rollout.max_batch
+    return HfEngine(model_config, inputs.dtype_name, inputs.device, max_batch)
 
 
 class HfEngine:
@@ -368,61 +372,6 @@ class _Masks:
             return full_B1QK
         near_B1QK = full_B1QK & (key_K > query_BQ1 - self._window)[:, None]
         return {FULL: full_B1QK, WINDOWED: near_B1QK} if self._is_mixed else near_B1QK
-
-
-def transformers_model(
-    model_config: str | Path | Mapping[str, Any],
-    dtype: str,
-    device: torch.device,
-    attention: Literal["sdpa", "eager"],
-) -> Any:
-    """Returns transformers' causal language model with unset weights, leaving every global random
-    generator as it was.
-
-    Args:
-        model_config: HF directory, or the contents of a config.json.
-        dtype: of its parameters.
-        device: where they live.
-        attention: transformers' name of the implementation.
-
-    Raises:
-        ModelError: transformers does not know the model, or does not take its config.json, or makes
-            another architecture of it than it names.
-    """
-    if not isinstance(model_config, Mapping):
-        model_config = read_config(model_config)
-    named = model_config.get("architectures")
-    # Without what changes no number: labels, defaults of generation, forms of the output. A null
-    # means "not set", which transformers does not take everywhere; in one place it means a value.
-    fields = {
-        key: value
-        for key, value in model_config.items()
-        if key not in NEUTRAL_KEYS and (value is not None or key == "num_key_value_heads")
-    }
-    cuda = [device.index or 0] if device.type == "cuda" else []
-    try:
-        config = AutoConfig.for_model(model_config.get("model_type"), **fields)
-        with torch.random.fork_rng(devices=cuda), device:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, dtype), attn_implementation=attention
-            )
-    # transformers judges the config by types and rules of its own, each with errors of its own.
-    except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
-        said = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ModelError(
-            "model_type",
-            f"{model_config.get('model_type')}, with a config.json that transformers does not take",
-            f"a causal language model of the installed transformers, for {attention} attention",
-            f"Use another rollout engine, or a newer transformers, which said: {said}.",
-        ) from error
-    if named and type(model).__name__ not in named:
-        raise ModelError(
-            "config.json: model_type",
-            f"{model_config.get('model_type')}, which transformers makes {type(model).__name__} of",
-            f"the type of {', '.join(named)}, as architectures say",
-            "Get config.json again, or mend the key.",
-        )
-    return model.eval().requires_grad_(False)
 
 
 def _refuse_undecodable(config: Any) -> None:

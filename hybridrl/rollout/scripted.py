@@ -14,13 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.models.weights import RankLayout, hf_layout
+from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes
+from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
 from hybridrl.rollout.sampling import uniforms
 
 Script = Callable[[Request], tuple[Sequence[int], Sequence[float]]]
 """Given a request, returns the tokens of its whole response and their log-probabilities; what comes
 after a stop token or beyond the limit is not used."""
+
+
+def build(inputs: EngineInputs) -> ScriptedEngine:
+    """Builds the engine of this rank, which finds all tokens equally likely."""
+    shape = inputs.family.shape(inputs.hf_config)
+    script, shapes = uniform_script(shape.vocab_size), hf_shapes(inputs.family, shape)
+    return ScriptedEngine(script, shapes, inputs.dtype, inputs.rollout.max_batch)
 
 
 class ScriptedEngine:

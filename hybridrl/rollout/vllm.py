@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.config.rules import LOWEST_TEMPERATURE
+from hybridrl.config.engines import ENGINES
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
 from hybridrl.models.boxes import Shape
@@ -27,6 +27,7 @@ from hybridrl.models.family import Family
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokenAgreement
+from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.engine import (
     Completion,
     Holding,
@@ -42,6 +43,24 @@ from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_decoding import DecodingSteps
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule, is_scheduler_known
+
+LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
+
+
+def build(inputs: EngineInputs) -> VllmEngine:
+    """Builds this rank's part of a replica; collective over the world."""
+    settings = EngineSettings(
+        inputs.hf_config,
+        inputs.family.architectures,
+        inputs.dtype_name,
+        inputs.rollout.max_batch,
+        max_tokens=inputs.max_tokens,
+        reserved_bytes=inputs.reserved_bytes,
+        timeout_s=inputs.timeout_s,
+        eager=inputs.rollout.eager,
+    )
+    parts = inputs.family, inputs.layout, inputs.rank, inputs.device, inputs.shard
+    return VllmEngine(settings, *parts)
 
 
 class VllmEngine:

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from hybridrl.config.engines import EnginePackage
 from hybridrl.errors import UserError
 
 NAME = "rollout.engine=vllm"
@@ -53,6 +54,11 @@ KNOWN_SCHEDULERS = ("0.26.0", "0.32.0")
 def is_scheduler_known(version: str) -> bool:
     """Whether `installed_version` is one of those whose scheduler was compared."""
     return Version(version.split()[-1]).public in KNOWN_SCHEDULERS
+
+
+def is_installed() -> bool:
+    """Whether any build of vLLM is there, of any version."""
+    return any(_version(build.distribution) is not None for build in (CPU, CUDA))
 
 
 def installed_version(is_cpu: bool) -> str:
@@ -150,3 +156,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+PACKAGE = EnginePackage(is_installed, installed_version, head_dim_rule)

@@ -5,11 +5,10 @@ of a few ranks.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-from hybridrl.checkpoint.folders import HF_FILES, check_family
+from hybridrl.checkpoint.folders import HF_FILES, HF_FORMAT, FileFormat, check_family
 from hybridrl.checkpoint.model_state import load_model
 from hybridrl.checkpoint.opening import open_on_all_ranks
 from hybridrl.checkpoint.writing import write_checkpoint
@@ -31,7 +30,7 @@ TIMEOUT_S = 1800.0
 def convert_rank(
     source: Path,
     target: Path,
-    to: Literal["hf", "megatron"],
+    to: FileFormat,
     tp: int,
     pp: int,
     family: str | None = None,
@@ -51,10 +50,10 @@ def convert_rank(
     start_process_group(platform, TIMEOUT_S)
     world = World(TrainLayout(tp * pp, tp, pp), platform, TIMEOUT_S)
     platform.seed(0)
-    if to == "megatron":
-        _to_megatron(world, source, target, family)
-    else:
+    if to == HF_FORMAT:
         _to_hf(world, source, target, family)
+    else:
+        _to_megatron(world, source, target, family)
     stop_process_group()
 
 

@@ -7,19 +7,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.batch import GREEDY, Producer, Prompt, ScoredBatch
-
-COLUMNS = (
-    "sample_ids_B",
-    "group_B",
-    "tokens_T",
-    "lengths_B",
-    "prompt_lengths_B",
-    "behaviour_logp_T",
-    "versions_B",
-    "finished_B",
-    "reward_B",
-)
+from hybridrl.batch import GREEDY, LENGTHS, Producer, Prompt, ScoredBatch
 
 
 def compared_with_greedy(batch: ScoredBatch) -> ScoredBatch | None:
@@ -43,7 +31,7 @@ def compared_with_greedy(batch: ScoredBatch) -> ScoredBatch | None:
 
 def as_columns(batch: ScoredBatch) -> dict[str, Any]:
     """Returns the arrays of a batch, to be sent; `rebuilt` makes the batch of them."""
-    names = COLUMNS if batch.observed_T is None else (*COLUMNS, "observed_T")
+    names = (*batch.columns(), *LENGTHS)
     columns: dict[str, Any] = {name: getattr(batch, name).numpy() for name in names}
     columns["reward_parts"] = {name: part.numpy() for name, part in batch.reward_parts.items()}
     return columns
@@ -51,7 +39,7 @@ def as_columns(batch: ScoredBatch) -> dict[str, Any]:
 
 def rebuilt(columns: Mapping[str, Any], prompts: Mapping[int, Prompt]) -> ScoredBatch:
     """Returns the batch of these arrays; `prompts` by group."""
-    names = (name for name in (*COLUMNS, "observed_T") if name in columns)
+    names = columns.keys() - {"reward_parts"}
     tensors = {name: torch.from_numpy(columns[name]) for name in names}
     parts = columns["reward_parts"].items()
     return ScoredBatch(

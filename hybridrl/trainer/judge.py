@@ -53,22 +53,22 @@ def make_judges(
     world: World,
     policy: ModelSource,
     models: dict[str, ParallelModel],
+    served: Mapping[str, ModelConfig],
     needs_greedy: bool,
 ) -> Sequence[Judge]:
-    """Builds the reward models that the section `reward` names.
+    """Builds the reward models.
 
     Args:
         policy: whose tokens they are to read.
         models: gets each by name, for the table of an out-of-memory error.
+        served: which models they are, by the names of their scorers.
         needs_greedy: whether greedy responses, which no model scores, are compared with.
 
     Raises:
         UserError: one has another vocabulary, or the algorithm's baseline would lack its score.
     """
     judges = []
-    for name, scorer in config.reward.scorers().items():
-        if scorer.function != SERVED:
-            continue
+    for name, section in served.items():
         if needs_greedy:
             raise UserError(
                 "reward.function",
@@ -76,16 +76,14 @@ def make_judges(
                 f"another with algorithm {config.algorithm.name}, whose baseline lacks its score",
                 "Use grpo or rloo.",
             )
-        path = str(scorer.options["path"])
-        section = ModelConfig(path=path, dtype=config.model.dtype, tokenizer=path)
         source = setup.model_source(section, world.platform)
-        _check_vocabulary(path, source.hf_config, policy.hf_config)
+        _check_vocabulary(str(section.path), source.hf_config, policy.hf_config)
         models[f"reward {name}"] = model = ParallelModel(world, source, "value", config.train)
         with world.all_agree("loading the reward model"):
             shapes = hf_shapes(source.family, source.shape, "value")
             load_hf(setup.model_directory(section), model.layout(), model.weights(), shapes)
         model.freeze()
-        judges.append(Judge(name, scorer.weight, model))
+        judges.append(Judge(name, config.reward.scorers()[name].weight, model))
     return judges
 
 

@@ -23,6 +23,7 @@ from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.batch import ScoredBatch, TrainBatch
 from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import as_config
 from hybridrl.config.own_code import contained, make_working_folder_importable
@@ -363,7 +364,7 @@ class Trainer:
         self.enter_training()
         self.reshard(verifies=True)
         self._is_engine_checked = True
-        if self.config.rollout.engine == "scripted":  # it computes nothing
+        if not ENGINES[self.config.rollout.engine].computes:
             return
         answers = probe.ask(self.engine, self.source.shape, self.config.data.max_prompt_tokens)
         self.enter_training()

@@ -57,10 +57,7 @@ def make_terms(config: Config) -> dict[str, Term]:
     for name, section in config.terms().items():
         with _named(name):
             algorithm = make_algorithm(section.algorithm)
-        needs = algorithm.needs
-        others = [needs.rollouts, needs.values, needs.greedy, not needs.policy]
-        others += [needs.teacher, needs.teacher_top > 0]
-        if any(others) or isinstance(algorithm, AdaptiveAlgorithm):
+        if not algorithm.needs.fits_term or isinstance(algorithm, AdaptiveAlgorithm):
             raise UserError(
                 f"mix.{name}.algorithm.name",
                 section.algorithm.name,

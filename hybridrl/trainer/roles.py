@@ -14,6 +14,7 @@ import torch
 
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, SelectiveAlgorithm
 from hybridrl.batch import BatchError, Producer, ScoredBatch, TrainBatch
+from hybridrl.config.roles import run_models
 from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.errors import UserError
 from hybridrl.metrics.flops import (
@@ -105,7 +106,7 @@ class Roles:
             columns["reference_logp_T"] = self.reference.logprobs(batch, temperature)
         if self.critic is not None and needs.values:
             columns["values_T"] = self.critic.values(batch)
-        if self.teacher is not None and (needs.teacher or needs.teacher_top):
+        if self.teacher is not None and needs.has_teacher:
             columns |= self.teacher.columns(batch)
         try:
             return batch.join_columns(Producer.here("the trainer"), **columns)
@@ -183,7 +184,7 @@ def make_roles(
     """
     needs, terms = algorithm.needs, make_terms(config) if terms is None else terms
     _check_terms(terms, algorithm)
-    is_compared = needs.reference or any(t.algorithm.needs.reference for t in terms.values())
+    held = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
     source = setup.model_source(config.model, world.platform)
     chosen = config.algorithm
     warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
@@ -193,26 +194,26 @@ def make_roles(
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
     models["policy"] = model = setup.build_model(world, source, "lm", config)
     say(model.layers.said)
-    if needs.policy:
+    if held.trains_policy:
         home = setup.weights_home(config, world, say)
         model.make_trainable(config.train.learning_rate, home)
     else:
         model.freeze()
     policy = Policy(model, algorithm, num_policy_updates, temperature)
-    trained: dict[str, ParallelModel] = {"policy": model} if needs.policy else {}
+    trained: dict[str, ParallelModel] = {"policy": model} if held.trains_policy else {}
     reference = None
-    if is_compared and has_reference:
+    if held.has_reference and has_reference:
         models["reference"] = frozen = setup.build_model(world, source, "lm", config)
         frozen.freeze()
         reference = Policy(frozen, algorithm, num_policy_updates, temperature)
     critic = None
-    if needs.values and isinstance(algorithm, CriticAlgorithm):
+    if held.has_critic and isinstance(algorithm, CriticAlgorithm):
         models["critic"] = trained["critic"] = setup.build_model(world, source, "value", config)
         critic = _make_critic(config, trained["critic"], algorithm, num_updates)
-    is_scored = needs.rollouts and has_judges
-    judges = make_judges(config, world, source, models, needs.greedy) if is_scored else ()
+    served = held.reward_models if has_judges else {}
+    judges = make_judges(config, world, source, models, served, needs.greedy)
     teacher = None
-    if (needs.teacher or needs.teacher_top) and has_reference:
+    if held.has_teacher and has_reference:
         teacher = make_teacher(config, world, source, models, needs, temperature)
     return Roles(source, policy, reference, critic, trained, warmup, judges, terms, teacher)
 

@@ -22,12 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from yaml import YAMLError, safe_load
 
-from hybridrl.batch import BatchError, Producer, Prompt, TrainBatch
+from hybridrl.batch import LENGTHS, BatchError, Producer, Prompt, TrainBatch
 from hybridrl.errors import DataError
 
 FILE_NAME = re.compile(r"step_\d{6,}_update_\d{3,}\.safetensors")
 _FORMAT = {"hybridrl": "replay 3"}  # the header's metadata
-_LENGTHS = ("lengths_B", "prompt_lengths_B")
 _TOKENS = ("tokens", "response_tokens", "rejected_tokens")
 _PART, _RNG, _COLUMN, _PROMPTS, _TOLD = "reward_parts.", "rng.", "column.", "prompts.", "told"
 _TERM = "term."
@@ -154,7 +153,7 @@ def _assembled(tensors: Mapping[str, torch.Tensor]) -> SavedBatch:
 def _parts(batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Returns a batch as tensors by name and what goes into JSON."""
     tensors = {_COLUMN + name: value for name, value in batch.columns().items()}
-    tensors |= {_COLUMN + name: getattr(batch, name) for name in _LENGTHS}
+    tensors |= {_COLUMN + name: getattr(batch, name) for name in LENGTHS}
     tensors |= {_PART + name: value for name, value in batch.reward_parts.items()}
     prompts, index = _distinct(batch.prompts)
     tensors[_PROMPTS + "index"] = torch.tensor(index)

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.algorithms.base import Needs
 from hybridrl.batch import Prompt
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.identity import pinned
 from hybridrl.config.rules import check
@@ -46,11 +47,8 @@ from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.platform import Platform
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction, no_reward
+from hybridrl.rollout.build import EngineAdapter, EngineInputs, build
 from hybridrl.rollout.engine import RolloutEngine, SamplingParams
-from hybridrl.rollout.hf import HfEngine
-from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
-from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.trainer.episodes import Episodes
 from hybridrl.trainer.memory import TrainedModelMemory, released
 from hybridrl.trainer.model import ModelSource, ParallelModel
@@ -281,7 +279,7 @@ def start_engine(
     layout: RolloutLayout,
     memories: Sequence[TrainedModelMemory],
     copies: Sequence[TrainedWeights],
-) -> HfEngine | ScriptedEngine | VllmEngine:
+) -> EngineAdapter:
     """Builds the engine, which finds the memory that will be free while it generates."""
     to_come = sum(memory.bytes_to_come() for memory in memories)
     with (
@@ -326,35 +324,32 @@ def weights_home(config: Config, world: World, say: Callable[[str], None]) -> Pe
 
 def build_engine(
     config: Config, model: ParallelModel, layout: RolloutLayout, reserved_bytes: int = 0
-) -> HfEngine | ScriptedEngine | VllmEngine:
+) -> EngineAdapter:
     """Builds this rank's part of the engine replica that generates with `model`'s weights.
 
     Args:
         reserved_bytes: of the device, which the trainer takes only later but holds during rollout.
     """
-    source, world = model.source, model.world
-    rollout, device = config.rollout, world.platform.device
-    dtype = str(source.dtype).removeprefix("torch.")
-    if rollout.engine == "hf":
-        return HfEngine(dict(source.hf_config), dtype, device, rollout.max_batch)
-    if rollout.engine == "scripted":
-        shapes = hf_shapes(source.family, source.shape)
-        script = uniform_script(source.shape.vocab_size)
-        return ScriptedEngine(script, shapes, source.dtype, rollout.max_batch)
-    settings = EngineSettings(
-        source.hf_config,
-        source.family.architectures,
-        dtype,
-        rollout.max_batch,
-        max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
-        reserved_bytes=reserved_bytes,
-        timeout_s=config.run.collective_timeout_s,
-        eager=rollout.eager,
-    )
+    source, world, rollout = model.source, model.world, config.rollout
     shard = None
-    if not config.train.release_weights_in_rollout:  # or they would be freed with the trainer's
+    # Weights that are released would be freed with the trainer's.
+    if ENGINES[rollout.engine].shares_memory and not config.train.release_weights_in_rollout:
         shard = TrainingShard(model.layout(), model.weights_in_place())
-    return VllmEngine(settings, source.family, layout, world.rank, device, shard)
+    return build(
+        EngineInputs(
+            rollout,
+            source.hf_config,
+            source.family,
+            source.dtype,
+            layout,
+            world.rank,
+            world.platform.device,
+            max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            reserved_bytes=reserved_bytes,
+            timeout_s=config.run.collective_timeout_s,
+            shard=shard,
+        )
+    )
 
 
 def make_sampler(
@@ -378,7 +373,7 @@ def make_hybrid_engine(
     config: Config,
     model: ParallelModel,
     sources: list[RankLayout],
-    engine: HfEngine | ScriptedEngine | VllmEngine,
+    engine: EngineAdapter,
     memories: Sequence[TrainedModelMemory],
     copies: Sequence[TrainedWeights],
 ) -> HybridEngine:

@@ -49,7 +49,6 @@ from hybridrl.config.schema import (
     OnlineDpoConfig,
     PpoConfig,
     SftConfig,
-    SupervisedConfig,
 )
 from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.data.collate import micro_batch
@@ -212,7 +211,7 @@ def with_teacher(batch: TrainBatch, top: int) -> TrainBatch:
 
 def make_feedback_batch(case: str, tables: Tables, seed: int = 0) -> TrainBatch:
     """Six pairs, or twelve labelled responses and then as many mismatched ones."""
-    if CASES[case].feedback == "pairs":
+    if CASES[case].needs.feedback == "pairs":
         batch = make_batch(tables, seed, 6, 2)
         return replace(batch, reward_B=torch.tensor([1.0, 0.0, 0.0, 1.0] * 3))
     batch = make_batch(tables, seed, 12, 2)
@@ -281,7 +280,7 @@ def run(
 def prepare(case: str, seed: int = 0) -> tuple[Algorithm, Tables, TrainBatch]:
     tables = Tables.random(seed)
     algorithm, config = make_algorithm(CASES[case]), CASES[case]
-    if isinstance(config, SupervisedConfig) and config.feedback is not None:
+    if config.needs is not None and not config.needs.rollouts and config.needs.feedback:
         batch = make_feedback_batch(case, tables, seed)
     else:  # of three samples a pair is kept; every case is to learn from twelve
         batch = make_batch(tables, seed, 6 if isinstance(algorithm, SelectiveAlgorithm) else 4)

@@ -19,6 +19,7 @@ from engine_cases import (
     LOGP_TOLERANCE,
     MIXED,
     MODELS,
+    NEEDS_VLLM,
     STOP,
     TINY,
     VLLM,
@@ -33,10 +34,12 @@ from engine_cases import (
     write_weights,
 )
 
+from hybridrl.config import engines as registry
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.weights import check_layout
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
+from hybridrl.rollout.build import ComputingEngine
 from hybridrl.rollout.engine import (
     Completion,
     Request,
@@ -100,6 +103,23 @@ def test_engine_response_does_not_depend_on_the_batch(name: str) -> None:
     for one, two, three in zip(together, crowded, alone, strict=True):
         assert close(one, two)
         assert close(one, three)
+
+
+@pytest.mark.parametrize(
+    ("registered", "name"),
+    [
+        ("hf", "qwen3"),
+        ("scripted", "scripted"),
+        pytest.param("vllm", "vllm-qwen3", marks=NEEDS_VLLM),
+    ],
+)
+def test_engine_has_the_traits_of_the_registry(registered: str, name: str) -> None:
+    traits, engine = registry.ENGINES[registered], make_engine(name)
+    assert traits.builder.partition(":")[0] == type(engine).__module__
+    assert isinstance(engine, ComputingEngine) == traits.computes
+    is_fused = any(region.local != region.hf for region in engine.layout().regions)
+    assert is_fused == traits.has_fused_parameters
+    assert hasattr(engine, "shared") == traits.shares_memory
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -8,12 +8,14 @@ from dataclasses import replace
 import torch
 
 from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
-from hybridrl.config.supervised import Feedback
+from hybridrl.batch_checks import RESPONSE, columns_of
+from hybridrl.config.needs import Feedback
 from hybridrl.data.supervised import supervised_batch
 
-LOGP_COLUMNS = (
-    *("old_logp_T", "reference_logp_T", "values_T"),
-    *("advantages_T", "returns_T", "term_weights_T", "teacher_logp_T"),
+LOGP_COLUMNS = tuple(
+    name
+    for name, column in columns_of(TrainBatch).items()
+    if column == RESPONSE and name not in columns_of(RolloutBatch)
 )
 TEACHER_TOP = 3
 

@@ -138,7 +138,7 @@ def test_loss_and_gradient_are_those_of_the_paper(case: str) -> None:
     algorithm = make_algorithm(config)
     for seed in range(NUM_BATCHES):
         num = 2 + seed % 5
-        batch = feedback_batch(config.feedback, num, seed)
+        batch = feedback_batch(config.needs.feedback, num, seed)
         if case == "kto":
             gap = np.subtract(*(sums(c, batch) for c in (batch.old_logp_T, batch.reference_logp_T)))
             kto.z0 = max(0.0, float(np.mean(gap[num:])))

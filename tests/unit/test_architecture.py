@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.config.engines import ENGINES
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hybridrl"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60  # docs/adr/0004-size.md
@@ -54,6 +56,7 @@ EXTRA = {
     ("environments", "hybridrl.rewards.worker"),
     ("", "hybridrl.trainer.loop"),
 }
+REGISTRY = "config/engines.py"
 WALLS = {
     "megatron": [
         "parallel/*",
@@ -197,6 +200,64 @@ def test_third_party_stays_behind_its_wall(wall: str) -> None:
         and not any(fnmatch(found.file, allowed) for allowed in WALLS[wall])
     ]
     assert outside == []
+
+
+def engine_choices(tree: ast.AST) -> Iterator[int]:
+    """Yields the lines of code that goes by the name of an engine: comparisons, `in`, match, and
+    look-ups in dictionaries by name.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            asked: list[ast.AST] = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            asked = [node.value]
+        elif isinstance(node, ast.Dict):
+            asked = [key for key in node.keys if key is not None]
+        else:
+            continue
+        found = (n for one in asked for n in (one, *ast.iter_child_nodes(one)))
+        if any(isinstance(n, ast.Constant) and n.value in ENGINES for n in found):
+            yield node.lineno  # type: ignore[attr-defined]
+
+
+def test_only_the_registry_goes_by_the_name_of_an_engine() -> None:
+    asked = [
+        f"{relative(path)}:{line}"
+        for path in sources()
+        if relative(path) != REGISTRY
+        for line in engine_choices(ast.parse(path.read_text()))
+    ]
+    assert asked == [], "give EngineTraits what is asked for"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "if engine == 'vllm': pass",
+        "sleeps = config.rollout.engine != 'hf'",
+        "if engine in ('hf', 'scripted'): pass",
+        "if engine in {'scripted'}: pass",
+        "match engine:\n    case 'hf' | 'vllm': pass",
+        "make = {'hf': 1}[engine]",
+    ],
+)
+def test_an_engine_asked_for_by_name_is_found(fault: str) -> None:
+    assert list(engine_choices(ast.parse(fault)))
+
+
+def test_every_engine_is_an_adapter_that_only_the_registry_names() -> None:
+    assert [traits.builder for traits in ENGINES.values()] == [
+        f"hybridrl.rollout.{name}:build" for name in ENGINES
+    ]
+    named = [
+        f"{found.file}:{found.line}"
+        for path in sources()
+        if not relative(path).startswith("rollout/")
+        for found in imports(path)
+        for name in ENGINES
+        if (found.name + ".").startswith(f"hybridrl.rollout.{name}.")
+    ]
+    assert named == []
 
 
 def test_torch_free_modules_import_no_torch() -> None:

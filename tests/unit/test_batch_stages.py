@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from batches import rollout_batch, rollouts, train_batch
+from batches import observed_batch, rollout_batch, rollouts, train_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.batch import (
+    LENGTHS,
     BatchError,
     Producer,
     Prompt,
@@ -21,6 +22,9 @@ from hybridrl.batch import (
     ScoredBatch,
     TrainBatch,
 )
+from hybridrl.batch_checks import RESPONSE, columns_of, holds
+from hybridrl.micro_batch import LOSS_COLUMNS, MicroBatch
+from hybridrl.trainer.gathered import as_columns, rebuilt
 
 HERE = Producer.here("test")
 THIS_FILE = Path(__file__).name
@@ -244,6 +248,51 @@ def test_to_train_keeps_the_scores_and_adds_the_columns():
     assert batch.old_logp_T is None and batch.advantages_T is None
     with pytest.raises(BatchError, match="ppo"):
         batch.require("advantages_T", "ppo")
+
+
+def test_every_tensor_of_a_stage_is_a_declared_column():
+    tensors = {f.name for f in fields(TrainBatch) if str(f.type).startswith("Tensor")}
+    assert tensors == columns_of(TrainBatch).keys() | set(LENGTHS)
+    for name, column in columns_of(TrainBatch).items():
+        suffix = "_TK" if column.is_wide else "_T" if column.per_token else "_B"
+        assert name.endswith(suffix), name
+    made = train_batch()  # what tests of the columns' ways take for all of them
+    assert made.columns().keys() == columns_of(TrainBatch).keys() - {"observed_T"}
+
+
+def test_losses_read_declared_columns():
+    assert len(LOSS_COLUMNS) > 5
+    for name in LOSS_COLUMNS:
+        column = columns_of(TrainBatch)[name.replace("_S", "_T")]
+        assert column.response_only and column.is_wide == name.endswith("_SK"), name
+    structure = {f.name for f in fields(MicroBatch) if f.type == "Tensor"}
+    assert not structure & set(LOSS_COLUMNS)
+
+
+def test_a_field_is_all_that_a_further_column_takes():
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class WiderBatch(TrainBatch):
+        surprise_T: torch.Tensor | None = field(default=None, metadata=holds(RESPONSE))
+
+    full = train_batch(3, 2)
+    batch = WiderBatch(**{f.name: getattr(full, f.name) for f in fields(full)})
+    column_T = torch.arange(batch.num_tokens).float() * batch.response_mask_T
+    batch = batch.join_columns(HERE, surprise_T=column_T)
+    assert torch.equal(WiderBatch.concat(batch.split(3)).surprise_T, column_T)
+    with pytest.raises(BatchError, match=r"not sampled.*\[surprise_T\]"):
+        batch.join_columns(HERE, surprise_T=torch.ones(batch.num_tokens))
+    with pytest.raises(BatchError, match=r"surprise_T"):
+        WiderBatch.concat([batch, replace(batch, surprise_T=None)])
+
+
+@pytest.mark.parametrize("is_observed", [False, True])
+def test_scored_batches_arrive_as_they_were_sent(is_observed):
+    full = observed_batch() if is_observed else train_batch()
+    scored = ScoredBatch(**{f: getattr(full, f) for f in ScoredBatch.__dataclass_fields__})
+    prompts = dict(zip(scored.group_B.tolist(), scored.prompts, strict=True))
+    found = rebuilt(as_columns(scored), prompts)
+    assert per_sample(found) == per_sample(scored)
+    assert (found.observed_T is not None) == is_observed
 
 
 def test_supervised_takes_demonstrations_as_responses():

@@ -243,6 +243,59 @@ def test_plan_counts_the_reference_of_those_that_have_one(here: Path) -> None:
         assert held(**chosen) == without + 4 * PARAMETERS  # float32 for the hf engine
 
 
+OWN_ALGORITHM = """
+import sys
+from hybridrl.config.needs import Needs
+
+class Critical:
+    name, needs = "critical", Needs(values=True, reference=True)
+    def advantages(self, batch): return batch
+    def denominator(self, batch): return 1.0
+    def loss(self, logp_S, entropy_S, micro, denominator): return None
+    def value_loss(self, values_S, micro, denominator): return None
+
+class Ending(Critical):
+    def __init__(self): sys.exit(0)
+"""
+
+
+def test_plan_counts_the_critic_of_an_algorithm_of_ones_own(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "own_critic.py").write_text(OWN_ALGORITHM)
+    monkeypatch.syspath_prepend(str(here))
+    peaks = [
+        report_of(here, 1, algorithm=algorithm)["memory"]
+        for algorithm in ({"name": "own_critic:Critical"}, {"name": "ppo", "kl_coef": 0.1})
+    ]
+    assert peaks[0] == peaks[1]
+    without = report_of(here, 1)["memory"]["train_peak_bytes"]
+    # float32: the reference's weights; the critic's with gradients and moments.
+    assert peaks[0]["train_peak_bytes"] == without + (4 + 4 + 4 + 8) * PARAMETERS
+
+
+@pytest.mark.parametrize("name", ["own_critic:Ending", "own_critic:Missing", "no_such:Module"])
+def test_plan_refuses_an_algorithm_that_cannot_be_made(here: Path, name: str) -> None:
+    (here / "own_critic.py").write_text(OWN_ALGORITHM)
+    done = hybridrl(here, "plan", "c.yaml", f"algorithm={{name: '{name}'}}", "--json")
+    assert done.returncode == 2, done.stderr
+    (violation,) = json.loads(done.stdout)["violations"]
+    assert violation["value"] in (name, "code that called sys.exit(0)"), violation
+
+
+def test_plan_counts_the_models_beside_the_policy(here: Path) -> None:
+    def held(**sections: dict[str, Any]) -> int:
+        return report_of(here, 1, **sections)["memory"]["train_peak_bytes"]
+
+    one = {"steps": {"samples_per_prompt": 1}}
+    # A reward model is trained beside a frozen policy.
+    sft = held(algorithm={"name": "sft"}, **one)
+    assert held(algorithm={"name": "reward_model"}, **one) == sft + 4 * PARAMETERS
+    served = {"function": "reward_model", "options": {"path": str(here / "model")}}
+    found = held(reward=served) - held()
+    assert 0 < 4 * PARAMETERS - found < 5 * 152064 * 3584  # one score in place of the logits
+
+
 def test_plan_memory_follows_the_sharding(here: Path) -> None:
     rollout = {"engine": "vllm", "staging_mib": 64}
     one = report_of(here, 1, rollout=rollout)["memory"]

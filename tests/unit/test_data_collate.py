@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from hybridrl.batch import BatchError, MicroBatch, RolloutBatch
 from hybridrl.data.collate import micro_batch, unpack
+from hybridrl.micro_batch import LOSS_COLUMNS
 
-COLUMNS = ("old_logp", "reference_logp", "behaviour_logp", "advantages", "returns", "values")
+COLUMNS = tuple(name.removesuffix("_S") for name in LOSS_COLUMNS if name.endswith("_S"))
 
 
 def samples(batch: RolloutBatch) -> list[slice]:

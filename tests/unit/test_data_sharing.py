@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hybridrl.data.balance import schedule
 from hybridrl.data.collate import micro_batch, unpack
 from hybridrl.data.sharing import PART_OF_BUDGET, UNITS_A_RANK, make_units
+from hybridrl.micro_batch import LOSS_COLUMNS
 
-COLUMNS = ("old_logp", "reference_logp", "behaviour_logp", "advantages", "returns", "values")
+COLUMNS = tuple(name.removesuffix("_S") for name in LOSS_COLUMNS if name.endswith("_S"))
 
 
 def tokens_of(seed: int, num_prompts: int, group: int) -> tuple[list[int], list[int], list[int]]:

@@ -163,7 +163,7 @@ def test_loss_and_gradient_are_trls(case: str) -> None:
     config, theirs, tolerance = CASES[case]
     algorithm = make_algorithm(config)
     for seed in range(NUM_BATCHES):
-        batch = feedback_batch(config.feedback, 2 + seed % 5, seed)
+        batch = feedback_batch(config.needs.feedback, 2 + seed % 5, seed)
         logp_BL = padded(batch.old_logp_T, batch).requires_grad_()
         expected = theirs(logp_BL, batch)
         expected.backward()

@@ -14,6 +14,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.errors import UserError
 from hybridrl.models.family import resolve_family
 from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout import vllm
 from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, EngineSettings, engine_arguments
 from hybridrl.trainer import setup
 
@@ -74,7 +75,7 @@ def test_on_cpu_the_cache_is_bounded_but_holds_one_request() -> None:
 
 def test_the_trainer_tells_the_engine_what_it_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[EngineSettings] = []
-    monkeypatch.setattr(setup, "VllmEngine", lambda settings, *others: made.append(settings))
+    monkeypatch.setattr(vllm, "VllmEngine", lambda settings, *others: made.append(settings))
     config = load_config_dict(
         {
             "run": {"name": "x"},

@@ -1,0 +1,78 @@
+"""What every rollout engine is built from, and the one place that builds it by its name.
+
+Owns the inputs that all adapters get. An adapter's `build` takes what it needs of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from hybridrl.config.engines import ENGINES, named
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.hybrid_engine.alias import TrainingShard
+from hybridrl.hybrid_engine.target import WeightTarget
+from hybridrl.models.family import Family
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout.engine import RolloutEngine
+
+
+@dataclass(frozen=True)
+class EngineInputs:
+    """What one rank's part of an engine is built from.
+
+    Args:
+        rollout: the section of the configuration.
+        hf_config: content of the model's config.json.
+        family: of the model.
+        dtype: of parameters and KV cache.
+        layout: the replicas over all ranks; ranks ascend within a replica.
+        rank: this rank.
+        device: where parameters and KV cache live.
+        max_tokens: longest prompt with its response.
+        reserved_bytes: of the device, which the trainer holds during rollout beyond what it holds
+            when the engine starts.
+        timeout_s: bound of collectives inside the engine.
+        shard: the trainer's parameters on this rank, which stay where they are; None: the engine
+            has its own memory.
+    """
+
+    rollout: RolloutConfig
+    hf_config: Mapping[str, Any]
+    family: Family
+    dtype: torch.dtype
+    layout: RolloutLayout
+    rank: int
+    device: torch.device
+    max_tokens: int
+    reserved_bytes: int
+    timeout_s: float
+    shard: TrainingShard | None
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as libraries other than torch call it, e.g. "float32"."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+class EngineAdapter(RolloutEngine, WeightTarget, Protocol):
+    """An engine of the table: it generates, and the hybrid engine writes its weights."""
+
+
+@runtime_checkable
+class ComputingEngine(EngineAdapter, Protocol):
+    """An engine whose tokens come from its weights, the trait `computes`."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """This rank's module, for those who look into it; not to be changed."""
+        ...
+
+
+def build(inputs: EngineInputs) -> EngineAdapter:
+    """Builds this rank's part of the engine that `rollout.engine` names."""
+    builder: Callable[[EngineInputs], EngineAdapter] = named(ENGINES[inputs.rollout.engine].builder)
+    return builder(inputs)
