@@ -7,7 +7,8 @@ killed as any other. So are the ranks that a launcher started so starts itself.
 
 A program is started anew, as by a user, where a fork would not be the same: where a variable that
 libraries read at their import differs, or a folder before the installed packages has a module that
-is imported already. HYBRIDRL_COLD_STARTS=1 starts all of them so.
+is imported already. HYBRIDRL_COLD_STARTS=1 starts all of them so, or one that has it in its
+environment.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class _Starts:
         none.
         """
         is_same = _read_at_import(environment) == _read_at_import(self.environment)
+        is_same = is_same and environment.get(COLD) != "1"
         if not is_same or os.getpid() != self.process or not self._is_ours(program, folder):
             return None
         server = self._given or self._server(program)
