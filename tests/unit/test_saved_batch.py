@@ -21,6 +21,7 @@ from hybridrl.checkpoint.random_states import rng_state, set_rng_state
 from hybridrl.cli.replay import replay_text
 from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.errors import DataError
+from hybridrl.platform import Platform
 from hybridrl.trainer.replay import changed
 from hybridrl.trainer.saved_batch import FILE_NAME, SavedBatch
 
@@ -166,6 +167,7 @@ def test_random_states_of_another_device_are_left_out() -> None:
 
 
 def test_random_states_bring_back_those_that_megatron_tracks() -> None:
+    Platform.detect().activate()  # else Megatron's tracker of CUDA would stay for later tests
     tracker = get_cuda_rng_tracker()
     before = tracker.get_states()
     state = torch.get_rng_state()
