@@ -24,11 +24,14 @@ demo: .venv/installed
 	$(BIN)/hybridrl train examples/quickstart/grpo.yaml
 	$(BIN)/hybridrl report runs/quickstart-grpo
 
+# What starts no ranks runs in two processes; then what does, one test after the other.
 test: lint $(if $(HAS_GPU),,.venv/installed-vllm)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/unit tests/contracts -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/dist tests/e2e
 
 test-full: lint $(if $(HAS_GPU),,.venv/installed-vllm)
-	$(BIN)/python -m pytest -m '' -rP
+	$(BIN)/python -m pytest tests/unit tests/contracts -m '' -n 2 --dist loadfile
+	HYBRIDRL_COLD_STARTS=1 $(BIN)/python -m pytest tests/dist tests/e2e -m '' -rP
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

@@ -32,6 +32,7 @@ EXTRAS = {
         "datasets",
         "pytest",
         "pytest-timeout",
+        "pytest-xdist",  # what starts no ranks runs in two processes
         "hypothesis",
         "ruff",
         "mypy",

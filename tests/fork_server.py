@@ -3,8 +3,10 @@
 This process imports, once, what ranks import, and then forks one child for each request of
 fork_starts.py. Who waits for whom: the asker waits for the child's process number; this process
 waits for nobody but the next asker. It has one thread, and so has every child at its beginning.
-Invariant: a child differs from a program that was started anew only in what it need not import.
-Arguments, environment, working folder, descriptors, limits and random numbers are its own.
+Arguments, environment, working folder, descriptors, limits and random numbers of a child are its
+own. It differs from a program that was started anew in what it need not import, in the order of
+sets of strings, which is the same in all, and in its end, where nothing is taken apart: faults of
+these kinds are found by cold starts only, as `make test-full` has them.
 
 A child becomes a child of its asker, an ancestor of the server: the process between the two ends
 at once, and the asker takes what is orphaned in that moment (PR_SET_CHILD_SUBREAPER). So each child
@@ -26,13 +28,16 @@ import os
 import random
 import resource
 import runpy
+import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,15 +45,38 @@ import fork_starts
 from fork_starts import LENGTH, MAX_DESCRIPTORS
 
 PR_SET_PDEATHSIG = 1
+FLUSH_FAILED = 120  # Python's code where an output could not take what was left
 SET_ASIDE = 200  # received descriptors wait above this number for their places
 
 
-def serve(listener: socket.socket) -> dict[str, Any]:
-    """Answers requests for ever; returns only in a child, with what it is to become."""
+@dataclass(frozen=True)
+class Request:
+    """What a child is to become, and the descriptors that it gets."""
+
+    content: dict[str, Any]
+    descriptors: list[int]
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether it is one rank, which starts no others."""
+        return "RANK" in self.content["environment"]
+
+
+def serve(listener: socket.socket, alive: int | None = None) -> Request:
+    """Answers requests; returns only in a child, with what it is to become.
+
+    Args:
+        listener: where askers connect.
+        alive: a descriptor that ends when nobody is left to ask; this process then ends too.
+    """
+    watched = [listener] if alive is None else [listener, alive]
     while True:
+        ready, _, _ = select.select(watched, [], [])
+        if alive in ready:
+            os._exit(0)
         asker, _ = listener.accept()
         with asker:
-            request, descriptors = _receive(asker)
+            content, descriptors = _receive(asker)
             reader, writer = os.pipe()
             between = os.fork()
             if between == 0:
@@ -61,8 +89,7 @@ def serve(listener: socket.socket) -> dict[str, Any]:
                     os.close(descriptor)
                 while os.getppid() == between:
                     time.sleep(0.0005)
-                _take(request, descriptors)
-                return request
+                return Request(content, descriptors)
             os.waitpid(between, 0)  # from here on the asker is the child's parent
             answer = os.read(reader, LENGTH.size)
             for descriptor in (reader, writer, *descriptors):
@@ -80,7 +107,7 @@ def _receive(asker: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(body), descriptors
 
 
-def _take(request: dict[str, Any], received: list[int]) -> None:
+def take(request: dict[str, Any], received: list[int], set_by_imports: dict[str, str]) -> None:
     """Gives this process what its asker said: descriptors, limits, folder and environment."""
     aside = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, SET_ASIDE) for one in received]
     for one in received:
@@ -97,20 +124,21 @@ def _take(request: dict[str, Any], received: list[int]) -> None:
         resource.setrlimit(number, tuple(limits))
     os.chdir(request["folder"])
     os.environ.clear()
-    os.environ.update(request["environment"])
-
-
-def become(request: dict[str, Any]) -> None:
-    """Runs the program as the main one of this process."""
+    os.environ.update({**set_by_imports, **request["environment"]})
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115  # until the process ends
     sys.stdout = sys.__stdout__ = _text(1, is_unbuffered)
     sys.stderr = sys.__stderr__ = _text(2, True)
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
+    tempfile.tempdir = None
     random.seed()
     sys.modules["numpy"].random.seed(int.from_bytes(os.urandom(4), "little"))
-    program, *arguments = request["program"]
+    sys.modules["torch"].seed()
+
+
+def become(program: str, arguments: list[str]) -> None:
+    """Runs a program as the main one of this process."""
     is_module = program == "-m"
     first = os.getcwd() if is_module else os.path.dirname(os.path.abspath(program))
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -129,7 +157,7 @@ def _text(descriptor: int, is_unbuffered: bool) -> io.TextIOWrapper:
     """Returns what Python would make of an output at its start."""
     raw = io.FileIO(descriptor, "w", closefd=False)
     return io.TextIOWrapper(
-        io.BufferedWriter(raw),
+        raw if is_unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type]
         encoding="utf-8",
         errors="backslashreplace" if descriptor == 2 else "strict",
         line_buffering=descriptor == 2,
@@ -140,7 +168,6 @@ def _text(descriptor: int, is_unbuffered: bool) -> io.TextIOWrapper:
 def main() -> None:
     """Imports, says which top-level modules are there, and serves."""
     descriptor, root, *modules = sys.argv[1:]
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the tests
     before = dict(os.environ)
     sys.path[0] = root
     with warnings.catch_warnings():
@@ -159,27 +186,37 @@ def main() -> None:
     top_level = sorted({name.partition(".")[0] for name in sys.modules})
     print(json.dumps(top_level), flush=True)
     sys.stdout.close()
-    request = serve(listener)
-    if "RANK" not in request["environment"]:
-        own_address = f"{address}-{os.getpid()}"
-        request = _with_server(own_address, request)
-    for name, value in set_by_imports.items():
-        os.environ.setdefault(name, value)
-    if "RANK" not in request["environment"]:
-        fork_starts.install(Path(root), fork_starts.Server(own_address, frozenset(top_level)))
-    _end(become, request)
+    request = serve(listener, alive=0)
+    below = os.path.join(os.path.dirname(address), str(os.getpid()))
+    if not request.is_rank:
+        request = _with_server(below, request)
+
+    def run() -> None:
+        take(request.content, request.descriptors, set_by_imports)
+        if not request.is_rank:
+            server = fork_starts.Server(below, frozenset(top_level))
+            fork_starts.install(Path(root), server)
+        program, *arguments = request.content["program"]
+        become(program, arguments)
+
+    _end(run)
 
 
-def _with_server(address: str, request: dict[str, Any]) -> dict[str, Any]:
+def _with_server(address: str, request: Request) -> Request:
     """Starts a server below this process, and returns what this one, or a child of that server, is
     to become.
     """
     with socket.socket(socket.AF_UNIX) as listener:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(address)  # of a process that had the same number
         listener.bind(address)
         listener.listen(64)
+        asker = os.getpid()
         if os.fork() != 0:
             return request
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != asker:
+            os._exit(0)  # it ended before the line above
         for number in (signal.SIGINT, signal.SIGTERM):  # what a terminal sends to all
             signal.signal(number, signal.SIG_IGN)
         mine = listener.fileno()
@@ -191,13 +228,13 @@ def _with_server(address: str, request: dict[str, Any]) -> dict[str, Any]:
         return serve(listener)
 
 
-def _end(program: Callable[[dict[str, Any]], None], request: dict[str, Any]) -> NoReturn:
-    """Runs the program and ends the process as Python would, but takes nothing apart: that would
+def _end(program: Callable[[], None]) -> NoReturn:
+    """Runs a program and ends the process as Python would, but takes nothing apart: that would
     touch each object of all modules, and copy its page, which takes longer than most runs.
     """
     code: object = 0
     try:
-        program(request)
+        program()
     except SystemExit as error:
         code = error.code
     except BaseException as error:
@@ -209,8 +246,11 @@ def _end(program: Callable[[dict[str, Any]], None], request: dict[str, Any]) -> 
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
-            stream.flush()
+        try:
+            if not stream.closed:
+                stream.flush()
+        except OSError:  # its reader is gone
+            code = code or FLUSH_FAILED
     if code == -signal.SIGINT:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -7,7 +7,8 @@ killed as any other. So are the ranks that a launcher started so starts itself.
 
 A program is started anew, as by a user, where a fork would not be the same: where a variable that
 libraries read at their import differs, or a folder before the installed packages has a module that
-is imported already. HYBRIDRL_COLD_STARTS=1 starts all of them so.
+is imported already. HYBRIDRL_COLD_STARTS=1 starts all of them so, or one that has it in its
+environment.
 """
 
 from __future__ import annotations
@@ -90,32 +91,40 @@ class _Starts:
     def __init__(self, root: Path, given: Server | None) -> None:
         self.root = root.resolve()
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = os.getpid()  # the server's forks become children of this one only
         self._given = given
         self._servers: dict[tuple[str, ...], Server] = {}
+        self._processes: list[subprocess.Popen[str]] = []
         self._lock = threading.Lock()
 
-    def server_for(self, program: Sequence[str], environment: Mapping[str, str]) -> Server | None:
-        """Returns the server whose fork would be the same as a new start; None: there is none."""
-        if not self._is_ours(program) or _read_at_import(environment) != _read_at_import(
-            self.environment
-        ):
+    def server_for(
+        self, program: Sequence[str], environment: Mapping[str, str], folder: str
+    ) -> Server | None:
+        """Returns the server whose fork would be the same as a new start there; None: there is
+        none.
+        """
+        is_same = _read_at_import(environment) == _read_at_import(self.environment)
+        is_same = is_same and environment.get(COLD) != "1"
+        if not is_same or os.getpid() != self.process or not self._is_ours(program, folder):
             return None
         server = self._given or self._server(program)
-        first = os.getcwd() if program[0] == "-m" else str(Path(program[0]).parent)
-        folders = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-        return None if any(self._hides(folder, server) for folder in folders) else server
+        first = "" if program[0] == "-m" else os.path.dirname(program[0])
+        further = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+        searched = [Path(folder, path).resolve() for path in (first, *further)]
+        return None if any(self._hides(path, server) for path in searched) else server
 
-    def _is_ours(self, program: Sequence[str]) -> bool:
+    def _is_ours(self, program: Sequence[str], folder: str) -> bool:
+        if not os.path.isdir(folder):
+            return False
         if program[0] == "-m":
             return program[1:2] == ["hybridrl.cli.main"]
         return program[0].endswith(".py") and any(
-            Path(program[0]).resolve().is_relative_to(self.root / folder)
-            for folder in ("tests", "benchmarks")
+            Path(folder, program[0]).resolve().is_relative_to(self.root / ours)
+            for ours in ("tests", "benchmarks")
         )
 
-    def _hides(self, folder: str, server: Server) -> bool:
+    def _hides(self, path: Path, server: Server) -> bool:
         """Whether Python would find a module there that the server has from elsewhere."""
-        path = Path(folder).resolve()
         if path in (self.root, self.root / "tests") or not path.is_dir():
             return False
         names = {entry.name.removesuffix(".py") for entry in path.iterdir()}
@@ -143,7 +152,7 @@ class _Starts:
                 [sys.executable, str(SERVER), str(number), str(self.root), *modules],
                 env=environment,
                 pass_fds=(number,),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # its end tells the server that these tests have ended
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -152,7 +161,7 @@ class _Starts:
         line = server.stdout.readline()
         if not line:
             raise RuntimeError(f"{SERVER.name} ended at its start: {log.read_text()[-2000:]}")
-        atexit.register(server.kill)
+        self._processes.append(server)
         return Server(address, frozenset(json.loads(line)))
 
 
@@ -165,6 +174,7 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 _STARTS: list[_Starts] = []  # empty until `install`
+_ASKING = threading.Lock()
 
 
 class ForkedPopen(_Popen):  # type: ignore[type-arg]
@@ -201,8 +211,9 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
         is_plain = is_plain and {gid, gids, uid} == {None} and process_group == -1
         program = [] if isinstance(args, str | bytes | os.PathLike) else [str(a) for a in args]
         server = None
+        folder = os.path.abspath(cwd or os.curdir)
         if is_plain and len(program) > 1 and program[0] == sys.executable and umask == -1:
-            server = _STARTS[0].server_for(program[1:], environment)
+            server = _STARTS[0].server_for(program[1:], environment, folder)
         if server is None:
             super()._execute_child(
                 args,
@@ -239,7 +250,7 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
         request = {
             "program": program[1:],
             "descriptors": [0, 1, 2, *pass_fds],
-            "folder": os.path.abspath(cwd or os.curdir),
+            "folder": folder,
             "environment": environment,
             "is_new_session": start_new_session,
             "umask": mask,
@@ -256,12 +267,16 @@ def _limits() -> list[tuple[int, tuple[int, int]]]:
 
 
 def _ask(server: Server, request: dict[str, Any], descriptors: Sequence[int]) -> int:
-    """Returns the number of the process that has become a child of this one."""
+    """Returns the number of the process that has become a child of this one.
+
+    Raises:
+        RuntimeError: there is none.
+    """
     body = json.dumps(request).encode()
     prctl = ctypes.CDLL(None).prctl
-    with socket.socket(socket.AF_UNIX) as connection:
+    with _ASKING, socket.socket(socket.AF_UNIX) as connection:
         connection.connect(server.address)
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # of this process: one request at a time
         try:
             socket.send_fds(connection, [LENGTH.pack(len(body))], list(descriptors))
             connection.sendall(body)
@@ -270,7 +285,12 @@ def _ask(server: Server, request: dict[str, Any], descriptors: Sequence[int]) ->
             prctl(PR_SET_CHILD_SUBREAPER, 0)
     if len(answer) < LENGTH.size:
         raise RuntimeError(f"{SERVER.name} ended before it had started {request['program']}")
-    return int(LENGTH.unpack(answer)[0])
+    child = int(LENGTH.unpack(answer)[0])
+    try:
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError as error:  # its code would be read as 0
+        raise RuntimeError(f"{request['program']} is no child of its starter") from error
+    return child
 
 
 def install(root: Path, server: Server | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hybridrl.config.needs import Needs
 from hybridrl.config.own_code import imported
 from hybridrl.config.schema import AlgorithmConfig, CustomAlgorithmConfig
-from hybridrl.errors import UserError, said
+from hybridrl.errors import UserError, said, short
 
 if TYPE_CHECKING:
     from hybridrl.algorithms.base import Algorithm
@@ -65,11 +65,17 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         algorithm: Algorithm = imported(config.name)(**config.options)
     except ImportError as error:
         raise _not_made(config.name, said(error)) from error
-    except (AttributeError, TypeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # the user's code may raise anything
         raise _not_made(config.name, f"{type(error).__name__}: {said(error)}") from error
     required = [*_METHODS]
-    if hasattr(algorithm, "needs") and algorithm.needs.values:
-        required.append("value_loss")
+    if hasattr(algorithm, "needs"):
+        if not isinstance(algorithm.needs, Needs):
+            reason = f"Its needs are {short(algorithm.needs)}, no hybridrl.config.needs.Needs."
+            raise _not_made(config.name, reason)
+        if algorithm.needs.values:
+            required.append("value_loss")
     missing = [name for name in required if not hasattr(algorithm, name)]
     if missing:
         raise _not_made(config.name, f"It has no {', '.join(missing)}.")
@@ -86,6 +92,16 @@ def needs_of(config: AlgorithmConfig) -> Needs:
         UserError: as of `make_algorithm`.
     """
     return make_algorithm(config).needs if config.needs is None else config.needs
+
+
+def not_a_term(term: str, algorithm: str) -> UserError:
+    """Returns the error of a term in the section `mix` whose algorithm cannot be one."""
+    return UserError(
+        f"mix.{term}.algorithm.name",
+        algorithm,
+        "an algorithm of the policy alone, without rollouts, critic, teacher and state",
+        "Make it the main algorithm.",
+    )
 
 
 def _not_made(path: str, reason: str) -> UserError:

@@ -9,6 +9,7 @@ parallel parts, and a pair need not fit into one micro-batch; the price is one m
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.nn.functional import logsigmoid
 from hybridrl.algorithms.advantage import sample_column
 from hybridrl.algorithms.base import LossOutput
 from hybridrl.batch import MISMATCHED, BatchError, MicroBatch, Producer, TrainBatch
+from hybridrl.config.needs import Needs
 from hybridrl.config.supervised import DpoConfig, KtoConfig, OnlineDpoConfig
 
 # Parts of the reward that `advantages` adds for the metrics: beta times the (mean) log-ratio, the
@@ -150,7 +152,12 @@ class Kto:
     name = "kto"
 
     def __init__(self, config: KtoConfig) -> None:
-        self.config, self.needs = config, config.needs
+        self.config = config
+
+    @cached_property  # a subclass may have a class attribute in its place
+    def needs(self) -> Needs:
+        """What the section says that it needs."""
+        return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fills the advantages and leaves out the mismatched samples, which nothing learns from.

@@ -9,6 +9,8 @@ last token, the end, was sampled from. No policy is trained.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -16,6 +18,7 @@ from torch.nn.functional import logsigmoid
 from hybridrl.algorithms.base import LossOutput
 from hybridrl.algorithms.preference import IMPLICIT, LOSS, pairs
 from hybridrl.batch import MicroBatch, Producer, TrainBatch
+from hybridrl.config.needs import Needs
 from hybridrl.config.supervised import PAIR_MARGIN, RewardModelConfig
 
 
@@ -32,7 +35,12 @@ class RewardModel:
     name = "reward_model"
 
     def __init__(self, config: RewardModelConfig) -> None:
-        self.config, self.needs = config, config.needs
+        self.config = config
+
+    @cached_property  # a subclass may have a class attribute in its place
+    def needs(self) -> Needs:
+        """What the section says that it needs."""
+        return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fills the advantages, minus the loss's derivative by each score, at last tokens."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from torch import Tensor
 
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.batch import MicroBatch, TrainBatch
+from hybridrl.config.needs import Needs
 from hybridrl.config.schema import SftConfig
 
 
@@ -15,7 +18,12 @@ class Sft:
     name = "sft"
 
     def __init__(self, config: SftConfig) -> None:
-        self.config, self.needs = config, config.needs
+        self.config = config
+
+    @cached_property  # a subclass may have a class attribute in its place
+    def needs(self) -> Needs:
+        """What the section says that it needs."""
+        return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Returns the batch as it is: demonstrations have no advantages."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from hybridrl.algorithms import needs_of
+from hybridrl.algorithms import needs_of, not_a_term
 from hybridrl.cli.plan_cluster import Assumptions, ClusterFile, Host, assume
 from hybridrl.cli.plan_fit import cpu_verdict, gpu_verdict
 from hybridrl.cli.plan_memory import (
@@ -28,7 +28,8 @@ from hybridrl.config.engines import ENGINES
 from hybridrl.config.needs import Needs
 from hybridrl.config.own_code import contained
 from hybridrl.config.roles import RunModels, run_models
-from hybridrl.config.schema import Config
+from hybridrl.config.rules import layer_rules, split_rules
+from hybridrl.config.schema import Config, ModelConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.alias import shared_names
@@ -88,25 +89,42 @@ def _models(config: Config) -> tuple[RunModels | None, list[UserError]]:
     """
     needs: dict[str, Needs] = {}
     found: list[UserError] = []
-    sections = {f"mix.{name}.": term.algorithm for name, term in config.terms().items()}
-    for prefix, section in {"": config.algorithm, **sections}.items():
+    terms = config.terms()
+    sections = {"": config.algorithm} | {name: term.algorithm for name, term in terms.items()}
+    for term, section in sections.items():
         try:
             with contained():
-                needs[prefix] = needs_of(section)
+                needs[term] = needs_of(section)
         except UserError as error:
-            name = f"{prefix}{error.name}"
+            is_key = term and error.name.startswith("algorithm.")
+            name = f"mix.{term}.{error.name}" if is_key else error.name
             found.append(UserError(name, error.value, error.allowed, error.remedy))
+            continue
+        if term and not needs[term].fits_term:
+            found.append(not_a_term(term, section.name))
     if found:
         return None, found
     own = needs.pop("")
     models = run_models(config, own, needs.values())
     for scorer, served in models.reward_models.items():
-        try:
-            read_model(served.family, read_model_config(served))
-        except UserError as error:
-            name = f"reward {scorer}: {error.name}"
-            found.append(UserError(name, error.value, error.allowed, error.remedy))
+        found += _reward_model_rules(config, f"reward {scorer}: ", served)
     return models, found
+
+
+def _reward_model_rules(config: Config, prefix: str, served: ModelConfig) -> Iterator[UserError]:
+    """Yields what of a reward model cannot be read, or cut as `train` says."""
+    train = config.train
+    try:
+        content = read_model_config(served)
+        read_model(served.family, content)
+        errors = [
+            *layer_rules("train.pp * train.vpp", train.pp * train.vpp, content),
+            *split_rules("train.tp", train.tp, content),
+        ]
+    except UserError as error:
+        errors = [error]
+    for fault in errors:
+        yield UserError(f"{prefix}{fault.name}", fault.value, fault.allowed, fault.remedy)
 
 
 def _report(

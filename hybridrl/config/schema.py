@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator, PrivateAttr
+from pydantic import Field, PlainValidator, PrivateAttr, WithJsonSchema
 
 from hybridrl.config.algorithm import (
     AlgorithmConfig,
@@ -17,7 +17,7 @@ from hybridrl.config.algorithm import (
     PpoConfig,
 )
 from hybridrl.config.data import DataConfig
-from hybridrl.config.engines import known_engine
+from hybridrl.config.engines import ENGINES, known_engine
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.interpolation import Path
 from hybridrl.config.lists import Steps
@@ -228,7 +228,11 @@ class TrainConfig(Section):
 class RolloutConfig(Section):
     """How responses are generated and how weights reach the engine."""
 
-    engine: Annotated[str, PlainValidator(known_engine)] = Field(
+    engine: Annotated[
+        str,
+        PlainValidator(known_engine),
+        WithJsonSchema({"enum": list(ENGINES), "type": "string"}),
+    ] = Field(
         "hf",
         description="Inference engine. 'hf': needs no GPU and no extra package, so it works everywhere.",
     )

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.algorithms import make_algorithm
+from hybridrl.algorithms import make_algorithm, not_a_term
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
 from hybridrl.batch import TrainBatch
 from hybridrl.config.schema import Config
@@ -57,12 +57,7 @@ def make_terms(config: Config) -> dict[str, Term]:
         with _named(name):
             algorithm = make_algorithm(section.algorithm)
         if not algorithm.needs.fits_term or isinstance(algorithm, AdaptiveAlgorithm):
-            raise UserError(
-                f"mix.{name}.algorithm.name",
-                section.algorithm.name,
-                "an algorithm of the policy alone, without rollouts, critic, teacher and state",
-                "Make it the main algorithm.",
-            )
+            raise not_a_term(name, section.algorithm.name)
         terms[name] = Term(algorithm, section.weight)
     return terms
 

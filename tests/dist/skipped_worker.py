@@ -288,6 +288,7 @@ def check_unsaved(folder: Path) -> None:
             text = str(error)
         assert "The batch is not saved: FileExistsError" in text and "--replay" not in text, text
         trainer.skipped.in_a_row = 0
+        assert trainer.train_step()[SKIPPED] == 1  # the step that failed, with its own prompts
         assert trainer.train_step()[SKIPPED] == 0
         check_frozen(trainer)
 

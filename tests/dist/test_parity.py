@@ -50,6 +50,18 @@ def test_two_ranks_give_the_gradients_of_one_process(models: Path) -> None:
     run_ranks(2, WORKER, ["compare", str(models), names, *TWO_RANKS], timeout_s=300)
 
 
+# llama has scaled rope and tied embeddings, qwen3 norms of queries and keys.
 @pytest.mark.dist
-def test_four_ranks_give_the_gradients_of_one_process(models: Path) -> None:
-    run_ranks(4, WORKER, ["compare", str(models), ",".join(NAMES), *FOUR_RANKS], timeout_s=500)
+@pytest.mark.parametrize(
+    "names", [("llama", "qwen3"), pytest.param(("qwen2", "olmo"), marks=pytest.mark.full)]
+)
+def test_four_ranks_give_the_gradients_of_one_process(
+    names: tuple[str, ...], models: Path
+) -> None:
+    run_ranks(4, WORKER, ["compare", str(models), ",".join(names), *FOUR_RANKS], timeout_s=500)
+
+
+def test_four_ranks_take_all_families() -> None:
+    mark = next(iter(test_four_ranks_give_the_gradients_of_one_process.pytestmark))
+    taken = [getattr(names, "values", (names,))[0] for names in mark.args[1]]
+    assert sorted(name for names in taken for name in names) == sorted(NAMES)

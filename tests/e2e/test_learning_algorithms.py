@@ -81,7 +81,6 @@ OWN: dict[str, tuple[str, ...]] = {
     "gkd": (*TAUGHT, "algorithm.top_k=8"),  # of 15 characters
 }
 HAVE_TEACHER = ("on_policy_distillation", "gkd")
-IN_CI = ("ppo",)
 NAMES = [
     *(*get_args(GroupRelativeName), "reinforce_pp", "ppo", *CRITIC_PRESETS),
     *("online_dpo", *HAVE_TEACHER),
@@ -107,15 +106,19 @@ def test_every_name_of_the_registry_has_a_test_of_learning() -> None:
 
 def test_make_runs_all_that_make_test_leaves_out() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
-    assert "pytest -m '' -rP\n" in makefile
+    for folders in ("tests/unit tests/contracts", "tests/dist tests/e2e"):
+        assert f"pytest {folders}" in makefile and f"pytest {folders} -m ''" in makefile
+    tests = Path(__file__).parents[1]
+    assert {file.parent.name for file in tests.glob("*/test_*.py")} == {
+        *("unit", "contracts", "dist", "e2e")
+    }
 
 
 @pytest.mark.dist
+@pytest.mark.full  # tests/e2e/test_learning_vllm.py learns with `make test`
 @pytest.mark.slow
 @pytest.mark.timeout(1200, func_only=True)
-@pytest.mark.parametrize(
-    "name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.full) for n in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_accuracy_rises(
     name: str, warm_start: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from command_line import QUICKSTART, exported_weights, run, start
+from fork_starts import COLD
 from launch import run_ranks
 
 from hybridrl.checkpoint.run_lock import LOCK_FILE
@@ -48,6 +49,10 @@ SFT = (
     "steps.stop_at_accuracy=null",
     *SMALL,
 )
+
+
+# The kernel says of a forked process what was in its server's environment.
+FOUND_BY_RANK = {COLD: "1"}
 
 
 def arguments(config: tuple[str | Path, ...], folder: Path, *more: str) -> list[str | Path]:
@@ -101,7 +106,7 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
     folder = tmp_path / "quickstart-grpo"
     # First it is asked to stop in the middle of generation: one rank alone, then the launcher.
     for step, number in ((3, signal.SIGTERM), (5, signal.SIGINT)):
-        process = start(arguments(GRPO, tmp_path))
+        process = start(arguments(GRPO, tmp_path), FOUND_BY_RANK)
         wait_for(folder / "logs" / "rank_1.phase", f"generate, step {step}")
         is_rank = number == signal.SIGTERM
         asked = rank_process(process.pid, 3) if is_rank else psutil.Process(process.pid)
@@ -113,7 +118,7 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
         assert output.splitlines()[-1] == f"hybridrl: {stopped}"
         assert not (folder / LOCK_FILE).exists()
 
-    process = start(arguments(GRPO, tmp_path))
+    process = start(arguments(GRPO, tmp_path), FOUND_BY_RANK)
     phase = kill_rank(process.pid, rank, folder / "logs" / f"rank_{rank}.phase", step=7)
     killed = time.monotonic()
     output, _ = process.communicate(timeout=60)

@@ -10,6 +10,7 @@ import pytest
 
 from hybridrl.algorithms import ALGORITHMS, make_algorithm
 from hybridrl.algorithms.base import CriticAlgorithm, Needs
+from hybridrl.algorithms.sft import Sft
 from hybridrl.config.algorithm import ALGORITHM_NAMES, ReinforceConfig
 from hybridrl.config.schema import (
     CustomAlgorithmConfig,
@@ -119,3 +120,11 @@ def test_the_table_imports_no_torch():
     code = "import sys, hybridrl.algorithms; assert 'torch' not in sys.modules"
     environment = {"PYTHONPATH": ":".join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_a_subclass_may_state_its_needs_as_a_class_attribute() -> None:
+    class Anchored(Sft):
+        needs = Needs(rollouts=False, reference=True)
+
+    assert Anchored(SftConfig(name="sft")).needs.reference
+    assert not Sft(SftConfig(name="sft")).needs.reference

@@ -256,6 +256,15 @@ class Critical:
 
 class Ending(Critical):
     def __init__(self): sys.exit(0)
+
+class Raising(Critical):
+    def __init__(self): raise ValueError("no k")
+
+class Vague(Critical):
+    needs = {"values": True}
+
+class Empty(Critical):
+    needs = None
 """
 
 
@@ -274,13 +283,46 @@ def test_plan_counts_the_critic_of_an_algorithm_of_ones_own(
     assert peaks[0]["train_peak_bytes"] == without + (4 + 4 + 4 + 8) * PARAMETERS
 
 
-@pytest.mark.parametrize("name", ["own_critic:Ending", "own_critic:Missing", "no_such:Module"])
-def test_plan_refuses_an_algorithm_that_cannot_be_made(here: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("own_critic:Ending", "sys.exit(0)"),
+        ("own_critic:Missing", "own_critic' has no attribute 'Missing'"),
+        ("no_such:Module", "No module named 'no_such'"),
+        ("own_critic:Raising", "ValueError: no k"),
+        ("own_critic:Vague", "Its needs are {'values': True}, no hybridrl.config.needs.Needs"),
+        ("own_critic:Empty", "Its needs are None, no hybridrl.config.needs.Needs"),
+    ],
+)
+def test_plan_refuses_an_algorithm_that_cannot_be_made(here: Path, name: str, reason: str) -> None:
     (here / "own_critic.py").write_text(OWN_ALGORITHM)
     done = hybridrl(here, "plan", "c.yaml", f"algorithm={{name: '{name}'}}", "--json")
     assert done.returncode == 2, done.stderr
     (violation,) = json.loads(done.stdout)["violations"]
-    assert violation["value"] in (name, "code that called sys.exit(0)"), violation
+    assert reason in " ".join(map(str, violation.values())), violation
+
+
+def test_plan_refuses_a_term_that_needs_more_than_the_policy(here: Path) -> None:
+    (here / "own_critic.py").write_text(OWN_ALGORITHM)
+    term = "mix={t: {algorithm: {name: 'own_critic:Critical'}, weight: 0.1}}"
+    done = hybridrl(here, "plan", "c.yaml", term, "--json")
+    assert done.returncode == 2, done.stderr
+    (violation,) = json.loads(done.stdout)["violations"]
+    assert violation["key"] == "mix.t.algorithm.name", violation
+
+
+def test_plan_refuses_a_layout_that_cannot_cut_a_reward_model(here: Path) -> None:
+    content = json.loads((here / "model" / "config.json").read_text())
+    served = here / "served"
+    served.mkdir()
+    content |= {"num_attention_heads": 14, "num_key_value_heads": 2}
+    (served / "config.json").write_text(json.dumps(content))
+    scorer = f"reward={{function: reward_model, options: {{path: '{served}'}}}}"
+    done = hybridrl(here, "plan", "c.yaml", scorer, "train.tp=4", "--world", "4", "--json")
+    assert done.returncode == 2, done.stderr
+    (violation,) = json.loads(done.stdout)["violations"]
+    assert violation["key"].startswith("reward ") and violation["key"].endswith("train.tp")
+    assert "divisor of the model's 14 attention heads" in violation["allowed"], violation
 
 
 def test_plan_counts_the_models_beside_the_policy(here: Path) -> None:
