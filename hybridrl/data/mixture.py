@@ -6,10 +6,14 @@ Both follow from the prompts alone, so every rank agrees without asking.
 from __future__ import annotations
 
 import hashlib
+from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from hybridrl.config.schema import DataConfig
+from hybridrl.data.prompt_file import chosen, identities
 from hybridrl.data.prompts import LoadedPrompts, PromptSource, saved_count
 from hybridrl.errors import DataError
 from hybridrl.samples import Prompt
@@ -89,21 +93,21 @@ def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> Promp
     """
     if config.weights is None:
         return PromptSource(loaded.prompts, seed=seed, shuffle=config.shuffle)
-    parts: list[list[Prompt]] = [[] for _ in config.weights]
-    for number, prompt in zip(loaded.sources, loaded.prompts, strict=True):
-        parts[number].append(prompt)
+    # Sources ascend, so the prompts of each stand together.
+    ends = [bisect_left(loaded.sources, number) for number in range(len(config.weights) + 1)]
+    parts = [loaded.prompts[start:end] for start, end in pairwise(ends)]
     for part, name in zip(parts, config.prompts or (), strict=True):
         if not part:
             raise DataError(
                 name,
                 "no prompt that is short enough",
-                f"at least one, with data.weights; rows of at most {loaded.limits}",
+                f"at least one, with data.weights; rows of at most {loaded.left_out.limits}",
                 "Remove the source and its weight.",
             )
     return MixedPrompts(parts, config.weights, seed=seed, shuffle=config.shuffle)
 
 
-def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, tuple[Prompt, ...]]:
+def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequence[Prompt]]:
     """Returns the prompts to train on and those held out.
 
     A prompt's side follows from its tokens: equal ones stay together, and rows added later move no
@@ -112,20 +116,23 @@ def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, tuple[
     Raises:
         DataError: one of the sides would be empty.
     """
-    is_held = [_place(prompt) < share for prompt in loaded.prompts]
-    held = tuple(p for p, out in zip(loaded.prompts, is_held, strict=True) if out)
-    kept = [i for i, out in enumerate(is_held) if not out]
+    sides = array("q"), array("q")
+    for place, (_, tokens, *_) in enumerate(identities(loaded.prompts)):
+        sides[_share(tokens) < share].append(place)
+    kept, held = sides
     if not held or not kept:
         raise DataError(
             "data.eval_share",
-            f"{share}, which holds out {len(held)} of {len(is_held)} prompts",
+            f"{share}, which holds out {len(held)} of {len(loaded.prompts)} prompts",
             "a share that leaves prompts on both sides",
             "Change it, or set data.eval_prompts.",
         )
-    prompts = tuple(loaded.prompts[i] for i in kept)
-    return replace(loaded, prompts=prompts, sources=tuple(loaded.sources[i] for i in kept)), held
+    sources = array("i", (loaded.sources[place] for place in kept))
+    trained = replace(loaded, prompts=chosen(loaded.prompts, kept), sources=sources)
+    return trained, chosen(loaded.prompts, held)
 
 
-def _place(prompt: Prompt) -> float:
-    digest = hashlib.sha256(str(prompt.tokens).encode()).digest()
+def _share(tokens: tuple[int, ...]) -> float:
+    """Returns a number from 0 to 1 that follows from a prompt's tokens."""
+    digest = hashlib.sha256(str(tokens).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

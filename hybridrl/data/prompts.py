@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from hybridrl.data.feedback import (
     label_columns,
     response_columns,
 )
+from hybridrl.data.prompt_file import identities
 from hybridrl.data.rows import Row, read_rows, validate_file
 from hybridrl.errors import DataError, said, short
 from hybridrl.samples import Prompt
@@ -33,6 +35,7 @@ from hybridrl.samples import Prompt
 __all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts", "validate_file"]
 
 _TOKENIZED_TOGETHER = 1024
+MOST_PLACES = 100  # of rows left out, that are remembered
 # Of a text, so many characters a token that it may have, and at least SURELY_READ, are tokenized.
 # Where these give more than twice the tokens, so does the whole: a longer text cannot fit.
 _CHARACTERS_A_TOKEN, _SURELY_READ = 64, 100_000
@@ -50,36 +53,145 @@ class TextEncoder(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class LoadedPrompts:
-    """The prompts of a source in its order, and what was left out for being too long.
+@dataclass
+class LeftOut:
+    """The rows that are left out for being too long.
 
-    `too_long` holds the place and number of tokens of each row left out, `limits` what is allowed;
-    `sources` has the number of each prompt's source, ascending; `in_part` the places of rows left
-    out so far too long that only the first tokens were counted.
+    `limits` is what is allowed; `places` the place and number of tokens of the first MOST_PLACES of
+    them; `in_part` those of these places whose text is so long that only the first tokens were
+    counted.
     """
 
-    prompts: tuple[Prompt, ...]
-    too_long: tuple[tuple[str, int], ...]
     limits: str
-    sources: tuple[int, ...]
-    in_part: frozenset[str] = frozenset()
+    num: int = 0
+    places: list[tuple[str, int]] = field(default_factory=list)
+    in_part: set[str] = field(default_factory=set)
 
-    @property
-    def num_too_long(self) -> int:
-        """Number of rows left out."""
-        return len(self.too_long)
+    def add(self, place: str, tokens: int, is_in_part: bool) -> None:
+        """Counts one."""
+        self.num += 1
+        if len(self.places) < MOST_PLACES:
+            self.places.append((place, tokens))
+            self.in_part |= {place} if is_in_part else set()
+
+    def first(self) -> tuple[str, str]:
+        """Returns the place of the first of them, and its length in words."""
+        place, tokens = self.places[0]
+        return place, f"{tokens} tokens" + (" or more" if place in self.in_part else "")
+
+    def none_left(self) -> DataError:
+        """Returns the error of rows that are all too long."""
+        place, length = self.first()
+        return DataError(
+            place,
+            f"{self.num} rows, all too long (the first has {length})",
+            f"rows of at most {self.limits}",
+            "Raise data.max_prompt_tokens or use shorter prompts.",
+        )
+
+
+@dataclass(frozen=True)
+class LoadedPrompts:
+    """The prompts of a source in its order, the number of each one's source, ascending, and what
+    was left out.
+    """
+
+    prompts: Sequence[Prompt]
+    sources: Sequence[int]
+    left_out: LeftOut
 
     def report(self) -> str:
         """Returns one line for the user."""
         line = f"{len(self.prompts)} prompts"
-        if not self.too_long:
+        if not self.left_out.num:
             return line
-        place, tokens = _first_length(self.too_long, self.in_part)
+        place, tokens = self.left_out.first()
         return (
-            f"{line}; {self.num_too_long} left out as longer than {self.limits}"
+            f"{line}; {self.left_out.num} left out as longer than {self.left_out.limits}"
             f" (first: {place}, {tokens})"
         )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read, and how.
+
+    Args:
+        config: the keys of the columns, and `max_prompt_tokens`.
+        source: names as in `data.prompts`, or rows in memory; None reads `config.prompts`.
+        required: further columns that every row must have.
+        max_response_tokens: given for data with responses: their columns are needed, their tokens
+            and the end token become `response_tokens`, and longer ones are left out too.
+        feedback: what such rows say of their responses; None: demonstrations.
+        limit: stop after so many prompts; None reads all.
+    """
+
+    config: DataConfig
+    source: Sequence[str] | Iterable[Mapping[str, object]] | None = None
+    required: Sequence[str] = ()
+    max_response_tokens: int | None = None
+    feedback: Feedback | None = None
+    limit: int | None = None
+
+    def left_out(self) -> LeftOut:
+        """Returns the count, at 0, of the rows that are left out."""
+        limits = f"data.max_prompt_tokens={self.config.max_prompt_tokens}"
+        most = self.max_response_tokens
+        return LeftOut(limits + ("" if most is None else f" or a response of {most}"))
+
+    def prompts(self, tokenizer: TextEncoder, left_out: LeftOut) -> Iterator[tuple[Prompt, int]]:
+        """Reads and tokenizes prompts, some at a time.
+
+        Args:
+            tokenizer: called with lists of texts, no special tokens added.
+            left_out: counts the rows that are.
+
+        Yields:
+            Each prompt with the number of its source; `prompt_id` is the row's number over all
+            files, so leaving out rows moves no other. `columns` has the row's other columns, and
+            under "answer" and "label" those that `config.answer_key` and `config.label_key` name.
+
+        Raises:
+            DataError: names the file and line of the first thing that is wrong, or says that every
+                prompt is too long.
+        """
+        config, num, labels = self.config, 0, set[bool]()
+        texts = self._texts()
+        most = [config.max_prompt_tokens, *[self.max_response_tokens or 0] * (len(texts) - 1)]
+        for number, row, tokens, responses in _tokenized(
+            self._rows(texts, tokenizer), texts, tokenizer, most
+        ):
+            if not tokens:
+                raise _without_tokens(row.place, row.columns[config.prompt_key], "1 token or more")
+            longest = max(map(len, responses), default=0)
+            over = len(tokens) > config.max_prompt_tokens
+            if over or (self.max_response_tokens is not None and longest > most[-1]):
+                is_in_part = _is_in_part(row, texts, [tokens, *responses], most)
+                left_out.add(row.place, len(tokens) if over else longest, is_in_part)
+            else:
+                prompt = _prompt(config, number, row, tokens, responses)
+                num += 1
+                labels |= {bool(prompt.columns["label"])} if self.feedback == "labels" else set()
+                yield prompt, row.source
+            if num == self.limit:
+                break
+        if not num:
+            raise left_out.none_left()
+        if self.feedback == "labels":
+            check_classes(labels, config)
+
+    def _texts(self) -> list[str]:
+        """Returns the columns that are tokenized, the prompt's first."""
+        is_supervised = self.max_response_tokens is not None
+        responses = response_columns(self.config, self.feedback) if is_supervised else []
+        return [self.config.prompt_key, *responses]
+
+    def _rows(self, texts: Sequence[str], tokenizer: TextEncoder) -> Iterable[Row]:
+        config, feedback = self.config, self.feedback
+        given = self.source if self.source is not None else config.prompts or ()
+        others = [*self.required, *label_columns(config, feedback)]
+        rows = checked(read_rows(given, texts, others, chat_column(config)), config, feedback)
+        return as_chats(rows, config, tokenizer) if config.chat_template else rows
 
 
 def load_prompts(
@@ -92,74 +204,18 @@ def load_prompts(
     feedback: Feedback | None = None,
     limit: int | None = None,
 ) -> LoadedPrompts:
-    """Reads and tokenizes prompts.
-
-    Args:
-        config: the keys of the columns, and `max_prompt_tokens`.
-        tokenizer: called with lists of texts, no special tokens added.
-        source: names as in `data.prompts`, or rows in memory; None reads `config.prompts`.
-        required: further columns that every row must have.
-        max_response_tokens: given for data with responses: their columns are needed, their tokens
-            and the end token become `response_tokens`, and longer ones are left out too.
-        feedback: what such rows say of their responses; None: demonstrations.
-        limit: stop after so many prompts; None reads all.
-
-    Returns:
-        The prompts; `prompt_id` is the row's number over all files, so leaving out rows moves no
-        other. `columns` has the row's other columns, and under "answer" and "label" those that
-        `config.answer_key` and `config.label_key` name.
-
-    Raises:
-        DataError: names the file and line of the first thing that is wrong, or says that every
-            prompt is too long.
-    """
-    supervised = max_response_tokens is not None
-    texts = [config.prompt_key, *(response_columns(config, feedback) if supervised else [])]
-    given = source if source is not None else config.prompts or ()
-    prompts, sources = list[Prompt](), list[int]()
-    too_long, part = list[tuple[str, int]](), set[str]()
-    others = [*required, *label_columns(config, feedback)]
-    rows = checked(read_rows(given, texts, others, chat_column(config)), config, feedback)
-    rows = as_chats(rows, config, tokenizer) if config.chat_template else rows
-    most = [config.max_prompt_tokens, *[max_response_tokens or 0] * (len(texts) - 1)]
-    for number, row, tokens, responses in _tokenized(rows, texts, tokenizer, most):
-        if not tokens:
-            raise _without_tokens(row.place, row.columns[config.prompt_key], "1 token or more")
-        longest = max(map(len, responses), default=0)
-        over = len(tokens) > config.max_prompt_tokens
-        if over or (max_response_tokens is not None and longest > max_response_tokens):
-            too_long.append((row.place, len(tokens) if over else longest))
-            part |= _in_part(row, texts, [tokens, *responses], most)
-        else:
-            prompts.append(_prompt(config, number, row, tokens, responses))
-            sources.append(row.source)
-        if len(prompts) == limit:
-            break
-    limits = f"data.max_prompt_tokens={config.max_prompt_tokens}"
-    limits += f" or a response of {max_response_tokens}" if supervised else ""
-    if not prompts:
-        raise _all_too_long(too_long, part, limits)
-    if feedback == "labels":
-        check_classes({bool(prompt.columns["label"]) for prompt in prompts}, config)
-    return LoadedPrompts(tuple(prompts), tuple(too_long), limits, tuple(sources), frozenset(part))
+    """Reads and tokenizes prompts into memory; arguments and errors as of `Reading`."""
+    reading = Reading(config, source, required, max_response_tokens, feedback, limit)
+    return in_memory(reading, tokenizer)
 
 
-def _first_length(too_long: Sequence[tuple[str, int]], in_part: Collection[str]) -> tuple[str, str]:
-    """Returns the place of the first row left out, and its length in words."""
-    place, tokens = too_long[0]
-    return place, f"{tokens} tokens" + (" or more" if place in in_part else "")
-
-
-def _all_too_long(
-    too_long: Sequence[tuple[str, int]], in_part: Collection[str], limits: str
-) -> DataError:
-    place, length = _first_length(too_long, in_part)
-    return DataError(
-        place,
-        f"{len(too_long)} rows, all too long (the first has {length})",
-        f"rows of at most {limits}",
-        "Raise data.max_prompt_tokens or use shorter prompts.",
-    )
+def in_memory(reading: Reading, tokenizer: TextEncoder) -> LoadedPrompts:
+    """Returns what is read as a tuple of prompts."""
+    left_out, prompts, sources = reading.left_out(), list[Prompt](), array("i")
+    for prompt, source in reading.prompts(tokenizer, left_out):
+        prompts.append(prompt)
+        sources.append(source)
+    return LoadedPrompts(tuple(prompts), sources, left_out)
 
 
 def _tokenized(
@@ -186,16 +242,14 @@ def _read_at_first(limit: int) -> int:
     return max(_SURELY_READ, _CHARACTERS_A_TOKEN * limit)
 
 
-def _in_part(
+def _is_in_part(
     row: Row, names: Sequence[str], tokens: Sequence[Sequence[int]], limits: Sequence[int]
-) -> set[str]:
-    """Returns the row's place, if no more of one of its texts was tokenized than shows that it is
-    too long.
-    """
-    for name, some, limit in zip(names, tokens, limits, strict=True):
-        if len(str(row.columns[name])) > _read_at_first(limit) and len(some) > 2 * limit:
-            return {row.place}
-    return set()
+) -> bool:
+    """Whether no more of one of a row's texts was tokenized than shows that it is too long."""
+    return any(
+        len(str(row.columns[name])) > _read_at_first(limit) and len(some) > 2 * limit
+        for name, some, limit in zip(names, tokens, limits, strict=True)
+    )
 
 
 def _encoded(
@@ -274,14 +328,13 @@ class PromptSource:
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         if not prompts:
             raise DataError("prompts", "nothing", "1 prompt or more", "Pass some prompts.")
-        self._prompts, self._seed, self._shuffle = tuple(prompts), seed, shuffle
+        self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         digest = hashlib.sha256(f"{seed if shuffle else None}".encode())
-        for prompt in prompts:
-            digest.update(f"{prompt.prompt_id}{prompt.tokens}{prompt.response_tokens}".encode())
-            if prompt.rejected_tokens is not None:
-                digest.update(f"{prompt.rejected_tokens}".encode())
-            label = prompt.columns.get("label")
-            if prompt.response_tokens and isinstance(label, bool):
+        for number, tokens, response, rejected, label in identities(prompts):
+            digest.update(f"{number}{tokens}{response}".encode())
+            if rejected is not None:
+                digest.update(f"{rejected}".encode())
+            if response and label is not None:
                 digest.update(f"{label}".encode())
         self._fingerprint = digest.hexdigest()[:16]
         self._epoch, self._index = 0, 0
@@ -333,8 +386,8 @@ class PromptSource:
             "Restore the prompt files and run.seed, or start a new run.name.",
         )
 
-    def _epoch_order(self) -> list[int]:
-        order = list(range(len(self._prompts)))
+    def _epoch_order(self) -> array[int]:
+        order = array("q", range(len(self._prompts)))  # a fifth of a list's memory
         if self._shuffle:
             # random.Random over a text: the same on every platform and Python version since 3.2.
             random.Random(f"{self._seed}/{self._epoch}").shuffle(order)

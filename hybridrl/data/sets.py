@@ -4,6 +4,7 @@ torch; pyarrow and datasets are imported only where such a source is named.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,26 @@ def is_data_set(name: str) -> bool:
     is_folder = any(os.path.isfile(Path(name) / file) for file in _FOLDER_FILES)
     is_parquet = name.endswith(".parquet") and os.path.isfile(name)
     return is_parquet or name.startswith(DATASETS) or is_folder
+
+
+def source_identity(name: str) -> str | None:
+    """Returns what is equal for sources of equal rows: a digest of the bytes of a file, or of all
+    files of a folder, or a data set's commit; None where none is known.
+    """
+    found = dataset_name(name)
+    if found is not None:
+        return str(found) if found.is_commit else None
+    path = Path(name.removeprefix(DATASETS).split(":")[0] if name.startswith(DATASETS) else name)
+    digest = hashlib.sha256()
+    try:
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        for file in files:
+            with file.open("rb") as content:
+                part = hashlib.file_digest(content, "sha256").hexdigest()
+            digest.update(f"{file.relative_to(path)}\0{part}\0".encode("utf-8", "surrogateescape"))
+    except OSError:  # whoever reads the rows says what is wrong
+        return None
+    return digest.hexdigest() if files else None
 
 
 def data_set_rows(name: str) -> Iterator[Mapping[str, object]]:

@@ -74,6 +74,7 @@ class World:
 
     Attributes:
         heartbeat: this rank's signs of life; waits for others.
+        mates: the ranks of this one's host, itself too, ascending.
         stop_signal: the signal that asked some rank to save and end, as of the last exchange of
             values, so that all ranks know it at the same place; 0: none.
 
@@ -138,7 +139,9 @@ class World:
         groups of some rank would exceed.
         """
         lacking = shortage(self.layout, self.platform.is_cpu) if self.size > 1 else None
-        ranks = self.gather_objects((heartbeat.host_id(), os.getpid(), lacking))
+        host = heartbeat.host_id()
+        ranks = self.gather_objects((host, os.getpid(), lacking))
+        self.mates = [rank for rank, (other, *_) in enumerate(ranks) if other == host]
         self.heartbeat.know_mates([(host, pid) for host, pid, _ in ranks])
         for *_, error in ranks:
             if error is not None:

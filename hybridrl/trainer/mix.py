@@ -22,6 +22,7 @@ from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
 from hybridrl.batch import TrainBatch
 from hybridrl.config.schema import Config
 from hybridrl.data.mixture import prompt_source
+from hybridrl.data.prompt_store import PromptStore
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
 from hybridrl.trainer import setup
@@ -29,8 +30,6 @@ from hybridrl.trainer.policy import TERM_TEMPERATURE
 from hybridrl.trainer.setup import Rows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from hybridrl.trainer.roles import Roles
 
 
@@ -72,7 +71,7 @@ class Mix:
 
     Args:
         config: of the run.
-        tokenizer: for the rows.
+        store: loads the rows.
         say: tells the user, once.
         given: rows in place of a term's `data.prompts`, by its name.
 
@@ -83,7 +82,7 @@ class Mix:
     def __init__(
         self,
         config: Config,
-        tokenizer: PreTrainedTokenizerBase,
+        store: PromptStore,
         say: Callable[[str], None],
         given: Mapping[str, Rows],
     ) -> None:
@@ -95,7 +94,7 @@ class Mix:
             data, seed = config.mix[name].data, config.run.seed + zlib.crc32(name.encode())
             with _named(name):
                 needs, rows = term.algorithm.needs, given.get(name)
-                loaded = setup.load_rows(data, config.rollout, tokenizer, needs, rows)
+                loaded = setup.load_rows(data, config.rollout, store, needs, rows)
                 self._sources[name] = prompt_source(loaded, data, seed)
             say(f"mix.{name}: {loaded.report()}")
         self.taken: list[TrainBatch] = []

@@ -1,8 +1,13 @@
-"""What a run reads before it begins: tokenizer, prompts and the scorer of responses."""
+"""What a run reads before it begins: tokenizer, prompts and the scorer of responses.
+
+The first rank of each node reads the prompts while the node's others wait; these map what it has
+written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.algorithms.base import Needs
 from hybridrl.batch import Prompt
 from hybridrl.config.schema import Config
+from hybridrl.data.prompt_store import PromptStore
 from hybridrl.data.prompts import LoadedPrompts
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
@@ -23,7 +29,7 @@ class RunData(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     scorer: Scorer
     prompts: LoadedPrompts
-    eval_prompts: tuple[Prompt, ...]
+    eval_prompts: Sequence[Prompt]
     mix: Mix
 
 
@@ -47,10 +53,27 @@ def make_data(
         num_tokens = setup.model_source(config.model, world.platform).shape.vocab_size
         tokenizer = given.tokenizer or setup.load_tokenizer(config.model, num_tokens)
     scorer = setup.make_scorer(config, tokenizer, given.reward, needs.group_samples)
-    with world.all_agree("reading the prompts"):
-        loaded, evaluated = setup.load_data(config, tokenizer, needs, given.prompts)
-        setup.check_token_range((*loaded.prompts, *evaluated), num_tokens)
-        mixed = config if trains else config.model_copy(update={"mix": {}})
-        mix = Mix(mixed, tokenizer, say, given.mix)
+    store = PromptStore(tokenizer)
+    mixed = config if trains else config.model_copy(update={"mix": {}})
+
+    def load() -> tuple[LoadedPrompts, Sequence[Prompt], Mix]:
+        loaded, evaluated = setup.load_data(config, store, needs, given.prompts)
+        for prompts in (loaded.prompts, evaluated):
+            setup.check_token_range(prompts, num_tokens)
+        return loaded, evaluated, Mix(mixed, store, say, given.mix)
+
+    builder = world.mates[0]
+    with contextlib.closing(store):
+        with world.all_agree("reading the prompts") as agreement:
+            if world.rank == builder:
+                loaded, evaluated, mix = load()
+                agreement.told = store.files, store.notes
+        told = agreement.heard
+        for line in dict.fromkeys(line for one in told if one is not None for line in one[1]):
+            say(line)
+        with world.all_agree("mapping the prompts"):
+            if world.rank != builder:
+                store.follow(told[builder][0])
+                loaded, evaluated, mix = load()
     say(loaded.report())
     return RunData(tokenizer, scorer, loaded, evaluated, mix)

@@ -27,7 +27,9 @@ from hybridrl.config.source import model_directory, read_model_config, tokenizer
 from hybridrl.config.teacher import is_scored, teacher_rules
 from hybridrl.config.tokenizer import check_token_numbers, check_tokenizer_files
 from hybridrl.data.mixture import hold_out
-from hybridrl.data.prompts import LoadedPrompts, load_prompts
+from hybridrl.data.prompt_file import largest_token
+from hybridrl.data.prompt_store import PromptStore
+from hybridrl.data.prompts import LoadedPrompts, Reading
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError, ModelError, UserError
@@ -179,6 +181,8 @@ def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
     Raises:
         ModelError: naming the first prompt's number and the token's.
     """
+    if largest_token(prompts) < num_tokens:
+        return
     for prompt in prompts:
         parts = (prompt.tokens, prompt.response_tokens, prompt.rejected_tokens)
         largest = max(max(tokens, default=0) for tokens in parts if tokens is not None)
@@ -208,37 +212,33 @@ def make_scorer(
 
 
 def load_data(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    needs: Needs,
-    rows: Rows | None,
-) -> tuple[LoadedPrompts, tuple[Prompt, ...]]:
-    """Reads the prompts to train on, with the responses that the algorithm needs of the data, and
+    config: Config, store: PromptStore, needs: Needs, rows: Rows | None
+) -> tuple[LoadedPrompts, Sequence[Prompt]]:
+    """Loads the prompts to train on, with the responses that the algorithm needs of the data, and
     those of the evaluation.
     """
     data = config.data
-    loaded = load_rows(data, config.rollout, tokenizer, needs, rows)
+    loaded = load_rows(data, config.rollout, store, needs, rows)
     if data.eval_share:
         loaded, held_out = hold_out(loaded, data.eval_share)
         return loaded, held_out[: data.eval_limit]
     if not data.eval_prompts:
         return loaded, ()
-    evaluated = load_prompts(data, tokenizer, data.eval_prompts, limit=data.eval_limit)
-    return loaded, evaluated.prompts
+    return loaded, store.load(Reading(data, data.eval_prompts, limit=data.eval_limit)).prompts
 
 
 def load_rows(
     data: DataConfig,
     rollout: RolloutConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    store: PromptStore,
     needs: Needs,
     rows: Rows | None = None,
 ) -> LoadedPrompts:
-    """Reads prompts, or `rows` in their place, with the responses that an algorithm needs."""
+    """Loads prompts, or `rows` in their place, with the responses that an algorithm needs."""
     if needs.rollouts:
-        return load_prompts(data, tokenizer, rows)
+        return store.load(Reading(data, rows))
     limit, feedback = rollout.max_new_tokens, needs.feedback
-    return load_prompts(data, tokenizer, rows, max_response_tokens=limit, feedback=feedback)
+    return store.load(Reading(data, rows, max_response_tokens=limit, feedback=feedback))
 
 
 def rollout_layout(model: ParallelModel, tp: int, sources: Sequence[RankLayout]) -> RolloutLayout:

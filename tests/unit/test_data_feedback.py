@@ -63,7 +63,7 @@ def test_pairs_with_a_side_that_is_too_long_are_left_out_and_counted(load: Load)
     rows = [PAIR, {**PAIR, "rejected": "sixsix"}, {**PAIR, "chosen": "sixsix"}]
     loaded = load("pairs", *rows, {**PAIR, "prompt": "1+1+1+1+1="})
     assert [p.prompt_id for p in loaded.prompts] == [0]
-    assert [tokens for _, tokens in loaded.too_long] == [7, 7, 10]
+    assert [tokens for _, tokens in loaded.left_out.places] == [7, 7, 10]
     assert "3 left out as longer than data.max_prompt_tokens=8 or a response of 6" in (
         loaded.report()
     )

@@ -119,8 +119,8 @@ def test_too_long_prompts_are_left_out_counted_and_reported(write):
     path = write(*rows)
     loaded = load_prompts(config(prompts=path), Letters())
     assert [(p.prompt_id, len(p.tokens)) for p in loaded.prompts] == [(0, 3), (2, 8), (4, 1)]
-    assert loaded.too_long == ((f"{path}:2", 9), (f"{path}:4", 12))
-    assert loaded.num_too_long == 2
+    assert loaded.left_out.places == [(f"{path}:2", 9), (f"{path}:4", 12)]
+    assert loaded.left_out.num == 2
     report = loaded.report()
     for part in ("3 prompts", "2 left out", "data.max_prompt_tokens=8", f"{path}:2", "9 tokens"):
         assert part in report
@@ -159,7 +159,7 @@ def test_supervised_data_ends_with_the_end_token(write):
         (ord("2"), 1),
         (*map(ord, "1234"), 1),
     ]
-    assert loaded.too_long == ((f"{path}:2", 6),)
+    assert loaded.left_out.places == [(f"{path}:2", 6)]
     assert loaded.prompts[0].columns == {"answer": "2"}
 
 

@@ -189,13 +189,14 @@ def test_a_huge_prompt_is_left_out_without_reading_all_of_it() -> None:
     rows = [{"prompt": "a"}, {"prompt": "b" * 50_000_000}, {"prompt": "c" * 9}]
     found, num_read = loaded(rows)
     assert [prompt.text for prompt in found.prompts] == ["a"] and num_read < 200_000
-    assert found.too_long == (("prompts[1]", 100_000), ("prompts[2]", 9))
+    assert found.left_out.places == [("prompts[1]", 100_000), ("prompts[2]", 9)]
     assert "100000 tokens or more" in found.report() and time.monotonic() - begun < 2
     with pytest.raises(DataError, match="first has 100000 tokens or more"):
         loaded(rows[1:])
     rows = [{"prompt": "a", "response": text} for text in ("b" * 50_000_000, "b" * 9, "b")]
     found, num_read = loaded(rows, max_response_tokens=4)
-    assert found.too_long == (("prompts[0]", 100_001), ("prompts[1]", 10)) and num_read < 200_000
+    assert found.left_out.places == [("prompts[0]", 100_001), ("prompts[1]", 10)]
+    assert num_read < 200_000
 
 
 def test_a_huge_prompt_of_few_tokens_is_kept_whole() -> None:

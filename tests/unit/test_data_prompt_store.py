@@ -1,0 +1,256 @@
+"""Prompts in a file: what comes back, what is refused, and when it is read again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hybridrl.config.schema import DataConfig
+from hybridrl.data import prompt_store
+from hybridrl.data.mixture import hold_out, prompt_source
+from hybridrl.data.prompt_file import DamagedError, MappedPrompts, PromptFile
+from hybridrl.data.prompt_store import PromptStore, cache_folder
+from hybridrl.data.prompts import PromptSource, Reading, in_memory
+from hybridrl.errors import DataError
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+CHARACTERS = [chr(c) for c in range(32, 127)]
+
+
+def letters(first: int = 2) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of one token a letter, numbered from `first` on."""
+    words = {"<unk>": 0, "<end>": 1} | {c: first + i for i, c in enumerate(CHARACTERS)}
+    fast = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<end>", unk_token="<unk>")
+
+
+ROWS = [
+    {"prompt": "1+1=", "answer": "2", "n": 1, "f": 1.0, "deep": {"a": [None, True, {"b": "ü"}]}},
+    {"prompt": "x" * 40, "answer": "too long"},
+    {"prompt": "grüße 😀", "answer": 10**30, "null": None, "prompts": []},
+    {"prompt": "é", "answer": -0.5},
+]
+SIDES = [
+    {"prompt": f"p{i}", "chosen": f"yes{i}", "rejected": "no", "by": i, "label": i % 2 == 0}
+    for i in range(9)
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_rows(rows, name="train.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write_rows
+
+
+def reading(*paths: str, **changes) -> Reading:
+    limits = {k: changes.pop(k) for k in ("max_response_tokens", "feedback") if k in changes}
+    return Reading(DataConfig(**{"prompts": paths, "max_prompt_tokens": 8, **changes}), **limits)
+
+
+def only_file(folder: Path) -> Path:
+    (file,) = folder.iterdir()
+    return file
+
+
+CASES = {
+    "prompts": (ROWS, {}),
+    "demonstrations": (SIDES, {"response_key": "chosen", "max_response_tokens": 9}),
+    "pairs": (SIDES, {"feedback": "pairs", "margin_key": "by", "max_response_tokens": 9}),
+    "labels": (
+        SIDES,
+        {"feedback": "labels", "response_key": "chosen", "max_response_tokens": 9},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_gives_the_prompts_of_the_list(write, tmp_path, case) -> None:
+    rows, changes = CASES[case]
+    asked = reading(write(rows), **changes)
+    expected, folder = in_memory(asked, letters()), tmp_path / "kept"
+    for _ in ("written", "found again"):
+        store = PromptStore(letters(), folder)
+        found = store.load(asked)
+        assert isinstance(found.prompts, MappedPrompts)
+        assert tuple(found.prompts) == expected.prompts and found.sources == expected.sources
+        assert found.report() == expected.report() and found.left_out == expected.left_out
+        for prompt, other in zip(found.prompts, expected.prompts, strict=True):
+            assert json.dumps(prompt.columns) == json.dumps(other.columns)  # order and types too
+    assert "tokenized" not in " ".join(store.notes)
+    follower = PromptStore(letters(), folder / "not here")
+    follower.follow(store.files)
+    assert tuple(follower.load(asked).prompts) == expected.prompts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_order_and_fingerprint_are_those_of_the_list(write, tmp_path, case) -> None:
+    rows, changes = CASES[case]
+    asked = reading(write(rows), **changes)
+    found = PromptStore(letters(), tmp_path / "kept").load(asked).prompts
+    for shuffle in (True, False):
+        of_list, of_file = (
+            PromptSource(prompts, seed=3, shuffle=shuffle)
+            for prompts in (in_memory(asked, letters()).prompts, found)
+        )
+        assert of_file.take(25) == of_list.take(25) and of_file.state() == of_list.state()
+
+
+def test_the_quickstart_is_as_from_a_list(tmp_path) -> None:
+    files = [str(file) for file in sorted(QUICKSTART.glob("*.jsonl"))]
+    assert files
+    asked = reading(*files, max_prompt_tokens=64, weights=[*range(1, len(files) + 1)])
+    of_list, of_file = in_memory(asked, letters()), PromptStore(letters(), tmp_path).load(asked)
+    sources = [prompt_source(found, asked.config, 0) for found in (of_list, of_file)]
+    assert sources[0].take(500) == sources[1].take(500)
+    assert sources[0].state() == sources[1].state()
+    for kept, other in zip(hold_out(of_list, 0.2), hold_out(of_file, 0.2), strict=True):
+        prompts, others = (getattr(side, "prompts", side) for side in (kept, other))
+        assert tuple(prompts) == tuple(others)
+
+
+def test_what_decides_the_content_makes_another_file(write, tmp_path) -> None:
+    path, folder = write(ROWS), tmp_path / "kept"
+
+    def num_files(asked: Reading, tokenizer=None) -> int:
+        PromptStore(tokenizer or letters(), folder).load(asked)
+        return len(list(folder.iterdir()))
+
+    assert num_files(reading(path)) == num_files(reading(path)) == 1
+    assert num_files(reading(path, shuffle=False, eval_share=0.5)) == 1
+    assert num_files(reading(path), letters(first=7)) == 2
+    assert num_files(reading(path, max_prompt_tokens=50)) == 3
+    assert num_files(reading(path, answer_key="n")) == 4
+    write([*ROWS, {"prompt": "new"}])
+    assert num_files(reading(path)) == 5
+
+
+def damage(file: Path, start: int, length: int | None = None) -> None:
+    content = bytearray(file.read_bytes())
+    if length is None:
+        del content[start:]
+    else:
+        content[start : start + length] = bytes(255 - byte for byte in content[start:][:length])
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "empty": (0, None),
+    "cut short": (-9, None),
+    "cut in half": (200, None),
+    "a wrong end": (-3, 2),
+    "a wrong length of the footer": (-31, 4),
+    "a wrong footer": (-80, 1),
+    "wrong content": (70, 1),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_file_is_noticed_and_written_again(write, tmp_path, case) -> None:
+    asked, folder = reading(write(ROWS)), tmp_path / "kept"
+    whole = PromptStore(letters(), folder).load(asked)
+    expected = tuple(whole.prompts)
+    damage(only_file(folder), *DAMAGES[case])
+    with pytest.raises(DamagedError):
+        PromptFile(only_file(folder)).verify()
+    store = PromptStore(letters(), folder)
+    assert tuple(store.load(asked).prompts) == expected
+    assert "written again" in store.notes[0] and "tokenized into" in store.notes[1]
+    PromptFile(only_file(folder)).verify()
+
+
+def build(path: str, folder: Path, barrier) -> None:
+    """Loads in a process of its own, at the same time as another."""
+    barrier.wait()
+    found = PromptStore(letters(), folder).load(reading(path))
+    assert [prompt.prompt_id for prompt in found.prompts] == [0, 2, 3]
+
+
+def test_two_processes_may_write_at_once(write, tmp_path) -> None:
+    path, folder = write(ROWS), tmp_path / "kept"
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(2)
+    jobs = [context.Process(target=build, args=(path, folder, barrier)) for _ in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+    assert [job.exitcode for job in jobs] == [0, 0]
+    PromptFile(only_file(folder)).verify()
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_another_is_taken(write, tmp_path) -> None:
+    asked, blocked = reading(write(ROWS)), tmp_path / "kept"
+    blocked.write_text("a file")
+    store = PromptStore(letters(), blocked)
+    found = store.load(asked)
+    assert tuple(found.prompts) == in_memory(asked, letters()).prompts
+    assert "cannot be written" in store.notes[0] and "HYBRIDRL_CACHE" in store.notes[0]
+    assert store.files[0] is not None and Path(store.files[0]).exists()
+    store.close()
+    assert not Path(store.files[0]).exists() and len(list(found.prompts)) == 3
+
+
+def test_rows_that_a_file_cannot_hold_stay_in_memory(tmp_path) -> None:
+    config = DataConfig(max_prompt_tokens=8)
+    for value in ((1, 2), b"x", {1: "x"}, Path("x")):
+        store = PromptStore(letters(), tmp_path)
+        found = store.load(Reading(config, [{"prompt": "a", "other": value}]))
+        assert found.prompts[0].columns == {"other": value} and store.files == [None]
+        assert "in its memory" in store.notes[0]
+        store.close()
+    store = PromptStore(letters(), tmp_path)
+    once = store.load(Reading(config, iter([{"prompt": "a"}])))
+    assert len(once.prompts) == 1 and store.files == [None] and not store.notes
+
+
+def test_an_unknown_tokenizer_is_asked_at_each_start(write, tmp_path) -> None:
+    class Own:
+        eos_token_id = 1
+
+        def __call__(self, text, *, add_special_tokens):
+            return {"input_ids": [[ord(c) for c in one] for one in text]}
+
+    store = PromptStore(Own(), tmp_path / "kept")
+    assert len(store.load(reading(write(ROWS))).prompts) == 3
+    assert "at each start" in store.notes[0] and not (tmp_path / "kept").exists()
+    store.close()
+
+
+def test_bad_rows_and_unreadable_sources_are_the_errors_of_the_list(write, tmp_path) -> None:
+    path, store = write([ROWS[0], {"prompt": ""}]), PromptStore(letters(), tmp_path / "kept")
+    with pytest.raises(DataError, match="not empty") as caught:
+        store.load(reading(path))
+    assert caught.value.name == f"{path}:2" and not list((tmp_path / "kept").iterdir())
+    with pytest.raises(DataError, match="no such file"):
+        store.load(reading(str(tmp_path / "none.jsonl")))
+    store.close()
+
+
+def test_files_that_nobody_used_for_long_are_removed(write, tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "kept"
+    PromptStore(letters(), folder).load(reading(write(ROWS)))
+    first = only_file(folder)
+    monkeypatch.setattr(prompt_store, "KEPT_DAYS", -1)
+    PromptStore(letters(), folder).load(reading(write(SIDES)))
+    assert not first.exists() and len(list(folder.iterdir())) == 1
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.delenv("HYBRIDRL_CACHE", raising=False)
+    monkeypatch.setenv("HOME", "/home/x")
+    assert cache_folder() == Path("/home/x/.cache/hybridrl/prompts")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert cache_folder() == Path("/c/hybridrl/prompts")
+    monkeypatch.setenv("HYBRIDRL_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path / "hybridrl" / "prompts"
