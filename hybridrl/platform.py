@@ -257,11 +257,14 @@ def _gather_parameters_without_coalescing() -> None:
 def _put_rng_tracker_on_cpu() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
-    if megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED:
+    # Megatron makes a tracker of CUDA's generator when anybody asks for one; it has no use here.
+    if hasattr(megatron_random._CUDA_RNG_STATE_TRACKER, "is_on_cpu"):
         return
 
     class CpuRngStatesTracker(megatron_random.CudaRNGStatesTracker):
         """Megatron's tracker over the CPU generator."""
+
+        is_on_cpu = True
 
         def add(self, name: str, seed: int) -> None:
             self._is_initialized = True

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.core.tensor_parallel import random
 
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
@@ -60,3 +62,18 @@ def test_hardware_queues_are_chosen_before_the_device_is_looked_at(
     )
     with pytest.raises(Looked):
         start(config)  # type: ignore[operator]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron's own tracker stays on GPUs")
+def test_a_tracker_that_was_asked_for_before_is_replaced_on_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
+        monkeypatch.setattr(random, name, getattr(random, name))  # so that it is restored
+    random.initialize_rng_tracker(force_reset=True)
+    platform = Platform.detect()
+    platform.activate()
+    tracker = random.get_cuda_rng_tracker()
+    tracker.add("any", 1)  # of CUDA's, an error without CUDA
+    platform.activate()
+    assert random.get_cuda_rng_tracker() is tracker
