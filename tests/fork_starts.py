@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import inspect
 import json
 import os
 import resource
@@ -173,75 +174,29 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 _STARTS: list[_Starts] = []  # empty until `install`
 _ASKING = threading.Lock()
+_ARGUMENTS = inspect.signature(_Popen._execute_child)  # type: ignore[attr-defined]
 
 
 class ForkedPopen(_Popen):  # type: ignore[type-arg]
     """A process that is forked from a server where that is the same, else started as ever."""
 
-    def _execute_child(  # type: ignore[no-untyped-def]
-        self,
-        args,
-        executable,
-        preexec_fn,
-        close_fds,
-        pass_fds,
-        cwd,
-        env,
-        startupinfo,
-        creationflags,
-        shell,
-        p2cread,
-        p2cwrite,
-        c2pread,
-        c2pwrite,
-        errread,
-        errwrite,
-        restore_signals,
-        gid,
-        gids,
-        uid,
-        umask,
-        start_new_session,
-        process_group,
-    ) -> None:
-        environment = {str(k): str(v) for k, v in (os.environ if env is None else env).items()}
-        is_plain = not shell and executable is None and preexec_fn is None and close_fds
-        is_plain = is_plain and {gid, gids, uid} == {None} and process_group == -1
+    def _execute_child(self, *given: Any) -> None:
+        named = _ARGUMENTS.bind(self, *given).arguments
+        args, pass_fds = named["args"], named["pass_fds"]
+        variables = os.environ if named["env"] is None else named["env"]
+        environment = {str(k): str(v) for k, v in variables.items()}
+        folder = os.path.abspath(named["cwd"] or os.curdir)
         program = [] if isinstance(args, str | bytes | os.PathLike) else [str(a) for a in args]
         server = None
-        folder = os.path.abspath(cwd or os.curdir)
-        if is_plain and len(program) > 1 and program[0] == sys.executable and umask == -1:
+        if len(program) > 1 and program[0] == sys.executable and _is_plain(named):
             server = _STARTS[0].server_for(program[1:], environment, folder)
         if server is None:
-            super()._execute_child(
-                args,
-                executable,
-                preexec_fn,
-                close_fds,
-                pass_fds,
-                cwd,
-                env,
-                startupinfo,
-                creationflags,
-                shell,
-                p2cread,
-                p2cwrite,
-                c2pread,
-                c2pwrite,
-                errread,
-                errwrite,
-                restore_signals,
-                gid,
-                gids,
-                uid,
-                umask,
-                start_new_session,
-                process_group,
-            )
+            super()._execute_child(*given)
             return
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         streams = [
-            number if given == -1 else given
-            for number, given in enumerate((p2cread, c2pwrite, errwrite))
+            number if named[end] == -1 else named[end]
+            for number, end in enumerate(("p2cread", "c2pwrite", "errwrite"))
         ]
         mask = os.umask(0)
         os.umask(mask)
@@ -250,13 +205,24 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
             "descriptors": [0, 1, 2, *pass_fds],
             "folder": folder,
             "environment": environment,
-            "is_new_session": start_new_session,
+            "is_new_session": named["start_new_session"],
             "umask": mask,
             "limits": _limits(),
         }
         self.pid = _ask(server, request, [*streams, *pass_fds])
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self._close_pipe_fds(*(named[end] for end in ends))
+
+
+def _is_plain(named: Mapping[str, Any]) -> bool:
+    """Whether nothing is asked for that a server does not know."""
+    absent = ("executable", "preexec_fn", "gid", "gids", "uid")
+    return (
+        all(named[name] is None for name in absent)
+        and named["close_fds"]
+        and not named["shell"]
+        and named["umask"] == named["process_group"] == -1
+    )
 
 
 def _limits() -> list[tuple[int, tuple[int, int]]]:
