@@ -63,15 +63,18 @@ READ_AT_IMPORT = (
     "TRITON_",
     "XDG_",
 )
-# The server's child looks at the first three itself. The others are set by imports, in the tests'
-# own process too. vLLM looks at its variables when it needs them.
+# The server's child looks at the first three itself. The others are set by imports and
+# engines, in the tests' own process too. vLLM looks at its variables when it needs them.
 MAY_DIFFER = (
     "PYTHONPATH",
     "PYTHONUNBUFFERED",
     "PYTHONFAULTHANDLER",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "LD_PRELOAD",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
     "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
     "TRITON_CACHE_AUTOTUNING",
 )
 
