@@ -14,8 +14,8 @@ import torch
 from hybridrl.batch import Prompt
 from hybridrl.errors import UserError
 from hybridrl.parallel.groups import PeerError
+from hybridrl.rollout import vllm
 from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, EngineSettings
-from hybridrl.trainer import setup
 from hybridrl.trainer.loop import Trainer
 
 
@@ -57,7 +57,7 @@ def check_cache_too_small(model: str, folder: Path) -> None:
     """Room for one block of 32 tokens beside the one that vLLM keeps for itself."""
     block = 2 * 4 * 1 * 32 * 4 * CPU_BLOCK_SIZE  # keys and values, layers, heads, head, float32
     settings = partial(EngineSettings, kv_cache_bytes=2 * block)
-    setup.EngineSettings = settings  # type: ignore[misc, assignment]
+    vllm.EngineSettings = settings  # type: ignore[misc, assignment]
     try:
         make_trainer(model, folder, 2)
     except UserError as error:
