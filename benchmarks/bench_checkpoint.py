@@ -43,6 +43,7 @@ from hybridrl.models.init import init_weights
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
@@ -78,24 +79,24 @@ def way(name: str) -> Iterator[None]:
         yield
 
 
-def make_model(world: World, hidden: int, layers: int) -> ParallelModel:
+def make_model(mesh: Mesh, hidden: int, layers: int) -> ParallelModel:
     """Builds a trainable model with an optimizer state."""
     config = json.loads(QWEN2.read_text())
     heads = max(hidden // 64, 2)
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     config |= {**sizes, "num_key_value_heads": 2, "intermediate_size": 4 * hidden}
     family = resolve_family(None, config)
-    dtype = world.platform.default_dtype()
+    dtype = mesh.platform.default_dtype()
     source = ModelSource(family, config, dtype, family.name, QWEN2.parent)
-    model = ParallelModel(world, source, "lm", TrainConfig())
+    model = ParallelModel(mesh, source, "lm", TrainConfig())
     init_weights(model.layout(), hf_shapes(family, source.shape), model.weights(), config, 0)
     model.make_trainable(1e-3)
     return model
 
 
-def check(model: ParallelModel, world: World, folder: Path) -> None:
+def check(model: ParallelModel, mesh: Mesh, folder: Path) -> None:
     """Raises unless a flipped bit is found."""
-    write_checkpoint(folder, world, {"policy": model}, {}, model.source.files)
+    write_checkpoint(folder, mesh.world, {"policy": model}, {}, model.source.files)
     file = folder / "policy" / "__0_0.distcp"
     with file.open("r+b") as opened:
         opened.seek(file.stat().st_size // 2)
@@ -103,14 +104,14 @@ def check(model: ParallelModel, world: World, folder: Path) -> None:
         opened.seek(-1, os.SEEK_CUR)
         opened.write(bytes([byte ^ 1]))
     try:
-        load_model(Checkpoint.open(folder), "policy", model, world, lambda text: None)
+        load_model(Checkpoint.open(folder), "policy", model, mesh.world, lambda text: None)
     except CheckpointError:
         shutil.rmtree(folder)
         return
     raise SystemExit("a flipped bit was not found: digests that verify nothing are not timed")
 
 
-def measure(model: ParallelModel, world: World, root: Path, repeats: int) -> dict[str, Any]:
+def measure(model: ParallelModel, mesh: Mesh, root: Path, repeats: int) -> dict[str, Any]:
     """Returns seconds of saving and loading by way, which take turns."""
     times: dict[str, dict[str, list[float]]] = {
         name: {"save": [], "load": []} for name in ("digests", "no_digests", "crc32")
@@ -120,9 +121,9 @@ def measure(model: ParallelModel, world: World, root: Path, repeats: int) -> dic
             folder = root / f"{name}_{number}"
             with way(name):
                 began = time.perf_counter()
-                write_checkpoint(folder, world, {"policy": model}, {}, model.source.files)
+                write_checkpoint(folder, mesh.world, {"policy": model}, {}, model.source.files)
                 saved = time.perf_counter()
-                load_model(Checkpoint.open(folder), "policy", model, world)
+                load_model(Checkpoint.open(folder), "policy", model, mesh.world)
                 loaded = time.perf_counter()
             shutil.rmtree(folder)
             if number:  # the first of each warms up
@@ -165,13 +166,13 @@ def main() -> int:
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 600)
-    world = World(TrainLayout(1), platform, 600)
+    mesh = Mesh(World(platform, 600), TrainLayout(1))
     platform.seed(0)
-    model = make_model(world, args.hidden, args.layers)
+    model = make_model(mesh, args.hidden, args.layers)
     with tempfile.TemporaryDirectory(dir=args.folder) as root:
-        check(model, world, Path(root) / "checked")
+        check(model, mesh, Path(root) / "checked")
         size = sum(entry.nbytes for entry in model.weights().values())
-        times = measure(model, world, Path(root), args.repeats)
+        times = measure(model, mesh, Path(root), args.repeats)
     stop_process_group()
     shares = {}
     for what in ("save", "load"):

@@ -25,6 +25,7 @@ from hybridrl.hybrid_engine.plan import plan_reshard
 from hybridrl.hybrid_engine.verify import verify
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.trainer.model import ParallelModel
 
 Way = tuple[Callable[[], object], Callable[[], None]]
@@ -110,9 +111,11 @@ def megatron_way(trainer: Any, tp: int) -> Iterator[Way]:
     from megatron.core.resharding.refit import clear_service_cache
 
     before: ParallelModel = trainer.policy.model
-    world = World(TrainLayout(trainer.world.size, tp=tp), trainer.platform, trainer.world.timeout_s)
+    mesh = Mesh(
+        World(trainer.platform, trainer.world.timeout_s), TrainLayout(trainer.world.size, tp=tp)
+    )
     trainer.platform.seed(1)
-    after: Any = ParallelModel(world, trainer.source, "lm", trainer.config.train)
+    after: Any = ParallelModel(mesh, trainer.source, "lm", trainer.config.train)
     weights = after.weights()
     spoil(weights)
     backend = "gloo" if trainer.platform.is_cpu else "nccl"
@@ -122,7 +125,7 @@ def megatron_way(trainer: Any, tp: int) -> Iterator[Way]:
             swap_model_weights(before.chunks, after.chunks, backend)
 
     def check() -> None:
-        ranks = range(world.size)
+        ranks = range(mesh.world.size)
         sources = [before.layout_of(rank) for rank in ranks]
         targets = [after.layout_of(rank) for rank in ranks]
         dtype = next(iter(weights.values())).dtype

@@ -71,11 +71,12 @@ class Case(CaseRecord):
         self.platform = platform = Platform.detect()
         platform.activate()
         start_process_group(platform, config.run.collective_timeout_s)
-        self.world = setup.make_world(config, platform)
+        meshes = setup.make_meshes(config, platform)
+        self.world = meshes.world
         platform.seed(config.run.seed)
         self.clock = Clock(platform.device, self.world.gather_objects)
         source = setup.model_source(config.model, platform)
-        model = setup.build_model(self.world, source, "lm", config)
+        model = setup.build_model(meshes.of("policy"), source, "lm", config)
         model.make_trainable(config.train.learning_rate)
         self.policy = Policy(model, make_algorithm(config.algorithm), 1 << 20)
         self.result |= {
@@ -174,7 +175,7 @@ class Case(CaseRecord):
         """
         sizes = self.tailed_sizes()
         budget, replicas = self.job["micro_batch_tokens"], self.job["replicas"]
-        pipeline = self.world.layout
+        pipeline = self.policy.model.mesh.layout
         multiple = pipeline.pp if pipeline.vpp > 1 else 1
         padded_sizes, in_order = padded_in_order(sizes, budget, replicas, multiple)
         real, padded = self.batch_of(sizes), self.batch_of(padded_sizes)

@@ -103,11 +103,16 @@ class Platform:
             yield
 
     def seed(self, seed: int) -> None:
-        """Seeds torch and Megatron's model-parallel generators alike on every host."""
+        """Seeds torch and Megatron's model-parallel generators alike on every host; a rank without
+        a part of the policy has the latter as the first of its tensor-parallel ranks.
+        """
+        from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         torch.manual_seed(seed)
-        model_parallel_cuda_manual_seed(seed)
+        group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+        ranks = {} if group is not None else {"tp_rank": 0, "ep_rank": 0, "etp_rank": 0}
+        model_parallel_cuda_manual_seed(seed, **ranks)
 
     def synchronize(self) -> None:
         """Waits for the device; phase timers call it, because CUDA work is asynchronous."""

@@ -27,17 +27,23 @@ from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failur
 from hybridrl.config.files import parse_json
 from hybridrl.errors import CheckpointError
 from hybridrl.parallel.groups import World
+from hybridrl.parallel.mesh import Mesh
 
 EXTRA_STATE = "_extra_state"  # torch's ending of the names of get_extra_state's results
 FORMAT_FILE, COMMON_FILE = "metadata.json", "common.pt"  # of a sharded part, read by every rank
 
 
 class Saved(Protocol):
-    """A model over all ranks that has weights and, when it is trained, an optimizer."""
+    """A model over ranks of a mesh that has weights and, when it is trained, an optimizer."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that hold it."""
+        ...
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """Megatron's modules, their parameters whole."""
+        """Megatron's modules, their parameters whole; none on ranks outside the mesh."""
         ...
 
     @property
@@ -75,6 +81,7 @@ def load_model(
         reader = ShardedReader(folder, part, manifest)
     with (
         damage_is_told(world, f"loading {folder / part}", folder, tell, is_unbounded=True),
+        model.mesh.active(),
         world.platform.megatron_phase(),
     ):
         try:
@@ -122,7 +129,11 @@ def _other_model(part: Path, error: BaseException) -> CheckpointError:
 
 
 def sharded_state(model: Saved, is_loading: bool) -> dict[str, Any]:
-    """Returns what Megatron saves of a model, or fills in when loading; collective."""
+    """Returns what Megatron saves of a model, or fills in when loading; collective over its mesh,
+    which is active. Nothing on ranks outside.
+    """
+    if not model.mesh.is_member:
+        return {}
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

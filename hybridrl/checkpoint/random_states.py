@@ -1,4 +1,4 @@
-"""Random states of a rank in a checkpoint, and the layout in which they have a meaning."""
+"""Random states of a rank in a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,14 +6,6 @@ from collections.abc import Mapping
 
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-from hybridrl.parallel.groups import World
-
-
-def layout_name(world: World) -> str:
-    """Returns the training layout; random states go on in the same layout only."""
-    layout = world.layout
-    return f"{layout.order} tp{layout.tp} cp{layout.cp} dp{layout.dp} pp{layout.pp} vpp{layout.vpp}"
 
 
 def rng_file(rank: int) -> str:

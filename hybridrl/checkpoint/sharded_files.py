@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.filesystem import (
@@ -107,15 +108,38 @@ INDEX_CLASSES = {
 _Bucket = list[tuple[WriteItem, Any]]
 
 
-def write_sharded(state: ShardedStateDict, folder: Path) -> dict[str, FileEntry]:
+def write_sharded(
+    state: ShardedStateDict, folder: Path, ranks: Sequence[int]
+) -> dict[str, FileEntry]:
     """Writes a state into a folder; collective over the world.
+
+    Args:
+        state: to write; empty on ranks that have no part of it.
+        folder: where to.
+        ranks: that have a part of it, ascending.
 
     Returns:
         What the manifest says of the files that this rank wrote, by name.
     """
-    writer = _Writer()
-    dist_checkpointing.save(state, str(folder), sharded_strategy=writer)
+    writer, all_have_a_part = _Writer(), len(ranks) == torch.distributed.get_world_size()
+    dist_checkpointing.save(
+        state if ranks[0] == 0 else _with_plain_values(state, ranks[0]),
+        str(folder),
+        sharded_strategy=writer,
+        # Megatron compares the plain values of all ranks; some have none.
+        preprocess_common_before_consistancy_check=None if all_have_a_part else lambda _: {},
+    )
     return writer.entries
+
+
+def _with_plain_values(state: ShardedStateDict, first: int) -> ShardedStateDict:
+    """Returns, on rank 0, which has no part of the state, what is no tensor of the first rank that
+    has: rank 0 writes it, as Megatron's reader expects. Elsewhere the state; collective.
+    """
+    rank = torch.distributed.get_rank()
+    told: list[Any] = [extract_sharded_base(state)[1] if rank == first else None]
+    torch.distributed.broadcast_object_list(told, src=first)
+    return told[0] if rank == 0 else state
 
 
 class _Writer(SaveShardedStrategy):

@@ -32,7 +32,7 @@ from hybridrl.checkpoint.folders import (
 from hybridrl.checkpoint.manifest import Ancestor, damaged, read_listed
 from hybridrl.checkpoint.model_state import Saved, load_model
 from hybridrl.checkpoint.opening import Tell, damage_is_told, open_on_all_ranks
-from hybridrl.checkpoint.random_states import layout_name, rng_file, set_rng_state
+from hybridrl.checkpoint.random_states import rng_file, set_rng_state
 from hybridrl.checkpoint.writing import (
     ModelFiles,
     put_back_replaced,
@@ -55,10 +55,14 @@ class CheckpointStore:
         world: this rank's place.
         keep: how many of the newest checkpoints stay, of those that the run went through.
         tell: tells the user, once.
+        layout: of the run's models, in words; random states go on in the same one only.
     """
 
-    def __init__(self, root: Path, world: World, keep: int, tell: Tell = print) -> None:
+    def __init__(
+        self, root: Path, world: World, keep: int, tell: Tell = print, layout: str = ""
+    ) -> None:
         self.root, self.world, self.keep, self._tell = root, world, keep, tell
+        self._layout = layout
         self._lineage: list[Ancestor] = []  # of the state that the ranks hold, the newest first
 
     def newest(self, before_step: int | None = None) -> Path | None:
@@ -127,7 +131,8 @@ class CheckpointStore:
         folder = self.root / f"step_{step}"
         order = self._decide_order()
         lineage = [old for old in self._lineage if old.step != step]
-        write_checkpoint(folder, self.world, models, state, files, step, order, lineage)
+        parts = models, state, files, step, order, lineage, self._layout
+        write_checkpoint(folder, self.world, *parts)
         self._lineage = [Ancestor(step=step, order=order), *lineage][: self.keep + KEPT_BEYOND]
         if self.world.rank == 0:
             self._remove_old(self._lineage)
@@ -191,7 +196,7 @@ class CheckpointStore:
             )
         for name, model in models.items():
             load_model(checkpoint, name, model, self.world, self._tell)
-        if state.layout == layout_name(self.world):
+        if state.layout == self._layout:
             self._load_rng(checkpoint)
         self._lineage = self._lineage_of(checkpoint)
         return state

@@ -30,7 +30,7 @@ from hybridrl.checkpoint.manifest import (
     write_digested,
 )
 from hybridrl.checkpoint.model_state import Saved, sharded_state
-from hybridrl.checkpoint.random_states import layout_name, rng_file, rng_state
+from hybridrl.checkpoint.random_states import rng_file, rng_state
 from hybridrl.checkpoint.sharded_files import first_failure, write_sharded
 from hybridrl.errors import CheckpointError
 from hybridrl.models.directory import write_side_files
@@ -63,6 +63,7 @@ def write_checkpoint(
     step: int | None = None,
     order: int = 0,
     lineage: Sequence[Ancestor] = (),
+    layout: str = "",
 ) -> None:
     """Writes a checkpoint folder; it has its name only when it is complete. Collective.
 
@@ -70,6 +71,7 @@ def write_checkpoint(
         folder: to write; one that is there already is replaced.
         world, models, state, files: as of `CheckpointStore.save`.
         step, order, lineage: as of `Manifest`.
+        layout: in words, in which the random states go on; "": in none.
 
     Raises:
         CheckpointError: a file could not be written; nothing is left of the attempt.
@@ -87,7 +89,9 @@ def write_checkpoint(
             world.platform.megatron_phase(),
         ):
             for name, model in models.items():
-                written = write_sharded(sharded_state(model, is_loading=False), partial / name)
+                with model.mesh.active():
+                    state_of_model = sharded_state(model, is_loading=False)
+                    written = write_sharded(state_of_model, partial / name, model.mesh.ranks)
                 entries |= {f"{name}/{file}": entry for file, entry in written.items()}
             name = rng_file(world.rank)
             entries[name] = write_digested(partial / name, save_tensors(rng_state()))
@@ -96,7 +100,7 @@ def write_checkpoint(
             if world.rank == 0:
                 content = {
                     **state,
-                    "layout": layout_name(world),
+                    "layout": layout,
                     "family": files.family,
                     "dtype": files.dtype,
                 }

@@ -28,7 +28,7 @@ from hybridrl.config.engines import ENGINES
 from hybridrl.config.needs import Needs
 from hybridrl.config.own_code import contained
 from hybridrl.config.roles import RunModels, run_models
-from hybridrl.config.rules import layer_rules, split_rules
+from hybridrl.config.rules_placement import layer_rules, split_rules
 from hybridrl.config.schema import Config, ModelConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.errors import ConfigError, UserError
@@ -39,7 +39,7 @@ from hybridrl.hybrid_engine.order import order_layout
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.hybrid_engine.plan import Plan, plan_reshard
 from hybridrl.models.family import Family, ModelShape, read_model
-from hybridrl.models.weights import RankLayout, fused_layout, hf_layout, hf_shapes
+from hybridrl.models.weights import NOTHING, RankLayout, fused_layout, hf_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 
 # On CPU: gloo over loopback, and copies of a rank.
@@ -159,7 +159,7 @@ def _report(
             "engine": config.rollout.engine,
             "tp": layout.tp,
             "replicas": layout.replicas,
-            "assignment": [list(pair) for pair in layout.assignment],
+            "assignment": [place and list(place) for place in layout.assignment],
             "choices": _choices(config.train.order, placed, node, itemsize),
         },
         "reshard": _reshard(config, placed, plan, assumed),
@@ -215,7 +215,8 @@ def _place(
     else:
         parts = [hf_layout(hf_shapes(family, shape))]
     best = assign(sources, parts, node)
-    targets = [parts[tp_rank] for _, tp_rank in best.layout.assignment]
+    tp_ranks = map(best.layout.tp_rank, range(world_size))
+    targets = [NOTHING if tp_rank is None else parts[tp_rank] for tp_rank in tp_ranks]
     shared = _shared(config, whole, targets)
     return _Placed(ordered.layout, ordered.choice, whole, sources, parts, best, targets, shared)
 
@@ -244,7 +245,7 @@ def _choices(order: str, placed: _Placed, node: int, itemsize: int) -> dict[str,
     named = {"used": placed.best, "consecutive": consecutive, "any_order": free}
     costs = {
         name: {
-            "tp_ranks": [tp_rank for _, tp_rank in found.layout.assignment],
+            "tp_ranks": [found.layout.tp_rank(rank) for rank in range(len(sources))],
             "max_receive_bytes": itemsize * found.receive,
             "max_send_bytes": itemsize * found.send,
         }

@@ -218,7 +218,8 @@ def _common(config: Config, world_size: int, has_teacher: bool = True) -> list[U
 def _descriptors(config: Config, world_size: int) -> UserError | None:
     """Judges how many files a process may open here, for a layout that fits the ranks."""
     train, is_cpu = config.train, num_local_gpus() == 0
-    return shortage(TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep), is_cpu)
+    layout = TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep)
+    return shortage([layout], is_cpu)
 
 
 def _loaded_models(config: Config, has_teacher: bool) -> Iterator[tuple[ModelConfig, Head]]:

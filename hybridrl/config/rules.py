@@ -13,8 +13,10 @@ from typing import Any
 from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.environment import environment_rules
+from hybridrl.config.placement import Machines, Placement, least_ranks
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
+from hybridrl.config.rules_placement import layer_rules, placed, placement_rules, split_rules
 from hybridrl.config.schema import (
     Config,
     GrpoConfig,
@@ -33,8 +35,10 @@ AUTO_ORDER = "auto"
 
 def default_world_size(config: Config, num_gpus: int) -> int:
     """Returns the number of ranks to start: the GPUs, or on CPU what the layouts need."""
-    train = config.train
-    return num_gpus if num_gpus > 0 else max(train.tp * train.pp * train.cp, config.rollout.tp)
+    if num_gpus > 0:
+        return num_gpus
+    train, named = config.train, least_ranks(config.placement)
+    return max(train.tp * train.pp * train.cp, config.rollout.tp, named)
 
 
 def check(
@@ -43,6 +47,7 @@ def check(
     model_config: Mapping[str, Any] | None = None,
     default_dtype: str = "bfloat16",
     is_script: bool = False,
+    machines: Machines | None = None,
 ) -> list[UserError]:
     """Returns every violated rule.
 
@@ -52,11 +57,15 @@ def check(
         model_config: the model's HF config.json, or None where only the layout is judged.
         default_dtype: what model.dtype=auto stands for on this host; a GPU's where it is not known.
         is_script: whether a user's own script asks, which starts no ranks.
+        machines: under the ranks; None: nothing is known of them.
     """
+    placement, misplaced = placed(config, machines or Machines(world_size))
     return [
         *_folder_rules(config.run),
         *_model_rules(config.model),
-        *_layout_rules(config, world_size, number_of_ranks(is_script)),
+        *misplaced,
+        *_layout_rules(config, placement, number_of_ranks(is_script)),
+        *([] if misplaced else placement_rules(config, placement, model_config or {})),
         *_step_rules(config),
         *online_rules(config),
         *mix_rules(config),
@@ -101,13 +110,17 @@ def _model_rules(model: ModelConfig) -> Iterator[UserError]:
         )
 
 
-def _layout_rules(config: Config, world_size: int, ranks: str) -> Iterator[UserError]:
+def _layout_rules(config: Config, placement: Placement, ranks: str) -> Iterator[UserError]:
     train, rollout = config.train, config.rollout
+    world_size, num_engines = len(placement.policy.ranks), len(placement.rollout)
+    given = config.placement
+    of_policy = _ranks_of("policy", world_size, given.policy.ranks)
+    of_rollout = _ranks_of("rollout", num_engines, given.rollout.ranks)
     if world_size % (train.tp * train.pp * train.cp):
         yield UserError(
             "train.tp * train.pp * train.cp",
             f"{train.tp} * {train.pp} * {train.cp} = {train.tp * train.pp * train.cp}",
-            f"a divisor of the world size {world_size}",
+            f"a divisor of {of_policy}",
             f"Change the layout, or {ranks}.",
         )
     elif (world_size // train.pp) % train.ep:
@@ -117,11 +130,11 @@ def _layout_rules(config: Config, world_size: int, ranks: str) -> Iterator[UserE
             f"a divisor of the {world_size // train.pp} ranks of a pipeline stage",
             f"Change train.ep, or {ranks}.",
         )
-    if world_size % rollout.tp:
+    if num_engines % rollout.tp:
         yield UserError(
             "rollout.tp",
             rollout.tp,
-            f"a divisor of the world size {world_size}",
+            f"a divisor of {of_rollout}",
             f"Change rollout.tp, or {ranks}.",
         )
     if not ENGINES[rollout.engine].is_tensor_parallel and rollout.tp != 1:
@@ -146,6 +159,10 @@ def _layout_rules(config: Config, world_size: int, ranks: str) -> Iterator[UserE
             "Set train.share_prompts=false, or train.cp=1.",
         )
     yield from _order_rules(train)
+
+
+def _ranks_of(role: str, size: int, ranks: str | None) -> str:
+    return f"the {size} ranks of placement.{role}" if ranks else f"the world size {size}"
 
 
 def is_megatron_order(order: str, pp: int, cp: int, ep: int) -> bool:
@@ -329,30 +346,4 @@ def _shape_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
     elif experts and experts % train.ep:
         yield UserError(
             "train.ep", train.ep, f"a divisor of the model's {experts} experts", "Change train.ep."
-        )
-
-
-def layer_rules(
-    key: str, chunks: int, shape: Mapping[str, Any], shown: str = ""
-) -> Iterator[UserError]:
-    """Rules of splitting the layers into `chunks`, which `key` with value `shown` asks for."""
-    layers = shape.get("num_hidden_layers")
-    if isinstance(layers, int) and layers % chunks:
-        allowed = f"a divisor of the model's {layers} layers"
-        yield UserError(key, shown or chunks, allowed, f"Change {key.replace(' * ', ' or ')}.")
-
-
-def split_rules(key: str, tp: int, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Rules of splitting one layer over `tp` ranks, which `key` asks for."""
-    heads, kv_heads = shape.get("num_attention_heads"), shape.get("num_key_value_heads")
-    units = shape.get("intermediate_size")
-    for name, size in (("attention heads", heads), ("feed-forward units", units)):
-        if isinstance(size, int) and size % tp:
-            yield UserError(key, tp, f"a divisor of the model's {size} {name}", f"Change {key}.")
-    if isinstance(kv_heads, int) and kv_heads % tp and tp % kv_heads:
-        yield UserError(
-            key,
-            tp,
-            f"a divisor or a multiple of the model's {kv_heads} key/value heads",
-            f"Change {key}.",
         )

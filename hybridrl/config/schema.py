@@ -22,6 +22,7 @@ from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.interpolation import Path
 from hybridrl.config.lists import Steps
 from hybridrl.config.mix import TermConfig
+from hybridrl.config.placement import PlacementConfig
 from hybridrl.config.reward import RewardConfig, ScorerConfig
 from hybridrl.config.section import Section
 from hybridrl.config.supervised import (
@@ -46,6 +47,7 @@ __all__ = [
     "LogConfig",
     "ModelConfig",
     "OnlineDpoConfig",
+    "PlacementConfig",
     "PpoConfig",
     "RewardConfig",
     "RewardModelConfig",
@@ -346,7 +348,7 @@ class CheckpointConfig(Section):
 
 
 class Config(Section):
-    """A whole configuration: one file, twelve sections."""
+    """A whole configuration: one file, thirteen sections."""
 
     run: RunConfig
     model: ModelConfig
@@ -360,6 +362,7 @@ class Config(Section):
     steps: StepsConfig = StepsConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    placement: PlacementConfig = PlacementConfig()
 
     _written: dict[Path, str] = PrivateAttr(default_factory=dict)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import Producer, Prompt, TrainBatch
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, PlacementConfig
 from hybridrl.diagnosis.reference import reference_streams
 from hybridrl.diagnosis.residual import engine_streams, stages, trainer_logits, trainer_streams
 from hybridrl.diagnosis.verdicts import (
@@ -34,6 +34,7 @@ from hybridrl.diagnosis.verdicts import (
     relative_rms,
 )
 from hybridrl.hybrid_engine.verify import VerifyError
+from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokensDifferError
 from hybridrl.rollout.build import ComputingEngine
 from hybridrl.rollout.engine import Request, SamplingParams, generate
@@ -62,7 +63,9 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
     rollout = config.rollout.model_copy(update={"eager": True})  # or vLLM calls no module
     # Or there is nothing to compare the engine's weights with.
     train = config.train.model_copy(update={"release_weights_in_rollout": False})
-    trainer = Trainer(config.model_copy(update={"rollout": rollout, "train": train}))
+    # What engine and trainer compute does not depend on where they lie.
+    changed = {"rollout": rollout, "train": train, "placement": PlacementConfig()}
+    trainer = Trainer(config.model_copy(update=changed))
     folder = trainer.store.newest()
     if folder is not None:
         trainer.load_checkpoint(folder)
@@ -150,7 +153,7 @@ def _compare(
     with trainer.world.all_agree("reading the engine's residual stream"):
         theirs = engine_streams(engine, prompts)
     trainer.enter_training()
-    batch, first_of, placed = _batch(prompts, by_rank, layout.assignment)
+    batch, first_of, placed = _batch(prompts, by_rank, layout)
     wanted_N = torch.cat(
         [
             torch.arange(len(prompt)) + batch.offsets[first_of[number]]
@@ -178,12 +181,12 @@ def _compare(
 def _batch(
     prompts: Sequence[tuple[int, ...]],
     by_rank: Sequence[Sequence[Answer]],
-    assignment: Sequence[tuple[int, int]],
+    layout: RolloutLayout,
 ) -> tuple[TrainBatch, list[int], Placed]:
     """Returns the different responses of all replicas as a batch, in the order of their prompts;
     for each prompt its first sample; and where each answer lies.
     """
-    firsts = [by_rank[rank] for rank, (_, tp_rank) in enumerate(assignment) if tp_rank == 0]
+    firsts = [by_rank[rank] for rank in layout.ranks if layout.tp_rank(rank) == 0]
     different = {(one.prompt, one.completion.tokens) for answers in firsts for one in answers}
     ordered = sorted(different)
     sample_of = {key: sample for sample, key in enumerate(ordered)}

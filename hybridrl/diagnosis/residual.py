@@ -155,7 +155,7 @@ def trainer_streams(
 
 def _local_tokens(model: ParallelModel, batch: TrainBatch, work: Work) -> Tensor:
     """Returns which token of the batch each position is that this rank computes; -1 for padding."""
-    whole, where, layout = work.whole, model.world.where, model.world.layout
+    whole, where, layout = work.whole, model.mesh.place, model.mesh.layout
     sample_S = torch.tensor([*whole.sample_indices, -1])[whole.sequence_index_S]
     token_S = batch.offsets[sample_S] + whole.positions_S
     held_S = token_S.where(whole.sequence_index_S >= 0, -1)[work.held_S]
@@ -196,10 +196,11 @@ def trainer_logits(model: ParallelModel, norm_ND: Tensor) -> Tensor:
     world, source = model.world, model.source
     logits_NV = torch.zeros(len(norm_ND), source.shape.vocab_size)
     head = model.chunks[-1]
-    if world.is_last_stage and world.where.dp == world.where.cp == 0:
+    where = model.mesh.where
+    if where is not None and model.mesh.is_last_stage and where.dp == where.cp == 0:
         assert isinstance(head, LanguageModel)
         weight_VD = head.output_weight()
-        start = world.where.tp * len(weight_VD)
+        start = where.tp * len(weight_VD)
         part_NV = logits_NV[:, start : start + len(weight_VD)]
         hidden_ND = norm_ND.to(weight_VD.device, weight_VD.dtype)
         part_NV.copy_((hidden_ND @ weight_VD[: part_NV.shape[1]].T).float())

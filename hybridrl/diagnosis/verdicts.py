@@ -91,8 +91,8 @@ def judge_tokens(
     """
     others: list[str] = []
     drawn = [[answer.completion.tokens for answer in answers] for answers in by_rank]
-    for rank, (replica, _) in enumerate(layout.assignment):
-        first = layout.assignment.index((replica, 0))
+    for rank in layout.ranks:
+        first = layout.assignment.index((layout.place(rank)[0], 0))
         if drawn[rank] != drawn[first]:
             others.append(f"rank {rank} drew other tokens than rank {first} of its replica")
     num_greedy = num_ties = 0

@@ -71,6 +71,27 @@ def assign(
     return _assign(_Costs.of(sources, parts), domain_size, is_ascending)
 
 
+def assign_some(
+    sources: Sequence[RankLayout],
+    parts: Sequence[RankLayout],
+    ranks: Sequence[int],
+    domain_size: int | None = None,
+) -> Assignment:
+    """Gives some ranks their parts of engine replicas, ascending; the others have none.
+
+    Args:
+        sources: what each rank of the world trains with; nothing, for some.
+        parts: as of `assign`; their number divides that of `ranks`.
+        ranks: that have engines, ascending.
+        domain_size: as of `assign`, in the world.
+    """
+    node = domain_size or len(sources)
+    each = {sum(rank // node == number for rank in ranks) for number in {r // node for r in ranks}}
+    costs = _Costs.of(sources, parts).moved(list(ranks))
+    found = _assign(costs, each.pop() if len(each) == 1 else None)
+    return replace(found, layout=found.layout.on(ranks, len(sources)))
+
+
 def judge(
     sources: Sequence[RankLayout], parts: Sequence[RankLayout], layout: RolloutLayout
 ) -> Assignment:
@@ -180,7 +201,7 @@ def _assign(costs: _Costs, domain_size: int | None, is_ascending: bool = True) -
 
 
 def _judge(costs: _Costs, layout: RolloutLayout) -> Assignment:
-    places = np.array([[tp_rank for _, tp_rank in layout.assignment]])
+    places = np.array([[layout.tp_rank(rank) for rank in layout.ranks]])
     return Assignment(layout, int(costs.receive(places)[0]), int(costs.send(places)[0]))
 
 

@@ -62,6 +62,10 @@ class RankLayout:
     padding: tuple[tuple[str, Box], ...] = ()
 
 
+NOTHING = RankLayout((), {})
+"""The layout of a rank that has no part of a model."""
+
+
 def hf_shapes(family: Family, shape: ModelShape, head: Head = "lm") -> dict[str, Shape]:
     """Returns the shape of every HF tensor of the model.
 

@@ -17,7 +17,7 @@ import datetime
 import itertools
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -29,9 +29,8 @@ from torch.distributed.rendezvous import rendezvous
 from hybridrl.config.own_code import contained
 from hybridrl.errors import UserError
 from hybridrl.parallel import heartbeat
-from hybridrl.parallel.descriptors import raise_limit, shortage
+from hybridrl.parallel.descriptors import raise_limit
 from hybridrl.parallel.failure import PeerError
-from hybridrl.parallel.layout import Coordinates, TrainLayout
 from hybridrl.parallel.messages import pack, unpack
 from hybridrl.parallel.waiting_room import WaitingRoom
 from hybridrl.platform import Platform
@@ -62,12 +61,11 @@ class Agreement:
 
 
 class World:
-    """This rank's place in the job and Megatron's process groups for the training layout.
+    """All ranks of the job, and how they talk; who trains with whom is a mesh's (mesh.py).
 
     Megatron keeps the groups of a process in one place: a new World ends the use of an older one.
 
     Args:
-        layout: training layout over all ranks.
         platform: device and backend of this rank.
         timeout_s: bound of a collective that all ranks have entered, seconds.
         stall_timeout_s: bound of the wait for a rank that lives; None: there is none.
@@ -77,88 +75,34 @@ class World:
         mates: the ranks of this one's host, itself too, ascending.
         stop_signal: the signal that asked some rank to save and end, as of the last exchange of
             values, so that all ranks know it at the same place; 0: none.
-
-    Raises:
-        UserError: the process may not open as many files as the groups take.
     """
 
     def __init__(
-        self,
-        layout: TrainLayout,
-        platform: Platform,
-        timeout_s: float,
-        stall_timeout_s: float | None = None,
+        self, platform: Platform, timeout_s: float, stall_timeout_s: float | None = None
     ) -> None:
-        self.layout, self.platform, self.timeout_s = layout, platform, timeout_s
+        self.platform, self.timeout_s = platform, timeout_s
         self.rank: int = dist.get_rank()
         self.size: int = dist.get_world_size()
         self.heartbeat = heartbeat.of_job(timeout_s, stall_timeout_s)
         self.stop_signal = 0
         self._cpu_group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
         self._introduce()
-        # Groups of different ranks on different ranks would wait for each other without end.
-        same_on_all_ranks(self, "the training layout", str(layout))
         parallel_state.destroy_model_parallel()  # of a World before this one, in the same process
-        parallel_state.initialize_model_parallel(
-            layout.tp,
-            layout.pp,
-            layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            order=layout.order,
-            distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  # a timedelta takes it
-            create_gloo_process_groups=True,
-        )
-        self._connect()
-        self.where: Coordinates = layout.coordinates(self.rank)
-        self._check_groups()
-
-    def _connect(self) -> None:
-        """Uses the groups that training uses once.
-
-        NCCL connects ranks at a group's first use. All of them must take part, if it is not a
-        message between two on its own, and may then begin with what is between some; and the engine
-        sees how much memory is left.
-        """
-        self.sum_over_world(torch.zeros(1))
-        if self.platform.is_cpu:  # gloo has connected already
-            return
-        for group in (
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_pipeline_model_parallel_group(),
-            parallel_state.get_context_parallel_group(),
-            parallel_state.get_data_parallel_group(),
-            parallel_state.get_data_parallel_group(with_context_parallel=True),
-            parallel_state.get_model_parallel_group(),
-        ):
-            if group.size() > 1:
-                dist.all_reduce(torch.zeros(1, device=self.platform.device), group=group)
+        self.sum_over_world(torch.zeros(1))  # NCCL connects ranks at a group's first use
 
     def _introduce(self) -> None:
-        """Tells all ranks where this one runs; refuses, on all, a limit of open files that the
-        groups of some rank would exceed.
-        """
-        lacking = shortage(self.layout, self.platform.is_cpu) if self.size > 1 else None
+        """Tells all ranks where this one runs."""
         host = heartbeat.host_id()
-        ranks = self.gather_objects((host, os.getpid(), lacking))
-        self.mates = [rank for rank, (other, *_) in enumerate(ranks) if other == host]
-        self.heartbeat.know_mates([(host, pid) for host, pid, _ in ranks])
-        for *_, error in ranks:
-            if error is not None:
-                raise error
+        ranks: list[tuple[str, int]] = self.gather_objects((host, os.getpid()))
+        self.mates = [rank for rank, (other, _) in enumerate(ranks) if other == host]
+        self.heartbeat.know_mates(ranks)
 
-    def _check_groups(self) -> None:
-        """Refuses to go on when Megatron placed this rank elsewhere than our layout did."""
-        megatron = Coordinates(
-            tp=parallel_state.get_tensor_model_parallel_rank(),
-            cp=parallel_state.get_context_parallel_rank(),
-            dp=parallel_state.get_data_parallel_rank(),
-            pp=parallel_state.get_pipeline_model_parallel_rank(),
-        )
-        if megatron != self.where:
-            raise RuntimeError(
-                f"rank {self.rank}: Megatron stands at {megatron}, the layout at {self.where}"
-            )
+    def count_groups_alike(self) -> None:
+        """Lets all ranks go on with the same number of process groups, after some have made groups
+        among themselves: torch names a group by its number, and ranks find each other by the name.
+        """
+        counted = dist.distributed_c10d._world
+        counted.group_count = max(self.gather_objects(counted.group_count))
 
     def forget_stop(self) -> None:
         """Takes no notice any more of signals that came until now; all ranks call it in turn with
@@ -171,16 +115,6 @@ class World:
     def cpu_group(self) -> dist.ProcessGroup:
         """All ranks, over gloo on every platform."""
         return self._cpu_group
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the last pipeline stage, where losses are computed."""
-        return self.where.pp == self.layout.pp - 1
-
-    @property
-    def reports(self) -> bool:
-        """Whether this rank contributes loss sums: last stage, first tensor-parallel rank."""
-        return self.is_last_stage and self.where.tp == 0
 
     def sum_over_world(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the sum of `values` (any shape, same on all ranks) over all ranks, on the CPU."""
@@ -448,13 +382,19 @@ def stop_process_group() -> None:
         dist.destroy_process_group()
 
 
-def same_on_all_ranks(world: World, what: str, value: str) -> None:
-    """Checks that `value` (for example a schedule's hash) is equal everywhere.
+def same_on_all_ranks(
+    world: World, what: str, value: str, ranks: Collection[int] | None = None
+) -> None:
+    """Checks that `value` (for example a schedule's hash) is equal on all ranks, or on some; all
+    call.
 
     Raises:
-        RuntimeError: naming the ranks that differ from rank 0.
+        RuntimeError: naming the ranks that differ from the first.
     """
     values: Sequence[str] = world.gather_objects(value)
-    differing = [rank for rank, other in enumerate(values) if other != values[0]]
+    asked = sorted(range(world.size) if ranks is None else ranks)
+    differing = [rank for rank in asked if values[rank] != values[asked[0]]]
     if differing:
-        raise RuntimeError(f"{what} differs between rank 0 and ranks {differing}: {values}")
+        raise RuntimeError(
+            f"{what} differs between rank {asked[0]} and ranks {differing}: {values}"
+        )

@@ -8,6 +8,7 @@ stage and moves no dense weight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -111,32 +112,66 @@ class TrainLayout:
         return tuple(tuple(range(start, start + per_chunk)) for start in starts)
 
 
+Place = tuple[int, int]
+"""Of a rank in a rollout layout: its replica, and its tensor-parallel rank there."""
+
+
 @dataclass(frozen=True)
 class RolloutLayout:
     """Which replica and which tensor-parallel part of the engine each rank generates with.
 
     Args:
         tp: tensor-parallel size of one engine replica.
-        assignment: `(replica, tp_rank)` of every rank, each pair exactly once.
+        assignment: the place of every rank of the world, each place exactly once; None: no engine
+            is on that rank.
     """
 
     tp: int
-    assignment: tuple[tuple[int, int], ...]
+    assignment: tuple[Place | None, ...]
 
     def __post_init__(self) -> None:
+        places = [place for place in self.assignment if place is not None]
         expected = set(product(range(self.replicas), range(self.tp)))
-        if len(self.assignment) % self.tp or set(self.assignment) != expected:
+        if not places or len(places) % self.tp or set(places) != expected:
             raise ValueError(
                 f"assignment {self.assignment} must name each (replica, tp_rank) "
                 f"of {self.replicas} x {self.tp} once"
             )
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have an engine, ascending."""
+        return tuple(rank for rank, place in enumerate(self.assignment) if place is not None)
+
+    @property
     def replicas(self) -> int:
-        """Number of engine replicas: world size / tp."""
-        return len(self.assignment) // self.tp
+        """Number of engine replicas: ranks that have an engine / tp."""
+        return len(self.ranks) // self.tp
+
+    def place(self, rank: int) -> Place:
+        """Returns the place of a rank that has an engine.
+
+        Raises:
+            ValueError: it has none.
+        """
+        place = self.assignment[rank]
+        if place is None:
+            raise ValueError(f"rank {rank} has no engine: those are {self.ranks}")
+        return place
+
+    def tp_rank(self, rank: int) -> int | None:
+        """Returns a rank's tensor-parallel rank; None: it has no engine."""
+        place = self.assignment[rank]
+        return None if place is None else place[1]
 
     @staticmethod
     def consecutive(world_size: int, tp: int) -> RolloutLayout:
         """Returns the layout whose replicas are runs of consecutive ranks."""
         return RolloutLayout(tp, tuple(divmod(rank, tp) for rank in range(world_size)))
+
+    def on(self, ranks: Sequence[int], world_size: int) -> RolloutLayout:
+        """Returns this layout of all ranks of a smaller world on some ranks of a larger one."""
+        found: list[Place | None] = [None] * world_size
+        for rank, place in zip(ranks, self.assignment, strict=True):
+            found[rank] = place
+        return RolloutLayout(self.tp, tuple(found))

@@ -29,15 +29,15 @@ class ReplicaGroup:
 
     def __init__(self, layout: RolloutLayout, rank: int, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
-        self._replica, tp_rank = layout.assignment[rank]
-        self.is_first = tp_rank == 0
+        place = layout.assignment[rank]
+        self.is_first = place is not None and place[1] == 0
         self._group: dist.ProcessGroup | None = None
         if layout.tp == 1:
             return
         for replica in range(layout.replicas):
-            ranks = [r for r, (number, _) in enumerate(layout.assignment) if number == replica]
+            ranks = [rank for rank in layout.ranks if layout.place(rank)[0] == replica]
             group = dist.new_group(ranks, timeout=UNBOUNDED, backend="gloo")
-            if replica == self._replica:
+            if place is not None and replica == place[0]:
                 self._group, self._ranks = group, ranks
                 self._source = layout.assignment.index((replica, 0))
 

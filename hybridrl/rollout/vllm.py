@@ -96,7 +96,7 @@ class VllmEngine:
         shape = family.shape(settings.hf_config)
         for violation in head_dim_rule(shape.head_dim, self._device.type == "cpu"):
             raise violation
-        _, tp_rank = layout.assignment[rank]
+        _, tp_rank = layout.place(rank)
         self._layout = fused_layout(family, shape, layout.tp, tp_rank)
         refusals: list[ModelError] = []
         views: dict[str, Tensor] = {}

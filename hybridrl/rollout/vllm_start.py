@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.parallel.view import View
 from hybridrl.rollout.process_state import keep_generators, ranks_in_environment, replaced
 from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.vllm_arguments import EngineSettings, engine_arguments
@@ -89,7 +90,7 @@ def start(
     from vllm.distributed import parallel_state
 
     _check_groups(rank, members)
-    memory = None if is_cpu else _device_memory()
+    memory = None if is_cpu else _device_memory(layout)
     arguments = engine_arguments(settings, shape, layout.tp, weight_bytes, memory)
     with (
         keep_generators(device, everywhere=True),
@@ -111,11 +112,13 @@ def start(
     return LiveEngine(llm, runner.model, group.cpu_group, version)
 
 
-def _device_memory() -> tuple[int, int]:
-    """Returns the bytes that every rank's device has free at least, and those of this one."""
+def _device_memory(layout: RolloutLayout) -> tuple[int, int]:
+    """Returns the bytes that every engine's device has free at least, and those of this one."""
     free, total = torch.cuda.mem_get_info()
-    found: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(found, free)
+    found: list[int] = [0] * len(layout.ranks)
+    group = dist.new_group(list(layout.ranks), backend="gloo")
+    dist.all_gather_object(found, free, group)
+    dist.destroy_process_group(group)
     return min(found), total
 
 
@@ -162,8 +165,9 @@ def replica_members(layout: RolloutLayout, rank: int) -> list[int]:
         ValueError: they do not ascend. torch sorts the ranks of a group, vLLM takes the order that
             it was given for the tensor-parallel rank: it would generate wrong tokens, silently.
     """
-    replica, _ = layout.assignment[rank]
-    by_tp_rank = {tp: r for r, (which, tp) in enumerate(layout.assignment) if which == replica}
+    replica, _ = layout.place(rank)
+    places = {other: layout.place(other) for other in layout.ranks}
+    by_tp_rank = {tp: other for other, (which, tp) in places.items() if which == replica}
     members = [by_tp_rank[tp] for tp in range(layout.tp)]
     if members != sorted(members):
         raise ValueError(
@@ -243,14 +247,28 @@ def _groups_of(layout: RolloutLayout) -> Iterator[None]:
     """
     from vllm.distributed import parallel_state
 
-    rank_of = {place: rank for rank, place in enumerate(layout.assignment)}
+    rank_of = {layout.place(rank): rank for rank in layout.ranks}
     ranks = [rank_of[place] for place in product(range(layout.replicas), range(layout.tp))]
     build = parallel_state.init_model_parallel_group
+    build_world = parallel_state.init_world_group
 
     def build_over_layout(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         return build([[ranks[place] for place in group] for group in group_ranks], *args, **kwargs)
 
-    with replaced(parallel_state, "init_model_parallel_group", build_over_layout):
+    def build_over_engines(_: list[int], *args: Any, **kwargs: Any) -> Any:
+        return build_world(list(layout.ranks), *args, **kwargs)
+
+    # vLLM takes the ranks that have an engine for the whole world.
+    distributed, seen = View(dist), View(torch)
+    distributed.get_world_size = lambda group=None: (
+        len(layout.ranks) if group is None else dist.get_world_size(group)
+    )
+    seen.distributed = distributed
+    with (
+        replaced(parallel_state, "init_model_parallel_group", build_over_layout),
+        replaced(parallel_state, "init_world_group", build_over_engines),
+        replaced(parallel_state, "torch", seen),
+    ):
         yield
 
 

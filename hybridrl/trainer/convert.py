@@ -21,6 +21,7 @@ from hybridrl.models.hf import HfCheckpoint, load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh, layout_name
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
@@ -48,29 +49,32 @@ def convert_rank(
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, TIMEOUT_S)
-    world = World(TrainLayout(tp * pp, tp, pp), platform, TIMEOUT_S)
+    mesh = Mesh(World(platform, TIMEOUT_S), TrainLayout(tp * pp, tp, pp))
     platform.seed(0)
     if to == HF_FORMAT:
-        _to_hf(world, source, target, family)
+        _to_hf(mesh, source, target, family)
     else:
-        _to_megatron(world, source, target, family)
+        _to_megatron(mesh, source, target, family)
     stop_process_group()
 
 
-def _to_megatron(world: World, source: Path, target: Path, family_key: str | None) -> None:
+def _to_megatron(mesh: Mesh, source: Path, target: Path, family_key: str | None) -> None:
+    world = mesh.world
     with world.all_agree("reading the HF directory"):
         hf_config = read_config(source)
         family, _ = read_model(family_key, hf_config)
         dtype = next(iter(HfCheckpoint(source).dtypes.values()))
         model_source = ModelSource(family, hf_config, dtype, family_key or family.name, source)
-    model = ParallelModel(world, model_source, "lm", TrainConfig())
+    model = ParallelModel(mesh, model_source, "lm", TrainConfig())
     shapes = hf_shapes(family, model_source.shape)
     with world.all_agree("loading the weights"):
         load_hf(source, model.layout(), model.weights(), shapes)
-    write_checkpoint(target, world, {"policy": model}, {}, model_source.files)
+    layout, files = layout_name(mesh.layout), model_source.files
+    write_checkpoint(target, world, {"policy": model}, {}, files, layout=layout)
 
 
-def _to_hf(world: World, source: Path, target: Path, family_key: str | None) -> None:
+def _to_hf(mesh: Mesh, source: Path, target: Path, family_key: str | None) -> None:
+    world = mesh.world
     checkpoint, state = open_on_all_ranks(source, world)
     folder = checkpoint.folder
     with world.all_agree("reading the model's config"):
@@ -83,7 +87,7 @@ def _to_hf(world: World, source: Path, target: Path, family_key: str | None) -> 
     head: Head = "lm" if (folder / "policy").is_dir() else "value"
     if head == "value":
         hf_config = {**hf_config, "num_labels": 1}
-    model = ParallelModel(world, model_source, head, TrainConfig())
+    model = ParallelModel(mesh, model_source, head, TrainConfig())
     load_model(checkpoint, "policy" if head == "lm" else "critic", model, world)
     layouts = [model.layout_of(rank) for rank in range(world.size)]
     with world.all_agree("writing the HF directory", is_unbounded=True):

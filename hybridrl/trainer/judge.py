@@ -1,8 +1,9 @@
 """A reward model served in the same world: its scores become a part of the reward.
 
-The model is cut over all ranks like the policy, frozen, and sees the policy's own tokens. The score
-of a response is as in training (algorithms/reward_model.py): the value of the state that its last
-token was sampled from. Collective; every rank gets the same batch back.
+The model is cut over the ranks of its role, by default as the policy is, frozen, and sees the
+policy's own tokens. The score of a response is as in training (algorithms/reward_model.py): the
+value of the state that its last token was sampled from. Collective; every rank gets the same batch
+back.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybridrl.batch import Producer, ScoredBatch
+from hybridrl.config.placement import REWARD
 from hybridrl.config.reward import SERVED
 from hybridrl.config.schema import Config, ModelConfig
 from hybridrl.errors import UserError
-from hybridrl.models.hf import load_hf
-from hybridrl.models.weights import hf_shapes
-from hybridrl.parallel.groups import World
+from hybridrl.parallel.mesh import Meshes
 from hybridrl.trainer import setup
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
@@ -50,7 +50,7 @@ class Judge:
 
 def make_judges(
     config: Config,
-    world: World,
+    meshes: Meshes,
     policy: ModelSource,
     models: dict[str, ParallelModel],
     served: Mapping[str, ModelConfig],
@@ -59,6 +59,7 @@ def make_judges(
     """Builds the reward models.
 
     Args:
+        meshes: that they are cut over, by role.
         policy: whose tokens they are to read.
         models: gets each by name, for the table of an out-of-memory error.
         served: which models they are, by the names of their scorers.
@@ -76,12 +77,12 @@ def make_judges(
                 f"another with algorithm {config.algorithm.name}, whose baseline lacks its score",
                 "Use grpo or rloo.",
             )
-        source = setup.model_source(section, world.platform)
+        mesh = meshes.of(REWARD + name)
+        source = setup.model_source(section, mesh.platform)
         _check_vocabulary(str(section.path), source.hf_config, policy.hf_config)
-        models[f"reward {name}"] = model = ParallelModel(world, source, "value", config.train)
-        with world.all_agree("loading the reward model"):
-            shapes = hf_shapes(source.family, source.shape, "value")
-            load_hf(setup.model_directory(section), model.layout(), model.weights(), shapes)
+        models[f"reward {name}"] = model = ParallelModel(mesh, source, "value", config.train)
+        with mesh.world.all_agree("loading the reward model"):
+            setup.load_weights(model, section)
         model.freeze()
         judges.append(Judge(name, config.reward.scorers()[name].weight, model))
     return judges

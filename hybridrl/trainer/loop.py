@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.algorithms import make_algorithm
@@ -104,13 +103,14 @@ class Trainer:
 
     def _build(self, given: setup.Given) -> None:
         config = self.config = setup.pinned_on_all_ranks(self.config)
-        setup.check_rules(config, torch.distributed.get_world_size(), self._trains)
-        self.world = setup.make_world(config, self.platform)
+        setup.check_rules(config, setup.machines(self.platform), self._trains)
+        meshes = setup.make_meshes(config, self.platform)
+        self.world = meshes.world
         self.platform.seed(config.run.seed)
         with self.world.all_agree("checking the run folder"):
             check_run_folder(config)
         self.journal = Journal(config, self.world)
-        if (order := self.world.layout.order) not in (config.train.order, DEFAULT_ORDER):
+        if (order := meshes.of("policy").layout.order) not in (config.train.order, DEFAULT_ORDER):
             self.journal.say(f"train.order=auto: {order}, in which engines receive fewest bytes")
         self.step, self.seconds, self._started = 0, 0.0, time.monotonic()
         self._has_begun = False  # a checkpoint was loaded, or a step taken
@@ -125,14 +125,15 @@ class Trainer:
         self.tokenizer, self.scorer, self.mix = data.tokenizer, data.scorer, data.mix
         self.prompts = prompt_source(data.prompts, config.data, config.run.seed)
         self.eval_prompts, self._position = data.eval_prompts, Position(self.prompts, self.mix)
-        parts = (config, self.world, self.algorithm, self.models, self.journal.say)
+        parts = (config, meshes, self.algorithm, self.models, self.journal.say)
         roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
         self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
         self._warnings = (MismatchWarning(self.source.dtype), UniformGroupsWarning())
-        self._make_engine()
+        self._make_engine(meshes.placement.rollout)
         checkpoints, keep = run_folder(config) / "checkpoints", config.checkpoint.keep
-        self.store = CheckpointStore(checkpoints, self.world, keep, self.journal.say)
+        told = self.journal.say, meshes.name
+        self.store = CheckpointStore(checkpoints, self.world, keep, *told)
 
     @classmethod
     def from_config(
@@ -466,11 +467,11 @@ class Trainer:
         self.raw_engine.close()
         stop_process_group()
 
-    def _make_engine(self) -> None:
-        """Builds the engine and the plan that brings the policy's weights into it."""
+    def _make_engine(self, ranks: Sequence[int]) -> None:
+        """Builds the engine on its ranks and the plan that brings the policy's weights into it."""
         config, model = self.config, self.policy.model
         sources = model.source_layouts()
-        layout = setup.rollout_layout(model, config.rollout.tp, sources)
+        layout = setup.rollout_layout(model, config.rollout.tp, sources, ranks)
         memories, copies = setup.training_memories(self.trained.values())
         self.raw_engine = setup.start_engine(config, model, layout, memories, copies)
         self._engine_bytes = self.raw_engine.memory

@@ -31,8 +31,9 @@ from hybridrl.models.build import Head, build_chunks, named_weights, transformer
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.heads import head_temperature
 from hybridrl.models.layers import choose_layers, shares_prompts
-from hybridrl.models.weights import RankLayout, megatron_layout, megatron_layouts
-from hybridrl.parallel.groups import World, same_on_all_ranks
+from hybridrl.models.weights import NOTHING, RankLayout, megatron_layout, megatron_layouts
+from hybridrl.parallel.groups import same_on_all_ranks
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.peer_memory import PeerMemory
 from hybridrl.parallel.schedule import forward_backward, forward_only
 from hybridrl.trainer.memory import TrainedModelMemory
@@ -103,17 +104,20 @@ class Work:
 
 
 class ParallelModel:
-    """A model cut over the ranks of a World.
+    """A model cut over the ranks of a mesh; its methods are collective over the world.
 
     Args:
-        world: this rank's place; process groups exist.
+        mesh: the ranks that hold it, and how it is cut over them; others have no part of it, and
+            take part in what is collective.
         source: which model.
         head: 'lm' or 'value'.
         train: micro-batch budget, recompute and optimizer knobs.
     """
 
-    def __init__(self, world: World, source: ModelSource, head: Head, train: TrainConfig) -> None:
-        self.world, self.source, self.head, self.train = world, source, head, train
+    def __init__(self, mesh: Mesh, source: ModelSource, head: Head, train: TrainConfig) -> None:
+        world = mesh.world
+        self.mesh, self.world = mesh, world
+        self.source, self.head, self.train = source, head, train
         with world.all_agree("choosing what layers are made of"):
             self.layers = choose_layers(
                 train.layers,
@@ -123,41 +127,39 @@ class ParallelModel:
                 train.fp32_residual,
                 train.fp8,
             )
-        same_on_all_ranks(world, "what layers are made of", self.layers.kind)
-        with world.platform.megatron_phase():
-            self.config = transformer_config(
-                source.family,
-                source.hf_config,
-                world.layout,
-                source.dtype,
-                world.platform,
-                train.recompute,
-                train.fp32_residual,
-                self.layers.kind,
-                train.fp8,
-            )
-            self._chunks = build_chunks(
-                source.family,
-                source.hf_config,
-                self.config,
-                head,
-                self.layers.kind,
-                train.recompute,
-            )
+        same_on_all_ranks(world, "what layers are made of", self.layers.kind, mesh.ranks)
+        self._chunks: list[torch.nn.Module] = self._build() if mesh.is_member else []
         self.shares_prompts = shares_prompts(
             train.share_prompts,
-            world.layout.cp,
+            mesh.layout.cp,
             self.layers.kind,
             world.platform.is_cpu,
             self._chunks,
         )
-        same_on_all_ranks(world, "sharing of prompts", str(self.shares_prompts))
+        same_on_all_ranks(world, "sharing of prompts", str(self.shares_prompts), mesh.ranks)
         self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
         self._optimizer: Any = None
         self.memory: TrainedModelMemory | None = None
         self.trained_weights: TrainedWeights | None = None
         self.num_updates = 0
         self._home: PeerWeights | None = None
+
+    def _build(self) -> list[torch.nn.Module]:
+        source, train, kind = self.source, self.train, self.layers.kind
+        with self.mesh.active(), self.mesh.platform.megatron_phase():
+            self.config = transformer_config(
+                source.family,
+                source.hf_config,
+                self.mesh.layout,
+                source.dtype,
+                self.mesh.platform,
+                train.recompute,
+                train.fp32_residual,
+                kind,
+                train.fp8,
+            )
+            parts = source.family, source.hf_config, self.config, self.head
+            return build_chunks(*parts, kind, train.recompute)
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
@@ -178,7 +180,8 @@ class ParallelModel:
             RuntimeError: they are freed until training goes on.
         """
         if self.trained_weights is not None:
-            self.trained_weights.complete()
+            with self.mesh.active():
+                self.trained_weights.complete()
 
     @property
     def optimizer(self) -> Any:
@@ -193,18 +196,22 @@ class ParallelModel:
 
     def layout_of(self, rank: int) -> RankLayout:
         """Returns the same of any rank."""
-        family, shape = self.source.family, self.source.shape
+        if rank not in self.mesh.ranks:
+            return NOTHING
+        family, shape, place = self.source.family, self.source.shape, self.mesh.ranks.index(rank)
         return megatron_layout(
-            family, shape, self.world.layout, rank, self.head, self.layers.fuses_norms
+            family, shape, self.mesh.layout, place, self.head, self.layers.fuses_norms
         )
 
     def source_layouts(self) -> list[RankLayout]:
         """Returns what an engine may be written from right after a step, by rank."""
         if not self.train.fuse_param_gather:
             family, shape = self.source.family, self.source.shape
-            return megatron_layouts(
-                family, shape, self.world.layout, self.head, self.layers.fuses_norms
+            parts = megatron_layouts(
+                family, shape, self.mesh.layout, self.head, self.layers.fuses_norms
             )
+            of_ranks = dict(zip(self.mesh.ranks, parts, strict=True))
+            return [of_ranks.get(rank, NOTHING) for rank in range(self.world.size)]
         ranges = owned_ranges(self._chunks, self._optimizer)
         return gather_layouts(owned_layout(self.layout(), ranges))
 
@@ -229,13 +236,17 @@ class ParallelModel:
         """
         self.peak_learning_rate = peak_learning_rate
         self._home = home
-        with self.world.platform.megatron_phase():
+        if not self.mesh.is_member:
+            if home is not None:
+                home.move([])
+            return
+        with self.mesh.active(), self.world.platform.megatron_phase():
             self._forward_chunks, self._optimizer = wrap_for_training(
                 self._chunks,
                 self.config,
                 self.train,
                 peak_learning_rate,
-                self.world.platform,
+                self.mesh,
                 home,
             )
         self.memory = TrainedModelMemory(
@@ -269,15 +280,18 @@ class ParallelModel:
         The schedule is computed from lengths and the model's shape alone, so all ranks agree; its
         hash is compared before any pass.
         """
-        layout = self.world.layout
+        layout = self.mesh.layout
         pad_each = 2 * layout.cp if layout.cp > 1 else 1
-        plan = self._schedule(batch, pad_each)
-        same_on_all_ranks(self.world, "the micro-batch schedule", schedule_hash(plan))
+        plan = self._schedule(batch, pad_each) if self.mesh.is_member else []
+        what = "the micro-batch schedule"
+        same_on_all_ranks(self.world, what, schedule_hash(plan), self.mesh.ranks)
+        if (where := self.mesh.where) is None:
+            return []
         works, shares = [], self.shares_prompts
         pad_total = layout.tp * pad_each * (1 if self.train.fp8 == "none" else FP8_TOKENS)
-        for indices in plan[self.world.where.dp]:
+        for indices in plan[where.dp]:
             whole = micro_batch(batch, indices, pad_each, pad_total, shares)
-            index_S = context_positions(whole.cu_seqlens, layout.cp, self.world.where.cp)
+            index_S = context_positions(whole.cu_seqlens, layout.cp, where.cp)
             local = whole if layout.cp == 1 else whole.take_positions(index_S)
             device = self.world.platform.device
             # Counted on the host: on a GPU it would be a sync point.
@@ -292,7 +306,7 @@ class ParallelModel:
         return works
 
     def _schedule(self, batch: TrainBatch, pad_each: int) -> Schedule:
-        layout, budget = self.world.layout, self.train.micro_batch_tokens
+        layout, budget = self.mesh.layout, self.train.micro_batch_tokens
         multiple = layout.pp if layout.vpp > 1 else 1
         attention = attention_length(self.source.shape)
         lengths = [round_up(length, pad_each) for length in batch.lengths_B.tolist()]
@@ -325,14 +339,17 @@ class ParallelModel:
             width: K of tensors (S_local, K), which make a (T, K) column.
         """
         column_T = torch.zeros(batch.num_tokens, *width)
-        if self.world.reports:
+        if self.mesh.reports:
             wholes = [work.expand(output) for work, output in zip(works, outputs, strict=True)]
             column_T = unpack([work.whole for work in works], wholes, batch)
-        return self.world.sum_over_world(column_T)
+        return self.mesh.sum_over_world(column_T)
 
     def forward_all(self, works: Sequence[Work]) -> list[Any]:
         """Runs every micro-batch forward; outputs on the last stage, else an empty list."""
-        return forward_only(self.forward_chunks, works, _forward)
+        if not self.mesh.is_member:
+            return []
+        with self.mesh.active():
+            return forward_only(self.forward_chunks, works, _forward)
 
     def accumulate(
         self, works: Sequence[Work], loss: Loss, *more: tuple[Sequence[Work], Loss]
@@ -340,13 +357,16 @@ class ParallelModel:
         """Runs forward and backward over every micro-batch, and `more` with losses of their own,
         into the same cleared gradients; returns the losses' extras.
         """
+        if not self.mesh.is_member:
+            return []
         chunks, passes = self.forward_chunks, [(works, loss), *more]
         for chunk in chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
         self._optimizer.zero_grad()  # forgets views of gradients; the state may still be on its way
         pairs = [(work, loss) for works, loss in passes for work in works]
         assert self.memory is not None  # a model without does not learn
-        with self.memory.watching(max((work.whole.num_positions for work, _ in pairs), default=0)):
+        most = max((work.whole.num_positions for work, _ in pairs), default=0)
+        with self.mesh.active(), self.memory.watching(most):
             return forward_backward(
                 chunks,
                 pairs,
@@ -356,14 +376,18 @@ class ParallelModel:
 
     def grad_norm(self) -> float:
         """Returns the accumulated gradients' global norm before clipping, as `gradient_norm`."""
-        with self.world.platform.megatron_phase():
-            return gradient_norm(self.optimizer)
+        norm = 0.0
+        if self.mesh.is_member:
+            with self.mesh.active(), self.world.platform.megatron_phase():
+                norm = gradient_norm(self.optimizer)
+        return float(self.mesh.told(norm))
 
     def apply(self, learning_rate: float, grad_norm: float) -> None:
         """Takes the optimizer's step with the accumulated gradients, of this finite norm."""
-        set_step_options(self.optimizer, self.train, learning_rate)
-        with self.world.platform.megatron_phase():
-            apply_gradients(self.optimizer, grad_norm)
+        if self.mesh.is_member:
+            set_step_options(self.optimizer, self.train, learning_rate)
+            with self.mesh.active(), self.world.platform.megatron_phase():
+                apply_gradients(self.optimizer, grad_norm)
         if self.trained_weights is not None:
             self.trained_weights.stepped()
         if self.memory is not None:

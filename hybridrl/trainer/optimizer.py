@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -17,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl.config.schema import TrainConfig
 from hybridrl.models.layers import add_weight_gradients_in_place
-from hybridrl.platform import Platform
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.trainer.peer_weights import PeerWeights
 
 
@@ -26,7 +27,7 @@ def wrap_for_training(
     config: TransformerConfig,
     train: TrainConfig,
     peak_learning_rate: float,
-    platform: Platform,
+    mesh: Mesh,
     home: PeerWeights | None = None,
 ) -> tuple[list[torch.nn.Module], MegatronOptimizer]:
     """Gives the chunks gradient buffers and a distributed Adam whose state is shared out over the
@@ -62,22 +63,21 @@ def wrap_for_training(
             chunk.disable_forward_pre_hook(param_sync=False)  # type: ignore[operator]
     if home is not None:
         home.move(wrapped)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=peak_learning_rate,
-            weight_decay=train.weight_decay,
-            adam_beta1=train.adam_beta1,
-            adam_beta2=train.adam_beta2,
-            adam_eps=train.adam_eps,
-            clip_grad=train.clip_grad,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=True,
-        ),
-        wrapped,
-        use_gloo_process_groups=True,  # pieces of checkpoints go over them
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=peak_learning_rate,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        adam_eps=train.adam_eps,
+        clip_grad=train.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
     )
+    with mesh.as_world(megatron_optimizer):
+        # Pieces of checkpoints go over the gloo groups.
+        optimizer = get_megatron_optimizer(options, wrapped, use_gloo_process_groups=True)
     config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer
 

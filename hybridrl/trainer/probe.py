@@ -62,9 +62,11 @@ def ask(sampler: Sampler, shape: ModelShape, max_prompt_tokens: int) -> Answers:
         for number in range(REQUESTS)
     ]
     with world.all_agree("the first generation"):
-        done = generate(sampler.engine, requests)
-    replica, tp_rank = sampler.layout.assignment[world.rank]
-    found = world.gather_objects((replica, done) if tp_rank == 0 else None)
+        has_engine = world.rank in sampler.layout.ranks
+        done = generate(sampler.engine, requests) if has_engine else []
+    place = sampler.layout.assignment[world.rank]
+    mine = (place[0], done) if place is not None and place[1] == 0 else None
+    found = world.gather_objects(mine)
     by_replica = dict(part for part in found if part is not None)
     return Answers(requests, [by_replica[number] for number in range(sampler.layout.replicas)])
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from yaml import safe_load
 
 from hybridrl.algorithms import make_algorithm
@@ -26,6 +25,7 @@ from hybridrl.config.identity import run_folder
 from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.trainer import setup
 from hybridrl.trainer.policy import TERM_TEMPERATURE, Policy
@@ -61,15 +61,16 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, config.run.collective_timeout_s)
-    setup.check_rules(config, dist.get_world_size(), has_teacher=False)
-    world = setup.make_world(config, platform)
+    setup.check_rules(config, setup.machines(platform), has_teacher=False)
+    meshes = setup.make_meshes(config, platform)
+    world = meshes.world
     platform.seed(config.run.seed)
     with world.all_agree("reading the saved batch"):
         saved = SavedBatch.read(file)
     algorithm = make_algorithm(config.algorithm)
     plain = config.model_copy(update={"rollout": rollout})
-    roles = make_roles(plain, world, algorithm, {}, print, has_reference=False, has_judges=False)
-    folder = _load_before(config, world, roles, saved.step)
+    roles = make_roles(plain, meshes, algorithm, {}, print, has_reference=False, has_judges=False)
+    folder = _load_before(config, meshes, roles, saved.step)
     is_set = len(saved.rng) == world.size and set_rng_state(saved.rng[world.rank])
     report = replay(world, roles, saved)
     before = int(folder.name.removeprefix("step_")) if folder is not None else 0
@@ -123,17 +124,18 @@ def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
     return passes, roles.policy.algorithm
 
 
-def _load_before(config: Config, world: World, roles: Roles, step: int) -> Path | None:
+def _load_before(config: Config, meshes: Meshes, roles: Roles, step: int) -> Path | None:
     """Loads the newest checkpoint whose weights are of before this step; None if there is none."""
-    store = CheckpointStore(run_folder(config) / "checkpoints", world, config.checkpoint.keep)
-    if (folder := store.newest(before_step=step)) is None:
+    folder, keep = run_folder(config) / "checkpoints", config.checkpoint.keep
+    store = CheckpointStore(folder, meshes.world, keep, layout=meshes.name)
+    if (found := store.newest(before_step=step)) is None:
         return None
-    state = store.load(folder, roles.trained)
+    state = store.load(found, roles.trained)
     for name, model in roles.trained.items():
         model.num_updates = state.num_updates[name]
     if isinstance(algorithm := roles.policy.algorithm, AdaptiveAlgorithm):
         algorithm.load_state(state.algorithm)
-    return folder
+    return found
 
 
 def _told(world: World, one: Gradients, share: Share) -> dict[str, Any]:
@@ -141,7 +143,7 @@ def _told(world: World, one: Gradients, share: Share) -> dict[str, Any]:
     mine = [
         {"rank": world.rank, "micro_batch": index, "loss": result.loss.item()}
         | {"rows": list(share.rows(index)), "is_bad": index in share.bad_micro_batches()}
-        for index, result in enumerate(share.results if world.reports else [])
+        for index, result in enumerate(share.results if one.model.mesh.reports else [])
     ]
     micro_batches = [row for rows in world.gather_objects(mine) for row in rows]
     name = one.model.bad_gradient()

@@ -1,7 +1,7 @@
 """The models of a run: the policy, and what its algorithm needs beside it.
 
-Owns who is trained and whose gradients make one optimizer step. Every model is cut over all ranks;
-collective like them.
+Owns who is trained and whose gradients make one optimizer step. Every model is cut over the ranks
+of its role (`placement`), by default all; collective like them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from hybridrl.metrics.flops import (
     generate_flops,
     train_flops,
 )
+from hybridrl.models.build import Head
 from hybridrl.models.family import ModelShape
-from hybridrl.parallel.groups import World
+from hybridrl.parallel.mesh import Meshes
 from hybridrl.trainer import setup
 from hybridrl.trainer.critic import Critic
 from hybridrl.trainer.exploded import explosion_of
@@ -158,7 +159,7 @@ def _lm_flops(shape: ModelShape, batch: TrainBatch) -> tuple[int, int]:
 
 def make_roles(
     config: Config,
-    world: World,
+    meshes: Meshes,
     algorithm: Algorithm,
     models: dict[str, ParallelModel],
     say: Callable[[str], None],
@@ -170,7 +171,7 @@ def make_roles(
 
     Args:
         config: of the run.
-        world: that they are cut over.
+        meshes: that they are cut over, by role.
         algorithm: says which are needed.
         models: gets each as soon as it is there, by name, for the table of an out-of-memory error.
         say: tells the user, once.
@@ -182,7 +183,8 @@ def make_roles(
     Raises:
         UserError: there are terms, and no policy is trained.
     """
-    needs, terms = algorithm.needs, make_terms(config) if terms is None else terms
+    world, needs = meshes.world, algorithm.needs
+    terms = make_terms(config) if terms is None else terms
     _check_terms(terms, algorithm)
     held = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
     source = setup.model_source(config.model, world.platform)
@@ -192,7 +194,7 @@ def make_roles(
     num_updates = config.steps.num_steps * config.steps.updates_per_step
     num_policy_updates = max(num_updates - warmup * config.steps.updates_per_step, 0)
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
-    models["policy"] = model = setup.build_model(world, source, "lm", config)
+    models["policy"] = model = _build(meshes, "policy", source, config)
     say(model.layers.said)
     if held.trains_policy:
         home = setup.weights_home(config, world, say)
@@ -203,19 +205,24 @@ def make_roles(
     trained: dict[str, ParallelModel] = {"policy": model} if held.trains_policy else {}
     reference = None
     if held.has_reference and has_reference:
-        models["reference"] = frozen = setup.build_model(world, source, "lm", config)
+        models["reference"] = frozen = _build(meshes, "reference", source, config)
         frozen.freeze()
         reference = Policy(frozen, algorithm, num_policy_updates, temperature)
     critic = None
     if held.has_critic and isinstance(algorithm, CriticAlgorithm):
-        models["critic"] = trained["critic"] = setup.build_model(world, source, "value", config)
+        models["critic"] = trained["critic"] = _build(meshes, "critic", source, config)
         critic = _make_critic(config, trained["critic"], algorithm, num_updates)
     served = held.reward_models if has_judges else {}
-    judges = make_judges(config, world, source, models, served, needs.greedy)
+    judges = make_judges(config, meshes, source, models, served, needs.greedy)
     teacher = None
     if held.has_teacher and has_reference:
-        teacher = make_teacher(config, world, source, models, needs, temperature)
+        teacher = make_teacher(config, meshes.of("teacher"), source, models, needs, temperature)
     return Roles(source, policy, reference, critic, trained, warmup, judges, terms, teacher)
+
+
+def _build(meshes: Meshes, role: str, source: ModelSource, config: Config) -> ParallelModel:
+    head: Head = "value" if role == "critic" else "lm"
+    return setup.build_model(meshes.of(role), source, head, config)
 
 
 def _make_critic(

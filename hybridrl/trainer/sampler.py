@@ -236,8 +236,10 @@ class Sampler:
                 prompts, self._lengths.expected(prompts, float(longest)), strict=True
             )
         ]
-        replica, _ = self.layout.assignment[self.world.rank]
-        return [first_group + i for i in spread(work, self.layout.replicas)[replica]]
+        place = self.layout.assignment[self.world.rank]
+        if place is None:
+            return []
+        return [first_group + i for i in spread(work, self.layout.replicas)[place[0]]]
 
     @property
     def has_unfinished(self) -> bool:
@@ -271,7 +273,7 @@ class Sampler:
         """Whether the samples of a group are this rank's to score: each rank of a replica has its
         share of whole groups.
         """
-        return group % self.layout.tp == self.layout.assignment[self.world.rank][1]
+        return group % self.layout.tp == self.layout.tp_rank(self.world.rank)
 
     def collect(self) -> RolloutBatch | None:
         """Returns the finished samples of what was submitted; the engine must have nothing left."""
@@ -331,7 +333,7 @@ class Sampler:
 
     def _lengths_of(self, local: RolloutBatch | None) -> GeneratedLengths:
         """Returns what this rank's replica has generated, if this rank is its first."""
-        if local is None or self._is_evaluation or self.layout.assignment[self.world.rank][1]:
+        if local is None or self._is_evaluation or not self._replica.is_first:
             return {}
         found: GeneratedLengths = {}
         columns = local.group_B, local.prompt_lengths_B, local.lengths_B, local.response_lengths_B
@@ -360,8 +362,10 @@ class Sampler:
 
     def _note_busy(self, seconds: Sequence[float]) -> None:
         self._busy_s = 0.0
-        assignment = zip(seconds, self.layout.assignment, strict=True)
-        of_replicas = [busy for busy, (_, tp_rank) in assignment if tp_rank == 0]
+        tp_ranks = map(self.layout.tp_rank, range(len(seconds)))
+        of_replicas = [
+            busy for busy, tp_rank in zip(seconds, tp_ranks, strict=True) if tp_rank == 0
+        ]
         self._busy_of_calls.append((sum(of_replicas) / len(of_replicas), max(of_replicas)))
 
     def _observe(self, batch: ScoredBatch) -> None:
@@ -393,9 +397,8 @@ class Sampler:
         """Returns the rollouts of the current step over all replicas, finished and begun, until
         `end_step`; and the lengths that responses had; JSON.
         """
-        is_first = self.layout.assignment[self.world.rank][1] == 0
         mine = None
-        if is_first and self._step >= 0:
+        if self._replica.is_first and self._step >= 0:
             turns = [] if self.episodes is None else self.episodes.state()
             whole = (self._earlier | self._done).values()
             mine = rollout_state(whole, self.engine.pending(), turns, self._digests)

@@ -11,9 +11,10 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.algorithms.base import Needs
@@ -21,7 +22,9 @@ from hybridrl.batch import Prompt
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.identity import pinned
+from hybridrl.config.placement import Machines, Placement
 from hybridrl.config.rules import check
+from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from hybridrl.config.source import model_directory, read_model_config, tokenizer_directory
 from hybridrl.config.teacher import is_scored, teacher_rules
@@ -34,7 +37,7 @@ from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError, ModelError, UserError
 from hybridrl.hybrid_engine.alias import TrainingShard
-from hybridrl.hybrid_engine.assign import assign
+from hybridrl.hybrid_engine.assign import assign, assign_some
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.order import is_settled, lay_out, order_layout
 from hybridrl.models.build import Head
@@ -45,10 +48,12 @@ from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel import peer_memory
 from hybridrl.parallel.groups import World, from_rank_0, same_on_all_ranks
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.parallel.mesh import Mesh, Meshes
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.platform import Platform
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction, no_reward
+from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.rollout.build import EngineAdapter, EngineInputs, build
 from hybridrl.rollout.engine import RolloutEngine, SamplingParams
 from hybridrl.trainer.episodes import Episodes
@@ -83,12 +88,12 @@ def pinned_on_all_ranks(config: Config) -> Config:
     return with_names(config, from_rank_0(lambda: hub_names(pinned(config))))
 
 
-def check_rules(config: Config, world_size: int, has_teacher: bool = True) -> None:
+def check_rules(config: Config, machines: Machines, has_teacher: bool = True) -> None:
     """Judges the whole configuration together with the world size and the model's shape.
 
     Args:
         config: of the run.
-        world_size: number of ranks.
+        machines: under the ranks.
         has_teacher: whether the teacher, if there is one, is read and judged.
 
     Raises:
@@ -97,24 +102,37 @@ def check_rules(config: Config, world_size: int, has_teacher: bool = True) -> No
     has_model = (config.model.path is None) != (config.model.init is None)
     model_config = read_model_config(config.model) if has_model else None
     dtype = str(Platform.detect().default_dtype()).removeprefix("torch.")
-    found = check(config, world_size, model_config, dtype, is_script=True)
+    found = check(config, machines.num_ranks, model_config, dtype, True, machines)
     found += teacher_rules(config, model_config or {}) if has_teacher else ()
     if found:
         raise ConfigError(found)
 
 
-def make_world(config: Config, platform: Platform) -> World:
-    """Lays the training axes over the ranks and makes their process groups; the rules hold."""
-    layout = training_layout(config, torch.distributed.get_world_size())
-    return World(layout, platform, config.run.collective_timeout_s, config.run.stall_timeout_s)
+def machines(platform: Platform) -> Machines:
+    """Returns what is under the ranks; collective."""
+    size = dist.get_world_size()
+    own = None if platform.is_cpu else torch.cuda.get_device_name(platform.device)
+    names: list[Any] = [None] * size
+    dist.all_gather_object(names, own)
+    return Machines(size, _local_ranks(size), None if None in names else names)
 
 
-def training_layout(config: Config, world_size: int) -> TrainLayout:
-    """Returns where each rank trains; with `train.order=auto` the model's shape and the nodes
-    decide, and where LOCAL_WORLD_SIZE does not say which ranks share one, the order is Megatron's
-    own.
+def make_meshes(config: Config, platform: Platform) -> Meshes:
+    """Lays the policy over its ranks and makes their process groups; the rules hold."""
+    world = World(platform, config.run.collective_timeout_s, config.run.stall_timeout_s)
+    placement, _ = placed(config, machines(platform))
+    return Meshes(world, placement, training_layout(config, placement))
+
+
+def training_layout(config: Config, placement: Placement) -> TrainLayout:
+    """Returns where each of the policy's ranks trains; with `train.order=auto` the model's shape
+    and the nodes decide. Where LOCAL_WORLD_SIZE does not say which ranks share one, or policy and
+    engines are not on all ranks, the order is Megatron's own.
     """
     train, tp = config.train, config.rollout.tp
+    world_size = len(placement.policy.ranks)
+    if not placement.is_shared:
+        return lay_out(train, world_size)
     if is_settled(train, tp) or "LOCAL_WORLD_SIZE" not in os.environ:
         return lay_out(train, world_size)
     hf_config = read_model_config(config.model)
@@ -133,22 +151,36 @@ def model_source(config: ModelConfig, platform: Platform) -> ModelSource:
     return ModelSource(family, hf_config, dtype, config.family or family.name, directory)
 
 
-def build_model(world: World, source: ModelSource, head: Head, config: Config) -> ParallelModel:
-    """Builds a model over all ranks and fills in its weights, from `model.path` or from the seed.
+def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> ParallelModel:
+    """Builds a model over a mesh and fills in its weights, from `model.path` or from the seed.
 
     A critic starts from the policy's weights; its value head, which no language model has, starts
     at zero.
     """
-    model = ParallelModel(world, source, head, config.train)
-    shapes = hf_shapes(source.family, source.shape, head)
-    with world.all_agree("loading the weights"):
-        if config.model.path is None:
+    model = ParallelModel(mesh, source, head, config.train)
+    with mesh.world.all_agree("loading the weights"):
+        if config.model.path is not None:
+            load_weights(model, config.model, missing_ok={VALUE_HEAD} if head == "value" else ())
+        elif mesh.is_member:
+            shapes = hf_shapes(source.family, source.shape, head)
             init_weights(model.layout(), shapes, model.weights(), source.hf_config, config.run.seed)
-        else:
-            directory = model_directory(config.model)
-            extra = {VALUE_HEAD} if head == "value" else set()
-            load_hf(directory, model.layout(), model.weights(), shapes, missing_ok=extra)
     return model
+
+
+def load_weights(
+    model: ParallelModel, section: ModelConfig, missing_ok: Collection[str] = ()
+) -> None:
+    """Fills in the weights that this rank has a part of, from a HF directory or hub name.
+
+    Args:
+        model: over its mesh.
+        section: says where they are.
+        missing_ok: HF tensors that may be missing there, and stay as they are.
+    """
+    if model.mesh.is_member:
+        shapes = hf_shapes(model.source.family, model.source.shape, model.head)
+        directory = model_directory(section)
+        load_hf(directory, model.layout(), model.weights(), shapes, missing_ok=set(missing_ok))
 
 
 def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerBase:
@@ -241,11 +273,20 @@ def load_rows(
     return store.load(Reading(data, rows, max_response_tokens=limit, feedback=feedback))
 
 
-def rollout_layout(model: ParallelModel, tp: int, sources: Sequence[RankLayout]) -> RolloutLayout:
-    """Returns which part of which engine replica each rank is, so that the fewest bytes move."""
-    source = model.source
+def rollout_layout(
+    model: ParallelModel,
+    tp: int,
+    sources: Sequence[RankLayout],
+    ranks: Sequence[int] | None = None,
+) -> RolloutLayout:
+    """Returns which part of which engine replica each of these ranks is, None: of all, so that the
+    fewest bytes move.
+    """
+    source, node = model.source, ranks_per_node(model.world)
     parts = [fused_layout(source.family, source.shape, tp, tp_rank) for tp_rank in range(tp)]
-    return assign(sources, parts, ranks_per_node(model.world)).layout
+    if ranks is None or len(ranks) == model.world.size:
+        return assign(sources, parts, node).layout
+    return assign_some(sources, parts, ranks, node).layout
 
 
 def training_memories(
@@ -280,13 +321,20 @@ def start_engine(
     memories: Sequence[TrainedModelMemory],
     copies: Sequence[TrainedWeights],
 ) -> EngineAdapter:
-    """Builds the engine, which finds the memory that will be free while it generates."""
+    """Builds the engine, which finds the memory that will be free while it generates; on a rank
+    without one what stands for it.
+    """
+    world, engine = model.world, cast(EngineAdapter, AbsentEngine())
     to_come = sum(memory.bytes_to_come() for memory in memories)
     with (
         released([*memories, *copies]),
-        model.world.all_agree("starting the rollout engine", is_unbounded=True),
+        world.all_agree("starting the rollout engine", is_unbounded=True),
     ):
-        return build_engine(config, model, layout, to_come)
+        if world.rank in layout.ranks:
+            engine = build_engine(config, model, layout, to_come)
+    if len(layout.ranks) < world.size:
+        world.count_groups_alike()
+    return engine
 
 
 def weights_home(config: Config, world: World, say: Callable[[str], None]) -> PeerWeights | None:

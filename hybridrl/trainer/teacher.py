@@ -11,13 +11,10 @@ import torch
 from hybridrl.algorithms.base import Needs
 from hybridrl.batch import TrainBatch
 from hybridrl.config.schema import Config
-from hybridrl.config.source import model_directory
 from hybridrl.config.teacher import teacher_model
 from hybridrl.errors import UserError
 from hybridrl.models.heads import LanguageModel, TokenStats
-from hybridrl.models.hf import load_hf
-from hybridrl.models.weights import hf_shapes
-from hybridrl.parallel.groups import World
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.trainer import setup
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
@@ -62,7 +59,7 @@ class Teacher:
 
 def make_teacher(
     config: Config,
-    world: World,
+    mesh: Mesh,
     policy: ModelSource,
     models: dict[str, ParallelModel],
     needs: Needs,
@@ -71,6 +68,7 @@ def make_teacher(
     """Builds the teacher and loads its weights.
 
     Args:
+        mesh: that it is cut over.
         policy: whose tokens it is asked about.
         models: gets it by name, for the table of an out-of-memory error.
         needs: what the algorithm asks of it.
@@ -87,10 +85,9 @@ def make_teacher(
             "an algorithm whose section names the teacher that it needs",
             "Use on_policy_distillation, distillation or gkd.",
         )
-    source = setup.model_source(section, world.platform)
-    models["teacher"] = model = ParallelModel(world, source, "lm", config.train)
-    with world.all_agree("loading the teacher"):
-        shapes = hf_shapes(source.family, source.shape)
-        load_hf(model_directory(section), model.layout(), model.weights(), shapes)
+    source = setup.model_source(section, mesh.platform)
+    models["teacher"] = model = ParallelModel(mesh, source, "lm", config.train)
+    with mesh.world.all_agree("loading the teacher"):
+        setup.load_weights(model, section)
     model.freeze()
     return Teacher(model, needs, policy.shape.vocab_size, temperature)

@@ -138,7 +138,7 @@ def reduce_losses(
     Sums become means over the `num_tokens` response tokens; names that end in `_max` are maxima.
     """
     world = model.world
-    local = _local_sums(loss_name, results if world.reports else [])
+    local = _local_sums(loss_name, results if model.mesh.reports else [])
     names: list[str] = sorted(
         {name for found in world.gather_objects(sorted(local)) for name in found}
     )

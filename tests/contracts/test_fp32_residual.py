@@ -17,22 +17,23 @@ from hybridrl.models.init import init_weights
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.policy import Policy
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
+def mesh() -> Iterator[Mesh]:
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 60)
-    yield World(TrainLayout(1), platform, 60)
+    yield Mesh(World(platform, 60), TrainLayout(1))
     stop_process_group()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_log_probabilities_come_nearer_to_fp32(world: World, name: str) -> None:
+def test_log_probabilities_come_nearer_to_fp32(mesh: Mesh, name: str) -> None:
     hf_config = tiny_model(name).config.to_dict() | {"num_hidden_layers": 16}
     family = resolve_family(name, hf_config)
     drawn = torch.randint(0, 199, (16, 40), generator=torch.Generator().manual_seed(0)).tolist()
@@ -42,8 +43,8 @@ def test_log_probabilities_come_nearer_to_fp32(world: World, name: str) -> None:
     def logps(dtype: torch.dtype, wide: bool) -> torch.Tensor:
         source = ModelSource(family, hf_config, dtype, family.name, Path("."))
         train = TrainConfig(micro_batch_tokens=1024, fp32_residual=wide, learning_rate=0.1)
-        world.platform.seed(1)
-        model = ParallelModel(world, source, "lm", train)
+        mesh.platform.seed(1)
+        model = ParallelModel(mesh, source, "lm", train)
         shapes = hf_shapes(family, source.shape)
         init_weights(model.layout(), shapes, model.weights(), hf_config, 3)
         for tensor in model.weights().values():

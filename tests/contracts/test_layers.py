@@ -27,6 +27,7 @@ from hybridrl.models.layers import torch_layer_spec
 from hybridrl.models.weights import TE_NAMES, hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
@@ -34,23 +35,23 @@ NUM_TOKENS = 6 * 12
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
+def mesh() -> Iterator[Mesh]:
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 60)
-    yield World(TrainLayout(1), platform, 60)
+    yield Mesh(World(platform, 60), TrainLayout(1))
     stop_process_group()
 
 
 def make(
-    world: World, seed: int = 3, recompute: Literal["none", "selective"] = "none"
+    mesh: Mesh, seed: int = 3, recompute: Literal["none", "selective"] = "none"
 ) -> ParallelModel:
     hf_config = tiny_model("qwen2").config.to_dict()
     family = resolve_family("qwen2", hf_config)
     source = ModelSource(family, hf_config, torch.float32, "qwen2", Path("."))
-    world.platform.seed(1)
+    mesh.platform.seed(1)
     train = TrainConfig(micro_batch_tokens=NUM_TOKENS, recompute=recompute)
-    model = ParallelModel(world, source, "lm", train)
+    model = ParallelModel(mesh, source, "lm", train)
     init_weights(model.layout(), hf_shapes(family, source.shape), model.weights(), hf_config, seed)
     model.make_trainable(1e-3)
     return model
@@ -83,8 +84,8 @@ def kept_bytes(model: ParallelModel) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def test_selective_recompute_keeps_no_output_of_activations(world: World) -> None:
-    models = {way: make(world, recompute=way) for way in ("none", "selective")}
+def test_selective_recompute_keeps_no_output_of_activations(mesh: Mesh) -> None:
+    models = {way: make(mesh, recompute=way) for way in ("none", "selective")}
     saved = kept_bytes(models["none"]) - kept_bytes(models["selective"])
     shape = models["none"].source.shape
     outputs = shape.num_layers * NUM_TOKENS * shape.ffn_size * 4
@@ -98,17 +99,17 @@ def test_selective_recompute_keeps_no_output_of_activations(world: World) -> Non
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_checkpoints_name_norms_as_transformer_engine_does(world: World, tmp_path: Path) -> None:
-    model = make(world)
+def test_checkpoints_name_norms_as_transformer_engine_does(mesh: Mesh, tmp_path: Path) -> None:
+    model = make(mesh)
     state = model.chunks[0].sharded_state_dict()  # type: ignore[operator]
     keys = {part.key for part in state.values()}
     for own, fused in TE_NAMES.items():
         assert fused.replace(".{L}", "") in keys and own.replace(".{L}", "") not in keys
     folder = tmp_path / "step_0"
-    write_checkpoint(folder, world, {"policy": model}, {}, model.source.files)
+    write_checkpoint(folder, mesh.world, {"policy": model}, {}, model.source.files)
     assert b"_extra_state" not in (folder / "policy" / ".metadata").read_bytes()
-    other = make(world, seed=4)
-    load_model(Checkpoint.open(folder), "policy", other, world)
+    other = make(mesh, seed=4)
+    load_model(Checkpoint.open(folder), "policy", other, mesh.world)
     assert all(torch.equal(model.weights()[n], t) for n, t in other.weights().items())
 
 
@@ -126,13 +127,13 @@ def halved_spec(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     return layer, norm
 
 
-def test_selective_recompute_leaves_a_familys_own_feed_forward_layer_alone(world: World) -> None:
+def test_selective_recompute_leaves_a_familys_own_feed_forward_layer_alone(mesh: Mesh) -> None:
     hf_config = tiny_model("qwen2").config.to_dict()
     family = replace(resolve_family("qwen2", hf_config), name="halved", layer_spec=halved_spec)
     source = ModelSource(family, hf_config, torch.float32, "halved", Path("."))
     train = TrainConfig(micro_batch_tokens=NUM_TOKENS, recompute="selective")
     with pytest.raises(UserError, match="family halved") as caught:
-        ParallelModel(world, source, "lm", train)
+        ParallelModel(mesh, source, "lm", train)
     assert caught.value.name == "train.recompute" and "full" in caught.value.remedy
 
 

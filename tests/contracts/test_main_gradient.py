@@ -22,6 +22,7 @@ from hybridrl.models.init import init_weights
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel, Work
 
@@ -30,11 +31,11 @@ KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
+def mesh() -> Iterator[Mesh]:
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 60)
-    yield World(TrainLayout(1), platform, 60)
+    yield Mesh(World(platform, 60), TrainLayout(1))
     stop_process_group()
 
 
@@ -46,12 +47,12 @@ def loss(output: heads.TokenStats, micro: object) -> tuple[torch.Tensor, None]:
     return total / 100, None
 
 
-def make(world: World, kind: str, dtype: torch.dtype) -> ParallelModel:
-    world.platform.seed(1)
+def make(mesh: Mesh, kind: str, dtype: torch.dtype) -> ParallelModel:
+    mesh.platform.seed(1)
     hf_config = tiny_model(kind).config.to_dict() | {"architectures": [KINDS[kind]]}
     family = resolve_family(None, hf_config)
     source = ModelSource(family, hf_config, dtype, family.name, Path("."))
-    model = ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=30))
+    model = ParallelModel(mesh, source, "lm", TrainConfig(micro_batch_tokens=30))
     init_weights(model.layout(), hf_shapes(family, source.shape), model.weights(), hf_config, 3)
     model.make_trainable(1e-3)
     return model
@@ -82,9 +83,9 @@ def main_gradients(model: ParallelModel, works: list[Work]) -> dict[str, torch.T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_taught", [False, True])
 def test_micro_batches_add_up_as_through_autograd(
-    world: World, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, is_taught: bool
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, is_taught: bool
 ) -> None:
-    model = make(world, kind, dtype)
+    model = make(mesh, kind, dtype)
     works = model.plan_work(a_batch(is_taught))
 
     torch.use_deterministic_algorithms(True)  # uninitialised memory is filled with what is none
@@ -128,9 +129,9 @@ class MadeTensors(TorchDispatchMode):
 
 @pytest.mark.parametrize("is_taught", [False, True])
 def test_stand_in_for_the_gradient_takes_no_memory_and_the_hook_runs(
-    world: World, is_taught: bool
+    mesh: Mesh, is_taught: bool
 ) -> None:
-    model = make(world, "qwen2", torch.bfloat16)
+    model = make(mesh, "qwen2", torch.bfloat16)
     wanted = main_gradients(model, model.plan_work(a_batch(is_taught)))
     (chunk,), (wrapped,) = model.chunks, model.forward_chunks
     # As with more than one replica: Megatron's hook refuses a missing gradient, and the reduction
@@ -150,9 +151,9 @@ def test_stand_in_for_the_gradient_takes_no_memory_and_the_hook_runs(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_nobody_reads_are_not_computed_and_have_no_gradient(
-    world: World, kind: str
+    mesh: Mesh, kind: str
 ) -> None:
-    model = make(world, kind, torch.float32)
+    model = make(mesh, kind, torch.float32)
     works = model.plan_work(a_batch())
     for work in works:
         assert torch.equal(work.scored_N, work.local.loss_mask_S.nonzero()[:, 0])
@@ -195,9 +196,9 @@ def test_rows_that_nobody_reads_are_not_computed_and_have_no_gradient(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_taught", [False, True])
 def test_micro_batch_without_a_row_to_read_has_no_gradient(
-    world: World, kind: str, is_taught: bool
+    mesh: Mesh, kind: str, is_taught: bool
 ) -> None:
-    model = make(world, kind, torch.bfloat16)
+    model = make(mesh, kind, torch.bfloat16)
     planned = model.plan_work(a_batch(is_taught))
     works = [replace(work, scored_N=work.scored_N[:0]) for work in planned]
     assert not any(gradient.any() for gradient in main_gradients(model, works).values())

@@ -19,6 +19,7 @@ from hybridrl.models.init import init_weights
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Holding
 from hybridrl.trainer import ledger
@@ -29,22 +30,22 @@ DTYPES = [torch.float32, torch.bfloat16]  # whose masters are the parameters, an
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
+def mesh() -> Iterator[Mesh]:
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 60)
-    world = World(TrainLayout(1), platform, 60)
+    mesh = Mesh(World(platform, 60), TrainLayout(1))
     platform.seed(1)
-    yield world
+    yield mesh
     stop_process_group()
 
 
-def make_policy(world: World, dtype: torch.dtype, offload: bool) -> Policy:
+def make_policy(mesh: Mesh, dtype: torch.dtype, offload: bool) -> Policy:
     hf_config = tiny_model("qwen2").config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
     family = resolve_family(None, hf_config)
     source = ModelSource(family, hf_config, dtype, family.name, Path("."))
     train = TrainConfig(micro_batch_tokens=64, learning_rate=1e-2, offload_optimizer=offload)
-    model = ParallelModel(world, source, "lm", train)
+    model = ParallelModel(mesh, source, "lm", train)
     init_weights(model.layout(), hf_shapes(family, source.shape), model.weights(), hf_config, 3)
     model.make_trainable(train.learning_rate)
     return Policy(model, make_algorithm(SftConfig(name="sft")), 4)
@@ -80,9 +81,9 @@ def rollout_between(policy: Policy) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_training_goes_on_bit_for_bit_after_its_memory_was_released(
-    world: World, dtype: torch.dtype
+    mesh: Mesh, dtype: torch.dtype
 ) -> None:
-    plain, other = make_policy(world, dtype, False), make_policy(world, dtype, True)
+    plain, other = make_policy(mesh, dtype, False), make_policy(mesh, dtype, True)
     for policy, releases in ((plain, False), (other, True)):
         for step in range(3):
             if releases:
@@ -92,13 +93,13 @@ def test_training_goes_on_bit_for_bit_after_its_memory_was_released(
     for policy in (plain, other):
         policy.update(a_batch(9))
     assert all(torch.equal(copies(other)[n], t) for n, t in copies(plain).items())
-    fresh = copies(make_policy(world, dtype, False))
+    fresh = copies(make_policy(mesh, dtype, False))
     assert not any(torch.equal(fresh[n], t) for n, t in copies(plain).items())
 
 
-def test_memory_may_stay_once_an_update_has_taken_all_of_it(world: World) -> None:
+def test_memory_may_stay_once_an_update_has_taken_all_of_it(mesh: Mesh) -> None:
     for offload in (False, True):
-        policy = make_policy(world, torch.bfloat16, offload)
+        policy = make_policy(mesh, torch.bfloat16, offload)
         memory: Any = policy.model.memory
         assert not memory.may_stay
         policy.update(a_batch(1))
@@ -112,9 +113,9 @@ def test_memory_may_stay_once_an_update_has_taken_all_of_it(world: World) -> Non
 
 
 def test_full_micro_batches_take_in_proportion_to_tokens(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory: Any = make_policy(world, torch.bfloat16, False).model.memory
+    memory: Any = make_policy(mesh, torch.bfloat16, False).model.memory
     with memory.watching(10):
         pass
     assert memory.growth_bytes == 0  # nothing is known of a CPU's
@@ -130,8 +131,8 @@ def test_full_micro_batches_take_in_proportion_to_tokens(
     memory.restore()
 
 
-def test_host_memory_for_the_state_is_taken_once(world: World) -> None:
-    policy = make_policy(world, torch.bfloat16, True)
+def test_host_memory_for_the_state_is_taken_once(mesh: Mesh) -> None:
+    policy = make_policy(mesh, torch.bfloat16, True)
     memory: Any = policy.model.memory
     places = []
     for step in range(3):  # the moments come with the first step
@@ -142,22 +143,22 @@ def test_host_memory_for_the_state_is_taken_once(world: World) -> None:
     assert len(set(places)) == 1
 
 
-def test_state_that_comes_with_the_first_step_is_foreseen(world: World) -> None:
-    policy = make_policy(world, torch.bfloat16, False)
+def test_state_that_comes_with_the_first_step_is_foreseen(mesh: Mesh) -> None:
+    policy = make_policy(mesh, torch.bfloat16, False)
     memory: Any = policy.model.memory
     foreseen, to_come = memory.state_bytes()
     assert to_come == memory.bytes_to_come() > 0
     policy.update(a_batch(0))
     assert memory.state_bytes() == (foreseen, 0) and memory.bytes_to_come() == 0
-    offloading: Any = make_policy(world, torch.bfloat16, True).model.memory
+    offloading: Any = make_policy(mesh, torch.bfloat16, True).model.memory
     assert offloading.bytes_to_come() == 0
 
 
-def test_an_out_of_memory_error_carries_the_ledger(world: World) -> None:
-    policy = make_policy(world, torch.float32, True)
+def test_an_out_of_memory_error_carries_the_ledger(mesh: Mesh) -> None:
+    policy = make_policy(mesh, torch.float32, True)
 
     def table() -> str:
-        return ledger.table(ledger.entries({"policy": policy.model}, {}), world.platform)
+        return ledger.table(ledger.entries({"policy": policy.model}, {}), mesh.platform)
 
     with pytest.raises(DeviceMemoryError) as caught, ledger.explained(table):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nmore")
@@ -169,8 +170,8 @@ def test_an_out_of_memory_error_carries_the_ledger(world: World) -> None:
         raise RuntimeError("something else")
 
 
-def test_the_ledger_counts_what_lies_on_the_device_in_each_phase(world: World) -> None:
-    policy = make_policy(world, torch.bfloat16, True)
+def test_the_ledger_counts_what_lies_on_the_device_in_each_phase(mesh: Mesh) -> None:
+    policy = make_policy(mesh, torch.bfloat16, True)
     found = {entry.name: entry for entry in ledger.entries({"policy": policy.model}, {})}
     num_parameters = sum(t.numel() for t in policy.model.weights().values())
     # The buffers are padded, by less than a tenth here.
@@ -183,8 +184,8 @@ def test_the_ledger_counts_what_lies_on_the_device_in_each_phase(world: World) -
         assert (found[name].in_training, found[name].in_rollout) == (True, in_rollout)
 
 
-def test_the_ledger_counts_what_engine_and_trainer_share_once(world: World) -> None:
-    policy = make_policy(world, torch.float32, False)
+def test_the_ledger_counts_what_engine_and_trainer_share_once(mesh: Mesh) -> None:
+    policy = make_policy(mesh, torch.float32, False)
     engine = {
         "weights": Holding(5),
         "shared weights": Holding(7, is_shared=True),

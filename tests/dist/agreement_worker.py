@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hybridrl.errors import UserError
 from hybridrl.parallel import waiting_room
 from hybridrl.parallel.groups import PeerError, World, start_process_group
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 
@@ -88,7 +89,7 @@ def check_layouts(platform: Platform, rank: int) -> None:
     """Ranks that would make different groups find out before they wait for each other."""
     order = ("tp-cp-ep-dp-pp", "dp-tp-cp-ep-pp")[rank]
     try:
-        World(TrainLayout(2, tp=2, order=order), platform, 60)
+        Mesh(World(platform, 60), TrainLayout(2, tp=2, order=order))
     except RuntimeError as error:
         assert "the training layout differs between rank 0 and ranks [1]" in str(error)
         assert "dp-tp-cp-ep-pp" in str(error)
@@ -102,12 +103,12 @@ def main() -> None:
     platform.activate()
     start_process_group(platform, 60)
     check_layouts(platform, dist.get_rank())
-    world = World(TrainLayout(2), platform, 60)
+    world = World(platform, 60)
     other = dist.new_group(backend="gloo")
     check_what_is_told(world)
     check_failures(world)
     Path(sys.argv[1], f"passed_{world.rank}").touch()
-    check_stuck_peer(World(TrainLayout(2), platform, 60), other, Path(sys.argv[1]))
+    check_stuck_peer(World(platform, 60), other, Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

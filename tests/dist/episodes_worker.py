@@ -60,7 +60,7 @@ def a_mistake_is_known_to_all_ranks(world: World) -> None:
 def main() -> None:
     platform = Platform.detect()
     start_process_group(platform, 60.0)
-    world = World(TrainLayout(2, 1, 1, 1, 1, 1), platform, 60.0)
+    world = World(platform, 60.0)
     one_replica_of_two_ranks(world)
     two_replicas(world)
     a_mistake_is_known_to_all_ranks(world)

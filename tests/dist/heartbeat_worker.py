@@ -20,6 +20,7 @@ import torch.distributed as dist
 from hybridrl.parallel import heartbeat
 from hybridrl.parallel.descriptors import OTHERS, num_needed
 from hybridrl.parallel.groups import PeerError, World
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.platform import Platform
@@ -29,7 +30,7 @@ TIMEOUT_S, LATE_S = 2.0, 3.0
 
 def check_descriptors(world: World, found: int) -> None:
     """What a rank needs is what its groups take, and two clients of the store."""
-    of_groups = num_needed(world.layout, is_cpu=True) - OTHERS - 2 * world.size
+    of_groups = num_needed([TrainLayout(world.size)], is_cpu=True) - OTHERS - 2 * world.size
     of_server = 2 * world.size if world.rank == 0 else 0
     assert of_groups + 2 <= found <= of_groups + 2 + of_server + 10 * (world.rank == 0), found
 
@@ -93,7 +94,8 @@ def main() -> None:
     # A script's own group, not `start_process_group`: heartbeats begin with the World.
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     time.sleep(LATE_S * (dist.get_rank() == 1))  # others beat already
-    world = World(TrainLayout(3), platform, TIMEOUT_S)
+    world = World(platform, TIMEOUT_S)
+    Mesh(world, TrainLayout(3))
     check_descriptors(world, len(os.listdir("/proc/self/fd")) - before)
     check_late_ranks(world)
     check_busy_rank(world)

@@ -35,10 +35,11 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import box_view, load_hf
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
-from hybridrl.trainer.setup import make_world, rollout_layout
+from hybridrl.trainer.setup import make_meshes, rollout_layout
 
 TIMEOUT_S = 120.0
 STAGING_BYTES = 1 << 16
@@ -100,13 +101,13 @@ class BareEngine:
     def finish_update(self, version: int) -> None: ...
 
 
-def build(folder: Path, name: str, world: World) -> ParallelModel:
+def build(folder: Path, name: str, mesh: Mesh) -> ParallelModel:
     """Builds a model whose every parameter is NaN."""
-    world.platform.seed(1)
+    mesh.platform.seed(1)
     hf_config = json.loads((folder / name / "config.json").read_text())
     family = resolve_family(None, hf_config)
     source = ModelSource(family, hf_config, torch.float32, family.name, folder / name)
-    model = ParallelModel(world, source, "lm", TrainConfig())
+    model = ParallelModel(mesh, source, "lm", TrainConfig())
     poison(model)
     return model
 
@@ -163,9 +164,9 @@ def check_same(
 
 def check_live(folder: Path, case: Move, platform: Platform) -> None:
     """Compares with what `megatron.core.resharding` writes into a live model."""
-    before = build(folder, case.name, World(case.before, platform, TIMEOUT_S))
+    before = build(folder, case.name, Mesh(World(platform, TIMEOUT_S), case.before))
     load(folder, case.name, before)
-    after = build(folder, case.name, World(case.after, platform, TIMEOUT_S))
+    after = build(folder, case.name, Mesh(World(platform, TIMEOUT_S), case.after))
     rank = after.world.rank
     with torch.no_grad():
         swap_model_weights(before.chunks, after.chunks, "gloo")
@@ -179,16 +180,16 @@ def check_live(folder: Path, case: Move, platform: Platform) -> None:
 
 def check_saved(folder: Path, case: Move, platform: Platform, checkpoint: Path) -> None:
     """Compares with what `dist_checkpointing` loads that was saved in the other layout."""
-    world = World(case.before, platform, TIMEOUT_S)
-    before = build(folder, case.name, world)
+    mesh = Mesh(World(platform, TIMEOUT_S), case.before)
+    before = build(folder, case.name, mesh)
     load(folder, case.name, before)
-    write_checkpoint(checkpoint, world, {"policy": before}, {}, before.source.files)
-    world = World(case.after, platform, TIMEOUT_S)
-    after = build(folder, case.name, world)
-    load_model(Checkpoint.open(checkpoint), "policy", after, world)
+    write_checkpoint(checkpoint, mesh.world, {"policy": before}, {}, before.source.files)
+    mesh = Mesh(World(platform, TIMEOUT_S), case.after)
+    after = build(folder, case.name, mesh)
+    load_model(Checkpoint.open(checkpoint), "policy", after, mesh.world)
     wanted = held(after)
     poison(after)
-    move(before, after, world.rank)
+    move(before, after, mesh.world.rank)
     check_same(case, held(after), wanted)
 
 
@@ -207,21 +208,24 @@ def check_promise(folder: Path, platform: Platform) -> None:
     config = load_config_dict(sections)
     report, violations = plan_report(config, 4)
     assert violations == []
-    world = make_world(config, platform)
-    assert world.layout.order == report["order"]["axes"] != DEFAULT_ORDER
-    model = build(folder, "even", world)
+    meshes = make_meshes(config, platform)
+    mesh = meshes.of("policy")
+    assert mesh.layout.order == report["order"]["axes"] != DEFAULT_ORDER
+    model = build(folder, "even", mesh)
     load(folder, "even", model)
     family, shape = model.source.family, model.source.shape
-    rollout = rollout_layout(model, config.rollout.tp, model.source_layouts())
+    rollout = rollout_layout(
+        model, config.rollout.tp, model.source_layouts(), meshes.placement.rollout
+    )
     assert [list(pair) for pair in rollout.assignment] == report["rollout"]["assignment"]
-    tp_rank = rollout.assignment[world.rank][1]
+    tp_rank = rollout.assignment[mesh.world.rank][1]
     engine = BareEngine(fused_layout(family, shape, 4, tp_rank))
     sources = [model.layout_of(rank) for rank in range(4)]
     hybrid = HybridEngine(sources, model.weights(), engine, staging_bytes=STAGING_BYTES)
     stats = hybrid.to_rollout()
-    assert stats.received_bytes == report["reshard"]["receive_bytes"][world.rank]
-    assert stats.sent_bytes == report["reshard"]["send_bytes"][world.rank]
-    most = max(world.gather_objects(stats.received_bytes))
+    assert stats.received_bytes == report["reshard"]["receive_bytes"][mesh.world.rank]
+    assert stats.sent_bytes == report["reshard"]["send_bytes"][mesh.world.rank]
+    most = max(mesh.world.gather_objects(stats.received_bytes))
     assert math.isclose(2 * most, max(own["reshard"]["receive_bytes"]), rel_tol=0.02)
     hf = {n: t.numpy() for n, t in load_file(folder / "even" / "model.safetensors").items()}
     for name, values in fused_reference(hf, shape, 4, tp_rank).items():

@@ -24,6 +24,7 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.process_state import replaced
@@ -103,9 +104,9 @@ def check_splits(folder: Path) -> None:
     batch = sampled_batch(hf_config["vocab_size"])
     everywhere: list[dict[str, float]] = []
     for tp, pp, cp, vpp in LAYOUTS:
-        world = World(TrainLayout(4, tp, pp, cp, vpp=vpp), platform, 120)
+        mesh = Mesh(World(platform, 120), TrainLayout(4, tp, pp, cp, vpp=vpp))
         platform.seed(1)
-        model = ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=48))
+        model = ParallelModel(mesh, source, "lm", TrainConfig(micro_batch_tokens=48))
         load_hf(folder, model.layout(), model.weights(), hf_shapes(family, source.shape))
         model.make_trainable(0.0)  # weights stay, so that updates can be compared
         policy = Policy(model, FixedDenominator(GrpoConfig()), 1)

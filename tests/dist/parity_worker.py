@@ -21,6 +21,7 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
@@ -144,13 +145,13 @@ def run(
     folder: Path, family: str | None, layout: TrainLayout, recompute: str = "none"
 ) -> tuple[dict, torch.Tensor, float]:
     platform = Platform.detect()
-    world = World(layout, platform, 120)
+    mesh = Mesh(World(platform, 120), layout)
     platform.seed(1)
     hf_config = json.loads((folder / "config.json").read_text())
     resolved = resolve_family(family, hf_config)
     source = ModelSource(resolved, hf_config, torch.float32, resolved.name, folder)
     model = ParallelModel(
-        world, source, "lm", TrainConfig(micro_batch_tokens=48, recompute=recompute)
+        mesh, source, "lm", TrainConfig(micro_batch_tokens=48, recompute=recompute)
     )
     shapes = hf_shapes(source.family, source.shape)
     load_hf(folder, model.layout(), model.weights(), shapes)

@@ -23,6 +23,7 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
@@ -62,7 +63,7 @@ def value_objective(output_S: torch.Tensor, micro: Any) -> tuple[torch.Tensor, N
 
 
 def run(
-    world: World, source: ModelSource, head: str, recompute: str, shares: bool
+    mesh: Mesh, source: ModelSource, head: str, recompute: str, shares: bool
 ) -> tuple[dict[str, Any], float, torch.Tensor, int]:
     """Returns gradients in HF names (of a language model), their norm, the response tokens' outputs
     and the positions that hold a token.
@@ -71,10 +72,10 @@ def run(
         micro_batch_tokens=BUDGET,
         recompute=recompute,
         share_prompts=None if shares else False,  # they are by default
-        tp=world.layout.tp,
+        tp=mesh.layout.tp,
     )
-    world.platform.seed(1)
-    model = ParallelModel(world, source, head, settings)
+    mesh.platform.seed(1)
+    model = ParallelModel(mesh, source, head, settings)
     assert model.shares_prompts == shares
     shapes = hf_shapes(source.family, source.shape)
     if head == "lm":
@@ -95,23 +96,23 @@ def run(
     packed = [sample for work in works for sample in work.whole.sample_indices]
     assert sorted(set(packed)) == sorted(packed)
     held = sum(int((work.whole.sequence_index_S >= 0).sum()) for work in works)
-    assert all(work.whole.num_positions <= BUDGET + world.layout.tp for work in works)
+    assert all(work.whole.num_positions <= BUDGET + mesh.layout.tp for work in works)
     return gradients, norm, found_T, held
 
 
-def compare(world: World, source: ModelSource, head: str, recompute: str) -> str:
-    own, own_norm, own_T, own_held = run(world, source, head, recompute, False)
-    shared, norm, shared_T, shared_held = run(world, source, head, recompute, True)
-    largest = max(world.gather_objects(max([float(g.abs().max()) for g, _ in own.values()] or [1])))
+def compare(mesh: Mesh, source: ModelSource, head: str, recompute: str) -> str:
+    own, own_norm, own_T, own_held = run(mesh, source, head, recompute, False)
+    shared, norm, shared_T, shared_held = run(mesh, source, head, recompute, True)
+    largest = max(mesh.world.gather_objects(max([float(g.abs().max()) for g, _ in own.values()] or [1])))
     worst = 0.0
     for name, (gradient, held) in own.items():
         worst = max(worst, float(((gradient - shared[name][0]) * held).abs().max()))
-    assert worst <= TOLERANCE * largest, (world.rank, head, worst / largest)
+    assert worst <= TOLERANCE * largest, (mesh.world.rank, head, worst / largest)
     assert own_norm > 0 and abs(norm / own_norm - 1) < 1e-5, (head, norm, own_norm)
     assert float((own_T - shared_T).abs().max()) < 1e-5 and own_T.abs().sum() > 0, head
     tokens = sum(prompt * len(r) + sum(r) for prompt, r in GROUPS)
-    owns, shareds = zip(*world.gather_objects((own_held, shared_held)), strict=True)
-    copies = world.layout.world_size // world.layout.dp
+    owns, shareds = zip(*mesh.world.gather_objects((own_held, shared_held)), strict=True)
+    copies = mesh.layout.world_size // mesh.layout.dp
     assert sum(owns) == tokens * copies
     assert sum(shareds) < 0.8 * tokens * copies, (shareds, tokens)
     return (
@@ -119,15 +120,15 @@ def compare(world: World, source: ModelSource, head: str, recompute: str) -> str
     )
 
 
-def check_refused(world: World, source: ModelSource) -> None:
+def check_refused(mesh: Mesh, source: ModelSource) -> None:
     """Attention that does not know of shared prompts."""
     PackedAttention.takes_shared_prompts = False
     try:
-        ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=48, share_prompts=True))
+        ParallelModel(mesh, source, "lm", TrainConfig(micro_batch_tokens=48, share_prompts=True))
     except UserError as error:
         assert "train.share_prompts" in str(error) and "PackedAttention" in str(error)
         # Nobody asked for it: such layers are trained without.
-        own = ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=48))
+        own = ParallelModel(mesh, source, "lm", TrainConfig(micro_batch_tokens=48))
         assert not own.shares_prompts
     else:
         raise AssertionError("not refused")
@@ -148,14 +149,14 @@ def main() -> None:
         source = ModelSource(family, hf_config, torch.float32, family.name, folder)
         for text in sys.argv[3:]:
             tp, pp, vpp, *recompute = text.split(",")
-            world = World(TrainLayout(size, int(tp), int(pp), vpp=int(vpp)), platform, 120)
+            mesh = Mesh(World(platform, 120), TrainLayout(size, int(tp), int(pp), vpp=int(vpp)))
             for head in ("lm", "value"):
-                said = compare(world, source, head, *(recompute or ["none"]))
-                if world.rank == 0:
+                said = compare(mesh, source, head, *(recompute or ["none"]))
+                if mesh.world.rank == 0:
                     print(f"{name} {text} {said}", flush=True)
             parallel_state.destroy_model_parallel()
-    world = World(TrainLayout(size), platform, 120)
-    check_refused(world, source)
+    mesh = Mesh(World(platform, 120), TrainLayout(size))
+    check_refused(mesh, source)
     torch.distributed.destroy_process_group()
 
 

@@ -31,6 +31,7 @@ from hybridrl.models.hf import load_hf  # noqa: E402
 from hybridrl.models.init import init_weights  # noqa: E402
 from hybridrl.models.weights import hf_shapes  # noqa: E402
 from hybridrl.parallel.groups import World, start_process_group  # noqa: E402
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout  # noqa: E402
 from hybridrl.platform import Platform  # noqa: E402
 from hybridrl.trainer.critic import Critic  # noqa: E402
@@ -43,12 +44,12 @@ LOSS_TOLERANCE = 1e-5
 Tensors = dict[str, torch.Tensor]
 
 
-def build(world: World, folder: Path, head: Head) -> ParallelModel:
+def build(mesh: Mesh, folder: Path, head: Head) -> ParallelModel:
     """The same weights in every layout."""
     hf_config = json.loads((folder / "config.json").read_text())
     family = resolve_family(None, hf_config)
     source = ModelSource(family, hf_config, torch.float32, family.name, folder)
-    model = ParallelModel(world, source, head, TrainConfig(micro_batch_tokens=24))
+    model = ParallelModel(mesh, source, head, TrainConfig(micro_batch_tokens=24))
     shapes = hf_shapes(family, source.shape, head)
     if head == "lm":
         load_hf(folder, model.layout(), model.weights(), shapes)
@@ -93,10 +94,10 @@ def main() -> None:
     start_process_group(platform, 300)
     is_reference = mode == "reference"
     layout = TrainLayout(1) if is_reference else TrainLayout(8, tp=2, pp=2)
-    world = World(layout, platform, 300)
+    mesh = Mesh(World(platform, 300), layout)
     platform.seed(1)
-    policy = Policy(build(world, folder, "lm"), prepare("grpo")[0], 10)
-    critic = build(world, folder, "value")
+    policy = Policy(build(mesh, folder, "lm"), prepare("grpo")[0], 10)
+    critic = build(mesh, folder, "value")
     known = {} if is_reference else load_file(folder / "logps.safetensors")
     reference = {} if is_reference else load_file(folder / "gradients.safetensors")
     failures = []
@@ -122,7 +123,7 @@ def main() -> None:
         save_file(reference, folder / "gradients.safetensors")
     torch.distributed.destroy_process_group()
     if failures:
-        sys.exit(f"rank {world.rank}: too far from one process: {failures}")
+        sys.exit(f"rank {mesh.world.rank}: too far from one process: {failures}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
@@ -68,11 +69,11 @@ def oracle_logps(
     return model, torch.cat(rows)
 
 
-def build(world: World, folder: Path, settings: TrainConfig) -> ParallelModel:
+def build(mesh: Mesh, folder: Path, settings: TrainConfig) -> ParallelModel:
     hf_config = json.loads((folder / "config.json").read_text())
     family = resolve_family(None, hf_config)
     source = ModelSource(family, hf_config, torch.float32, family.name, folder)
-    model = ParallelModel(world, source, "lm", settings)
+    model = ParallelModel(mesh, source, "lm", settings)
     load_hf(folder, model.layout(), model.weights(), hf_shapes(family, source.shape))
     return model
 
@@ -89,12 +90,12 @@ def whole_kl(
 
 
 def check_teacher(
-    world: World, root: Path, settings: TrainConfig, batch: TrainBatch, oracle_RV: torch.Tensor
+    mesh: Mesh, root: Path, settings: TrainConfig, batch: TrainBatch, oracle_RV: torch.Tensor
 ) -> TrainBatch:
     """The teacher's columns are transformers' likeliest tokens, their log-probabilities and those of
     the responses.
     """
-    model = build(world, root / "teacher", settings)
+    model = build(mesh, root / "teacher", settings)
     model.freeze()
     vocab, mask_T = oracle_RV.size(1), batch.response_mask_T
     teacher = Teacher(model, Needs(teacher=True, teacher_top=TOP), vocab, TEMPERATURE)
@@ -109,13 +110,13 @@ def check_teacher(
 
 
 def check_student(
-    world: World, root: Path, settings: TrainConfig, batch: TrainBatch, teacher_RV: torch.Tensor
+    mesh: Mesh, root: Path, settings: TrainConfig, batch: TrainBatch, teacher_RV: torch.Tensor
 ) -> str:
     """The distillation loss and its gradient are those of transformers and autograd, over all
     tokens.
     """
     algorithm = make_algorithm(DistillationConfig(teacher="t", top_k=TOP))
-    model = build(world, root / "student", settings)
+    model = build(mesh, root / "student", settings)
     model.make_trainable(1e-3)
     policy = Policy(model, algorithm, 10, TEMPERATURE)
     found = policy.gradients(algorithm.advantages(batch))
@@ -138,11 +139,11 @@ def check_student(
     return f"gradient within {worst / largest:.1e} of the largest"
 
 
-def check_itself(world: World, root: Path, settings: TrainConfig, batch: TrainBatch) -> None:
+def check_itself(mesh: Mesh, root: Path, settings: TrainConfig, batch: TrainBatch) -> None:
     """A student that is its own teacher: no advantage, no loss, no gradient."""
     sampled = OnPolicyDistillationConfig(teacher="t", gamma=0.7)
-    student = build(world, root / "student", settings)
-    frozen = build(world, root / "student", settings)
+    student = build(mesh, root / "student", settings)
+    frozen = build(mesh, root / "student", settings)
     student.make_trainable(1e-3)
     frozen.freeze()
     vocab = student.source.shape.vocab_size
@@ -173,13 +174,13 @@ def main() -> None:
         _, teacher_RV = oracle_logps(root / "teacher", batch, vocab)
     for text in sys.argv[2:]:
         tp, pp, cp, vpp, *shared = text.split(",")
-        world = World(TrainLayout(size, int(tp), int(pp), int(cp), vpp=int(vpp)), platform, 120)
+        mesh = Mesh(World(platform, 120), TrainLayout(size, int(tp), int(pp), int(cp), vpp=int(vpp)))
         settings = TrainConfig(micro_batch_tokens=48, share_prompts=bool(shared), tp=int(tp))
         platform.seed(1)
-        taught = check_teacher(world, root, settings, batch, teacher_RV)
-        said = check_student(world, root, settings, taught, teacher_RV)
-        check_itself(world, root, settings, batch)
-        if world.rank == 0:
+        taught = check_teacher(mesh, root, settings, batch, teacher_RV)
+        said = check_student(mesh, root, settings, taught, teacher_RV)
+        check_itself(mesh, root, settings, batch)
+        if mesh.world.rank == 0:
             print(f"{text}: {said}", flush=True)
         parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()

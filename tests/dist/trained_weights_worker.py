@@ -37,6 +37,7 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.weights import RankLayout, check_coverage, fused_layout, hf_shapes
 from hybridrl.parallel.groups import World, start_process_group
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.trainer import ledger, setup
@@ -144,14 +145,14 @@ class Gathers:
 class Run:
     """A trained model and an engine that follows it."""
 
-    def __init__(self, world: World, case: Case, **knobs: Any) -> None:
+    def __init__(self, mesh: Mesh, case: Case, **knobs: Any) -> None:
         hf_config = tiny_model(case.family).config.to_dict()
         architecture = f"{case.family.capitalize()}ForCausalLM"
         family = resolve_family(None, hf_config | {"architectures": [architecture]})
         source = ModelSource(family, hf_config, case.dtype, family.name, Path("."))
         train = TrainConfig(micro_batch_tokens=64, learning_rate=1e-2, **knobs)
-        self.world = world
-        self.model = model = ParallelModel(world, source, "lm", train)
+        self.mesh, self.world = mesh, mesh.world
+        self.model = model = ParallelModel(mesh, source, "lm", train)
         shapes = hf_shapes(family, source.shape)
         init_weights(model.layout(), shapes, model.weights(), hf_config, 3)
         model.make_trainable(train.learning_rate)
@@ -159,10 +160,10 @@ class Run:
         sources = model.source_layouts()
         check_coverage(sources, shapes)
         layout = setup.rollout_layout(model, case.rollout_tp, sources)
-        _, tp_rank = layout.assignment[world.rank]
+        _, tp_rank = layout.assignment[mesh.world.rank]
         target = fused_layout(family, source.shape, case.rollout_tp, tp_rank)
         shard = TrainingShard(model.layout(), model.weights()) if case.is_aliased else None
-        self.engine = Engine(target, case.dtype, world.platform.device, shard)
+        self.engine = Engine(target, case.dtype, mesh.platform.device, shard)
         self.memories, self.copies = setup.training_memories([model])
         self.hybrid = HybridEngine(
             sources,
@@ -225,13 +226,13 @@ def check_repacking(run: Run) -> None:
 def check_shares(run: Run, num_bytes: int) -> None:
     """A rank writes and reads about its share of the state, in whole parameters."""
     sizes = [12 * p.numel() for p in run.model.weights_in_place().values()]
-    share = sum(sizes) / (run.world.layout.dp * run.world.layout.cp)
+    share = sum(sizes) / (run.mesh.layout.dp * run.mesh.layout.cp)
     assert 0 < num_bytes <= share + 2 * max(sizes), (num_bytes, share, sizes)
 
 
-def check_fused(world: World, case: Case, folder: Path) -> None:
+def check_fused(mesh: Mesh, case: Case, folder: Path) -> None:
     """Steps that leave the gather to the rollout phase, against steps that do not."""
-    plain, fused = Run(world, case), Run(world, case, fuse_param_gather=True)
+    plain, fused = Run(mesh, case), Run(mesh, case, fuse_param_gather=True)
     assert (fused.engine.num_shared > 0) == case.is_aliased
     gathers, received, initial = Gathers(), [0, 0], plain.weights()
     with gathers.watching():
@@ -256,26 +257,26 @@ def check_fused(world: World, case: Case, folder: Path) -> None:
         gathers.take()
         files = fused.model.source.files
         with written_bytes() as sizes:
-            write_checkpoint(folder / "fused", world, {"policy": fused.model}, {}, files)
+            write_checkpoint(folder / "fused", mesh.world, {"policy": fused.model}, {}, files)
         check_shares(fused, sum(sizes.values()))
         assert set(gathers.take()) == {"gather"}
     # Megatron's way reads what ours wrote, of one bucket and of many, and ours what it wrote.
-    fresh = Run(world, case)
+    fresh = Run(mesh, case)
     with small_buckets():
-        cut, other = Run(world, case), Run(world, case)
+        cut, other = Run(mesh, case), Run(mesh, case)
     with megatrons_own_way():
-        load_model(Checkpoint.open(folder / "fused"), "policy", cut.model, world)
+        load_model(Checkpoint.open(folder / "fused"), "policy", cut.model, mesh.world)
         # Not of `cut`: Megatron 0.16.1 takes states of several padded buckets from wrong places.
-        write_checkpoint(folder / "gathered", world, {"policy": fused.model}, {}, files)
+        write_checkpoint(folder / "gathered", mesh.world, {"policy": fused.model}, {}, files)
     with written_bytes() as sizes:
-        write_checkpoint(folder / "cut", world, {"policy": cut.model}, {}, files)
+        write_checkpoint(folder / "cut", mesh.world, {"policy": cut.model}, {}, files)
     check_shares(cut, sum(sizes.values()))
     # What a rank has gathered is written where it came to; on CPU the rest is cloned.
     assert case.train.pp > 1 or 5 * sizes["cloned"] < sizes["in place"], sizes
     with megatrons_own_way():
-        load_model(Checkpoint.open(folder / "cut"), "policy", fresh.model, world)
+        load_model(Checkpoint.open(folder / "cut"), "policy", fresh.model, mesh.world)
     with read_bytes() as sizes:
-        load_model(Checkpoint.open(folder / "gathered"), "policy", other.model, world)
+        load_model(Checkpoint.open(folder / "gathered"), "policy", other.model, mesh.world)
     check_shares(other, sizes["asked"])
     for run in (fresh, cut, other):
         assert_equal(run.weights(), plain.weights())
@@ -289,14 +290,14 @@ def check_fused(world: World, case: Case, folder: Path) -> None:
         assert sums[1] < sums[0], sums
     for run in () if case.is_aliased else (plain, fused):
         check_repacking(run)
-    if world.rank == 0:
+    if mesh.world.rank == 0:
         print(f"{case.name}: received until the engine has it {sums[1]}, plain {sums[0]}")
 
 
-def check_freed(world: World, case: Case, folder: Path, knobs: dict[str, Any]) -> None:
+def check_freed(mesh: Mesh, case: Case, folder: Path, knobs: dict[str, Any]) -> None:
     """Weights that are freed while the engine generates, against weights that stay."""
-    plain = Run(world, case)
-    freed = Run(world, case, release_weights_in_rollout=True, **knobs)
+    plain = Run(mesh, case)
+    freed = Run(mesh, case, release_weights_in_rollout=True, **knobs)
     at_finish: list[bool] = []
     freed.engine.at_finish = lambda: at_finish.append(freed.freed())
     for step in range(3):
@@ -338,7 +339,7 @@ def check_freed(world: World, case: Case, folder: Path, knobs: dict[str, Any]) -
     with setup.released([*freed.memories, *freed.copies]):  # as around the engine's start
         assert freed.freed()
     assert_equal(freed.weights(), plain.weights())
-    if world.rank == 0:
+    if mesh.world.rank == 0:
         print(f"{case.name}: freed and made again, {knobs}")
 
 
@@ -346,7 +347,7 @@ def check_offloaded(case: Case, run: Run, plain: Run, folder: Path) -> None:
     """A checkpoint has an offloaded state as it is now, not its last copy on the host."""
     assert run.update(3) == plain.update(3)
     write_checkpoint(folder, run.world, {"policy": run.model}, {}, run.model.source.files)
-    fresh = Run(run.world, case)
+    fresh = Run(run.mesh, case)
     load_model(Checkpoint.open(folder), "policy", fresh.model, run.world)
     assert fresh.update(4) == plain.update(4) == run.update(4)
     assert_equal(fresh.weights(), plain.weights())
@@ -359,14 +360,14 @@ def main() -> None:
     platform.activate()
     start_process_group(platform, 120)
     for number, case in enumerate(FUSED):
-        world = World(case.train, platform, 120)
+        mesh = Mesh(World(platform, 120), case.train)
         platform.seed(1)
-        check_fused(world, case, folder / str(number))
+        check_fused(mesh, case, folder / str(number))
     for number, case in enumerate(FREED):
-        world = World(case.train, platform, 120)
+        mesh = Mesh(World(platform, 120), case.train)
         platform.seed(1)
         for knobs in FREEING:
-            check_freed(world, case, folder / f"freed {number}", knobs)
+            check_freed(mesh, case, folder / f"freed {number}", knobs)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import box_view, load_hf
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.vllm import VllmEngine
@@ -57,10 +58,10 @@ def stream(model: ParallelModel) -> dict[str, torch.Tensor]:
     """Returns every HF tensor on every rank: gathered on rank 0, then sent to all."""
     shapes = hf_shapes(model.source.family, model.source.shape)
     world, dtype = model.world, model.source.dtype
-    layouts = [model.layout_of(rank) for rank in range(world.size)]
-    gathered = gather_tensors(layouts, model.weights(), shapes, dtype, world.rank)
+    layouts = [model.layout_of(rank) for rank in range(mesh.world.size)]
+    gathered = gather_tensors(layouts, model.weights(), shapes, dtype, mesh.world.rank)
     found = {name: tensor.clone() for name, tensor in gathered}
-    assert (found.keys() == shapes.keys()) == (world.rank == 0)
+    assert (found.keys() == shapes.keys()) == (mesh.world.rank == 0)
     for name, shape in shapes.items():
         tensor = found.setdefault(name, torch.empty(shape, dtype=dtype))
         dist.broadcast(tensor, 0)
@@ -80,11 +81,11 @@ def without_padding(
     return kept
 
 
-def check(folder: Path, name: str, case: Case, world: World) -> None:
+def check(folder: Path, name: str, case: Case, mesh: Mesh) -> None:
     hf_config = json.loads((folder / name / "config.json").read_text())
     family = resolve_family(None, hf_config)
     source = ModelSource(family, hf_config, case.dtype, family.name, folder / name)
-    model = ParallelModel(world, source, "lm", TrainConfig())
+    model = ParallelModel(mesh, source, "lm", TrainConfig())
     shapes = hf_shapes(family, source.shape)
     load_hf(folder / name, model.layout(), model.weights(), shapes)
     pairs = stream(model)
@@ -93,11 +94,11 @@ def check(folder: Path, name: str, case: Case, world: World) -> None:
     dtype = str(case.dtype).removeprefix("torch.")
     settings = EngineSettings(hf_config, family.architectures, dtype, 4, 96)
     shard = TrainingShard(model.layout(), model.weights())
-    engine = VllmEngine(settings, family, case.rollout, world.rank, shard=shard)
+    engine = VllmEngine(settings, family, case.rollout, mesh.world.rank, shard=shard)
     for key, tensor in engine.tensors().items():
         if key not in engine.shared:
             tensor.fill_(NEITHER)
-    sources = [model.layout_of(rank) for rank in range(world.size)]
+    sources = [model.layout_of(rank) for rank in range(mesh.world.size)]
     hybrid = HybridEngine(sources, model.weights(), engine, staging_bytes=1 << 18)
     stats = hybrid.to_rollout(0)
     written = without_padding(engine.layout(), engine.tensors())
@@ -115,7 +116,7 @@ def check(folder: Path, name: str, case: Case, world: World) -> None:
         assert engine.tensors()[key].data_ptr() in {t.data_ptr() for t in shard.tensors.values()}
     received, shared, total = stats.received_bytes, len(engine.shared), len(engine.tensors())
     print(
-        f"rank {world.rank} {name} {case}: {received} bytes, {shared} of {total} shared", flush=True
+        f"rank {mesh.world.rank} {name} {case}: {received} bytes, {shared} of {total} shared", flush=True
     )
     engine.close()
 
@@ -127,11 +128,11 @@ def main() -> None:
     start_process_group(platform, 120)
     torch.set_grad_enabled(False)
     for train in (PIPELINED, WIDE):
-        world = World(train, platform, 120)
+        mesh = Mesh(World(platform, 120), train)
         platform.seed(1)
         for case in CASES:
             for name in NAMES if case.train is train else ():
-                check(folder, name, case, world)
+                check(folder, name, case, mesh)
     stop_process_group()
 
 

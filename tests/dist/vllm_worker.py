@@ -22,6 +22,7 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.agreement import TokensDifferError
@@ -105,20 +106,20 @@ def check_shared(engine: VllmEngine, shard: TrainingShard, is_cut_alike: bool) -
     assert ("gate_up_proj" in kinds and "down_proj" in kinds) == is_cut_alike, kinds
 
 
-def run(folder: Path, name: str, layout: RolloutLayout, world: World) -> None:
-    rank = world.rank
+def run(folder: Path, name: str, layout: RolloutLayout, mesh: Mesh) -> None:
+    rank = mesh.world.rank
     hf_config = json.loads((folder / f"{name}_0" / "config.json").read_text())
     family = resolve_family(None, hf_config)
     source = ModelSource(family, hf_config, torch.float32, family.name, folder / f"{name}_0")
-    model = ParallelModel(world, source, "lm", TrainConfig(micro_batch_tokens=48))
+    model = ParallelModel(mesh, source, "lm", TrainConfig(micro_batch_tokens=48))
     settings = EngineSettings(hf_config, family.architectures, "float32", 4, 96)
     torch.manual_seed(rank)
     before = generators()
     shard = TrainingShard(model.layout(), model.weights())
     engine = VllmEngine(settings, family, layout, rank, shard=shard)
-    is_cut_alike = (layout.tp, layout.assignment[rank][1]) == (2, world.where.tp)
+    is_cut_alike = (layout.tp, layout.assignment[rank][1]) == (2, mesh.place.tp)
     check_shared(engine, shard, is_cut_alike)
-    sources = [model.layout_of(other) for other in range(world.size)]
+    sources = [model.layout_of(other) for other in range(mesh.world.size)]
     hybrid = HybridEngine(sources, model.weights(), engine, staging_bytes=1 << 16, verify_every=1)
     replica = layout.assignment[rank][0]
     asked, worst = requests(replica, GREEDY), []
@@ -148,11 +149,11 @@ def main() -> None:
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 120)
-    world = World(TrainLayout(4, tp=2, pp=2), platform, 120)
+    mesh = Mesh(World(platform, 120), TrainLayout(4, tp=2, pp=2))
     platform.seed(1)
     torch.set_grad_enabled(False)
     for name, layout in CASES:
-        run(folder, name, layout, world)
+        run(folder, name, layout, mesh)
     stop_process_group()
 
 

@@ -35,6 +35,7 @@ from hybridrl.models.init import init_weights
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
@@ -84,15 +85,15 @@ def a_batch(vocab: int) -> TrainBatch:
 class Run:
     """One model of one layout, its weights in place."""
 
-    def __init__(self, name: str, world: World, dtype: torch.dtype, **train: Any) -> None:
-        config = MODELS[name] | (SMALL if world.platform.is_cpu else {})
+    def __init__(self, name: str, mesh: Mesh, dtype: torch.dtype, **train: Any) -> None:
+        config = MODELS[name] | (SMALL if mesh.platform.is_cpu else {})
         if name == "qwen2":
             config = {key: value for key, value in config.items() if key != "head_dim"}
         family = resolve_family(name, config)
         source = ModelSource(family, config, dtype, name, Path("."))
-        world.platform.seed(1)
-        self.world, settings = world, {"micro_batch_tokens": BUDGET, **train}
-        self.model = model = ParallelModel(world, source, "lm", TrainConfig(**settings))
+        mesh.platform.seed(1)
+        self.mesh, settings = mesh, {"micro_batch_tokens": BUDGET, **train}
+        self.model = model = ParallelModel(mesh, source, "lm", TrainConfig(**settings))
         shapes = hf_shapes(family, source.shape)
         init_weights(model.layout(), shapes, model.weights(), config, 7)
         for tensor in model.weights().values():
@@ -111,7 +112,7 @@ class Run:
         return gradients_in_hf_names(self.model), logp_T * batch.response_mask_T
 
 
-def away(world: World, found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float]:
+def away(mesh: Mesh, found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float]:
     """Returns the distance from the reference, relative to its norm, in all and of each tensor."""
     names = sorted(found)
     squares = torch.zeros(len(names), 3, dtype=torch.float64)
@@ -120,19 +121,19 @@ def away(world: World, found: Mapping[str, Any], reference: Mapping[str, Any]) -
         expected = reference[name].double()
         row[0] = ((gradient.double() - expected) * held).square().sum()
         row[1], row[2] = expected.square().sum(), held.sum()
-    once = world.sum_over_world(squares[:, [0, 2]])
+    once = mesh.world.sum_over_world(squares[:, [0, 2]])
     copies = once[:, 1] / torch.tensor([float(reference[n].numel()) for n in names])
     assert bool((copies >= 1).all()), "a gradient that no rank holds whole"
     errors = once[:, 0] / copies
     each = (errors / squares[:, 1].clamp(min=1e-30)).sqrt()
     worst = int(each.argmax())
     total = float((errors.sum() / squares[:, 1].sum()).sqrt())
-    print_once(world, f"    worst tensor {names[worst]}: {float(each[worst]):.2e}")
+    print_once(mesh, f"    worst tensor {names[worst]}: {float(each[worst]):.2e}")
     return {"all": total, names[worst]: float(each[worst])}
 
 
-def print_once(world: World, text: str) -> None:
-    if world.rank == 0:
+def print_once(mesh: Mesh, text: str) -> None:
+    if mesh.world.rank == 0:
         print(text, flush=True)
 
 
@@ -140,7 +141,7 @@ def worlds(platform: Platform, *layouts: str) -> Iterator[tuple[str, World]]:
     size = torch.distributed.get_world_size()
     for text in layouts:
         sizes = {axis: int(n) for axis, n in re.findall(r"(tp|pp|cp)(\d+)", text)}
-        yield text, World(TrainLayout(size, **sizes), platform, 120)
+        yield text, Mesh(World(platform, 120), TrainLayout(size, **sizes))
         parallel_state.destroy_model_parallel()
 
 
@@ -156,13 +157,13 @@ def group_bytes(platform: Platform) -> int:
 
 def check_layouts(platform: Platform, name: str, folder: Path, layouts: list[str]) -> None:
     reference = load_file(folder / f"{name}.safetensors")
-    for text, world in worlds(platform, *layouts):
-        run = Run(name, world, torch.bfloat16)
+    for text, mesh in worlds(platform, *layouts):
+        run = Run(name, mesh, torch.bfloat16)
         gradients, logp_T = run.gradients()
-        print_once(world, f"{name} {text}: {run.model.layers.said}")
-        error = away(world, gradients, reference)["all"]
+        print_once(mesh, f"{name} {text}: {run.model.layers.said}")
+        error = away(mesh, gradients, reference)["all"]
         mean = float((logp_T - reference["logp_T"]).abs().sum() / (logp_T != 0).sum())
-        print_once(world, f"    gradients {error:.2e}, log-probabilities {mean:.2e} away")
+        print_once(mesh, f"    gradients {error:.2e}, log-probabilities {mean:.2e} away")
         assert error < TOLERANCE, f"{name} {text}: gradients are {error} from fp32"
         assert mean < TOLERANCE, f"{name} {text}: log-probabilities are {mean} nats from fp32"
 
@@ -170,8 +171,8 @@ def check_layouts(platform: Platform, name: str, folder: Path, layouts: list[str
 def check_alone(platform: Platform, name: str, folder: Path) -> None:
     """What one process can say."""
     reference = load_file(folder / f"{name}.safetensors")
-    for _, world in worlds(platform, "tp1"):
-        chosen = Run(name, world, torch.bfloat16)
+    for _, mesh in worlds(platform, "tp1"):
+        chosen = Run(name, mesh, torch.bfloat16)
         ours, _ = chosen.gradients()
         ways = {
             "torch": {"layers": "torch"},
@@ -183,31 +184,31 @@ def check_alone(platform: Platform, name: str, folder: Path) -> None:
             "fp8": {"fp8": "hybrid"},  # the last, as it is the least like the others
         }
         for way, settings in ways.items():
-            other, _ = Run(name, world, torch.bfloat16, **settings).gradients()
-            from_fp32 = away(world, other, reference)["all"]
-            ours_is = away(world, ours, {n: g for n, (g, _) in other.items()})["all"]
-            print_once(world, f"{name} {way}: {from_fp32:.2e} from fp32, {ours_is:.2e} from ours")
+            other, _ = Run(name, mesh, torch.bfloat16, **settings).gradients()
+            from_fp32 = away(mesh, other, reference)["all"]
+            ours_is = away(mesh, ours, {n: g for n, (g, _) in other.items()})["all"]
+            print_once(mesh, f"{name} {way}: {from_fp32:.2e} from fp32, {ours_is:.2e} from ours")
             most = FP8_TOLERANCE[name] if way == "fp8" else TOLERANCE
             assert from_fp32 < most, f"{name} {way}: gradients are {from_fp32} from fp32"
-        check_checkpoints(name, world, folder)
+        check_checkpoints(name, mesh, folder)
 
 
-def check_checkpoints(name: str, world: World, folder: Path) -> None:
+def check_checkpoints(name: str, mesh: Mesh, folder: Path) -> None:
     """A checkpoint of one kind of layers is loaded into the other kind, both ways."""
     for kinds in (("torch", "auto"), ("auto", "torch")):
-        saved, loaded = (Run(name, world, torch.bfloat16, layers=kind).model for kind in kinds)
+        saved, loaded = (Run(name, mesh, torch.bfloat16, layers=kind).model for kind in kinds)
         saved.accumulate(
             saved.plan_work(a_batch(saved.source.shape.vocab_size)),
             objective,
         )
         saved.apply(1e-3, saved.grad_norm())
         where = folder / f"{name}_{kinds[0]}"
-        write_checkpoint(where, world, {"policy": saved}, {}, saved.source.files)
-        load_model(Checkpoint.open(where), "policy", loaded, world)
+        write_checkpoint(where, mesh.world, {"policy": saved}, {}, saved.source.files)
+        load_model(Checkpoint.open(where), "policy", loaded, mesh.world)
         named = [dict(in_hf_names(model)) for model in (saved, loaded)]
         assert named[0].keys() == named[1].keys()
         assert all(torch.equal(tensor, named[1][key]) for key, tensor in named[0].items())
-        print_once(world, f"{name}: layers={kinds[1]} loads a checkpoint of layers={kinds[0]}")
+        print_once(mesh, f"{name}: layers={kinds[1]} loads a checkpoint of layers={kinds[0]}")
 
 
 def in_hf_names(model: ParallelModel) -> Iterator[tuple[tuple[str, Any], torch.Tensor]]:
@@ -227,8 +228,8 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     for name in MODELS:
         if mode == "reference":
-            for _, world in worlds(platform, "tp1"):
-                gradients, logp_T = Run(name, world, torch.float32, layers="torch").gradients()
+            for _, mesh in worlds(platform, "tp1"):
+                gradients, logp_T = Run(name, mesh, torch.float32, layers="torch").gradients()
                 tensors = {n: gradient for n, (gradient, _) in gradients.items()}
                 save_file({**tensors, "logp_T": logp_T}, folder / f"{name}.safetensors")
         elif layouts == ["alone"]:

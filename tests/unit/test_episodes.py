@@ -18,7 +18,7 @@ from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.environments.base import Answer, Play, Turn
 from hybridrl.environments.stage import Stages
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
-from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rewards.outcome import ScorerFailure
 from hybridrl.rollout.engine import Request, SamplingParams, request_seed
@@ -32,7 +32,7 @@ WORDS = "own_environments:num_words"
 def world() -> Iterator[World]:
     platform = Platform.detect()
     start_process_group(platform, 60.0)
-    yield World(TrainLayout(1, 1, 1, 1, 1, 1), platform, 60.0)
+    yield World(platform, 60.0)
     stop_process_group()
 
 

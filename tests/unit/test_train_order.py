@@ -18,7 +18,9 @@ from hybridrl.cli.plan import plan_report
 from hybridrl.cli.plan_cluster import ClusterFile
 from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
+from hybridrl.config.placement import Machines
 from hybridrl.config.rules import AXES, check, is_megatron_order
+from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.assign import OrderChoice, assign, choose_order
 from hybridrl.hybrid_engine.order import order_layout
@@ -26,7 +28,7 @@ from hybridrl.hybrid_engine.owned import equal_shares
 from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.models.weights import RankLayout, fused_layout, megatron_layouts
 from hybridrl.parallel.layout import DEFAULT_ORDER, Coordinates, TrainLayout
-from hybridrl.trainer.setup import make_world
+from hybridrl.trainer.setup import training_layout
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
@@ -286,24 +288,21 @@ def test_an_order_that_megatron_does_not_take_is_not_chosen() -> None:
 def test_the_world_is_laid_out_as_plan_says(
     monkeypatch: pytest.MonkeyPatch, order: str, rollout_tp: int, node: int, is_own: bool
 ) -> None:
-    made = []
-    monkeypatch.setattr("hybridrl.trainer.setup.World", lambda layout, *_: made.append(layout))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
     train = {"tp": 2, "pp": 2, "order": order}
     sections = {"train": train, "rollout": {"engine": "vllm", "tp": rollout_tp}}
     config = load_config_dict({**CONFIG, **sections})
-    make_world(config, None)
+    made = training_layout(config, placed(config, Machines(8))[0])
     report, _ = plan_report(config, 8, ClusterFile(gpus_per_node=node))
-    assert made == [TrainLayout(8, tp=2, pp=2, order=report["order"]["axes"])]
-    assert (made[0].order == DEFAULT_ORDER) is is_own
+    assert made == TrainLayout(8, tp=2, pp=2, order=report["order"]["axes"])
+    assert (made.order == DEFAULT_ORDER) is is_own
 
 
 @pytest.mark.usefixtures("one_rank_of_eight")
 def test_without_known_nodes_the_order_is_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor-parallel group could be put on two."""
-    made = []
-    monkeypatch.setattr("hybridrl.trainer.setup.World", lambda layout, *_: made.append(layout))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     sections = {"train": {"tp": 2, "pp": 2}, "rollout": {"engine": "vllm", "tp": 4}}
-    make_world(load_config_dict({**CONFIG, **sections}), None)
-    assert made == [TrainLayout(8, tp=2, pp=2)]
+    config = load_config_dict({**CONFIG, **sections})
+    made = training_layout(config, placed(config, Machines(8))[0])
+    assert made == TrainLayout(8, tp=2, pp=2)

@@ -1,0 +1,126 @@
+"""Rules between the section `placement`, the models of a run and their sizes. No torch.
+
+Owns where the models of a configuration lie (`placed`), and what is wrong with that beyond the
+section itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridrl.config.placement import (
+    REWARD,
+    Machines,
+    Place,
+    Placement,
+    RoleRanks,
+    named_roles,
+    place,
+    shown,
+)
+from hybridrl.config.roles import reward_models, run_models
+from hybridrl.config.schema import Config
+from hybridrl.errors import UserError
+
+
+def placed(config: Config, machines: Machines) -> tuple[Placement, list[UserError]]:
+    """Returns where the models of a run lie, and what is wrong with it; arguments as of `place`."""
+    train = config.train
+    sizes = Place((), train.tp, train.pp, train.cp, train.ep, train.vpp)
+    return place(config.placement, sizes, machines)
+
+
+def placement_rules(
+    config: Config, placement: Placement, shape: Mapping[str, Any]
+) -> Iterator[UserError]:
+    """Returns what is wrong with the roles that the section names.
+
+    Args:
+        config: of the run.
+        placement: of it, without errors of its own.
+        shape: the policy's config.json, or nothing.
+    """
+    lacking = _missing_roles(config)
+    for role, (key, given) in named_roles(config.placement).items():
+        if role in lacking:
+            value = given.ranks or "a layout"
+            yield UserError(key, value, f"nothing {lacking[role]}", f"Remove {key}.")
+        elif isinstance(given, RoleRanks):
+            yield from _size_rules(key, placement.of(role), shape if _is_of_policy(role) else {})
+
+
+def _is_of_policy(role: str) -> bool:
+    return role in ("reference", "critic")
+
+
+def _missing_roles(config: Config) -> dict[str, str]:
+    """Returns the roles that a run has no model for, and why; none of an algorithm of the user's
+    own, which only its class knows.
+    """
+    section, needs = config.algorithm, config.algorithm.needs
+    lacking: dict[str, str] = {}
+    served = reward_models(config)
+    for name in config.placement.rewards:
+        if name not in served:
+            known = f"those are {', '.join(served)}" if served else "there is none"
+            lacking[REWARD + name] = f"that is no scorer with a reward model: {known}"
+    if needs is None:
+        return lacking
+    terms = [term.algorithm.needs for term in config.terms().values()]
+    models = run_models(config, needs, [term for term in terms if term is not None])
+    has = {
+        "reference": models.has_reference,
+        "critic": models.has_critic,
+        "teacher": models.has_teacher,
+    }
+    for role, is_there in has.items():
+        if not is_there:
+            lacking[role] = f"with algorithm {section.name}, which has no {role}"
+    return lacking
+
+
+def _size_rules(key: str, found: Place, shape: Mapping[str, Any]) -> Iterator[UserError]:
+    num, product = len(found.ranks), found.tp * found.pp * found.cp
+    if num % product:
+        yield UserError(
+            f"{key}: tp * pp * cp",
+            f"{found.tp} * {found.pp} * {found.cp} = {product}",
+            f"a divisor of its {num} ranks, {shown(found.ranks)}",
+            f"Set {key}.tp, .pp or .cp (else they are those of `train`), or give it other ranks.",
+        )
+    elif (num // found.pp) % found.ep:
+        yield UserError(
+            f"{key}.ep",
+            found.ep,
+            f"a divisor of the {num // found.pp} ranks of a pipeline stage",
+            f"Change {key}.ep.",
+        )
+    yield from layer_rules(f"{key}.pp", found.pp * found.vpp, shape)
+    yield from split_rules(f"{key}.tp", found.tp, shape)
+
+
+def layer_rules(
+    key: str, chunks: int, shape: Mapping[str, Any], shown: str = ""
+) -> Iterator[UserError]:
+    """Rules of splitting the layers into `chunks`, which `key` with value `shown` asks for."""
+    layers = shape.get("num_hidden_layers")
+    if isinstance(layers, int) and layers % chunks:
+        allowed = f"a divisor of the model's {layers} layers"
+        yield UserError(key, shown or chunks, allowed, f"Change {key.replace(' * ', ' or ')}.")
+
+
+def split_rules(key: str, tp: int, shape: Mapping[str, Any]) -> Iterator[UserError]:
+    """Rules of splitting one layer over `tp` ranks, which `key` asks for."""
+    heads, kv_heads = shape.get("num_attention_heads"), shape.get("num_key_value_heads")
+    units = shape.get("intermediate_size")
+    for name, size in (("attention heads", heads), ("feed-forward units", units)):
+        if isinstance(size, int) and size % tp:
+            yield UserError(key, tp, f"a divisor of the model's {size} {name}", f"Change {key}.")
+    if isinstance(kv_heads, int) and kv_heads % tp and tp % kv_heads:
+        yield UserError(
+            key,
+            tp,
+            f"a divisor or a multiple of the model's {kv_heads} key/value heads",
+            f"Change {key}.",
+        )
