@@ -21,9 +21,8 @@ from hybridrl.hybrid_engine.plan import plan_reshard
 from hybridrl.hybrid_engine.transport import gather_objects
 from hybridrl.models.boxes import Shape
 from hybridrl.models.hf import HfWriter
-from hybridrl.models.weights import RankLayout, Region, hf_layout
+from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_layout
 
-NOTHING = RankLayout((), {})
 STAGING_BYTES = 64 << 20
 
 
@@ -96,7 +95,8 @@ def gather_tensors(
     regions = [_by_hf_name(layout) for layout in layouts]
     out_dtype = {"": torch.empty(0, dtype=dtype)} if rank == 0 else {}
     wire_dtype = agree_wire_dtype(tensors, out_dtype, group)
-    device = next(iter(tensors.values())).device
+    here = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    device = next((tensor.device for tensor in tensors.values()), torch.device(here))
     for name, shape in shapes.items():
         sources = [RankLayout(tuple(own.get(name, ())), {}) for own in regions]
         targets = [hf_layout({name: shape}), *([NOTHING] * (len(layouts) - 1))]

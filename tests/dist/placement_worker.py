@@ -1,0 +1,157 @@
+"""One rank of the test of placements: the same samples give the same losses and weights, wherever
+the models lie.
+
+placement_worker.py FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from small_runs import small_run
+from torch import Tensor
+
+from hybridrl.hybrid_engine.export import gather_tensors
+from hybridrl.models.weights import hf_shapes
+from hybridrl.trainer.loop import Trainer
+from hybridrl.trainer.model import ParallelModel
+
+STEPS = 2
+# With the same number of data-parallel replicas sums are made in the same order: bit for bit.
+EXACT, CLOSE = 0.0, 1e-6
+Found = tuple[list[dict[str, float]], dict[str, dict[str, Tensor]]]
+
+
+def weights(model: ParallelModel) -> dict[str, Tensor]:
+    """Returns the HF tensors of a model, on rank 0."""
+    world, source = model.world, model.source
+    layouts = [model.layout_of(rank) for rank in range(world.size)]
+    shapes = hf_shapes(source.family, source.shape, model.head)
+    return dict(gather_tensors(layouts, model.weights(), shapes, torch.float32, world.rank))
+
+
+def train(folder: Path, name: str, steps: int, config: str, *knobs: str) -> Found:
+    """Trains, and returns the metrics of each step and, on rank 0, the weights at the end."""
+    # Adam divides by a gradient's size: where it is tiny, another order of sums moves a weight by a
+    # part of the learning rate, which is kept below the tolerance that way.
+    options = f"run.name={name}", f"steps.num_steps={STEPS * 2}", "train.learning_rate=2e-5"
+    given = (*options, *knobs)
+    with small_run(folder, *given, config=config) as trainer:
+        metrics: list[dict[str, float]] = []
+        step = trainer.train_step
+
+        def note() -> dict[str, float]:
+            metrics.append(step())
+            return metrics[-1]
+
+        trainer.train_step = note  # type: ignore[method-assign]
+        trainer.fit(until=steps)
+        found = {role: weights(model) for role, model in trainer.trained.items()}
+        check_parts(trainer)
+        told = trainer.world.gather_objects(seen(metrics))
+    assert all(other == told[0] for other in told), ("metrics differ between ranks", told)
+    return metrics, found
+
+
+def seen(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
+    """Returns what does not depend on how fast a run is, or on where its parts lie."""
+    mine = ("time_s", "throughput", "memory", "reshard", "generate/idle_share", "flops", "mfu")
+    return [
+        {key: repr(value) for key, value in step.items() if not key.startswith(mine)}
+        for step in metrics
+    ]
+
+
+def check_parts(trainer: Trainer) -> None:
+    """A rank holds of a model exactly what its place gives it."""
+    for model in trainer.models.values():
+        names = model.layout().shapes if model.mesh.is_member else {}
+        assert set(model.weights_in_place()) == set(names), (trainer.world.rank, names)
+    has_engine = trainer.world.rank in trainer.engine.layout.ranks
+    assert bool(trainer.raw_engine.tensors()) is has_engine
+
+
+def compare(name: str, one: Found, other: Found, tolerance: float) -> None:
+    """Raises AssertionError where two runs differ by more than the tolerance."""
+    for step, (a, b) in enumerate(zip(one[0], other[0], strict=True)):
+        for key in ("policy/loss", "policy/grad_norm", "critic/loss", "reward/mean", "policy/kl"):
+            gap = abs(a.get(key, 0.0) - b.get(key, 0.0))
+            assert (key in a) == (key in b) and gap <= tolerance, (name, step, key, a, b)
+    assert one[1].keys() == other[1].keys()
+    for role, tensors in one[1].items():
+        for tensor, value in tensors.items():
+            gap = float((value - other[1][role][tensor]).abs().max())
+            assert gap <= tolerance, (name, role, tensor, gap)
+
+
+def check_grpo(folder: Path) -> None:
+    """The policy on two ranks, engines elsewhere, and a reference on a rank of its own.
+
+    Each is compared with a shared run that is cut alike: other cuts round otherwise.
+    """
+    kl, found = "algorithm.kl_coef=0.1", {}
+    ways = {
+        "shared": ("", ()),
+        "disjoint": ("shared", ("placement.policy=0-1", "placement.rollout=2-3")),
+        "reversed": ("shared", ("placement.policy=last:2", "placement.rollout=first:2")),
+        "tp": ("", ("train.tp=2",)),
+        "overlapping": ("tp", ("train.tp=2", "placement.policy=0-1", "placement.rollout=1-3")),
+        "pp": ("", ("train.pp=2",)),
+        "reference": (
+            "pp",
+            (
+                "train.pp=2",
+                "placement.policy=1,3",
+                "placement.reference={ranks: 2, pp: 1}",
+                "placement.rollout=0",
+            ),
+        ),
+    }
+    for name, (like, knobs) in ways.items():
+        found[name] = train(folder, name, STEPS, "grpo.yaml", kl, *knobs)
+        if like:
+            compare(name, found[like], found[name], CLOSE)
+    compare("the same layout elsewhere", found["disjoint"], found["reversed"], EXACT)
+
+
+def check_ppo(folder: Path, judge: str) -> None:
+    """A critic on other ranks, or cut otherwise; a reward model alone on a rank."""
+    served = f"{{function: reward_model, options: {{path: {judge}}}}}"
+    knobs = (
+        f"reward.functions={{judge: {served}, digits: {{function: 'scripted_reward:digits'}}}}",
+        "reward.function=exact_match",
+        "steps.samples_per_prompt=1",
+        "algorithm.critic_warmup_steps=0",
+    )
+    shared = train(folder, "ppo", STEPS, "ppo.yaml", *knobs)
+    ways = {
+        "critic": ("placement.policy=0-1", "placement.critic=2-3"),
+        "cut": ("train.tp=1", "placement.critic.tp=2"),
+        "alone": ("placement.policy=0,1", "placement.critic=1-2", "placement.rewards.judge=3"),
+    }
+    for name, placed in ways.items():
+        compare(name, shared, train(folder, name, STEPS, "ppo.yaml", *knobs, *placed), CLOSE)
+
+
+def check_resume(folder: Path) -> None:
+    """A run that goes on in another placement is the run that never stopped."""
+    knobs = ("checkpoint.every=2", "algorithm.kl_coef=0.1")
+    whole = train(folder, "whole", 2 * STEPS, "grpo.yaml", *knobs)
+    train(folder, "moved", STEPS, "grpo.yaml", *knobs, "placement.policy=2-3", "placement.rollout=0-1")
+    placed = ("train.tp=2", "placement.policy=0-1", "placement.rollout=1-3")
+    metrics, tensors = train(folder, "moved", 2 * STEPS, "grpo.yaml", *knobs, *placed)
+    compare("moved", (whole[0][STEPS:], whole[1]), (metrics, tensors), CLOSE)
+
+
+def main() -> None:
+    folder, judge = Path(sys.argv[1]), sys.argv[2]
+    check_grpo(folder)
+    check_ppo(folder, judge)
+    check_resume(folder)
+
+
+if __name__ == "__main__":
+    main()
