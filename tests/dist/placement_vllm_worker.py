@@ -1,0 +1,61 @@
+"""One rank of the test of vLLM on some of the ranks only: the weights arrive, and engine and trainer
+agree, wherever the policy lies.
+
+placement_vllm_worker.py MODEL FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hybridrl.trainer.loop import Trainer
+
+PLACEMENTS = {
+    "disjoint": {"policy": "0", "rollout": "1-2"},
+    "overlapping": {"policy": "0-1", "rollout": "1-2"},
+    "first": {"policy": "all", "rollout": "0"},
+}
+
+
+def check(model: str, folder: Path, name: str, placement: dict[str, str]) -> None:
+    """Two steps of a run whose engine is proven before the first of them."""
+    config = {
+        "run": {"name": name, "dir": str(folder)},
+        "model": {"path": model, "tokenizer": "examples/quickstart/model"},
+        "train": {"micro_batch_tokens": 256, "learning_rate": 1e-3},
+        "rollout": {
+            "engine": "vllm",
+            "tp": 1 if placement["rollout"] == "0" else 2,
+            "max_new_tokens": 8,
+            "max_batch": 8,
+            "verify": 1,
+        },
+        "algorithm": {"name": "grpo"},
+        "data": {"prompts": "examples/quickstart/train.jsonl", "max_prompt_tokens": 6},
+        "steps": {"prompts_per_step": 4, "samples_per_prompt": 2, "num_steps": 2},
+        "reward": {"function": "scripted_reward:digits"},
+        "log": {"console": False, "tensorboard": False},
+        "placement": placement,
+    }
+    trainer = Trainer.from_config(config)
+    metrics = []
+    trainer.check_engine()
+    for _ in range(2):
+        metrics.append(trainer.train_step())
+    gaps = [step["mismatch/logprob_diff_mean"] for step in metrics]
+    assert max(gaps) < 1e-4, (name, gaps)  # the engine samples with the weights of this step
+    engines = trainer.engine.layout.ranks
+    assert bool(trainer.raw_engine.tensors()) is (trainer.world.rank in engines), name
+    assert metrics[-1]["generate/tokens"] > 0
+    trainer.close()
+
+
+def main() -> None:
+    model, folder = sys.argv[1], Path(sys.argv[2])
+    for name, placement in PLACEMENTS.items():
+        check(model, folder, name, placement)
+
+
+if __name__ == "__main__":
+    main()
