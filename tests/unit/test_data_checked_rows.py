@@ -161,6 +161,12 @@ def test_a_folder_that_is_no_data_set_is_not_read_through(write, folder, tmp_pat
     assert [error.value for error in judge(str(tmp_path))] == ["a directory"]
 
 
+@pytest.mark.parametrize("name", ["n" * 9999, "a\0b", "a\0b.parquet", "none", "/dev/null"])
+def test_names_of_no_file_have_no_identity(folder, name) -> None:
+    assert source_identity(name) is None
+    assert judge(name) and not folder.exists()
+
+
 def test_the_code_that_checks_decides(write, folder, num_read, monkeypatch, tmp_path) -> None:
     path = write(GOOD)
     assert not judge(path)
