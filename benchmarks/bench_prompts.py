@@ -1,16 +1,21 @@
 """Measures what many prompts take of a node: seconds of the first start and of later ones, and the
 memory of all ranks together.
 
-A file of prompts is generated and tokenized (the first start), by one process. Then as many
-processes as a node has ranks start, one after another's check of the file as in a run: the first
-reads the whole file to see that it is undamaged, all map it, compute the identity of the data and
-take prompts. Their memory is the growth of the proportional set size, in which a page that several
-share counts once. Ideal: 4 bytes a token, once a node. Mapped pages are clean: the system may take
-them back.
+A file of prompts is generated. It is checked as by `hybridrl train` before ranks start, twice: the
+second time it was checked before. One process tokenizes it (the first start). Then as many
+processes as a node has ranks start as in a run: the first finds the tokenized file and reads it
+whole to see that it is undamaged, all map it, compute the identity of the data and take prompts.
+Their memory is the sum of their proportional set sizes, in which a page that several share counts
+once, less that of as many ranks with FEW prompts. Ideal: 4 bytes a token, once a node. Mapped pages
+are clean: the system may take them back.
+
+Two tokenizers: the quickstart's, of a token a digit, and one of NUM_WORDS words, with which rows
+are five times as long in text.
 
     python benchmarks/bench_prompts.py
 
-Exit code 1 where the memory is above --most-gb or a later start takes longer than --most-s.
+Exit code 1 where the memory is above --most-gb or a later start, with its check, takes longer than
+--most-s.
 """
 
 from __future__ import annotations
@@ -18,30 +23,34 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import platform
 import random
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hybridrl.cli.validate import validate_training
+from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.prompt_store import PromptStore
+from hybridrl.data.mixture import hold_out
+from hybridrl.data.prompt_store import ENDING, PromptStore, cache_folder
 from hybridrl.data.prompts import PromptSource, Reading
 
-NUM_WORDS, TAKEN, WAITED_S = 30_000, 512, 900
+QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
+NUM_WORDS, TAKEN, FEW, WAITED_S, SHARE = 30_000, 512, 10, 1800, 0.01
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def words_tokenizer() -> Any:
     """Returns a tokenizer of one token a word."""
     words = {f"w{number}": number for number in range(NUM_WORDS)} | {"<end>": NUM_WORDS}
     fast = Tokenizer(models.WordLevel(words, unk_token="w0"))
@@ -49,95 +58,119 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<end>")
 
 
-def write_rows(path: Path, num: int, num_tokens: int) -> None:
-    """Writes a JSONL file of random prompts with answers."""
-    rng = random.Random(0)
-    words = [f"w{number}" for number in range(NUM_WORDS)]
+def quickstart_tokenizer() -> Any:
+    """Returns the tokenizer of the quickstart's model: one token a digit."""
+    return AutoTokenizer.from_pretrained(str(QUICKSTART / "model"), trust_remote_code=False)
+
+
+# What makes a tokenizer, the texts of its tokens, and what stands between them.
+TOKENIZERS: dict[str, tuple[Callable[[], Any], list[str], str]] = {
+    "quickstart": (quickstart_tokenizer, [*"0123456789+=,"], ""),
+    "words": (words_tokenizer, [f"w{number}" for number in range(NUM_WORDS)], " "),
+}
+
+
+def write_rows(path: Path, num: int, num_tokens: int, tokenizer: str) -> Reading:
+    """Writes a JSONL file of random prompts with answers, always the same ones, and returns how it
+    is read.
+    """
+    rng, (_, words, between) = random.Random(0), TOKENIZERS[tokenizer]
     with path.open("w") as file:
         for number in range(num):
-            text = " ".join(rng.choices(words, k=num_tokens))
+            text = between.join(rng.choices(words, k=num_tokens))
             file.write(f'{{"prompt": "{text}", "answer": "{number}"}}\n')
+    return Reading(DataConfig(prompts=(str(path),), max_prompt_tokens=num_tokens))
 
 
-def memory_mb() -> dict[str, float]:
-    """Returns this process's proportional set size and what it shares with no other, in MB."""
+def check_s(reading: Reading, folder: Path) -> float:
+    """Returns how long the check of a run before its ranks start takes."""
+    config = load_config_dict(
+        {
+            "run": {"name": "prompts", "dir": str(folder / "runs")},
+            "model": {"init": str(QUICKSTART / "model")},
+            "algorithm": {"name": "grpo"},
+            "steps": {"samples_per_prompt": 2},
+            "rollout": {"engine": "hf"},
+            "data": reading.config.model_dump(),
+        }
+    )
+    began = time.perf_counter()
+    validate_training(config, 1)
+    return time.perf_counter() - began
+
+
+def pss_mb() -> float:
+    """Returns this process's proportional set size."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    values = {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in lines}
-    private = values["Private_Clean"] + values["Private_Dirty"]
-    return {"pss": values["Pss"], "private": private}
+    return sum(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("Pss:"))
 
 
-def start(reading: Reading, folder: Path, files: list[str | None] | None) -> tuple[Any, Any, Any]:
-    """Loads prompts as a rank does; returns the store, what was loaded and the source."""
-    store = PromptStore(make_tokenizer(), folder)
-    if files is not None:
-        store.follow(files)
-    loaded = store.load(reading)
-    return store, loaded, PromptSource(loaded.prompts, seed=0, shuffle=True)
-
-
-def verify(reading: Reading, folder: Path) -> None:
+def verify(reading: Reading, tokenizer: Any) -> None:
     """Refuses to measure prompts that are not those of the file."""
-    store = PromptStore(make_tokenizer(), folder)
-    loaded = store.load(reading)
-    read = reading.prompts(make_tokenizer(), reading.left_out())
+    loaded = PromptStore(tokenizer).load(reading)
+    read = reading.prompts(tokenizer, reading.left_out())
     for place, (prompt, _) in enumerate(islice(read, 2000)):
         if loaded.prompts[place] != prompt:
             sys.exit(f"prompt {place} differs: nothing is measured")
 
 
 def rank(
-    number: int, reading: Reading, folder: Path, told: Any, barrier: Any, results: Any
+    number: int, reading: Reading, tokenizer: str, told: Any, barrier: Any, results: Any
 ) -> None:
     """Starts as one rank, and puts its seconds and memory into `results`."""
-    make_tokenizer()
+    store = PromptStore(TOKENIZERS[tokenizer][0]())
     barrier.wait()
-    before, began = memory_mb(), time.perf_counter()
-    if number == 0:
-        store, _, source = start(reading, folder, None)
-        for _ in range(told["ranks"] - 1):
-            told["files"].put(store.files)
-    else:
-        _, _, source = start(reading, folder, told["files"].get())
-    source.take(TAKEN)
-    seconds = time.perf_counter() - began
-    barrier.wait()
-    after = memory_mb()
-    barrier.wait()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    results.put({"seconds": seconds, "before": before, "after": after, "peak_rss": peak})
-
-
-def first_start(reading: Reading, folder: Path, results: Any) -> None:
-    """Tokenizes, and puts seconds and peak memory into `results`."""
     began = time.perf_counter()
-    start(reading, folder, None)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    results.put({"seconds": time.perf_counter() - began, "peak_rss": peak})
+    if number:
+        store.follow(told["files"].get())
+    loaded = store.load(reading)
+    mapped = time.perf_counter()
+    for _ in range(0 if number else told["ranks"] - 1):
+        told["files"].put(store.files)
+    source = PromptSource(loaded.prompts, seed=0, shuffle=True)
+    source.take(TAKEN)
+    ended = time.perf_counter()
+    barrier.wait()
+    memory = pss_mb()
+    barrier.wait()
+    if len(loaded.prompts) > FEW:
+        hold_out(loaded, SHARE)
+    held_out = time.perf_counter() - ended
+    fingerprint = source.state()["fingerprint"]
+    seconds = {"until_mapped": mapped - began, "until_ready": ended - began, "held_out": held_out}
+    results.put({**seconds, "memory_mb": memory, "fingerprint": fingerprint})
 
 
-def later_start(context: Any, reading: Reading, folder: Path, ranks: int) -> dict[str, float]:
-    """Starts ranks that map what is there; returns their seconds and memory."""
-    results, barrier = context.Queue(), context.Barrier(ranks)
-    told = {"ranks": ranks, "files": context.Queue()}
-    jobs = [
-        context.Process(target=rank, args=(i, reading, folder, told, barrier, results), daemon=True)
-        for i in range(ranks)
-    ]
+def first_start(reading: Reading, tokenizer: str, results: Any) -> None:
+    """Tokenizes, and puts the seconds into `results`."""
+    began = time.perf_counter()
+    PromptStore(TOKENIZERS[tokenizer][0]()).load(reading)
+    results.put(time.perf_counter() - began)
+
+
+def in_processes(context: Any, functions: list[tuple[Any, ...]], results: Any) -> list[Any]:
+    """Runs each function with its arguments in a process, and returns what they put."""
+    jobs = [context.Process(target=f, args=(*args, results), daemon=True) for f, *args in functions]
     for job in jobs:
         job.start()
     found = [results.get(timeout=WAITED_S) for _ in jobs]
     for job in jobs:
         job.join()
-    grown = [one["after"]["pss"] - one["before"]["pss"] for one in found]
-    private = [one["after"]["private"] - one["before"]["private"] for one in found]
-    return {
-        "ranks": ranks,
-        "seconds": round(max(one["seconds"] for one in found), 2),
-        "memory_mb": round(sum(grown), 1),
-        "private_mb_a_rank": round(max(private), 1),
-        "peak_rss_mb_a_rank": round(max(one["peak_rss"] for one in found), 1),
+    return found
+
+
+def later_start(context: Any, reading: Reading, tokenizer: str, ranks: int) -> dict[str, Any]:
+    """Starts ranks that map what is there; returns their seconds, of the slowest, and memory."""
+    barrier, told = context.Barrier(ranks), {"ranks": ranks, "files": context.Queue()}
+    functions = [(rank, number, reading, tokenizer, told, barrier) for number in range(ranks)]
+    found = in_processes(context, functions, context.Queue())
+    if len({one["fingerprint"] for one in found}) != 1:
+        sys.exit("ranks disagree on the prompts: nothing is measured")
+    slowest = {
+        f"{name}_s": round(max(one[name] for one in found), 2)
+        for name in ("until_mapped", "until_ready", "held_out")
     }
+    return {"ranks": ranks, **slowest, "memory_mb": sum(one["memory_mb"] for one in found)}
 
 
 def commit() -> str | None:
@@ -152,26 +185,33 @@ def commit() -> str | None:
     return asked.stdout.strip() or None
 
 
-def measure(args: argparse.Namespace, folder: Path) -> Mapping[str, Any]:
+def measure(args: argparse.Namespace, folder: Path, tokenizer: str) -> dict[str, Any]:
     """Generates the file, and returns what the starts took."""
     rows = folder / "rows.jsonl"
-    write_rows(rows, args.prompts, args.tokens)
+    reading = write_rows(rows, args.prompts, args.tokens, tokenizer)
+    few = write_rows(folder / "few.jsonl", FEW, args.tokens, tokenizer)
+    checks = [round(check_s(reading, folder), 2) for _ in range(2)]
+    print(f"{tokenizer}: checked in {checks[0]} s, then in {checks[1]} s", flush=True)
     context = multiprocessing.get_context("spawn")
-    reading = Reading(DataConfig(prompts=(str(rows),), max_prompt_tokens=args.tokens))
-    results = context.Queue()
-    job = context.Process(target=first_start, args=(reading, folder, results), daemon=True)
-    job.start()
-    first = results.get(timeout=WAITED_S)
-    job.join()
-    print(f"first start: {first}", flush=True)
-    verify(reading, folder)
-    later = later_start(context, reading, folder, args.ranks)
-    (file,) = folder.glob("*.prompts")
+    first = in_processes(context, [(first_start, reading, tokenizer)], context.Queue())
+    in_processes(context, [(first_start, few, tokenizer)], context.Queue())
+    print(f"{tokenizer}: first start in {first[0]:.1f} s", flush=True)
+    verify(reading, TOKENIZERS[tokenizer][0]())
+    later = []
+    for ranks in args.ranks:
+        held = later_start(context, few, tokenizer, ranks)["memory_mb"]
+        found = later_start(context, reading, tokenizer, ranks)
+        later.append({**found, "memory_mb": round(found["memory_mb"] - held, 1)})
+        print(f"{tokenizer}: {later[-1]}", flush=True)
     return {
+        "tokenizer": tokenizer,
         "text_mb": round(rows.stat().st_size / 1e6, 1),
-        "file_mb": round(file.stat().st_size / 1e6, 1),
-        "first_start": {name: round(value, 1) for name, value in first.items()},
-        "later_start": later,
+        "file_mb": round(max(p.stat().st_size for p in cache_folder().glob(f"*{ENDING}")) / 1e6, 1),
+        "first_check_s": checks[0],
+        "first_start_s": round(first[0], 1),
+        "later_check_s": checks[1],
+        "load_average": round(os.getloadavg()[2], 1),
+        "later_starts": later,
     }
 
 
@@ -180,7 +220,8 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--prompts", type=int, default=1_000_000)
     parser.add_argument("--tokens", type=int, default=200, help="of each prompt")
-    parser.add_argument("--ranks", type=int, default=4, help="of the node")
+    parser.add_argument("--tokenizers", nargs="+", choices=TOKENIZERS, default=list(TOKENIZERS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="of the node")
     parser.add_argument("--most-gb", type=float, default=1.2, help="of all ranks together")
     parser.add_argument("--most-s", type=float, default=60, help="of a later start")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/prompts.json"))
@@ -188,13 +229,9 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures, writes the result, prints it, and judges it."""
+    """Measures, writes the result after each tokenizer, prints it, and judges it."""
     args = options()
-    folder = Path(tempfile.mkdtemp(prefix="bench-prompts-"))
-    try:
-        found = measure(args, folder)
-    finally:
-        shutil.rmtree(folder)
+    cases: list[dict[str, Any]] = []
     result = {
         "benchmark": "prompts",
         "commit": commit(),
@@ -204,14 +241,24 @@ def main() -> None:
             "python": platform.python_version(),
         },
         "shape": {"prompts": args.prompts, "tokens": args.tokens},
-        **found,
+        "limits": {"memory_gb": args.most_gb, "later_start_s": args.most_s},
+        "cases": cases,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    for tokenizer in args.tokenizers:
+        folder = Path(tempfile.mkdtemp(prefix="bench-prompts-"))
+        os.environ["HYBRIDRL_CACHE"] = str(folder)
+        try:
+            cases.append(measure(args, folder, tokenizer))
+        finally:
+            shutil.rmtree(folder)
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
-    later = found["later_start"]
-    if later["memory_mb"] > 1e3 * args.most_gb or later["seconds"] > args.most_s:
-        sys.exit(f"allowed: {args.most_gb} GB, {args.most_s} s")
+    for case in cases:
+        for later in case["later_starts"]:
+            seconds = case["later_check_s"] + later["until_ready_s"]
+            if later["memory_mb"] > 1e3 * args.most_gb or seconds > args.most_s:
+                sys.exit(f"allowed: {args.most_gb} GB, {args.most_s} s")
 
 
 if __name__ == "__main__":

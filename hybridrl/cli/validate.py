@@ -1,7 +1,8 @@
 """What the parent checks before any rank starts: configuration, model with its weights, data, run
 folder with its checkpoint. No torch.
 
-Owns collecting every violation into one ConfigError. Reads files, writes none.
+Owns collecting every violation into one ConfigError. Reads files, and writes none but the marks of
+rows that were checked.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
 from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
 from hybridrl.data.chats import chat_column
+from hybridrl.data.checked_rows import unless_checked
 from hybridrl.data.feedback import checked, label_columns, response_columns
 from hybridrl.data.rows import read_rows, validate_file
 from hybridrl.environments.table import check_environment
@@ -280,29 +282,45 @@ def _answer_column(config: Config) -> list[str]:
 
 def _rows(
     data: DataConfig, paths: Sequence[str], needs: Needs | None, answer: Sequence[str]
-) -> Iterator[UserError]:
+) -> list[UserError]:
     """Checks what an algorithm trains on; of one of the user's own only prompts are looked for."""
     if needs is None or needs.rollouts:
         return _files(data, paths, answer)
-    return _responses(data, paths, needs.feedback)
+    feedback = needs.feedback
+    text = [data.prompt_key, *response_columns(data, feedback)]
+    columns = text, label_columns(data, feedback)
+    looked_for = [*columns, "responses", feedback]
+    return unless_checked(
+        data, paths, looked_for, lambda: [*_responses(data, paths, *columns, feedback)]
+    )
 
 
-def _files(
-    data: DataConfig, paths: Sequence[str], other: Sequence[str], responses: Sequence[str] = ()
+def _files(data: DataConfig, paths: Sequence[str], other: Sequence[str]) -> list[UserError]:
+    """Checks what is evaluated, or given responses."""
+    columns = [data.prompt_key], list(other)
+    return unless_checked(
+        data, paths, [*columns, "prompts"], lambda: [*_each_file(data, paths, *columns)]
+    )
+
+
+def _each_file(
+    data: DataConfig, paths: Sequence[str], text: Sequence[str], other: Sequence[str]
 ) -> Iterator[UserError]:
     for path in paths:
         try:
-            validate_file(path, [data.prompt_key, *responses], other, chat_column(data))
+            validate_file(path, text, other, chat_column(data))
         except UserError as error:
             yield error
 
 
 def _responses(
-    data: DataConfig, paths: Sequence[str], feedback: Feedback | None
+    data: DataConfig,
+    paths: Sequence[str],
+    text: Sequence[str],
+    other: Sequence[str],
+    feedback: Feedback | None,
 ) -> Iterator[UserError]:
-    responses = response_columns(data, feedback)
-    text, other = [data.prompt_key, *responses], label_columns(data, feedback)
-    files = list(_files(data, paths, other, responses))
+    files = list(_each_file(data, paths, text, other))
     yield from files
     if not files and feedback is not None:
         try:

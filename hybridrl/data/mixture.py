@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.prompt_file import chosen, identities
+from hybridrl.data.prompt_file import chosen, token_texts
 from hybridrl.data.prompts import LoadedPrompts, PromptSource, saved_count
 from hybridrl.errors import DataError
 from hybridrl.samples import Prompt
@@ -117,7 +117,7 @@ def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequen
         DataError: one of the sides would be empty.
     """
     sides = array("q"), array("q")
-    for place, (_, tokens, *_) in enumerate(identities(loaded.prompts)):
+    for place, tokens in enumerate(token_texts(loaded.prompts)):
         sides[_share(tokens) < share].append(place)
     kept, held = sides
     if not held or not kept:
@@ -132,7 +132,7 @@ def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequen
     return trained, chosen(loaded.prompts, held)
 
 
-def _share(tokens: tuple[int, ...]) -> float:
-    """Returns a number from 0 to 1 that follows from a prompt's tokens."""
-    digest = hashlib.sha256(str(tokens).encode()).digest()
+def _share(tokens: bytes) -> float:
+    """Returns a number from 0 to 1 that follows from the text of a prompt's tokens."""
+    digest = hashlib.sha256(tokens).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

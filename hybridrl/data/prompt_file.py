@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridrl.data.tuple_texts import TupleTexts, runs
 from hybridrl.samples import Prompt
 
 MAGIC = b"hybridrl prompts 1\n"
@@ -36,6 +37,7 @@ _TRAILER = struct.Struct("=QI")  # the footer's length and CRC-32
 _MOST_FOOTER_BYTES = 1 << 20
 _COPIED_AT_ONCE = 1 << 20
 _ALIGNMENT = 64
+NONE = b"None"  # the text of tokens that a prompt has not
 _RAGGED = {"tokens": 4, "response": 4, "rejected": 4, "text": 1, "columns": 1}  # bytes of an item
 _ENDS = {name: f"{name}_offsets" for name in _RAGGED}
 _TYPES = {
@@ -47,7 +49,9 @@ _TYPES = {
     **dict.fromkeys(_ENDS.values(), "i8"),
 }
 
-Identity = tuple[int, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None, bool | None]
+_ROWS_AT_ONCE, _NUMBERS_AT_ONCE = 1 << 12, 1 << 17  # of which the texts of identities are made
+
+Identity = tuple[int, bytes, bytes, bytes, bool | None]
 
 
 class NotHeldError(Exception):
@@ -61,8 +65,9 @@ class DamagedError(Exception):
 
 
 def identities(prompts: Sequence[Prompt]) -> Iterator[Identity]:
-    """Yields of each prompt its number, tokens, response's and rejected tokens, and its label where
-    that is true or false: what its data's identity is made of.
+    """Yields of each prompt its number, its tokens, its response's and its rejected ones, these
+    three as the text of a tuple or NONE, and its label where that is true or false: what its data's
+    identity is made of.
     """
     if isinstance(prompts, MappedPrompts):
         yield from prompts.identities()
@@ -70,8 +75,17 @@ def identities(prompts: Sequence[Prompt]) -> Iterator[Identity]:
     for prompt in prompts:
         label = prompt.columns.get("label")
         known = label if isinstance(label, bool) else None
-        tokens = prompt.tokens, prompt.response_tokens, prompt.rejected_tokens
-        yield prompt.prompt_id, *tokens, known
+        given = prompt.tokens, prompt.response_tokens, prompt.rejected_tokens
+        tokens, response, rejected = (str(some).encode() for some in given)
+        yield prompt.prompt_id, tokens, response, rejected, known
+
+
+def token_texts(prompts: Sequence[Prompt]) -> Iterator[bytes]:
+    """Yields of each prompt its tokens as the text of a tuple."""
+    if isinstance(prompts, MappedPrompts):
+        yield from (tokens for _, (tokens,) in prompts.texts(1))
+        return
+    yield from (str(prompt.tokens).encode() for prompt in prompts)
 
 
 def chosen(prompts: Sequence[Prompt], places: Sequence[int]) -> Sequence[Prompt]:
@@ -349,13 +363,42 @@ class MappedPrompts(Sequence[Prompt]):
         return MappedPrompts(self.file, np.asarray(self._rows)[np.asarray(places, np.int64)])
 
     def identities(self) -> Iterator[Identity]:
-        """Yields what `identities` does, without reading texts and columns."""
+        """Yields what `identities` does, without making prompts."""
         labels = {1: True, 0: False}
-        for row in map(int, self._rows):
-            tokens, response, rejected = self.file.tokens_of(row)
-            assert tokens is not None
+        for row, (tokens, response, rejected) in self.texts(3):
             label = labels.get(int(self.file.labels[row]))
             yield int(self.file.ids[row]), tokens, response, rejected, label
+
+    def texts(self, num: int) -> Iterator[tuple[int, tuple[bytes, ...]]]:
+        """Yields of each prompt its row and, of the first `num` of its tokens, its response's and
+        its rejected ones, the text of the tuple or NONE.
+        """
+        file = self.file
+        sections = [*zip(_RAGGED, file.has, file.tokens, strict=False)][:num]
+        of_all = sum(len(tokens) for _, _, tokens in sections) * len(self) // file.num
+        write = TupleTexts(file.largest_token, of_all)
+        for first in range(0, len(self), _ROWS_AT_ONCE):
+            rows = np.asarray(self._rows[first : first + _ROWS_AT_ONCE], np.int64)
+            starts = {name: file.offsets[name][rows] for name, _, _ in sections}
+            lengths = {name: file.offsets[name][rows + 1] - starts[name] for name in starts}
+            for begin, end in runs(sum(lengths.values(), np.zeros_like(rows)), _NUMBERS_AT_ONCE):
+                texts = [
+                    write(_joined(tokens, starts[name][begin:end], sizes), sizes)
+                    if has
+                    else [NONE] * (end - begin)
+                    for name, has, tokens in sections
+                    for sizes in [lengths[name][begin:end]]
+                ]
+                yield from zip(rows[begin:end].tolist(), zip(*texts, strict=True), strict=True)
+
+
+def _joined(
+    tokens: NDArray[np.int32], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """Returns the tokens of rows, one row after the other."""
+    ends = (starts + lengths).tolist()
+    parts = [tokens[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
+    return np.concatenate(parts)
 
 
 def largest_token(prompts: Sequence[Prompt]) -> float:

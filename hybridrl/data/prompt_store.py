@@ -28,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.schema import DataConfig
 from hybridrl.data.prompt_file import (
     DamagedError,
     MappedPrompts,
@@ -41,6 +42,7 @@ from hybridrl.errors import said
 from hybridrl.samples import Prompt
 
 ENDING = ".prompts"
+CHECKED = ".checked"  # of the marks of checked_rows.py
 KEPT_DAYS = 30
 # Of the section `data`, what chooses among prompts that are there.
 _CHOOSES = {"prompts", "weights", "shuffle", "eval_prompts", "eval_share", "eval_limit"}
@@ -148,7 +150,7 @@ class PromptStore:
             OSError: the folder cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _remove_old(folder)
+        remove_old(folder)
         began, about = time.monotonic(), dict[str, object]()
         handle, name = tempfile.mkstemp(".part", dir=folder)
         try:
@@ -202,10 +204,10 @@ def _mapped(path: Path) -> LoadedPrompts:
     return LoadedPrompts(MappedPrompts(file), array("i", file.sources.tobytes()), left_out)
 
 
-def _remove_old(folder: Path) -> None:
+def remove_old(folder: Path) -> None:
     """Removes files that no run has used for KEPT_DAYS, whole ones and what is left of others."""
     oldest = time.time() - KEPT_DAYS * 86400
-    for path in [*folder.glob(f"*{ENDING}"), *folder.glob("*.part")]:
+    for path in [path for end in (ENDING, CHECKED, ".part") for path in folder.glob(f"*{end}")]:
         with suppress(OSError):  # another run removes it too
             if path.stat().st_mtime < oldest:
                 path.unlink()
@@ -215,17 +217,26 @@ def content_key(reading: Reading, tokenizer: TextEncoder) -> str | None:
     """Returns a digest of all that decides what is read; None where something of it is unknown."""
     config = reading.config
     given = config.prompts if reading.source is None else reading.source
-    names = list(map(str, given or ()))
-    sources = list(map(source_identity, names))
     encoder = tokenizer_identity(tokenizer, config.chat_template)
-    if None in sources or encoder is None:
+    read = None if encoder is None else what_is_read(config, list(map(str, given or ())))
+    if read is None:
+        return None
+    limits = [list(reading.required), reading.max_response_tokens, reading.feedback, reading.limit]
+    decides = [read, encoder, limits, sys.byteorder]
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def what_is_read(config: DataConfig, names: Sequence[str]) -> list[object] | None:
+    """Returns, for JSON, what decides which rows these sources give, and how they are read; None
+    where something of it is unknown.
+    """
+    sources = list(map(source_identity, names))
+    if None in sources:
         return None
     section = config.model_dump(mode="json", exclude=_CHOOSES)
-    limits = [list(reading.required), reading.max_response_tokens, reading.feedback, reading.limit]
     here = Path(__file__).parent
     code = [hashlib.sha256((here / f"{name}.py").read_bytes()).hexdigest() for name in _READERS]
-    decides = [names, sources, encoder, section, limits, code, sys.byteorder]
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
+    return [list(names), sources, section, code]
 
 
 def tokenizer_identity(tokenizer: Any, has_chats: bool) -> str | None:

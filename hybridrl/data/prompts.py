@@ -27,7 +27,7 @@ from hybridrl.data.feedback import (
     label_columns,
     response_columns,
 )
-from hybridrl.data.prompt_file import identities
+from hybridrl.data.prompt_file import NONE, identities
 from hybridrl.data.rows import Row, read_rows, validate_file
 from hybridrl.errors import DataError, said, short
 from hybridrl.samples import Prompt
@@ -331,10 +331,10 @@ class PromptSource:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         digest = hashlib.sha256(f"{seed if shuffle else None}".encode())
         for number, tokens, response, rejected, label in identities(prompts):
-            digest.update(f"{number}{tokens}{response}".encode())
-            if rejected is not None:
-                digest.update(f"{rejected}".encode())
-            if response and label is not None:
+            digest.update(b"%d%b%b" % (number, tokens, response))
+            if rejected != NONE:
+                digest.update(rejected)
+            if label is not None and response not in (NONE, b"()"):
                 digest.update(f"{label}".encode())
         self._fingerprint = digest.hexdigest()[:16]
         self._epoch, self._index = 0, 0

@@ -1,9 +1,9 @@
 """Rows of JSONL and other sources, checked one by one. No torch, no tokenizer.
 
-Owns what a prompt file may look like. The command line reads every file once through
-`validate_file` before any rank starts; the ranks read them again through `read_rows` (see
-prompts.py). Invariant: a row that comes out of here has every required column, and text in the
-text columns.
+Owns what a prompt file may look like. The command line reads every file through `validate_file`
+before any rank starts, once for each content (checked_rows.py); one rank of each node reads them
+again through `read_rows`, if they are not tokenized yet (prompt_store.py). Invariant: a row that
+comes out of here has every required column, and text in the text columns.
 """
 
 from __future__ import annotations

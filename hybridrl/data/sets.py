@@ -25,12 +25,14 @@ def is_data_set(name: str) -> bool:
 
 def source_identity(name: str) -> str | None:
     """Returns what is equal for sources of equal rows: a digest of the bytes of a file, or of all
-    files of a folder, or a data set's commit; None where none is known.
+    files of a data set's folder, or a data set's commit; None where none is known.
     """
     found = dataset_name(name)
     if found is not None:
         return str(found) if found.is_commit else None
     path = Path(name.removeprefix(DATASETS).split(":")[0] if name.startswith(DATASETS) else name)
+    if os.path.isdir(path) and not is_data_set(name):
+        return None  # a mistake, which may have any number of files below it
     digest = hashlib.sha256()
     try:
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
@@ -38,7 +40,7 @@ def source_identity(name: str) -> str | None:
             with file.open("rb") as content:
                 part = hashlib.file_digest(content, "sha256").hexdigest()
             digest.update(f"{file.relative_to(path)}\0{part}\0".encode("utf-8", "surrogateescape"))
-    except OSError:  # whoever reads the rows says what is wrong
+    except (OSError, ValueError):  # whoever reads the rows says what is wrong
         return None
     return digest.hexdigest() if files else None
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data import prompt_store
+from hybridrl.data import prompt_store, tuple_texts
 from hybridrl.data.mixture import hold_out, prompt_source
 from hybridrl.data.prompt_file import DamagedError, MappedPrompts, PromptFile
 from hybridrl.data.prompt_store import PromptStore, cache_folder
@@ -116,6 +116,54 @@ def test_the_quickstart_is_as_from_a_list(tmp_path) -> None:
     for kept, other in zip(hold_out(of_list, 0.2), hold_out(of_file, 0.2), strict=True):
         prompts, others = (getattr(side, "prompts", side) for side in (kept, other))
         assert tuple(prompts) == tuple(others)
+
+
+# What checkpoints hold: with another value none of them goes on.
+FINGERPRINTS = {
+    "prompts": ["a1afee3905b3eb1b", "998be62065f13733"],
+    "demonstrations": ["571551900d68b833", "55094776910fc82f"],
+    "pairs": ["2e7e61c45329e4b5", "bf2fe0880b6b6a5a"],
+    "labels": ["571551900d68b833", "55094776910fc82f"],
+}
+
+
+@pytest.mark.parametrize("fewest", [0, 10**9])
+@pytest.mark.parametrize("case", CASES)
+def test_fingerprints_stay_what_they_were(write, tmp_path, case, fewest, monkeypatch) -> None:
+    monkeypatch.setattr(tuple_texts, "FEWEST", fewest)
+    rows, changes = CASES[case]
+    asked = reading(write(rows), **changes)
+    for prompts in (
+        in_memory(asked, letters()).prompts,
+        PromptStore(letters(), tmp_path / "kept").load(asked).prompts,
+    ):
+        sources = [PromptSource(prompts, seed=3, shuffle=shuffle) for shuffle in (True, False)]
+        assert [source.state()["fingerprint"] for source in sources] == FINGERPRINTS[case]
+
+
+def quickstart() -> Reading:
+    files = [str(QUICKSTART / f"{name}.jsonl") for name in ("heldout", "sft", "train")]
+    return reading(*files, max_prompt_tokens=64, weights=[1, 2, 3])
+
+
+def test_the_quickstarts_order_and_held_out_prompts_stay_what_they_were(tmp_path) -> None:
+    found = PromptStore(letters(), tmp_path).load(quickstart())
+    state = prompt_source(found, quickstart().config, 0).state()
+    assert state["fingerprint"] == "9146e5f81f51c076"
+    kept, held = hold_out(found, 0.2)
+    sources = [PromptSource(side, seed=0, shuffle=True) for side in (kept.prompts, held)]
+    assert [len(source) for source in sources] == [8038, 1962]
+    fingerprints = [source.state()["fingerprint"] for source in sources]
+    assert fingerprints == ["a629943a457157b4", "3e23b3761f9af520"]
+    first = [prompt.prompt_id for prompt in sources[0].take(8)]
+    assert first == [6750, 9013, 9092, 4183, 7381, 3571, 131, 9112]
+
+
+def test_no_prompt_is_made_before_it_is_taken(tmp_path, monkeypatch) -> None:
+    found = PromptStore(letters(), tmp_path).load(quickstart())
+    monkeypatch.setattr(PromptFile, "tokens_of", lambda *_: pytest.fail("a prompt was made"))
+    kept, _ = hold_out(found, 0.2)
+    prompt_source(kept, quickstart().config, 0)
 
 
 def test_what_decides_the_content_makes_another_file(write, tmp_path) -> None:
