@@ -165,7 +165,7 @@ def named_roles(section: PlacementConfig) -> dict[str, tuple[str, RankSet]]:
     found: dict[str, tuple[str, RankSet]] = {}
     for role in ("policy", "rollout", "reference", "critic", "teacher"):
         given: RankSet = getattr(section, role)
-        if given.model_fields_set:
+        if given != type(given)():  # what a run folder's config.yaml says of others too
             found[role] = f"placement.{role}", given
     for name, given in section.rewards.items():
         found[REWARD + name] = f"placement.rewards.{name}", given
