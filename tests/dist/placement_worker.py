@@ -6,6 +6,7 @@ placement_worker.py FOLDER
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -122,15 +123,19 @@ def check_grpo(folder: Path) -> None:
     compare("the same layout elsewhere", found["disjoint"], found["reversed"], EXACT)
 
 
-def check_ppo(folder: Path, judge: str) -> None:
-    """A critic on other ranks, or cut otherwise; a reward model alone on a rank."""
+def ppo_knobs(judge: str) -> tuple[str, ...]:
     served = f"{{function: reward_model, options: {{path: {judge}}}}}"
-    knobs = (
+    return (
         f"reward.functions={{judge: {served}, digits: {{function: 'scripted_reward:digits'}}}}",
         "reward.function=exact_match",
         "steps.samples_per_prompt=1",
         "algorithm.critic_warmup_steps=0",
     )
+
+
+def check_ppo(folder: Path, judge: str) -> None:
+    """A critic on other ranks, or cut otherwise; a reward model alone on a rank."""
+    knobs = ppo_knobs(judge)
     shared = train(folder, "ppo", STEPS, "ppo.yaml", *knobs)
     ways = {
         "critic": ("placement.policy=0-1", "placement.critic=2-3"),
@@ -139,6 +144,20 @@ def check_ppo(folder: Path, judge: str) -> None:
     }
     for name, placed in ways.items():
         compare(name, shared, train(folder, name, STEPS, "ppo.yaml", *knobs, *placed), CLOSE)
+
+
+def check_eight(folder: Path, judge: str) -> None:
+    """Every role on ranks of its own, each cut in its own way."""
+    knobs = (*ppo_knobs(judge), "train.tp=2", "algorithm.kl_coef=0.1")
+    shared = train(folder, "eight", STEPS, "ppo.yaml", *knobs)
+    placed = (
+        "placement.policy=0-3",
+        "placement.critic={ranks: 4-5, tp: 1, pp: 2}",
+        "placement.reference={ranks: '3,5', tp: 1}",
+        "placement.rewards.judge={ranks: 6, tp: 1}",
+        "placement.rollout=first:1,last:2",
+    )
+    compare("apart", shared, train(folder, "apart", STEPS, "ppo.yaml", *knobs, *placed), CLOSE)
 
 
 def check_resume(folder: Path) -> None:
@@ -153,6 +172,9 @@ def check_resume(folder: Path) -> None:
 
 def main() -> None:
     folder, judge = Path(sys.argv[1]), sys.argv[2]
+    if os.environ["WORLD_SIZE"] == "8":
+        check_eight(folder, judge)
+        return
     check_grpo(folder)
     check_ppo(folder, judge)
     check_resume(folder)

@@ -23,14 +23,25 @@ VLLM_WORKER = str(Path(__file__).with_name("placement_vllm_worker.py"))
 @pytest.mark.dist
 @pytest.mark.slow
 def test_where_models_lie_changes_no_number(tmp_path: Path) -> None:
+    run_ranks(4, WORKER, [str(tmp_path / "runs"), str(reward_model(tmp_path))], timeout_s=500)
+
+
+@pytest.mark.dist
+@pytest.mark.full  # four ranks above have each of these beside others
+@pytest.mark.slow
+def test_every_role_on_ranks_of_its_own(tmp_path: Path) -> None:
+    run_ranks(8, WORKER, [str(tmp_path / "runs"), str(reward_model(tmp_path))], timeout_s=500)
+
+
+def reward_model(folder: Path) -> Path:
     config = AutoConfig.from_pretrained(QUICKSTART / "model", num_labels=1, dtype=torch.float32)
     torch.manual_seed(0)
-    judge = tmp_path / "judge"
+    judge = folder / "judge"
     AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
     # As `hybridrl convert` leaves it.
     kept = json.loads((judge / "config.json").read_text())
     (judge / "config.json").write_text(json.dumps({**kept, "architectures": ["Qwen3ForCausalLM"]}))
-    run_ranks(4, WORKER, [str(tmp_path / "runs"), str(judge)], timeout_s=500)
+    return judge
 
 
 @pytest.mark.dist
