@@ -10,10 +10,12 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import fork_starts
 import gloo_thread
 import kept_heap
+import pytest
 
 _CACHE = tempfile.mkdtemp(prefix="hybridrl-tests-")
 os.environ["HYBRIDRL_CACHE"] = _CACHE
@@ -33,3 +35,26 @@ def pytest_sessionfinish() -> None:
     """Gives all back, so that libraries find nothing left over at the end of the process."""
     kept_heap.give_back()
     shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+def starts_ranks(file: str) -> bool:
+    """Whether some test of a file, named from the project's root, starts several ranks."""
+    path = Path(__file__).parents[1] / file
+    return path.parent.name == "dist" or "mark.dist" in path.read_text(encoding="utf-8")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`, tests of a file run in one process, and those of all files that start ranks in the
+    same: one test after the other, so that no more ranks share the cores than one test needs. What
+    the command line names first begins first.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "ranks" if starts_ranks(file) else file
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
