@@ -24,13 +24,13 @@ demo: .venv/installed
 	$(BIN)/hybridrl train examples/quickstart/grpo.yaml
 	$(BIN)/hybridrl report runs/quickstart-grpo
 
-# What starts no ranks runs in two processes; then what does, one test after the other.
+# Two processes: one begins with what starts ranks, one test after the other, the other one with the rest
+# (tests/conftest.py says what starts ranks).
 test: lint $(if $(HAS_GPU),,.venv/installed-vllm)
-	$(BIN)/python -m pytest tests/unit tests/contracts -n 2 --dist loadfile
-	$(BIN)/python -m pytest tests/dist tests/e2e
+	$(BIN)/python -m pytest tests/dist tests/e2e tests/contracts tests/unit -n 2
 
 test-full: lint $(if $(HAS_GPU),,.venv/installed-vllm)
-	$(BIN)/python -m pytest tests/unit tests/contracts -m '' -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/unit tests/contracts -m '' -n 2
 	HYBRIDRL_COLD_STARTS=1 $(BIN)/python -m pytest tests/dist tests/e2e -m '' -rP
 
 lint: .venv/installed-test

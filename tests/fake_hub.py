@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 Files = dict[str, bytes]
@@ -119,6 +120,25 @@ def _file(commit: str, content: bytes | None) -> tuple[int, dict[str, str], byte
 def _entry(name: str, content: bytes) -> dict[str, object]:
     digest = hashlib.sha1(content).hexdigest()
     return {"type": "file", "path": name, "size": len(content), "oid": digest}
+
+
+def settings(url: str, cache: Path) -> list[tuple[Any, str, Any]]:
+    """Returns what makes the libraries of a process, which read the environment once, use a hub:
+    (module, name, value).
+    """
+    import datasets.config
+    from huggingface_hub import constants
+
+    models = url + "/{repo_id}/resolve/{revision}/{filename}"
+    data_sets = url + "/datasets/{repo_id}/resolve/{revision}/{path}"
+    return [
+        (constants, "ENDPOINT", url),
+        (constants, "HUGGINGFACE_CO_URL_TEMPLATE", models),
+        (constants, "HF_HUB_CACHE", str(cache / "hub")),
+        (datasets.config, "HF_ENDPOINT", url),
+        (datasets.config, "HUB_DATASETS_URL", data_sets),
+        (datasets.config, "HF_DATASETS_CACHE", cache / "datasets"),
+    ]
 
 
 @contextmanager

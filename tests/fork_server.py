@@ -5,8 +5,9 @@ fork_starts.py. Who waits for whom: the asker waits for the child's process numb
 waits for nobody but the next asker. It has one thread, and so has every child at its beginning.
 Arguments, environment, working folder, descriptors, limits and random numbers of a child are its
 own. It differs from a program that was started anew in what it need not import, in the order of
-sets of strings, which is the same in all, and in its end, where nothing is taken apart: faults of
-these kinds are found by cold starts only, as `make test-full` has them.
+sets of strings, which is the same in all, in the thread that its gloo groups share, in what garbage
+collection looks at, and in its end, where nothing is taken apart: cold starts alone find faults of
+these kinds, as `make test-full` has them.
 
 A child becomes a child of its asker, an ancestor of the server: the process between the two ends
 at once, and the asker takes what is orphaned in that moment (PR_SET_CHILD_SUBREAPER). So each child
@@ -20,7 +21,6 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
-import gc
 import importlib
 import io
 import json
@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import fork_starts
+import kept_heap
 from fork_starts import LENGTH, MAX_DESCRIPTORS
 
 PR_SET_PDEATHSIG = 1
@@ -169,18 +170,21 @@ def main() -> None:
     """Imports, says which top-level modules are there, and serves."""
     descriptor, root, *modules = sys.argv[1:]
     before = dict(os.environ)
-    sys.path[0] = root
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import gloo_thread
+
+        sys.path[0] = root
         for name in modules:
             importlib.import_module(name)
     del sys.path[0]
+    gloo_thread.share()
     if len(os.listdir("/proc/self/task")) != 1:
         raise SystemExit("an imported module has started a thread: forks would not be safe")
     set_by_imports = {
         name: value for name, value in os.environ.items() if before.get(name) != value
     }
-    gc.freeze()  # no collection of a child touches what is shared
+    kept_heap.keep()  # no collection of a child touches what is shared
     listener = socket.socket(fileno=int(descriptor))
     address = listener.getsockname()
     top_level = sorted({name.partition(".")[0] for name in sys.modules})

@@ -122,7 +122,7 @@ class _Starts:
             return program[1:2] == ["hybridrl.cli.main"]
         return program[0].endswith(".py") and any(
             Path(folder, program[0]).resolve().is_relative_to(self.root / ours)
-            for ours in ("tests", "benchmarks")
+            for ours in ("tests", "benchmarks", "examples")
         )
 
     def _hides(self, path: Path, server: Server) -> bool:

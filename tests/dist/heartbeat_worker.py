@@ -14,6 +14,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import gloo_thread
 import torch
 import torch.distributed as dist
 
@@ -85,6 +86,7 @@ def stop_here() -> None:
 
 
 def main() -> None:
+    gloo_thread.part()  # `check_descriptors` counts those of a run
     heartbeat.BEAT_S, heartbeat.SILENT_S = 0.2, 1.6
     heartbeat.GRACE_S = 4.0  # rank 2 ends after rank 0 has said all
     folder = Path(sys.argv[1])

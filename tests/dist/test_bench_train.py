@@ -14,6 +14,7 @@ from test_bench_reshard import TINY
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bench_train.py"
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a tiny model over gloo")
 def test_training_benchmark_times_passes_and_compares_packing(tmp_path: Path) -> None:

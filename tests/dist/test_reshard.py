@@ -15,13 +15,23 @@ WORKER = str(Path(__file__).with_name("reshard_worker.py"))
 @pytest.mark.dist
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the worker takes NCCL on GPU hosts")
 def test_reshard_over_gloo_equals_hf_slices_and_sends_what_is_planned(tmp_path: Path) -> None:
-    run_ranks(4, WORKER, [str(tmp_path), "0", "40", "4"], timeout_s=300)
+    # Case 36 is one where something lands where something else comes later.
+    run_ranks(4, WORKER, [str(tmp_path), "28", "12", "4"], timeout_s=300)
 
 
 @pytest.mark.dist
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the worker takes NCCL on GPU hosts")
 def test_reshard_between_two_nodes_crosses_once_and_equals_hf_slices(tmp_path: Path) -> None:
-    run_ranks(8, WORKER, [str(tmp_path), "0", "16", "4"], timeout_s=400)
+    run_ranks(8, WORKER, [str(tmp_path), "0", "5", "4"], timeout_s=400)
+
+
+# The same with more random layouts; tests/unit/test_plan_reshard.py has hundreds of plans.
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the worker takes NCCL on GPU hosts")
+@pytest.mark.parametrize(("world", "count"), [(4, 40), (8, 16)])
+def test_reshard_in_more_layouts(world: int, count: int, tmp_path: Path) -> None:
+    run_ranks(world, WORKER, [str(tmp_path), "0", str(count), "4"], timeout_s=400)
 
 
 @pytest.mark.dist

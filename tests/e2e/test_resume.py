@@ -17,7 +17,6 @@ import psutil
 import pytest
 import torch
 from command_line import QUICKSTART, exported_weights, run, start
-from fork_starts import COLD
 from launch import run_ranks
 
 from hybridrl.checkpoint.run_lock import LOCK_FILE
@@ -51,10 +50,6 @@ SFT = (
 )
 
 
-# The kernel says of a forked process what was in its server's environment.
-FOUND_BY_RANK = {COLD: "1"}
-
-
 def arguments(config: tuple[str | Path, ...], folder: Path, *more: str) -> list[str | Path]:
     return ["train", *config, f"run.dir={folder}", *more]
 
@@ -75,9 +70,11 @@ def wait_for(phase_file: Path, end: str) -> None:
 
 
 def rank_process(launcher_pid: int, rank: int) -> psutil.Process:
-    """Returns the process of a rank."""
-    children = psutil.Process(launcher_pid).children(recursive=True)
-    return next(child for child in children if child.environ().get("RANK") == str(rank))
+    """Returns the process of a rank: the launcher starts each in a session of its own, in turn."""
+    children = psutil.Process(launcher_pid).children()
+    ranks = [child for child in children if os.getsid(child.pid) == child.pid]
+    assert len(ranks) == 4, children
+    return sorted(ranks, key=lambda child: (child.create_time(), child.pid))[rank]
 
 
 def kill_rank(launcher_pid: int, rank: int, phase_file: Path, step: int) -> str:
@@ -106,7 +103,7 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
     folder = tmp_path / "quickstart-grpo"
     # First it is asked to stop in the middle of generation: one rank alone, then the launcher.
     for step, number in ((3, signal.SIGTERM), (5, signal.SIGINT)):
-        process = start(arguments(GRPO, tmp_path), FOUND_BY_RANK)
+        process = start(arguments(GRPO, tmp_path))
         wait_for(folder / "logs" / "rank_1.phase", f"generate, step {step}")
         is_rank = number == signal.SIGTERM
         asked = rank_process(process.pid, 3) if is_rank else psutil.Process(process.pid)
@@ -118,7 +115,7 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
         assert output.splitlines()[-1] == f"hybridrl: {stopped}"
         assert not (folder / LOCK_FILE).exists()
 
-    process = start(arguments(GRPO, tmp_path), FOUND_BY_RANK)
+    process = start(arguments(GRPO, tmp_path))
     phase = kill_rank(process.pid, rank, folder / "logs" / f"rank_{rank}.phase", step=7)
     killed = time.monotonic()
     output, _ = process.communicate(timeout=60)
