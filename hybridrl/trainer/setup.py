@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -299,7 +298,6 @@ def training_memories(
     )
 
 
-@cache
 def ranks_per_node(world: World) -> int:
     """Returns how many consecutive ranks are of one node; collective."""
     found = _local_ranks(world.size)

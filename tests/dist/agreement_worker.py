@@ -17,8 +17,8 @@ import torch.distributed as dist
 from hybridrl.errors import UserError
 from hybridrl.parallel import waiting_room
 from hybridrl.parallel.groups import PeerError, World, start_process_group
-from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 
 

@@ -60,7 +60,10 @@ def read_bytes() -> Iterator[dict[str, int]]:
 def megatrons_own_way() -> Iterator[None]:
     """Checkpoints of which a first data-parallel rank gathers the optimizer's state."""
     name = "sharded_param_state_fully_reshardable"
-    ours, gathers = (model_state.own_shares, model_state.hand_out), getattr(DistributedOptimizer, name)
+    ours, gathers = (
+        (model_state.own_shares, model_state.hand_out),
+        getattr(DistributedOptimizer, name),
+    )
     over_gloo = {"distrib_optim_fully_reshardable_mem_efficient": True}
 
     def gather(optimizer: Any, model_state: Any, is_loading: bool, metadata: Any) -> Any:

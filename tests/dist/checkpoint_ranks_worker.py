@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import torch
-from small_runs import SMALL, files_of_at_most
 from command_line import QUICKSTART
+from small_runs import SMALL, files_of_at_most
 
 from hybridrl import Trainer
 from hybridrl.checkpoint import opening

@@ -6,7 +6,7 @@ from scripted_turns import STEP, make_sampler, prompts
 
 from hybridrl.errors import UserError
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
-from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 
 BY_PROCESS = {"name": "own_environments:ByProcess", "workers": 1}

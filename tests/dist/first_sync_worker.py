@@ -96,7 +96,7 @@ def make_trainer(model: str, folder: Path, name: str) -> Trainer:
         "run": {"name": name, "dir": str(folder)},
         "model": {"path": model, "tokenizer": "examples/quickstart/model"},
         "train": {"tp": 2, "micro_batch_tokens": 256},
-        # Not cut as the trainer's, whose memory the engine would share, so that no copy could go wrong.
+        # Not cut as the trainer's: the engine would share its memory, and no copy could go wrong.
         "rollout": {"engine": "vllm", "tp": 1, "max_new_tokens": 6, "max_batch": 8},
         "algorithm": {"name": "grpo"},
         "data": {"prompts": "examples/quickstart/train.jsonl", "max_prompt_tokens": 6},

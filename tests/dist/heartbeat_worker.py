@@ -21,8 +21,8 @@ import torch.distributed as dist
 from hybridrl.parallel import heartbeat
 from hybridrl.parallel.descriptors import OTHERS, num_needed
 from hybridrl.parallel.groups import PeerError, World
-from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.platform import Platform
 

@@ -35,8 +35,8 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import box_view, load_hf
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
-from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.setup import make_meshes, rollout_layout

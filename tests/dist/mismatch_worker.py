@@ -20,21 +20,21 @@ import torch
 from hybridrl.algorithms.grpo import Grpo
 from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
 from hybridrl.config.schema import GrpoConfig, TrainConfig
+from hybridrl.diagnosis.diagnose import diagnose
+from hybridrl.diagnosis.residual import stages
+from hybridrl.diagnosis.verdicts import Finding
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
-from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.rollout.process_state import replaced
 from hybridrl.trainer import setup
-from hybridrl.diagnosis.diagnose import diagnose
 from hybridrl.trainer.loop import Trainer
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.policy import Policy
-from hybridrl.diagnosis.residual import stages
-from hybridrl.diagnosis.verdicts import Finding
 
 LAYOUTS = [  # tp, pp, cp, vpp
     (2, 2, 1, 1),

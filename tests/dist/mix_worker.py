@@ -214,7 +214,7 @@ def check_resumed(folder: Path) -> None:
 
 
 def check_parts(trainer: Trainer) -> None:
-    """Each optimizer step has other rows of a term, looked up with the weights that it begins with."""
+    """Each optimizer step has other rows of a term, looked up with the weights that it has."""
     trainer.enter_training()
     model, algorithm = trainer.policy.model, trainer.roles.terms["pairs"].algorithm
     parts = trainer.mix.batches(trainer.roles, 2, True)

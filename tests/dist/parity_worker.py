@@ -21,8 +21,8 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group
-from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
@@ -43,14 +43,14 @@ def sample_batch(vocab: int, lengths=LENGTHS) -> TrainBatch:
 
 
 def objective(output, micro):
-    """A loss that reaches log-probability and entropy with a weight of its own at every position."""
+    """A loss of log-probability and entropy, with a weight of its own at every position."""
     weight = (micro.positions_S % 5 - 1.5).to(output.logp_S.dtype) * micro.loss_mask_S
     loss = (weight * output.logp_S).sum() + 0.3 * (output.entropy_S * micro.loss_mask_S).sum()
     return loss / 100, None
 
 
 def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns for every HF tensor this rank's reduced gradients and the mask of where it holds them."""
+    """Returns, for every HF tensor, this rank's reduced gradients and where it holds them."""
     shapes = hf_shapes(model.source.family, model.source.shape, model.head)
     found = {n: (torch.zeros(s), torch.zeros(s, dtype=torch.bool)) for n, s in shapes.items()}
     local = {}
@@ -89,7 +89,7 @@ def logits_of(model: ParallelModel, works) -> list[torch.Tensor]:
 
 
 def check_against_transformers(folder: Path, model, batch, works, logp_T, gradients) -> None:
-    """Compares logits, log-probabilities and gradients with the HF model's own, one sample at a time."""
+    """Compares logits, log-probabilities and gradients with the HF model's, sample by sample."""
     from transformers import AutoModelForCausalLM
 
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -212,8 +212,9 @@ def main() -> None:
                     worst, where = difference, tensor
             worst_logp = float((logp_T - reference["logp_T"]).abs().max())
             print(
-                f"rank {rank} {name} {text}: gradient {worst / largest:.1e} of the largest ({where}), "
-                f"logp {worst_logp:.1e}, norm {norm - float(reference['norm']):.1e}, held {covered}",
+                f"rank {rank} {name} {text}: gradient {worst / largest:.1e} of the largest "
+                f"({where}), logp {worst_logp:.1e}, norm "
+                f"{norm - float(reference['norm']):.1e}, held {covered}",
                 flush=True,
             )
             norm_error = abs(norm / float(reference["norm"]) - 1)

@@ -1,5 +1,5 @@
-"""One rank of the test of vLLM on some of the ranks only: the weights arrive, and engine and trainer
-agree, wherever the policy lies.
+"""One rank of the test of vLLM on some of the ranks only: the weights arrive, and engine and
+trainer agree, wherever the policy lies.
 
 placement_vllm_worker.py MODEL FOLDER
 """

@@ -164,7 +164,9 @@ def check_resume(folder: Path) -> None:
     """A run that goes on in another placement is the run that never stopped."""
     knobs = ("checkpoint.every=2", "algorithm.kl_coef=0.1")
     whole = train(folder, "whole", 2 * STEPS, "grpo.yaml", *knobs)
-    train(folder, "moved", STEPS, "grpo.yaml", *knobs, "placement.policy=2-3", "placement.rollout=0-1")
+    train(
+        folder, "moved", STEPS, "grpo.yaml", *knobs, "placement.policy=2-3", "placement.rollout=0-1"
+    )
     placed = ("train.tp=2", "placement.policy=0-1", "placement.rollout=1-3")
     metrics, tensors = train(folder, "moved", 2 * STEPS, "grpo.yaml", *knobs, *placed)
     compare("moved", (whole[0][STEPS:], whole[1]), (metrics, tensors), CLOSE)

@@ -23,8 +23,8 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group
-from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
@@ -103,7 +103,9 @@ def run(
 def compare(mesh: Mesh, source: ModelSource, head: str, recompute: str) -> str:
     own, own_norm, own_T, own_held = run(mesh, source, head, recompute, False)
     shared, norm, shared_T, shared_held = run(mesh, source, head, recompute, True)
-    largest = max(mesh.world.gather_objects(max([float(g.abs().max()) for g, _ in own.values()] or [1])))
+    largest = max(
+        mesh.world.gather_objects(max([float(g.abs().max()) for g, _ in own.values()] or [1]))
+    )
     worst = 0.0
     for name, (gradient, held) in own.items():
         worst = max(worst, float(((gradient - shared[name][0]) * held).abs().max()))

@@ -20,7 +20,7 @@ from parity_worker import gradients_in_hf_names
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
-from test_algorithms import CASES, HERE, prepare  # noqa: E402
+from test_algorithms import CASES, prepare  # noqa: E402
 
 from hybridrl.algorithms.base import CriticAlgorithm  # noqa: E402
 from hybridrl.batch import TrainBatch  # noqa: E402
@@ -31,8 +31,8 @@ from hybridrl.models.hf import load_hf  # noqa: E402
 from hybridrl.models.init import init_weights  # noqa: E402
 from hybridrl.models.weights import hf_shapes  # noqa: E402
 from hybridrl.parallel.groups import World, start_process_group  # noqa: E402
-from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout  # noqa: E402
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform  # noqa: E402
 from hybridrl.trainer.critic import Critic  # noqa: E402
 from hybridrl.trainer.model import ModelSource, ParallelModel  # noqa: E402
@@ -114,7 +114,9 @@ def main() -> None:
                 for key, (gradient, held) in gradients.items()
             )
             gap = abs(loss - float(reference[f"{name}/loss"]))
-            print(f"{name}: gradient {worst / largest:.1e}, loss {gap:.1e} of {loss:.3f}", flush=True)
+            print(
+                f"{name}: gradient {worst / largest:.1e}, loss {gap:.1e} of {loss:.3f}", flush=True
+            )
             size = max(1.0, abs(loss))
             if largest == 0 or worst > GRADIENT_TOLERANCE * largest or gap > LOSS_TOLERANCE * size:
                 failures.append(name)

@@ -26,8 +26,8 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group
-from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.policy import Policy
@@ -92,8 +92,8 @@ def whole_kl(
 def check_teacher(
     mesh: Mesh, root: Path, settings: TrainConfig, batch: TrainBatch, oracle_RV: torch.Tensor
 ) -> TrainBatch:
-    """The teacher's columns are transformers' likeliest tokens, their log-probabilities and those of
-    the responses.
+    """The teacher's columns are transformers' likeliest tokens, their log-probabilities and those
+    of the responses.
     """
     model = build(mesh, root / "teacher", settings)
     model.freeze()
@@ -174,7 +174,9 @@ def main() -> None:
         _, teacher_RV = oracle_logps(root / "teacher", batch, vocab)
     for text in sys.argv[2:]:
         tp, pp, cp, vpp, *shared = text.split(",")
-        mesh = Mesh(World(platform, 120), TrainLayout(size, int(tp), int(pp), int(cp), vpp=int(vpp)))
+        mesh = Mesh(
+            World(platform, 120), TrainLayout(size, int(tp), int(pp), int(cp), vpp=int(vpp))
+        )
         settings = TrainConfig(micro_batch_tokens=48, share_prompts=bool(shared), tp=int(tp))
         platform.seed(1)
         taught = check_teacher(mesh, root, settings, batch, teacher_RV)

@@ -55,9 +55,7 @@ def test_two_ranks_give_the_gradients_of_one_process(models: Path) -> None:
 @pytest.mark.parametrize(
     "names", [("llama", "qwen3"), pytest.param(("qwen2", "olmo"), marks=pytest.mark.full)]
 )
-def test_four_ranks_give_the_gradients_of_one_process(
-    names: tuple[str, ...], models: Path
-) -> None:
+def test_four_ranks_give_the_gradients_of_one_process(names: tuple[str, ...], models: Path) -> None:
     run_ranks(4, WORKER, ["compare", str(models), ",".join(names), *FOUR_RANKS], timeout_s=500)
 
 

@@ -26,8 +26,8 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import box_view, load_hf
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
-from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.rollout.vllm import VllmEngine
 from hybridrl.rollout.vllm_arguments import EngineSettings
@@ -58,10 +58,10 @@ def stream(model: ParallelModel) -> dict[str, torch.Tensor]:
     """Returns every HF tensor on every rank: gathered on rank 0, then sent to all."""
     shapes = hf_shapes(model.source.family, model.source.shape)
     world, dtype = model.world, model.source.dtype
-    layouts = [model.layout_of(rank) for rank in range(mesh.world.size)]
-    gathered = gather_tensors(layouts, model.weights(), shapes, dtype, mesh.world.rank)
+    layouts = [model.layout_of(rank) for rank in range(world.size)]
+    gathered = gather_tensors(layouts, model.weights(), shapes, dtype, world.rank)
     found = {name: tensor.clone() for name, tensor in gathered}
-    assert (found.keys() == shapes.keys()) == (mesh.world.rank == 0)
+    assert (found.keys() == shapes.keys()) == (world.rank == 0)
     for name, shape in shapes.items():
         tensor = found.setdefault(name, torch.empty(shape, dtype=dtype))
         dist.broadcast(tensor, 0)
@@ -116,7 +116,8 @@ def check(folder: Path, name: str, case: Case, mesh: Mesh) -> None:
         assert engine.tensors()[key].data_ptr() in {t.data_ptr() for t in shard.tensors.values()}
     received, shared, total = stats.received_bytes, len(engine.shared), len(engine.tensors())
     print(
-        f"rank {mesh.world.rank} {name} {case}: {received} bytes, {shared} of {total} shared", flush=True
+        f"rank {mesh.world.rank} {name} {case}: {received} bytes, {shared} of {total} shared",
+        flush=True,
     )
     engine.close()
 
