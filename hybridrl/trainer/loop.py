@@ -465,6 +465,8 @@ class Trainer:
         self.engine.close()
         self.hybrid_engine.close()
         self.raw_engine.close()
+        for model in self.models.values():
+            model.close()
         stop_process_group()
 
     def _make_engine(self, ranks: Sequence[int]) -> None:

@@ -394,6 +394,17 @@ class ParallelModel:
             self.memory.stepped()
         self.num_updates += 1
 
+    def close(self) -> None:
+        """Ends the training of the model, so that its memory is freed with the last reference to it.
+
+        Megatron's wrapper holds autograd nodes whose hooks hold the wrapper: circles that Python's
+        collector does not see. So it is emptied.
+        """
+        wrapped, self._forward_chunks = self._forward_chunks, self._chunks
+        if self._optimizer is not None:
+            for chunk in wrapped:
+                vars(chunk).clear()
+
     def bad_gradient(self) -> str | None:
         """Returns the first of this rank's parameters whose gradient is not finite, if any."""
         for index, chunk in enumerate(self._chunks):
