@@ -395,7 +395,7 @@ class ParallelModel:
         self.num_updates += 1
 
     def close(self) -> None:
-        """Ends the training of the model, so that its memory is freed with the last reference to it.
+        """Ends the training of the model: its memory is freed with the last reference to it.
 
         Megatron's wrapper holds autograd nodes whose hooks hold the wrapper: circles that Python's
         collector does not see. So it is emptied.

@@ -1,4 +1,4 @@
-"""A closed trainer leaves nothing behind: another can follow in the same process. One rank, here."""
+"""A closed trainer leaves nothing behind: another can follow in the same process. One rank."""
 
 from __future__ import annotations
 
