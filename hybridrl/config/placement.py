@@ -184,6 +184,12 @@ def least_ranks(section: PlacementConfig) -> int:
     return least
 
 
+def asks_for(section: PlacementConfig, *kinds: str) -> bool:
+    """Whether a section names ranks by what is under them: "node:", "gpu:" or either."""
+    texts = [given.ranks or "" for _, given in named_roles(section).values()]
+    return any(kind in text for text in texts for kind in kinds)
+
+
 def place(
     section: PlacementConfig, train: Place, machines: Machines
 ) -> tuple[Placement, list[UserError]]:
@@ -286,7 +292,7 @@ def _ranks_of_nodes(
 
 def _ranks_of_gpus(key: str, part: str, name: str, machines: Machines) -> Sequence[int] | UserError:
     if machines.gpus is None:
-        remedy = "Name ranks or nodes."
+        remedy = "Name ranks or nodes; a plan knows GPUs on a host that has one for each rank."
         return UserError(key, part, "ranks where the kinds of GPUs are not known", remedy)
     found = [rank for rank, gpu in enumerate(machines.gpus) if name.lower() in gpu.lower()]
     if not found:
