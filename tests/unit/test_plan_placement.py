@@ -164,6 +164,22 @@ def test_a_critic_of_its_own_holds_no_engine_and_is_cut_as_it_says(here: Path, t
     assert found["0-1"][1:] == peaks(alone)["0-1"][1:]
 
 
+def test_ranks_of_several_stages_are_judged_by_the_fullest(here: Path) -> None:
+    report = plan(here, 3, "train.pp=2", "placement.policy=0-1", "placement.rollout=2")
+    last = 2 * (MATRICES + NORMS) + EMBEDDING + 64  # the first stage has no last norm
+    assert peaks(report)["0-1"][2] == 4 * last + 8 * last
+
+
+def test_a_critic_alone_sends_no_weights_and_has_no_staging(here: Path) -> None:
+    placed = "placement.policy=0", "placement.rollout=1", "placement.critic=2"
+    options = (*placed, "rollout.transport=packed")
+    found = peaks(plan(here, 3, *options, algorithm="ppo", engine="vllm"))
+    groups = 2 * GROUP_BYTES  # the world's, and that of blocks
+    trained = (2 + 12) * WHOLE
+    assert found["0-0"] == (["policy"], found["0-0"][1], groups + STAGING + trained)
+    assert found["2-2"] == (["critic"], found["0-0"][1] - STAGING, groups + trained)
+
+
 def test_models_beside_each_other_on_the_same_ranks_add_up(here: Path) -> None:
     """A critic that is cut otherwise than the policy has groups of its own."""
     shared = plan(here, 4, algorithm="ppo", engine="vllm")
