@@ -89,11 +89,21 @@ Roles = Annotated[dict[str, RoleRanks], BeforeValidator(_as_sections)]
 class PlacementConfig(Section):
     """Which ranks each model is on. Without a word of it all models share all ranks."""
 
-    policy: OnRanks = RankSet()
-    rollout: OnRanks = RankSet()
-    reference: Role = RoleRanks()
-    critic: Role = RoleRanks()
-    teacher: Role = RoleRanks()
+    policy: OnRanks = Field(
+        RankSet(), description="The trained policy, cut as `train` says. All: so nothing is idle."
+    )
+    rollout: OnRanks = Field(
+        RankSet(), description="The engines, cut as `rollout` says. All: so nothing is idle."
+    )
+    reference: Role = Field(
+        RoleRanks(), description="The reference. As the policy: it is the same model."
+    )
+    critic: Role = Field(
+        RoleRanks(), description="The critic. As the policy: both train at the same time."
+    )
+    teacher: Role = Field(
+        RoleRanks(), description="The teacher of a distillation. As the policy: so nothing is idle."
+    )
     rewards: Roles = Field(
         default_factory=dict,
         description="Reward models, by their scorers' names. None of a name: where the policy is; they share its memory.",
