@@ -39,6 +39,43 @@ def smallest_local_gpu() -> LocalGpu | None:
     """
     if num_local_gpus() == 0:
         return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    wanted = None if visible is None else _split(visible)
+    found = []
+    for index, uuid, name, *mib in _listed():
+        is_visible = wanted is None or any(_is(device, index, uuid) for device in wanted)
+        if is_visible and all(size.isdecimal() for size in mib):
+            total, reserved = map(int, mib)
+            found.append(LocalGpu(name, (total - reserved) << 20))
+    return min(found, key=lambda gpu: gpu.memory_bytes, default=None)
+
+
+def local_gpu_names() -> tuple[str, ...] | None:
+    """Returns the names of the GPUs that torch will use here, by their numbers there; None where
+    there is none, or it is not known without torch which has which number.
+
+    nvidia-smi numbers GPUs by their places in the host. So does CUDA with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID, else the fastest is first: of unlike GPUs only their UUIDs in
+    CUDA_VISIBLE_DEVICES say which is which then.
+    """
+    if num_local_gpus() == 0:
+        return None
+    listed = [(index, uuid, name) for index, uuid, name, *_ in _listed()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    wanted = [index for index, _, _ in listed] if visible is None else _split(visible)
+    has_order = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    are_alike = len({name for _, _, name in listed}) == 1
+    found: list[str] = []
+    for device in wanted:
+        names = {name for index, uuid, name in listed if _is(device, index, uuid)}
+        if len(names) != 1 or not (has_order or are_alike or device.startswith("GPU-")):
+            return None
+        found += names
+    return tuple(found) or None
+
+
+def _listed() -> list[list[str]]:
+    """Returns what nvidia-smi says of each GPU of this host; nothing where it does not work."""
     keys = "index,uuid,name,memory.total,memory.reserved"
     try:
         told = subprocess.run(
@@ -49,20 +86,17 @@ def smallest_local_gpu() -> LocalGpu | None:
             timeout=60,
         ).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    wanted = None if visible is None else [device.strip() for device in visible.split(",")]
-    found = []
-    for line in told.splitlines():
-        index, uuid, name, *mib = (field.strip() for field in line.split(","))
-        is_visible = wanted is None or any(
-            device == index or (device.startswith("GPU-") and uuid.startswith(device))
-            for device in wanted
-        )
-        if is_visible and all(size.isdecimal() for size in mib):
-            total, reserved = map(int, mib)
-            found.append(LocalGpu(name, (total - reserved) << 20))
-    return min(found, key=lambda gpu: gpu.memory_bytes, default=None)
+        return []
+    return [[field.strip() for field in line.split(",")] for line in told.splitlines()]
+
+
+def _split(visible: str) -> list[str]:
+    return [device.strip() for device in visible.split(",")]
+
+
+def _is(device: str, index: str, uuid: str) -> bool:
+    """Whether an entry of CUDA_VISIBLE_DEVICES is the GPU of this index and UUID."""
+    return device == index or (device.startswith("GPU-") and uuid.startswith(device))
 
 
 def _torch_has_cuda() -> bool:

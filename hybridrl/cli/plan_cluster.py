@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hybridrl.cli.gpus import LocalGpu, num_local_gpus, smallest_local_gpu
+from hybridrl.cli.gpus import LocalGpu, local_gpu_names, num_local_gpus, smallest_local_gpu
 from hybridrl.config.yaml_text import read_yaml
 from hybridrl.errors import ConfigError, UserError, said, short
 from hybridrl.hybrid_engine.cluster import LINK_GB_PER_S, Cluster
@@ -57,10 +57,13 @@ class ClusterFile(BaseModel):
 
 
 class Host(NamedTuple):
-    """The GPUs of this host: how many, and the one with the least memory."""
+    """The GPUs of this host: how many, the one with the least memory, and the names of all, None
+    where they are not known.
+    """
 
     num_gpus: int = 0
     gpu: LocalGpu | None = None
+    names: tuple[str, ...] | None = None
 
 
 class Assumed(NamedTuple):
@@ -89,7 +92,7 @@ class Assumptions:
 
 def local_host() -> Host:
     """Returns what this host has; asks nvidia-smi."""
-    return Host(num_local_gpus(), smallest_local_gpu())
+    return Host(num_local_gpus(), smallest_local_gpu(), local_gpu_names())
 
 
 def load_cluster(path: Path) -> ClusterFile:

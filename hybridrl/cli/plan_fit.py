@@ -9,7 +9,7 @@ allocator cannot use of its own blocks, 2 GiB for the context and libraries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice, product
@@ -21,19 +21,27 @@ from hybridrl.cli.plan_memory import (
     ADAM_BYTES,
     MAIN_GRAD_BYTES,
     MASTER_BYTES,
+    Held,
+    HeldEngine,
+    HeldModel,
     Memory,
+    RankMemory,
     estimate_memory,
     itemsize_of,
+    most_elements,
+    role_models,
 )
 from hybridrl.cli.plan_text import memory_size
 from hybridrl.config.engines import ENGINES
+from hybridrl.config.placement import Machines, Placement, shown
 from hybridrl.config.roles import RunModels
 from hybridrl.config.rules import check
+from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.alias import shared_names
 from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.weights import RankLayout, fused_layout, megatron_layout
+from hybridrl.models.weights import fused_layout, megatron_layout, megatron_layouts
 from hybridrl.parallel.layout import TrainLayout
 
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 2 * GIB
@@ -53,38 +61,47 @@ def gpu_verdict(
     models: RunModels,
     hf_config: Mapping[str, Any],
     family: Family,
-    world_size: int,
-    memory: Memory,
+    found: Sequence[RankMemory],
     assumed: Assumptions,
+    may_change: bool = True,
 ) -> dict[str, Any]:
     """Judges the fullest GPU.
+
+    Args:
+        config, models, hf_config, family, assumed: of the run, its policy and the cluster.
+        found: the estimates of all ranks.
+        may_change: looks for changes with which it fits, where it does not.
 
     Returns:
         `fits`, a sentence about it (`summary`), the phase that takes most, its estimate, what it
         needs with the margin and what the GPU has to spare then, all in bytes; how many of the
         requests that are decoded together the KV cache holds; and changes that fit (`remedies`).
     """
-    gpu = assumed.gpu_memory_bytes
-    room = int((gpu - MARGIN_BYTES) / (1 + MARGIN_SHARE)) - memory.rollout_with(0)
-    per_request = max(1, memory.kv_cache // memory.num_requests)
-    num_requests = min(memory.num_requests, max(memory.least_requests, room // per_request))
-    rollout = memory.rollout_with(num_requests)
-    phase, most = max(("training", memory.train), ("rollout", rollout), key=lambda found: found[1])
+    gpu, phases = assumed.gpu_memory_bytes, list[tuple[int, str, RankMemory]]()
+    for one in found:
+        rollout = one.memory.rollout_with(_num_requests(one.memory, gpu))
+        phases += [(one.memory.train, "training", one), (rollout, "rollout", one)]
+    most, phase, fullest = max(phases, key=lambda judged: judged[0])
+    caches = [one.memory for one in found if one.memory.has_engine]
+    cache, num_requests = caches[0], min(_num_requests(memory, gpu) for memory in caches)
     spare = gpu - with_margin(most)
+    where = f" on ranks {shown(fullest.ranks)}" if len(found) > 1 else ""
     outcome = "fits" if spare >= 0 else "may not fit" if most <= gpu else "does not fit"
     summary = (
-        f"{outcome}: {phase} takes about {memory_size(most)}, {memory_size(with_margin(most))} "
-        f"with a margin of {MARGIN_SHARE:.0%} and {MARGIN_BYTES // GIB} GiB, of a GPU's "
-        f"{memory_size(gpu)} ({assumed.values['gpu_memory_gib'].source}): "
+        f"{outcome}: {phase}{where} takes about {memory_size(most)}, "
+        f"{memory_size(with_margin(most))} with a margin of {MARGIN_SHARE:.0%} and "
+        f"{MARGIN_BYTES // GIB} GiB, of a GPU's {memory_size(gpu)} "
+        f"({assumed.values['gpu_memory_gib'].source}): "
         f"{memory_size(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
     )
     remedies: list[str] = []
-    if spare < 0:
-        remedies = _Search(config, models, hf_config, family, assumed).remedies(world_size)
+    if spare < 0 and may_change:
+        search = _Search(config, models, hf_config, family, assumed)
+        remedies = search.remedies(sum(len(one.ranks) for one in found))
         summary += f"; it fits with {remedies[0]}" if remedies else "; no larger layout tried fits"
-    elif num_requests < memory.num_requests:
+    elif spare >= 0 and num_requests < cache.num_requests:
         summary += (
-            f"; the KV cache holds {num_requests} of the {memory.num_requests} longest requests of "
+            f"; the KV cache holds {num_requests} of the {cache.num_requests} longest requests of "
             "rollout.max_batch, others wait"
         )
     return {
@@ -94,20 +111,31 @@ def gpu_verdict(
         "estimate_bytes": most,
         "needed_bytes": with_margin(most),
         "spare_bytes": spare,
-        "kv_cache_bytes": memory.kv_cache,
-        "max_requests": memory.num_requests,
+        "kv_cache_bytes": cache.kv_cache,
+        "max_requests": cache.num_requests,
         "kv_cache_requests": num_requests,
         "remedies": remedies,
     }
 
 
-def cpu_verdict(world_size: int, memory: Memory) -> dict[str, Any]:
+def _num_requests(memory: Memory, gpu: int) -> int:
+    """Returns for how many requests the KV cache of a GPU of so many bytes has room."""
+    room = int((gpu - MARGIN_BYTES) / (1 + MARGIN_SHARE)) - memory.rollout_with(0)
+    per_request = max(1, memory.kv_cache // memory.num_requests)
+    return min(memory.num_requests, max(memory.least_requests, room // per_request))
+
+
+def cpu_verdict(found: Sequence[RankMemory]) -> dict[str, Any]:
     """Says why there is no verdict on CPU, and what is known."""
-    most = max(memory.train, memory.rollout)
+    peaks = [max(one.memory.train, one.memory.rollout) for one in found]
+    memory, most = found[peaks.index(max(peaks))].memory, max(peaks)
+    cache = next(one.memory for one in found if one.memory.has_engine)
+    world_size = sum(len(one.ranks) for one in found)
+    total = sum(len(one.ranks) * peak for one, peak in zip(found, peaks, strict=True))
     ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
     summary = (
         f"no verdict on CPU, where ranks share the host's memory: {ranks} take about "
-        f"{memory_size(most * world_size)}, beside what Python's libraries take"
+        f"{memory_size(total)}, beside what Python's libraries take"
     )
     phase = "training" if memory.train >= memory.rollout else "rollout"
     return {
@@ -117,9 +145,9 @@ def cpu_verdict(world_size: int, memory: Memory) -> dict[str, Any]:
         "estimate_bytes": most,
         "needed_bytes": None,
         "spare_bytes": None,
-        "kv_cache_bytes": memory.kv_cache,
-        "max_requests": memory.num_requests,
-        "kv_cache_requests": memory.num_requests,
+        "kv_cache_bytes": cache.kv_cache,
+        "max_requests": cache.num_requests,
+        "kv_cache_requests": cache.num_requests,
         "remedies": [],
     }
 
@@ -162,8 +190,11 @@ class _Search:
             config = _changed(self.config, changes)
             if check(config, world, self.hf_config):
                 continue
+            placement, _ = placed(config, Machines(world))
+            if not placement.is_shared:  # any more, of those that are named
+                continue
             try:
-                memory = _estimate(config, self.models, self.family, shape, world)
+                memory = _estimate(config, self.models, self.family, shape, placement)
             except ModelError:  # a tensor that cannot be cut so, which the rules do not know
                 continue
             most = max(memory.train, memory.rollout_with(memory.least_requests))
@@ -215,19 +246,26 @@ class _Search:
 
 
 def _estimate(
-    config: Config, models: RunModels, family: Family, shape: ModelShape, world_size: int
+    config: Config, models: RunModels, family: Family, shape: ModelShape, placement: Placement
 ) -> Memory:
-    """Estimates as the report does, but for weights that engine and trainer share, of which only
-    those of equal layouts are counted.
+    """Estimates as the report does where all ranks hold the same, but for weights that engine and
+    trainer share, of which only those of equal layouts are counted.
     """
-    train, tp = config.train, config.rollout.tp
+    train, tp, world_size = config.train, config.rollout.tp, placement.num_ranks
     layout = TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep, train.vpp)
     elements, engine, shared = _sizes(family, shape, train.tp, train.pp, train.vpp, tp)
     if ENGINES[config.rollout.engine].shares_memory and not train.release_weights_in_rollout:
         engine -= shared
-    engine_bytes = itemsize_of(config, on_gpu=True) * engine
-    sizes = shape, layout, elements, engine_bytes
-    return estimate_memory(config, models, *sizes, "packed", on_gpu=True)
+    held = []
+    for model in role_models(config, models, family, shape):
+        num_params = elements
+        if (model.family, model.shape, model.head) != (family, shape, "lm"):
+            parts = megatron_layouts(model.family, model.shape, layout, model.head)
+            num_params = most_elements(parts)
+        held.append(HeldModel(model, placement.policy, layout, num_params))
+    of_engine = HeldEngine(itemsize_of(config, on_gpu=True) * engine, world_size)
+    ranks = Held(held, of_engine)
+    return estimate_memory(config, shape, world_size, ranks, "packed", on_gpu=True)
 
 
 @cache
@@ -244,11 +282,7 @@ def _sizes(
     shared = 0
     if tp == rollout_tp and pp == 1:
         shared = sum(prod(engine.shapes[name]) for name in shared_names(held[0], engine))
-    return max(_elements(stage) for stage in held), _elements(engine), shared
-
-
-def _elements(layout: RankLayout) -> int:
-    return sum(prod(shape) for shape in layout.shapes.values())
+    return most_elements(held), most_elements([engine]), shared
 
 
 def _changed(config: Config, changes: Changes) -> Config:

@@ -1,18 +1,22 @@
-"""The memory part of `hybridrl plan`: what the fullest rank holds in each phase. No torch."""
+"""The memory part of `hybridrl plan`: what ranks that hold the same models hold in each phase. No
+torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from hybridrl.config.engines import ENGINES
+from hybridrl.config.placement import REWARD, Place
 from hybridrl.config.roles import RunModels
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import read_teacher
-from hybridrl.models.family import ModelShape, read_model
-from hybridrl.models.weights import RankLayout, megatron_layouts
+from hybridrl.models.family import Family, ModelShape, read_model
+from hybridrl.models.weights import Head, RankLayout
 from hybridrl.parallel.layout import TrainLayout
 
 MIB = 2**20
@@ -49,22 +53,142 @@ class Memory:
     least_requests: int
     staging: int
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether there is an engine on these ranks."""
+        return self.kv_cache > 0
+
     def rollout_with(self, num_requests: int) -> int:
         """Returns the peak of generation with a KV cache for some of the requests."""
         return self.rollout - self.kv_cache + self.kv_cache * num_requests // self.num_requests
 
 
+@dataclass(frozen=True)
+class RankMemory:
+    """The estimate for ranks that hold the same models.
+
+    Args:
+        ranks: ascending.
+        roles: of the models that they hold.
+        memory: of the fullest of them.
+    """
+
+    ranks: tuple[int, ...]
+    roles: list[str]
+    memory: Memory
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns it as the report has it."""
+        return {
+            "ranks": list(self.ranks),
+            "roles": self.roles,
+            "train_peak_bytes": self.memory.train,
+            "rollout_peak_bytes": self.memory.rollout,
+        }
+
+
+@dataclass(frozen=True)
+class RoleModel:
+    """A model of a run.
+
+    Args:
+        role: of the run, as a placement names it.
+        family, shape: of the model.
+        is_trained: it has gradients and an optimizer.
+        head: with which its parameters are counted; a critic is taken to be as large as the policy.
+    """
+
+    role: str
+    family: Family
+    shape: ModelShape
+    is_trained: bool = False
+    head: Head = "lm"
+
+
+@dataclass(frozen=True)
+class HeldModel:
+    """A model of which ranks hold parts.
+
+    Args:
+        model: which.
+        place: where it lies; models of one place share process groups.
+        layout: how it is cut there.
+        num_params: parameters of that of the ranks which holds most.
+    """
+
+    model: RoleModel
+    place: Place
+    layout: TrainLayout
+    num_params: int
+
+
+@dataclass(frozen=True)
+class HeldEngine:
+    """An engine's part on a rank.
+
+    Args:
+        num_bytes: of its weights that are not the trainer's own memory.
+        num_ranks: that have engines.
+    """
+
+    num_bytes: int
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What ranks hold that hold the same models.
+
+    Args:
+        models: of which they hold parts.
+        engine: their part of an engine; None: they have none.
+        lent_bytes: of memory for the policy's weights beyond their own, which peers ask of all.
+    """
+
+    models: Sequence[HeldModel]
+    engine: HeldEngine | None
+    lent_bytes: int = 0
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles of the models; an engine's is `rollout`, after the policy's."""
+        found = [held.model.role for held in self.models]
+        if self.engine is not None:
+            found.insert("policy" in found, "rollout")
+        return found
+
+
+def role_models(
+    config: Config, models: RunModels, family: Family, shape: ModelShape
+) -> list[RoleModel]:
+    """Returns the models of a run, the policy first.
+
+    Args:
+        config, models: of the run.
+        family, shape: of the policy.
+    """
+    found = [RoleModel("policy", family, shape, models.trains_policy)]
+    if models.has_reference:
+        found.append(RoleModel("reference", family, shape))
+    if models.has_critic:
+        found.append(RoleModel("critic", family, shape, is_trained=True))
+    if models.has_teacher and (hf_config := read_teacher(config)) is not None:
+        found.append(RoleModel("teacher", *read_model(None, hf_config)))
+    for name, section in models.reward_models.items():
+        served = read_model(section.family, read_model_config(section))
+        found.append(RoleModel(REWARD + name, *served, head="value"))
+    return found
+
+
 def estimate_memory(
     config: Config,
-    models: RunModels,
     shape: ModelShape,
-    layout: TrainLayout,
-    num_params: int,
-    engine_bytes: int,
+    world_size: int,
+    held: Held,
     transport: str,
     on_gpu: bool,
 ) -> Memory:
-    """Estimates what the fullest rank holds in each phase.
+    """Estimates what ranks hold in each phase.
 
     Training holds parameters, fp32 gradients, the optimizer's share of a data-parallel rank, frozen
     models, activations and logits, and weights of an engine that does not sleep. Generation holds
@@ -72,35 +196,42 @@ def estimate_memory(
     cache. On GPUs both hold NCCL's groups and the engine's graphs; the CUDA context is not counted.
 
     Args:
-        config, models, shape, layout: of the run.
-        num_params: parameters of the rank that holds most.
-        engine_bytes: of engine weights that are not the trainer's own memory, on the fullest rank.
+        config: of the run.
+        shape: of the policy.
+        world_size: number of ranks.
+        held: what they hold; of everything that of the fullest.
         transport: how weights travel.
         on_gpu: whether ranks hold this on GPUs.
     """
     itemsize = itemsize_of(config, on_gpu)
     optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
-    sharded = optimizer * num_params // (layout.dp * layout.cp)
-    frozen = models.num_frozen_copies * num_params * itemsize
-    frozen += itemsize * _other_params(config, models, layout)
-    weights = models.num_trained * num_params * itemsize + frozen
-    gradients = models.num_trained * num_params * MAIN_GRAD_BYTES
-    states = models.num_trained * sharded
-    engine = ENGINES[config.rollout.engine]
-    num_requests = _num_requests(config, layout)
-    heads = max(1, shape.num_kv_heads // config.rollout.tp)  # repeated where ranks are more
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    kv_cache = num_requests * longest * 2 * heads * shape.head_dim * shape.num_layers * itemsize
-    always = _gpu_bytes(config, layout, transport) if on_gpu else 0
+    frozen = trained = gradients = states = 0
+    for one in held.models:
+        num_params, layout = one.num_params, one.layout
+        if one.model.is_trained:
+            trained += num_params * itemsize
+            gradients += num_params * MAIN_GRAD_BYTES
+            states += optimizer * num_params // (layout.dp * layout.cp)
+        else:
+            frozen += num_params * itemsize
+    engine, kv_cache = ENGINES[config.rollout.engine], 0
+    num_requests = _num_requests(config, held.engine.num_ranks if held.engine else world_size)
+    if held.engine is not None:
+        heads = max(1, shape.num_kv_heads // config.rollout.tp)  # repeated where ranks are more
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        kv_cache = num_requests * longest * 2 * heads * shape.head_dim * shape.num_layers * itemsize
+    engine_bytes = held.engine.num_bytes if held.engine else 0
+    always = held.lent_bytes + frozen
+    always += _gpu_bytes(config, world_size, held, transport) if on_gpu else 0
     return Memory(
         train=always
-        + weights
+        + trained
         + gradients
         + states
-        + _activation_bytes(config, shape, layout, itemsize)
+        + _activation_bytes(config, held.models, itemsize)
         + (0 if engine.sleeps else engine_bytes),
         rollout=always
-        + (frozen if config.train.release_weights_in_rollout else weights)
+        + (0 if config.train.release_weights_in_rollout else trained)
         + (0 if config.train.offload_optimizer else states)
         + engine_bytes
         + kv_cache,
@@ -111,7 +242,7 @@ def estimate_memory(
     )
 
 
-def _num_requests(config: Config, layout: TrainLayout) -> int:
+def _num_requests(config: Config, num_ranks: int) -> int:
     """Returns how many requests the KV cache is for: a fixed one is made for all that may be
     decoded together, another grows with those that there are.
     """
@@ -119,54 +250,57 @@ def _num_requests(config: Config, layout: TrainLayout) -> int:
     if ENGINES[config.rollout.engine].has_fixed_kv_cache:
         return most
     samples = config.steps.prompts_per_step * config.steps.samples_per_prompt
-    return min(most, -(-samples // layout.world_size))
+    return min(most, -(-samples // num_ranks))
 
 
-def _gpu_bytes(config: Config, layout: TrainLayout, transport: str) -> int:
+def _gpu_bytes(config: Config, world_size: int, held: Held, transport: str) -> int:
     """Returns what libraries hold of a GPU in both phases: groups of ranks, staging, graphs."""
-    sizes = [layout.world_size, layout.tp, layout.pp, layout.cp, layout.dp]
-    sizes += [layout.dp * layout.cp, layout.tp * layout.pp]
-    sizes += 2 * [config.rollout.tp]  # torch's group and vLLM's own communicator
-    is_staged = transport == "packed" and layout.world_size > 1
+    sizes = [world_size]
+    for layout in {one.place: one.layout for one in held.models}.values():
+        sizes += [layout.tp, layout.pp, layout.cp, layout.dp]
+        sizes += [layout.dp * layout.cp, layout.tp * layout.pp]
+    if held.engine is not None:
+        sizes += 2 * [config.rollout.tp]  # torch's group and vLLM's own communicator
+    is_staged = transport == "packed" and world_size > 1
     num_groups = sum(size > 1 for size in sizes) + is_staged  # blocks go over a group of their own
-    staging = config.rollout.staging_mib * MIB if is_staged else 0
-    graphs = GRAPH_BYTES if ENGINES[config.rollout.engine].captures_graphs else 0
-    return GROUP_BYTES * num_groups + graphs + staging
+    moves_weights = held.engine is not None or "policy" in held.roles
+    staging = config.rollout.staging_mib * MIB if is_staged and moves_weights else 0
+    captures = held.engine is not None and ENGINES[config.rollout.engine].captures_graphs
+    return GROUP_BYTES * num_groups + (GRAPH_BYTES if captures else 0) + staging
 
 
-def _activation_bytes(config: Config, shape: ModelShape, layout: TrainLayout, itemsize: int) -> int:
+def _activation_bytes(config: Config, models: Sequence[HeldModel], itemsize: int) -> int:
+    """Returns what passes hold of a rank: those of the trained model that takes most, which is what
+    counts beside frozen ones, and of a frozen one where nothing is trained.
+    """
+    trained = [one for one in models if one.model.is_trained]
+    return max((_pass_bytes(config, one, itemsize) for one in trained or models), default=0)
+
+
+def _pass_bytes(config: Config, held: HeldModel, itemsize: int) -> int:
     """Returns what one rank's forward passes keep for its backward passes, and the head's scratch.
 
     Of a layer: its input, what follows each norm, and the input of the feed-forward half (4 hidden
     sizes); queries, keys and values, and what attention gives; the feed-forward layer's two halves
-    and their product. Tensor and sequence parallel cut all of it.
+    and their product. Tensor and sequence parallel cut all of it. A frozen model keeps nothing: one
+    layer at a time is whole.
     """
-    tokens = config.train.micro_batch_tokens // layout.cp
+    model, layout = held.model, held.layout
+    shape, tokens = model.shape, config.train.micro_batch_tokens // layout.cp
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     per_token = 4 * shape.hidden_size + attention + 3 * shape.ffn_size
-    layers = shape.num_layers // layout.pp
-    if config.train.recompute == "full":  # each layer keeps its input; one layer at a time is whole
+    layers, stages = shape.num_layers // layout.pp, layout.pp
+    if not model.is_trained:
+        kept, stages = per_token, 1
+    elif config.train.recompute == "full":  # each layer keeps its input; one at a time is whole
         kept = shape.hidden_size * layers + per_token
     elif config.train.recompute == "selective":  # not the product
         kept = (per_token - shape.ffn_size) * layers
     else:
         kept = per_token * layers
-    logits = tokens * shape.padded_vocab(layout.tp) // layout.tp
+    logits = tokens * shape.padded_vocab(layout.tp) // layout.tp if model.head == "lm" else 0
     scratch = min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES)
-    return tokens * kept * itemsize * layout.pp // layout.tp + scratch
-
-
-def _other_params(config: Config, models: RunModels, layout: TrainLayout) -> int:
-    """Returns the parameters of frozen models of other shapes, the teacher and reward models, on
-    the ranks that hold most of them.
-    """
-    parts = []
-    if models.has_teacher and (hf_config := read_teacher(config)) is not None:
-        parts.append(megatron_layouts(*read_model(None, hf_config), layout))
-    for section in models.reward_models.values():
-        family = read_model(section.family, read_model_config(section))
-        parts.append(megatron_layouts(*family, layout, "value"))
-    return sum(map(most_elements, parts))
+    return tokens * kept * itemsize * stages // layout.tp + scratch
 
 
 def most_elements(layouts: Sequence[RankLayout]) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hybridrl.config.placement import shown
 from hybridrl.config.rules import AUTO_ORDER
 from hybridrl.hybrid_engine.assign import OrderChoice
 from hybridrl.parallel.layout import DEFAULT_ORDER
@@ -12,7 +13,13 @@ from hybridrl.parallel.layout import DEFAULT_ORDER
 MAX_ROWS = 16  # ranks that the table has; of more --json tells
 
 
-def order_reason(configured: str, used: str, choice: OrderChoice | None, itemsize: int) -> str:
+def order_reason(
+    configured: str,
+    used: str,
+    choice: OrderChoice | None,
+    itemsize: int,
+    is_shared: bool = True,
+) -> str:
     """Returns why the training axes are in this order.
 
     Args:
@@ -20,8 +27,11 @@ def order_reason(configured: str, used: str, choice: OrderChoice | None, itemsiz
         used: the order.
         choice: what 'auto' finds; None where the engine's ranks need everything in any order.
         itemsize: bytes of an element.
+        is_shared: whether all models and engines share all ranks.
     """
     own = "Megatron's own" if used == DEFAULT_ORDER else "as configured"
+    if not is_shared:
+        return f"{own}; another is chosen only where all models and engines share all ranks"
     if choice is None:
         return f"{own}; with rollout.tp=1 ranks receive as much in any"
     best, default = (traffic(itemsize * n) for n in (choice.receive, choice.default_receive))
@@ -66,6 +76,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f"at tp {rollout['tp']}"
     )
     yield from _memory_lines(report)
+    yield from _rank_lines(report["ranks"])
     yield from _reshard_lines(report)
     if report["assumptions"]:
         yield "assumed  (--cluster FILE with these keys sets others)"
@@ -91,6 +102,18 @@ def _memory_lines(report: dict[str, Any]) -> Iterator[str]:
         f"{memory_size(verdict['kv_cache_bytes'])} are the KV cache of {verdict['max_requests']} "
         "longest requests"
     )
+
+
+def _rank_lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields what ranks hold, where they do not all hold the same."""
+    if len(found) == 1:
+        return
+    for one in found:
+        train, rollout = one["train_peak_bytes"], one["rollout_peak_bytes"]
+        yield (
+            f"         ranks {shown(one['ranks'])}: {', '.join(one['roles'])}; "
+            f"{memory_size(train)} in training, {memory_size(rollout)} in rollout"
+        )
 
 
 def _reshard_lines(report: dict[str, Any]) -> Iterator[str]:
@@ -126,10 +149,11 @@ def _table(report: dict[str, Any]) -> Iterator[str]:
         yield f"ranks    {len(assignment)}; --json lists each"
         return
     yield "rank  replica  tp_rank  receives_MB  sends_MB  copies_MB  shares_MB  messages"
-    for rank, (replica, tp_rank) in enumerate(assignment):
+    for rank, place in enumerate(assignment):
+        replica, tp_rank = place or "--"
         keys = ("receive_bytes", "send_bytes", "local_bytes", "alias_bytes")
         received, sent, copied, shared = (reshard[key][rank] / 1e6 for key in keys)
         yield (
-            f"{rank:4}  {replica:7}  {tp_rank:7}  {received:11.1f}  {sent:8.1f}  {copied:9.1f}  "
+            f"{rank:4}  {replica:>7}  {tp_rank:>7}  {received:11.1f}  {sent:8.1f}  {copied:9.1f}  "
             f"{shared:9.1f}  {reshard['messages'][rank]:8}"
         )

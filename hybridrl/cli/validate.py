@@ -22,12 +22,14 @@ from hybridrl.checkpoint.folders import (
     open_checkpoint,
 )
 from hybridrl.checkpoint.run_lock import check_free
-from hybridrl.cli.gpus import num_local_gpus
+from hybridrl.cli.gpus import local_gpu_names, num_local_gpus
 from hybridrl.config.engines import ENGINES, engine_package
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.needs import Feedback, Needs
+from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles
 from hybridrl.config.roles import reward_models
 from hybridrl.config.rules import check, layer_rules, split_rules
+from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config, DataConfig, ModelConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
@@ -52,6 +54,7 @@ def model_violations(
     world_size: int,
     has_teacher: bool = True,
     default_dtype: str = "bfloat16",
+    machines: Machines | None = None,
 ) -> tuple[dict[str, Any], list[UserError]]:
     """Judges the configuration with the model's config.json and its family, and the teacher's.
 
@@ -60,6 +63,7 @@ def model_violations(
         world_size: number of ranks.
         has_teacher: whether the teacher, if there is one, is read and judged.
         default_dtype: what model.dtype=auto stands for; a GPU's where that is not known.
+        machines: under the ranks; None: they are not known.
 
     Returns:
         The content of config.json (empty where it cannot be used) and everything that is wrong.
@@ -73,12 +77,12 @@ def model_violations(
             family, shape = read_model(config.model.family, content)
             hf_config = content
             is_fused = ENGINES[rollout.engine].has_fused_parameters
-            if is_fused and not check(config, world_size, hf_config):
+            if is_fused and not check(config, world_size, hf_config, machines=machines):
                 fused_layout(family, shape, rollout.tp, 0)  # the rules know no vocabulary
         except UserError as error:
             found.append(error)
     taught = _teacher(config, hf_config) if has_teacher else ()
-    rules = check(config, world_size, hf_config, default_dtype)
+    rules = check(config, world_size, hf_config, default_dtype, machines=machines)
     return hf_config, [*rules, *taught, *found]
 
 
@@ -202,8 +206,9 @@ def check_weights(
 
 def _common(config: Config, world_size: int, has_teacher: bool = True) -> list[UserError]:
     """Returns what is wrong with the parts of a configuration that every run has."""
-    hf_config, found = model_violations(config, world_size, has_teacher)
-    if not found and (lacking := _descriptors(config, world_size)) is not None:
+    machines = local_machines(config.placement, world_size)
+    hf_config, found = model_violations(config, world_size, has_teacher, machines=machines)
+    if not found and (lacking := _descriptors(config, machines or Machines(world_size))):
         found.append(lacking)
     for model, head in _loaded_models(config, has_teacher):
         if found or model.path is None:
@@ -217,11 +222,40 @@ def _common(config: Config, world_size: int, has_teacher: bool = True) -> list[U
     return [*found, *_tokenizer(config.model), *_engine(config, hf_config), *_own_code(config)]
 
 
-def _descriptors(config: Config, world_size: int) -> UserError | None:
-    """Judges how many files a process may open here, for a layout that fits the ranks."""
-    train, is_cpu = config.train, num_local_gpus() == 0
-    layout = TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep)
-    return shortage([layout], is_cpu)
+def local_machines(section: PlacementConfig, world_size: int) -> Machines | None:
+    """Returns what is under the ranks that this host starts, or of which this process is one.
+
+    None where a placement asks for what only the ranks know when they have met: the GPUs of other
+    nodes, or which of unlike GPUs here CUDA counts first. They judge it then.
+    """
+    if not named_roles(section):
+        return Machines(world_size)
+    each: int | None = world_size  # our own launcher starts all ranks here
+    if "RANK" in os.environ:
+        told = os.environ.get("LOCAL_WORLD_SIZE")
+        each = int(told) if told else None
+    names = local_gpu_names() if each == world_size else None
+    if names is not None and len(names) >= world_size:
+        return Machines(world_size, each, names[:world_size])
+    if asks_for(section, "gpu:") and num_local_gpus() > 0:
+        return None
+    return Machines(world_size, each)
+
+
+def _descriptors(config: Config, machines: Machines) -> UserError | None:
+    """Judges how many files a process may open here, for layouts that fit the ranks: those of all
+    places where models lie, as Mesh counts them.
+    """
+    world_size, is_cpu = machines.num_ranks, num_local_gpus() == 0
+    placement, misplaced = placed(config, machines)
+    found = [] if misplaced else [placement.policy, *placement.named.values()]
+    places = list(dict.fromkeys(found))
+    layouts = [
+        TrainLayout(len(place.ranks), place.tp, place.pp, place.cp, place.ep) for place in places
+    ]
+    if len(layouts) != 1 or layouts[0].world_size < world_size:
+        layouts.insert(0, TrainLayout(world_size))
+    return shortage(layouts, is_cpu)
 
 
 def _loaded_models(config: Config, has_teacher: bool) -> Iterator[tuple[ModelConfig, Head]]:

@@ -89,11 +89,21 @@ Roles = Annotated[dict[str, RoleRanks], BeforeValidator(_as_sections)]
 class PlacementConfig(Section):
     """Which ranks each model is on. Without a word of it all models share all ranks."""
 
-    policy: OnRanks = RankSet()
-    rollout: OnRanks = RankSet()
-    reference: Role = RoleRanks()
-    critic: Role = RoleRanks()
-    teacher: Role = RoleRanks()
+    policy: OnRanks = Field(
+        RankSet(), description="The trained policy, cut as `train` says. All: so nothing is idle."
+    )
+    rollout: OnRanks = Field(
+        RankSet(), description="The engines, cut as `rollout` says. All: so nothing is idle."
+    )
+    reference: Role = Field(
+        RoleRanks(), description="The reference. As the policy: it is the same model."
+    )
+    critic: Role = Field(
+        RoleRanks(), description="The critic. As the policy: both train at the same time."
+    )
+    teacher: Role = Field(
+        RoleRanks(), description="The teacher of a distillation. As the policy: so nothing is idle."
+    )
     rewards: Roles = Field(
         default_factory=dict,
         description="Reward models, by their scorers' names. None of a name: where the policy is; they share its memory.",
@@ -182,6 +192,12 @@ def least_ranks(section: PlacementConfig) -> int:
                 continue
             least = max(least, int(number) if kind else int(number.split("-")[-1]) + 1)
     return least
+
+
+def asks_for(section: PlacementConfig, *kinds: str) -> bool:
+    """Whether a section names ranks by what is under them: "node:", "gpu:" or either."""
+    texts = [given.ranks or "" for _, given in named_roles(section).values()]
+    return any(kind in text for text in texts for kind in kinds)
 
 
 def place(
@@ -286,7 +302,7 @@ def _ranks_of_nodes(
 
 def _ranks_of_gpus(key: str, part: str, name: str, machines: Machines) -> Sequence[int] | UserError:
     if machines.gpus is None:
-        remedy = "Name ranks or nodes."
+        remedy = "Name ranks or nodes; a plan knows GPUs on a host that has one for each rank."
         return UserError(key, part, "ranks where the kinds of GPUs are not known", remedy)
     found = [rank for rank, gpu in enumerate(machines.gpus) if name.lower() in gpu.lower()]
     if not found:

@@ -32,16 +32,6 @@ class RunModels:
     has_teacher: bool
     reward_models: Mapping[str, ModelConfig]
 
-    @property
-    def num_trained(self) -> int:
-        """Models of the policy's shape that have gradients and an optimizer."""
-        return self.trains_policy + self.has_critic
-
-    @property
-    def num_frozen_copies(self) -> int:
-        """Models of the policy's shape that are not trained."""
-        return (not self.trains_policy) + self.has_reference
-
 
 def run_models(config: Config, needs: Needs, terms: Iterable[Needs]) -> RunModels:
     """Returns the models of a training run.

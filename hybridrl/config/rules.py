@@ -13,7 +13,7 @@ from typing import Any
 from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.environment import environment_rules
-from hybridrl.config.placement import Machines, Placement, least_ranks
+from hybridrl.config.placement import Machines, Placement, asks_for, least_ranks
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
 from hybridrl.config.rules_placement import layer_rules, placed, placement_rules, split_rules
@@ -57,15 +57,22 @@ def check(
         model_config: the model's HF config.json, or None where only the layout is judged.
         default_dtype: what model.dtype=auto stands for on this host; a GPU's where it is not known.
         is_script: whether a user's own script asks, which starts no ranks.
-        machines: under the ranks; None: nothing is known of them.
+        machines: under the ranks; None: nothing is known of them, so that a placement which asks
+            for them is not judged.
     """
-    placement, misplaced = placed(config, machines or Machines(world_size))
+    misplaced: list[UserError] = []
+    laid_out: list[UserError] = []
+    if machines is not None or not asks_for(config.placement, "node:", "gpu:"):
+        placement, misplaced = placed(config, machines or Machines(world_size))
+        laid_out += _layout_rules(config, placement, number_of_ranks(is_script))
+        if not misplaced:
+            laid_out += placement_rules(config, placement, model_config or {})
     return [
         *_folder_rules(config.run),
         *_model_rules(config.model),
         *misplaced,
-        *_layout_rules(config, placement, number_of_ranks(is_script)),
-        *([] if misplaced else placement_rules(config, placement, model_config or {})),
+        *laid_out,
+        *_axes_rules(config),
         *_step_rules(config),
         *online_rules(config),
         *mix_rules(config),
@@ -137,6 +144,10 @@ def _layout_rules(config: Config, placement: Placement, ranks: str) -> Iterator[
             f"a divisor of {of_rollout}",
             f"Change rollout.tp, or {ranks}.",
         )
+
+
+def _axes_rules(config: Config) -> Iterator[UserError]:
+    train, rollout = config.train, config.rollout
     if not ENGINES[rollout.engine].is_tensor_parallel and rollout.tp != 1:
         yield UserError(
             "rollout.tp",

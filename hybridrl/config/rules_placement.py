@@ -47,11 +47,9 @@ def placement_rules(
             value = given.ranks or "a layout"
             yield UserError(key, value, f"nothing {lacking[role]}", f"Remove {key}.")
         elif isinstance(given, RoleRanks):
-            yield from _size_rules(key, placement.of(role), shape if _is_of_policy(role) else {})
-
-
-def _is_of_policy(role: str) -> bool:
-    return role in ("reference", "critic")
+            yield from _size_rules(key, placement.of(role))
+            if role in ("reference", "critic"):  # sizes that are not said are the policy's
+                yield from _own_cut_rules(config, key, given, shape)
 
 
 def _missing_roles(config: Config) -> dict[str, str]:
@@ -80,7 +78,7 @@ def _missing_roles(config: Config) -> dict[str, str]:
     return lacking
 
 
-def _size_rules(key: str, found: Place, shape: Mapping[str, Any]) -> Iterator[UserError]:
+def _size_rules(key: str, found: Place) -> Iterator[UserError]:
     num, product = len(found.ranks), found.tp * found.pp * found.cp
     if num % product:
         yield UserError(
@@ -96,8 +94,38 @@ def _size_rules(key: str, found: Place, shape: Mapping[str, Any]) -> Iterator[Us
             f"a divisor of the {num // found.pp} ranks of a pipeline stage",
             f"Change {key}.ep.",
         )
-    yield from layer_rules(f"{key}.pp", found.pp * found.vpp, shape)
-    yield from split_rules(f"{key}.tp", found.tp, shape)
+
+
+def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[UserError]:
+    """Rules of cutting a model of another shape than the policy's, as its role's place or `train`
+    says.
+
+    Args:
+        config: of the run.
+        role: of the model.
+        shape: its config.json.
+    """
+    train = config.train
+    key, given = named_roles(config.placement).get(role, ("", RoleRanks()))
+    own = given if isinstance(given, RoleRanks) else RoleRanks()
+    yield from _own_cut_rules(config, key, own, shape)
+    if own.pp is None:
+        yield from layer_rules("train.pp * train.vpp", train.pp * train.vpp, shape)
+    if own.tp is None:
+        yield from split_rules("train.tp", train.tp, shape)
+
+
+def _own_cut_rules(
+    config: Config, key: str, given: RoleRanks, shape: Mapping[str, Any]
+) -> Iterator[UserError]:
+    """Rules of the sizes that a role names itself."""
+    train = config.train
+    if given.pp is not None:
+        vpp = train.vpp if given.pp == train.pp else 1
+        chunks, product = given.pp * vpp, f"{given.pp} * {vpp} = {given.pp * vpp}"
+        yield from layer_rules(f"{key}.pp", chunks, shape, product if vpp > 1 else "")
+    if given.tp is not None:
+        yield from split_rules(f"{key}.tp", given.tp, shape)
 
 
 def layer_rules(

@@ -15,7 +15,7 @@ from hybridrl.config.algorithm import OnPolicyDistillationConfig
 from hybridrl.config.distillation import GkdConfig, TaughtConfig, TopTokensConfig
 from hybridrl.config.files import read_json_object
 from hybridrl.config.reward import RewardConfig
-from hybridrl.config.rules import layer_rules, split_rules
+from hybridrl.config.rules_placement import cut_rules
 from hybridrl.config.schema import Config, ModelConfig
 from hybridrl.config.source import model_directory, read_model_config
 from hybridrl.errors import ModelError, UserError
@@ -63,7 +63,7 @@ def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserErr
     Args:
         policy: the policy's config.json; what it lacks is not judged.
     """
-    chosen, train = config.algorithm, config.train
+    chosen = config.algorithm
     compares = isinstance(chosen, OnPolicyDistillationConfig) and chosen.reward_coef > 0
     if compares and config.steps.samples_per_prompt < 2:
         yield UserError(
@@ -87,8 +87,7 @@ def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserErr
             "Lower it.",
         )
     yield from _token_rules(config, policy["vocab_size"], teacher)
-    of_layers = layer_rules("train.pp * train.vpp", train.pp * train.vpp, teacher)
-    for found in (*of_layers, *split_rules("train.tp", train.tp, teacher)):
+    for found in cut_rules(config, "teacher", teacher):
         allowed = found.allowed.replace("the model's", "the teacher's")
         yield UserError(found.name, found.value, allowed, found.remedy)
 

@@ -76,6 +76,7 @@ def assign_some(
     parts: Sequence[RankLayout],
     ranks: Sequence[int],
     domain_size: int | None = None,
+    is_ascending: bool = True,
 ) -> Assignment:
     """Gives some ranks their parts of engine replicas, ascending; the others have none.
 
@@ -84,19 +85,20 @@ def assign_some(
         parts: as of `assign`; their number divides that of `ranks`.
         ranks: that have engines, ascending.
         domain_size: as of `assign`, in the world.
+        is_ascending: as of `assign`.
     """
     node = domain_size or len(sources)
     each = {sum(rank // node == number for rank in ranks) for number in {r // node for r in ranks}}
-    costs = _Costs.of(sources, parts).moved(list(ranks))
-    found = _assign(costs, each.pop() if len(each) == 1 else None)
+    costs = _Costs.of(sources, parts).moved(ranks)
+    found = _assign(costs, each.pop() if len(each) == 1 else None, is_ascending)
     return replace(found, layout=found.layout.on(ranks, len(sources)))
 
 
 def judge(
     sources: Sequence[RankLayout], parts: Sequence[RankLayout], layout: RolloutLayout
 ) -> Assignment:
-    """Returns what a given layout costs."""
-    return _judge(_Costs.of(sources, parts), layout)
+    """Returns what a given layout costs; engines may be on some of the ranks."""
+    return _judge(_Costs.of(sources, parts).moved(layout.ranks), layout)
 
 
 @dataclass(frozen=True)
@@ -212,13 +214,21 @@ class _Costs:
         of_rank: class of each rank, of those that hold the same.
         holds: whether each rank (outer) holds pieces of each set of owners (inner).
         need: elements that each tensor-parallel rank (outer) needs of each set (inner).
+        senders: as `holds`, of all ranks that send, which may be more; None: the same.
 
     Attributes:
         missing: elements that each rank (outer) must receive as each tensor-parallel rank (inner).
     """
 
-    def __init__(self, of_rank: Sequence[int], holds: np.ndarray, need: np.ndarray) -> None:
+    def __init__(
+        self,
+        of_rank: Sequence[int],
+        holds: np.ndarray,
+        need: np.ndarray,
+        senders: np.ndarray | None = None,
+    ) -> None:
         self.of_rank, self._holds, self._need = of_rank, holds, need
+        self._senders = holds if senders is None else senders
         self.missing = ~holds @ need.T
 
     @classmethod
@@ -238,8 +248,9 @@ class _Costs:
         return cls(joined.sources.of_rank, holds, need)
 
     def moved(self, ranks: Sequence[int]) -> _Costs:
-        """Returns the costs where each rank holds what `ranks` names for it here."""
-        return _Costs([self.of_rank[rank] for rank in ranks], self._holds[ranks], self._need)
+        """Returns the costs of ranks that hold what `ranks` name here; all ranks of here send."""
+        of_rank = [self.of_rank[rank] for rank in ranks]
+        return _Costs(of_rank, self._holds[list(ranks)], self._need, self._senders)
 
     def receive(self, candidates: np.ndarray) -> np.ndarray:
         """Returns, for rows of tensor-parallel ranks, what the fullest rank must receive."""
@@ -252,12 +263,12 @@ class _Costs:
         that set; the largest. In large worlds the sets are those that share something; that is all
         where sets of owners are disjoint or within each other.
         """
-        size = candidates.shape[1]
+        size = len(self._senders)
         if size <= MAX_EXACT:
             sets = np.arange(1, 1 << size)[:, None] >> np.arange(size) & 1 == 1
         else:
-            sets = np.unique(np.concatenate([self._holds.T, np.ones((1, size), bool)]), axis=0)
-        outside = (~sets).astype(np.float64) @ self._holds  # owners that a set leaves out
+            sets = np.unique(np.concatenate([self._senders.T, np.ones((1, size), bool)]), axis=0)
+        outside = (~sets).astype(np.float64) @ self._senders  # owners that a set leaves out
         share = (outside == 0) / sets.sum(axis=1, keepdims=True)
         found = []
         for start in range(0, len(candidates), CHUNK):

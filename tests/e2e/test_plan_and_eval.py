@@ -131,7 +131,7 @@ def plan(folder: Path, *arguments: str) -> dict[str, Any]:
     before = files_below(folder)
     report: dict[str, Any] = json.loads(succeed(folder, "plan", *arguments, "--json"))
     assert files_below(folder) == before
-    added = {"fits", "verdict", "gpu_memory_bytes", "order", "assumptions", "cluster"}
+    added = {"fits", "verdict", "gpu_memory_bytes", "order", "ranks", "assumptions", "cluster"}
     assert report.keys() == {*PLAN_KEYS, *added, "violations"}
     assert all(report[section].keys() == keys for section, keys in PLAN_KEYS.items())
     assert report["violations"] == []

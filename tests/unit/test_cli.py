@@ -86,6 +86,8 @@ def assert_refused(done: subprocess.CompletedProcess[str], *expected: str) -> No
         ("algorithm={name: 'my.rl:Best'}", ["algorithm.name", "my.rl:Best"]),
         ("model.init=nowhere", ["model.init", "nowhere"]),
         ("model.family=gpt2", ["model.family", "gpt2"]),
+        ("placement.critic=0", ["placement.critic", "which has no critic"]),
+        ("placement.policy=node:1", ["placement.policy.ranks", "nodes 0 to 0, of 1 ranks each"]),
     ],
 )
 def test_train_refuses_before_any_rank_starts(
@@ -156,7 +158,7 @@ def test_plan_as_json_is_one_object(here: Path) -> None:
     done = hybridrl(here, "plan", "c.yaml", "--world", "4", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    added = {"fits", "verdict", "gpu_memory_bytes", "order", "assumptions", "cluster"}
+    added = {"fits", "verdict", "gpu_memory_bytes", "order", "ranks", "assumptions", "cluster"}
     assert set(report) == {"train", "rollout", "reshard", "memory", "violations", *added}
     assert report["train"] == {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "dp": 4}
     assert report["violations"] == []

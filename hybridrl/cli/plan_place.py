@@ -1,0 +1,211 @@
+"""Where `hybridrl plan` lays the models of a run, as the run will: who trains and who generates
+with what, and what ranks hold. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from hybridrl.cli.plan_memory import (
+    Held,
+    HeldEngine,
+    HeldModel,
+    RoleModel,
+    most_elements,
+)
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.placement import Place, Placement
+from hybridrl.config.schema import Config
+from hybridrl.hybrid_engine.alias import shared_names
+from hybridrl.hybrid_engine.assign import Assignment, OrderChoice, assign, assign_some, judge
+from hybridrl.hybrid_engine.order import lay_out, order_layout
+from hybridrl.hybrid_engine.owned import equal_shares
+from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.weights import (
+    NOTHING,
+    RankLayout,
+    fused_layout,
+    hf_layout,
+    hf_shapes,
+    megatron_layouts,
+)
+from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Who trains and who generates with what; ranks are those of the world.
+
+    Args:
+        placement: of all models.
+        layout: the policy's training layout over its ranks, its order chosen.
+        choice: of the order.
+        whole: what each rank trains with.
+        sources: what engines are written from.
+        parts: what each tensor-parallel rank of the engine holds.
+        best: which part each rank generates with.
+        targets: the part of each rank.
+        shared: elements of each rank's engine parameters that are the trainer's own memory.
+    """
+
+    placement: Placement
+    layout: TrainLayout
+    choice: OrderChoice | None
+    whole: list[RankLayout]
+    sources: list[RankLayout]
+    parts: list[RankLayout]
+    best: Assignment
+    targets: list[RankLayout]
+    shared: list[int]
+
+
+def place_models(
+    config: Config, placement: Placement, family: Family, shape: ModelShape, node: int
+) -> Placed:
+    """Returns where policy and engines are, as `trainer/setup.py` lays them.
+
+    Args:
+        config: of the run.
+        placement: of it; the rules hold.
+        family, shape: of the policy.
+        node: number of consecutive ranks of one node.
+    """
+    train, tp, ranks = config.train, config.rollout.tp, placement.policy.ranks
+    if ENGINES[config.rollout.engine].has_fused_parameters:
+        parts = [fused_layout(family, shape, tp, tp_rank) for tp_rank in range(tp)]
+    else:
+        parts = [hf_layout(hf_shapes(family, shape))]
+    choice = None
+    if placement.is_shared:
+        ordered = order_layout(train, family, shape, len(ranks), tp, node)
+        layout, choice = ordered.layout, ordered.choice
+        whole, sources = ordered.whole, ordered.sources
+    else:
+        layout = lay_out(train, len(ranks))
+        whole = megatron_layouts(family, shape, layout)
+        sources = equal_shares(layout, whole) if train.fuse_param_gather else whole
+    world_size = placement.num_ranks
+    whole, sources = (_spread(found, ranks, world_size) for found in (whole, sources))
+    best = _assign(sources, parts, placement, node)
+    tp_ranks = map(best.layout.tp_rank, range(world_size))
+    targets = [NOTHING if tp_rank is None else parts[tp_rank] for tp_rank in tp_ranks]
+    shared = _shared(config, whole, targets)
+    return Placed(placement, layout, choice, whole, sources, parts, best, targets, shared)
+
+
+def _assign(
+    sources: Sequence[RankLayout],
+    parts: Sequence[RankLayout],
+    placement: Placement,
+    node: int,
+    is_ascending: bool = True,
+) -> Assignment:
+    if len(placement.rollout) == placement.num_ranks:
+        return assign(sources, parts, node, is_ascending)
+    return assign_some(sources, parts, placement.rollout, node, is_ascending)
+
+
+def _spread(
+    layouts: Sequence[RankLayout], ranks: Sequence[int], world_size: int
+) -> list[RankLayout]:
+    """Returns what each rank of the world holds of what these ranks do, in their order."""
+    held = dict(zip(ranks, layouts, strict=True))
+    return [held.get(rank, NOTHING) for rank in range(world_size)]
+
+
+def _shared(config: Config, whole: list[RankLayout], targets: list[RankLayout]) -> list[int]:
+    """Returns, for each rank, the elements of engine parameters that are the trainer's memory."""
+    shares_memory = ENGINES[config.rollout.engine].shares_memory
+    if not shares_memory or config.train.release_weights_in_rollout:
+        return [0] * len(whole)
+    found: dict[tuple[int, int], int] = {}
+    for source, target in zip(whole, targets, strict=True):
+        if (id(source), id(target)) not in found:
+            names = shared_names(source, target)
+            found[id(source), id(target)] = sum(prod(target.shapes[name]) for name in names)
+    return [found[id(s), id(t)] for s, t in zip(whole, targets, strict=True)]
+
+
+def choices(order: str, placed: Placed, node: int, itemsize: int) -> dict[str, Any]:
+    """Returns what the chosen assignment costs, and what others on the same ranks would."""
+    sources, parts, placement = placed.sources, placed.parts, placed.placement
+    in_turn = RolloutLayout.consecutive(len(placement.rollout), len(parts))
+    consecutive = judge(sources, parts, in_turn.on(placement.rollout, len(sources)))
+    free = _assign(sources, parts, placement, node, is_ascending=False)
+    choice, remedy = placed.choice, None
+    if choice is not None and choice.receive < placed.best.receive:
+        remedy = f"Set train.order=auto, which chooses {choice.order}, in place of {order}."
+    named = {"used": placed.best, "consecutive": consecutive, "any_order": free}
+    costs = {
+        name: {
+            "tp_ranks": [found.layout.tp_rank(rank) for rank in range(len(sources))],
+            "max_receive_bytes": itemsize * found.receive,
+            "max_send_bytes": itemsize * found.send,
+        }
+        for name, found in named.items()
+    }
+    return {**costs, "remedy": remedy}
+
+
+def held_by_ranks(
+    models: Sequence[RoleModel], placed: Placed, itemsize: int, transport: str
+) -> list[tuple[tuple[int, ...], Held]]:
+    """Returns the ranks that hold the same models, and what the fullest of them holds of each.
+
+    Args:
+        models: of the run, the policy first.
+        placed: where it and the engines are.
+        itemsize: bytes of a parameter.
+        transport: how weights travel.
+    """
+    placement, sizes = placed.placement, _Sizes(models[0], placed)
+    parts = [sizes.of(model) for model in models]
+    peers_bytes = 0  # of the piece that each rank has for the weights
+    if transport == "peer" and models[0].is_trained:
+        peers_bytes = itemsize * most_elements(placed.whole)
+    sets: dict[tuple[bool, ...], list[int]] = {}
+    for rank in range(placement.num_ranks):
+        holds = [rank in elements for _, _, elements in parts]
+        sets.setdefault((*holds, rank in placement.rollout), []).append(rank)
+    found = []
+    for ranks in sets.values():
+        held = [
+            HeldModel(model, place, layout, max(elements[rank] for rank in ranks))
+            for model, (place, layout, elements) in zip(models, parts, strict=True)
+            if ranks[0] in elements
+        ]
+        engine = None
+        if ranks[0] in placement.rollout:
+            own = (most_elements([placed.targets[r]]) - placed.shared[r] for r in ranks)
+            engine = HeldEngine(itemsize * max(own), len(placement.rollout))
+        own_bytes = sum(itemsize * h.num_params for h in held if h.model.role == "policy")
+        found.append((tuple(ranks), Held(held, engine, max(0, peers_bytes - own_bytes))))
+    return found
+
+
+class _Sizes:
+    """How much of a model each rank holds; what is cut alike is looked at once."""
+
+    def __init__(self, policy: RoleModel, placed: Placed) -> None:
+        self._placed = placed
+        key = policy.family, policy.shape, placed.layout, policy.head
+        self._found = {key: [placed.whole[rank] for rank in placed.placement.policy.ranks]}
+
+    def of(self, model: RoleModel) -> tuple[Place, TrainLayout, dict[int, int]]:
+        """Returns where a model lies, how it is cut there, and the elements on each of these
+        ranks.
+        """
+        place, layout = self._placed.placement.of(model.role), self._placed.layout
+        if place != self._placed.placement.policy:
+            sizes = place.tp, place.pp, place.cp, place.ep, place.vpp
+            layout = TrainLayout(len(place.ranks), *sizes)
+        key = model.family, model.shape, layout, model.head
+        if key not in self._found:
+            self._found[key] = megatron_layouts(*key)
+        parts = self._found[key]
+        elements = {id(part): most_elements([part]) for part in parts}
+        held = (elements[id(part)] for part in parts)
+        return place, layout, dict(zip(place.ranks, held, strict=True))
