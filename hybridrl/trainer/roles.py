@@ -187,8 +187,7 @@ def make_roles(
     terms = make_terms(config) if terms is None else terms
     _check_terms(terms, algorithm)
     held = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
-    source = setup.model_source(config.model, world.platform)
-    chosen = config.algorithm
+    source, chosen = setup.model_source(config.model, world.platform), config.algorithm
     warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
     # The length of each model's learning-rate schedule: the updates that it takes itself.
     num_updates = config.steps.num_steps * config.steps.updates_per_step
