@@ -1,6 +1,8 @@
 """One rank of the learning test: the quickstart's part 2, each sync compared with transformers.
 
-learning_worker.py FOLDER NUM_STEPS KEY=VALUE ...
+learning_worker.py FOLDER NUM_STEPS EVERY KEY=VALUE ...
+
+After the first FIRST syncs only each EVERYth is compared.
 
 Rank 0 leaves in FOLDER: `answers.pt`, the greedy responses to all held-out prompts before training;
 `syncs.json`, what each comparison found.
@@ -26,6 +28,7 @@ from hybridrl.rollout.engine import Completion, Request, generate
 
 # float32 sums in another order, over four layers.
 LOGP_TOLERANCE = 1e-4
+FIRST = 4
 # Of a held-out prompt's 6 tokens; the shorter ones make texts that training never has.
 PROMPT_LENGTHS = (6, 6, 6, 6, 6, 4, 2, 1)
 
@@ -51,11 +54,13 @@ class ComparedTrainer(Trainer):
 
     syncs: list[Sync]
     folder: Path
+    every: int
     previous: torch.nn.Module | None = None
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
         metrics = super().reshard(verifies)
-        self.compare()
+        if self.step < FIRST or self.step % self.every == 0:
+            self.compare()
         return metrics
 
     def compare(self) -> None:
@@ -133,11 +138,12 @@ def largest_gap(
 
 
 def main() -> None:
-    folder, num_steps, overrides = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    folder, num_steps, every = Path(sys.argv[1]), *map(int, sys.argv[2:4])
+    overrides = sys.argv[4:]
     trainer = ComparedTrainer.from_config(
         QUICKSTART / "grpo.yaml", [f"run.dir={folder}", *overrides]
     )
-    trainer.syncs, trainer.folder = [], folder
+    trainer.syncs, trainer.folder, trainer.every = [], folder, every
     trainer.check_engine()
     greedy = replace(trainer.engine.sampling, temperature=0.0)
     answers = trainer.engine.generate(
