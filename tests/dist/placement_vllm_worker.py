@@ -7,7 +7,11 @@ placement_vllm_worker.py MODEL FOLDER
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from hybridrl.trainer.loop import Trainer
 
@@ -16,6 +20,7 @@ PLACEMENTS = {
     "overlapping": {"policy": "0-1", "rollout": "1-2"},
     "first": {"policy": "all", "rollout": "0"},
 }
+ENGINES = {"1-2": (1, 2), "0": (0,)}
 
 
 def check(model: str, folder: Path, name: str, placement: dict[str, str]) -> None:
@@ -46,6 +51,10 @@ def check(model: str, folder: Path, name: str, placement: dict[str, str]) -> Non
     gaps = [step["mismatch/logprob_diff_mean"] for step in metrics]
     assert max(gaps) < 1e-4, (name, gaps)  # the engine samples with the weights of this step
     engines = trainer.engine.layout.ranks
+    assert engines == ENGINES[placement["rollout"]], (name, engines)
+    # vLLM has made groups on some ranks; all of them still make the same ones together.
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    dist.all_reduce(torch.ones(1), group=group)
     assert bool(trainer.raw_engine.tensors()) is (trainer.world.rank in engines), name
     assert metrics[-1]["generate/tokens"] > 0
     trainer.close()

@@ -172,3 +172,11 @@ def test_exact_search_takes_under_half_a_second(
     shape = LLAMA3_8B if tp == 8 else QWEN25_7B  # 28 heads cannot be cut in 8
     sources, parts = layouts(shape, train, tp)
     assert is_within(0.5, lambda: assign(sources, parts, is_ascending=is_ascending))
+
+
+def test_a_layout_is_laid_on_some_ranks_of_a_larger_world() -> None:
+    placed = RolloutLayout.consecutive(2, 2).on((1, 3), 4)
+    assert placed.assignment == (None, (0, 0), None, (0, 1)) and placed.ranks == (1, 3)
+    assert placed.replicas == 1 and placed.tp_rank(0) is None and placed.place(3) == (0, 1)
+    with pytest.raises(ValueError, match=r"rank 0 has no engine: those are \(1, 3\)"):
+        placed.place(0)
