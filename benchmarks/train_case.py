@@ -71,7 +71,7 @@ class Case(CaseRecord):
         self.platform = platform = Platform.detect()
         platform.activate()
         start_process_group(platform, config.run.collective_timeout_s)
-        meshes = setup.make_meshes(config, platform)
+        meshes = setup.make_meshes(config, platform, setup.find_machines(platform))
         self.world = meshes.world
         platform.seed(config.run.seed)
         self.clock = Clock(platform.device, self.world.gather_objects)

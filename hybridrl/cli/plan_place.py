@@ -20,7 +20,7 @@ from hybridrl.config.engines import ENGINES
 from hybridrl.config.placement import Place, Placement
 from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.alias import shared_names
-from hybridrl.hybrid_engine.assign import Assignment, OrderChoice, assign, assign_some, judge
+from hybridrl.hybrid_engine.assign import Assignment, OrderChoice, assign, judge
 from hybridrl.hybrid_engine.order import lay_out, order_layout
 from hybridrl.hybrid_engine.owned import equal_shares
 from hybridrl.models.family import Family, ModelShape
@@ -89,23 +89,11 @@ def place_models(
         sources = equal_shares(layout, whole) if train.fuse_param_gather else whole
     world_size = placement.num_ranks
     whole, sources = (_spread(found, ranks, world_size) for found in (whole, sources))
-    best = _assign(sources, parts, placement, node)
+    best = assign(sources, parts, node, ranks=placement.rollout)
     tp_ranks = map(best.layout.tp_rank, range(world_size))
     targets = [NOTHING if tp_rank is None else parts[tp_rank] for tp_rank in tp_ranks]
     shared = _shared(config, whole, targets)
     return Placed(placement, layout, choice, whole, sources, parts, best, targets, shared)
-
-
-def _assign(
-    sources: Sequence[RankLayout],
-    parts: Sequence[RankLayout],
-    placement: Placement,
-    node: int,
-    is_ascending: bool = True,
-) -> Assignment:
-    if len(placement.rollout) == placement.num_ranks:
-        return assign(sources, parts, node, is_ascending)
-    return assign_some(sources, parts, placement.rollout, node, is_ascending)
 
 
 def _spread(
@@ -134,7 +122,7 @@ def choices(order: str, placed: Placed, node: int, itemsize: int) -> dict[str, A
     sources, parts, placement = placed.sources, placed.parts, placed.placement
     in_turn = RolloutLayout.consecutive(len(placement.rollout), len(parts))
     consecutive = judge(sources, parts, in_turn.on(placement.rollout, len(sources)))
-    free = _assign(sources, parts, placement, node, is_ascending=False)
+    free = assign(sources, parts, node, is_ascending=False, ranks=placement.rollout)
     choice, remedy = placed.choice, None
     if choice is not None and choice.receive < placed.best.receive:
         remedy = f"Set train.order=auto, which chooses {choice.order}, in place of {order}."

@@ -58,39 +58,24 @@ def assign(
     parts: Sequence[RankLayout],
     domain_size: int | None = None,
     is_ascending: bool = True,
+    ranks: Sequence[int] | None = None,
 ) -> Assignment:
-    """Gives every rank its part of an engine replica.
+    """Gives every rank its part of an engine replica, or some ranks; the others then have none.
 
     Args:
-        sources: what each rank trains with.
+        sources: what each rank trains with; nothing, for some.
         parts: what each tensor-parallel rank of the engine holds; their number divides the ranks'.
         domain_size: ranks of one node, which are consecutive; None: all are of one. A replica
             stays on one node if it fits, else on as few as it can.
         is_ascending: whether the ranks of a replica must ascend in tensor-parallel order.
+        ranks: that have engines, ascending; None: all.
     """
-    return _assign(_Costs.of(sources, parts), domain_size, is_ascending)
-
-
-def assign_some(
-    sources: Sequence[RankLayout],
-    parts: Sequence[RankLayout],
-    ranks: Sequence[int],
-    domain_size: int | None = None,
-    is_ascending: bool = True,
-) -> Assignment:
-    """Gives some ranks their parts of engine replicas, ascending; the others have none.
-
-    Args:
-        sources: what each rank of the world trains with; nothing, for some.
-        parts: as of `assign`; their number divides that of `ranks`.
-        ranks: that have engines, ascending.
-        domain_size: as of `assign`, in the world.
-        is_ascending: as of `assign`.
-    """
+    costs = _Costs.of(sources, parts)
+    if ranks is None or len(ranks) == len(sources):
+        return _assign(costs, domain_size, is_ascending)
     node = domain_size or len(sources)
     each = {sum(rank // node == number for rank in ranks) for number in {r // node for r in ranks}}
-    costs = _Costs.of(sources, parts).moved(ranks)
-    found = _assign(costs, each.pop() if len(each) == 1 else None, is_ascending)
+    found = _assign(costs.moved(ranks), each.pop() if len(each) == 1 else None, is_ascending)
     return replace(found, layout=found.layout.on(ranks, len(sources)))
 
 

@@ -103,8 +103,9 @@ class Trainer:
 
     def _build(self, given: setup.Given) -> None:
         config = self.config = setup.pinned_on_all_ranks(self.config)
-        setup.check_rules(config, setup.machines(self.platform), self._trains)
-        meshes = setup.make_meshes(config, self.platform)
+        machines = setup.find_machines(self.platform)
+        setup.check_rules(config, machines, self._trains)
+        meshes = setup.make_meshes(config, self.platform, machines)
         self.world = meshes.world
         self.platform.seed(config.run.seed)
         with self.world.all_agree("checking the run folder"):

@@ -61,8 +61,9 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, config.run.collective_timeout_s)
-    setup.check_rules(config, setup.machines(platform), has_teacher=False)
-    meshes = setup.make_meshes(config, platform)
+    machines = setup.find_machines(platform)
+    setup.check_rules(config, machines, has_teacher=False)
+    meshes = setup.make_meshes(config, platform, machines)
     world = meshes.world
     platform.seed(config.run.seed)
     with world.all_agree("reading the saved batch"):

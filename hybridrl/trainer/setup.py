@@ -36,7 +36,7 @@ from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError, ModelError, UserError
 from hybridrl.hybrid_engine.alias import TrainingShard
-from hybridrl.hybrid_engine.assign import assign, assign_some
+from hybridrl.hybrid_engine.assign import assign
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.order import is_settled, lay_out, order_layout
 from hybridrl.models.build import Head
@@ -101,13 +101,14 @@ def check_rules(config: Config, machines: Machines, has_teacher: bool = True) ->
     has_model = (config.model.path is None) != (config.model.init is None)
     model_config = read_model_config(config.model) if has_model else None
     dtype = str(Platform.detect().default_dtype()).removeprefix("torch.")
-    found = check(config, machines.num_ranks, model_config, dtype, True, machines)
+    size = machines.num_ranks
+    found = check(config, size, model_config, dtype, is_script=True, machines=machines)
     found += teacher_rules(config, model_config or {}) if has_teacher else ()
     if found:
         raise ConfigError(found)
 
 
-def machines(platform: Platform) -> Machines:
+def find_machines(platform: Platform) -> Machines:
     """Returns what is under the ranks; collective."""
     size = dist.get_world_size()
     own = None if platform.is_cpu else torch.cuda.get_device_name(platform.device)
@@ -116,10 +117,10 @@ def machines(platform: Platform) -> Machines:
     return Machines(size, _local_ranks(size), None if None in names else names)
 
 
-def make_meshes(config: Config, platform: Platform) -> Meshes:
+def make_meshes(config: Config, platform: Platform, machines: Machines) -> Meshes:
     """Lays the policy over its ranks and makes their process groups; the rules hold."""
     world = World(platform, config.run.collective_timeout_s, config.run.stall_timeout_s)
-    placement, _ = placed(config, machines(platform))
+    placement, _ = placed(config, machines)
     return Meshes(world, placement, training_layout(config, placement))
 
 
@@ -283,9 +284,7 @@ def rollout_layout(
     """
     source, node = model.source, ranks_per_node(model.world)
     parts = [fused_layout(source.family, source.shape, tp, tp_rank) for tp_rank in range(tp)]
-    if ranks is None or len(ranks) == model.world.size:
-        return assign(sources, parts, node).layout
-    return assign_some(sources, parts, ranks, node).layout
+    return assign(sources, parts, node, ranks=ranks).layout
 
 
 def training_memories(

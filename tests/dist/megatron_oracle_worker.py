@@ -39,7 +39,7 @@ from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
-from hybridrl.trainer.setup import make_meshes, rollout_layout
+from hybridrl.trainer.setup import find_machines, make_meshes, rollout_layout
 
 TIMEOUT_S = 120.0
 STAGING_BYTES = 1 << 16
@@ -208,7 +208,7 @@ def check_promise(folder: Path, platform: Platform) -> None:
     config = load_config_dict(sections)
     report, violations = plan_report(config, 4)
     assert violations == []
-    meshes = make_meshes(config, platform)
+    meshes = make_meshes(config, platform, find_machines(platform))
     mesh = meshes.of("policy")
     assert mesh.layout.order == report["order"]["axes"] != DEFAULT_ORDER
     model = build(folder, "even", mesh)
