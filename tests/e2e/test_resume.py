@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -63,8 +64,9 @@ def wait_for(phase_file: Path, end: str) -> None:
     """Waits until a rank's phase file ends with these words."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if phase_file.exists() and phase_file.read_text().strip().endswith(end):
-            return
+        with suppress(FileNotFoundError):  # the next start removes those of the one before
+            if phase_file.read_text().strip().endswith(end):
+                return
         time.sleep(0.005)
     raise AssertionError(f"{phase_file} never said {end}")
 
