@@ -1,7 +1,7 @@
 """Measures what the data contract's checks cost in a step, and their share of a measured step.
 
 The batch goes through what one rank does with it in a step (trainer/loop.py): its share of
-rollouts collected and scored, the other ranks' shares rebuilt, all joined and ordered, columns
+rollouts collected and scored, what the other ranks tell of theirs joined and ordered, columns
 and advantages added, cut into updates and selected. This runs with the checks and with them taken
 out, in turn; the difference is their cost. Ideal: nothing is copied for a check, so the least it
 can cost is reading each column once.
@@ -24,6 +24,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -40,6 +42,7 @@ from hybridrl.batch import (
     TrainBatch,
 )
 from hybridrl.config.schema import GrpoConfig
+from hybridrl.trainer.gathered import table_of, told
 
 LIMIT = 0.01
 HERE = Producer.here("benchmark")
@@ -59,12 +62,6 @@ def make_rollouts(args: argparse.Namespace) -> tuple[list[Rollout], list[int]]:
     return rollouts, [i // args.samples for i in range(len(rollouts))]
 
 
-def rebuilt(batch: ScoredBatch) -> ScoredBatch:
-    """Makes a batch anew from its parts, as a rank does with what the others sent."""
-    names = [name for name in ScoredBatch.__dataclass_fields__ if name != "producer"]
-    return ScoredBatch(**{name: getattr(batch, name) for name in names}, producer=HERE)
-
-
 def step(
     rollouts: list[Rollout], groups: list[int], ranks: int, updates: int, algorithm: Algorithm
 ) -> list[TrainBatch]:
@@ -73,8 +70,9 @@ def step(
     local = RolloutBatch.from_rollouts(rollouts[:share], groups[:share], HERE)
     reward_B = local.tokens_T[local.offsets[1:] - 1].float() % 2
     scored = local.scored(reward_B, {"exact_match": reward_B}, HERE)
-    batch = ScoredBatch.concat([rebuilt(scored) for _ in range(ranks)])
-    batch = batch.select(torch.argsort(batch.sample_ids_B, stable=True))
+    prompts = dict(zip(groups, (one.prompt for one in rollouts), strict=True))
+    first: Any = SimpleNamespace(rank=0, size=ranks)
+    batch = told([table_of(scored)] * ranks, scored, prompts, first)
     train = batch.to_train(HERE).join_columns(HERE, old_logp_T=batch.behaviour_logp_T)
     return algorithm.advantages(train).split(updates)
 

@@ -33,7 +33,7 @@ student = Policy(trainer.policy.model, make_algorithm(SftConfig()), steps.num_st
 trainer.hybrid_engine.to_rollout()
 for step in range(steps.num_steps):
     prompts = trainer.prompts.take(steps.prompts_per_step)
-    scored = engine.score(engine.generate(prompts))  # all samples, the same on every rank
+    scored = engine.score(engine.generate(prompts))  # all samples; tokens where they were scored
     trainer.hybrid_engine.to_train()
     best, metrics = best_of_groups(scored), {"policy/loss": 0.0}
     if best:

@@ -15,7 +15,7 @@ trainer.hybrid_engine.to_rollout()
 for step in range(steps.num_steps):
     prompts = trainer.prompts.take(steps.prompts_per_step)
     rollouts = engine.generate(prompts)  # this replica's share
-    scored = engine.score(rollouts)  # all samples, the same on every rank
+    scored = engine.score(rollouts)  # all samples; tokens where they were scored
     trainer.hybrid_engine.to_train()
     seen: dict[int, set[float]] = {}
     for group, reward in zip(scored.group_B.tolist(), scored.reward_B.tolist(), strict=True):

@@ -9,6 +9,10 @@ is about token t, given its predecessors in its own sample, and is zero on token
 sampled: the prompt's, and those that an environment put into the response. Batches live on the CPU,
 so that no check waits for a device; a `MicroBatch` is what is moved to one. Invariant: an object of
 these types that exists has passed every check, and is never changed afterwards.
+
+Per-sample columns (B,) are of all samples of a step on every rank. Per-token columns (T,) are of
+the H samples whose tokens are on this rank, all B where `holders` is None; R are those of their T
+tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ from hybridrl.batch_checks import (
     columns_of,
     holds,
 )
+from hybridrl.holders import Holders
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.samples import Prompt, Rollout
 
@@ -76,7 +81,9 @@ class RolloutBatch:
     step, shared by the samples of one prompt; `tokens_T` (T,) int64; `lengths_B` prompt and
     response together; `prompt_lengths_B`; `behaviour_logp_T` (T,) float32; `versions_B` the
     weights' version; `finished_B` whether it ended by itself; `producer` who made the batch;
-    `observed_T` (T,) bool which response tokens an environment gave, None where none has a part.
+    `observed_T` (T,) bool which response tokens an environment gave, None where none has a part;
+    `holders` which ranks have the tokens of which samples, None where each has all;
+    `num_observed_B` with `holders`: how many tokens of each response an environment gave.
     """
 
     prompts: tuple[Prompt, ...]
@@ -90,6 +97,8 @@ class RolloutBatch:
     finished_B: Tensor = field(metadata=holds(FLAG))
     producer: Producer
     observed_T: Tensor | None = field(default=None, metadata=holds(TOKEN_FLAG))
+    num_observed_B: Tensor | None = field(default=None, metadata=holds(INTEGER))
+    holders: Holders | None = None
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -116,7 +125,8 @@ class RolloutBatch:
             got = f"returned {prompt} prompt and {total - prompt} response tokens for sample {i}"
             raise BatchError(self.producer, "lengths_B", got, "1 or more of each")
         if self.observed_T is not None:
-            check_observed(self.observed_T, self.lengths_B, self.prompt_lengths_B, self.producer)
+            sizes = self.lengths_H, self.of_held(self.prompt_lengths_B)
+            check_observed(self.observed_T, *sizes, self.producer)
 
     def _check_column(self, name: str, value: object, producer: Producer) -> None:
         column = columns_of(type(self))[name]
@@ -164,14 +174,31 @@ class RolloutBatch:
         return len(self.prompts)
 
     @cached_property
+    def rows_H(self) -> Tensor:
+        """The samples whose tokens are on this rank, ascending: (H,) int64."""
+        return torch.arange(self.num_samples) if self.holders is None else self.holders.rows_H
+
+    @property
+    def lengths_H(self) -> Tensor:
+        """Number of tokens of the samples on this rank: (H,) int64."""
+        return self.of_held(self.lengths_B)
+
+    @property
+    def response_lengths_H(self) -> Tensor:
+        """Number of sampled tokens of the samples on this rank: (H,) int64; they add up to R."""
+        return self.of_held(self.response_lengths_B)
+
+    @cached_property
     def num_tokens(self) -> int:
-        """T: prompt and response tokens together."""
-        return int(self.lengths_B.sum())
+        """T: prompt and response tokens of the samples on this rank together."""
+        return int(self.lengths_H.sum())
 
     @cached_property
     def response_lengths_B(self) -> Tensor:
         """Number of sampled tokens of each sample, observations not counted: (B,) int64."""
         lengths_B = self.lengths_B - self.prompt_lengths_B
+        if self.num_observed_B is not None:
+            return lengths_B - self.num_observed_B
         if self.observed_T is None:
             return lengths_B
         observed_N = self.sample_index_T[self.observed_T]
@@ -179,20 +206,50 @@ class RolloutBatch:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Where each sample starts in `tokens_T`, and at last T: (B + 1,) int64."""
-        return torch.nn.functional.pad(self.lengths_B.cumsum(0), (1, 0))
+        """Where each sample on this rank starts in `tokens_T`, and at last T: (H + 1,) int64."""
+        return torch.nn.functional.pad(self.lengths_H.cumsum(0), (1, 0))
 
     @cached_property
     def sample_index_T(self) -> Tensor:
         """Which sample of the batch each token belongs to, (T,) int64."""
-        return torch.repeat_interleave(self.lengths_B)
+        return torch.repeat_interleave(self.rows_H, self.lengths_H)
 
     @cached_property
     def response_mask_T(self) -> Tensor:
         """Which tokens were sampled (or demonstrated), and so have a loss: (T,) bool."""
-        starts_B = self.offsets[:-1] + self.prompt_lengths_B
-        mask_T = torch.arange(self.num_tokens) >= starts_B[self.sample_index_T]
+        starts_H = self.offsets[:-1] + self.of_held(self.prompt_lengths_B)
+        starts_T = torch.repeat_interleave(starts_H, self.lengths_H)
+        mask_T = torch.arange(self.num_tokens) >= starts_T
         return mask_T if self.observed_T is None else mask_T & ~self.observed_T
+
+    def of_held(self, value_B: Tensor) -> Tensor:
+        """Returns the values of the samples on this rank, of those of all: (H,)."""
+        return value_B if self.holders is None else value_B[self.rows_H]
+
+    def completed(self, value_H: Tensor) -> Tensor:
+        """Returns the values of all samples, (B,) or (B, K), of what each rank knows of those on
+        it, (H,) or (H, K); collective where ranks have the tokens of some samples only.
+        """
+        return value_H if self.holders is None else self.holders.completed(value_H)
+
+    def places_of(self, index_N: Tensor) -> Tensor:
+        """Returns which of the samples on this rank these samples are, (N,); -1: of none."""
+        if self.holders is None:
+            return index_N
+        places_B = torch.full((self.num_samples,), -1)
+        places_B[self.rows_H] = torch.arange(len(self.rows_H))
+        return places_B[index_N]
+
+    def token_places(self, places_N: Tensor) -> Tensor:
+        """Returns where the tokens of these of the samples on this rank are in `tokens_T`, sample
+        after sample.
+        """
+        lengths_N = self.lengths_H[places_N]
+        shift_N = self.offsets[places_N] - (lengths_N.cumsum(0) - lengths_N)
+        # By numpy, in half of torch's time.
+        index = np.repeat(shift_N.numpy(), lengths_N.numpy())
+        index += np.arange(len(index))
+        return torch.from_numpy(index)
 
     def join_columns(self, producer: Producer, **columns: Tensor) -> Self:
         """Returns the batch with these columns added or replaced; errors name `producer`."""
@@ -223,11 +280,8 @@ class RolloutBatch:
             raise BatchError(
                 self.producer, "indices", got, f"a list of indices from 0 to {self.num_samples - 1}"
             )
-        lengths_B = self.lengths_B[index_B]
-        shift_B = self.offsets[index_B] - (lengths_B.cumsum(0) - lengths_B)
-        token_index_T = torch.arange(int(lengths_B.sum())) + torch.repeat_interleave(
-            shift_B, lengths_B
-        )
+        places_N = self.places_of(index_B)
+        token_index_T = self.token_places(places_N[places_N >= 0])
         declared = columns_of(type(self))
         chosen: dict[str, Any] = {
             name: value[token_index_T if declared[name].per_token else index_B]
@@ -235,7 +289,9 @@ class RolloutBatch:
         }
         chosen |= self._select_parts(index_B)
         chosen["prompts"] = tuple(self.prompts[i] for i in index_B.tolist())
-        chosen |= {"lengths_B": lengths_B, "prompt_lengths_B": self.prompt_lengths_B[index_B]}
+        chosen |= {name: getattr(self, name)[index_B] for name in LENGTHS}
+        if self.holders is not None:
+            chosen["holders"] = self.holders.select(index_B)
         return replace(self, **chosen)
 
     def split(self, parts: int | Sequence[int]) -> list[Self]:
@@ -266,10 +322,12 @@ class RolloutBatch:
         joined: dict[str, Any] = {n: torch.cat([getattr(b, n) for b in batches]) for n in names}
         joined |= first._concat_parts(batches)
         joined["prompts"] = tuple(chain.from_iterable(b.prompts for b in batches))
+        if first.holders is not None:
+            joined["holders"] = Holders.concat([b.holders for b in batches if b.holders])
         return replace(first, **joined)
 
     def _column_names(self) -> set[str]:
-        return set(self.columns())
+        return {*self.columns(), *(("holders",) if self.holders is not None else ())}
 
     def _select_parts(self, index_B: Tensor) -> dict[str, Any]:
         return {}
@@ -302,7 +360,7 @@ class ScoredBatch(RolloutBatch):
             check(value, name, NUMBER, self.num_samples, self.producer, NO_MASK)
 
     def _column_names(self) -> set[str]:
-        return set(self.columns()) | {f"reward_parts.{name}" for name in self.reward_parts}
+        return super()._column_names() | {f"reward_parts.{name}" for name in self.reward_parts}
 
     def _select_parts(self, index_B: Tensor) -> dict[str, Any]:
         return {"reward_parts": {n: part_B[index_B] for n, part_B in self.reward_parts.items()}}

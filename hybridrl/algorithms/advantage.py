@@ -1,9 +1,10 @@
-"""Rewards to advantages, on the whole batch. Pure functions, float64 inside, CPU.
+"""Rewards to advantages. Pure functions, float64 inside, CPU.
 
-`R` is the number of response tokens of a batch: its samples' responses one after the other,
-without the prompts; `response_values` takes them from a (T,) column, `response_column` puts them
-there. Both go through numpy, as other boolean indices and repetitions do: of a million tokens they
-take a third of the time of torch's.
+What is a sample's is known of all B samples of a step; what is a token's of the H samples on this
+rank. `R` is the number of their response tokens: the responses one after the other, without the
+prompts; `response_values` takes them from a (T,) column, `response_column` puts them there. Both go
+through numpy, as other boolean indices and repetitions do: of a million tokens they take a third of
+the time of torch's. Statistics over the tokens of all samples come from over_tokens.py.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.surrogate import KlEstimator, kl_estimate
-from hybridrl.batch import TrainBatch
+from hybridrl.batch import RolloutBatch, TrainBatch
 
 Keys = Callable[[Tensor], Tensor]
 """Returns for each of these response tokens, by index, a number that looks random."""
@@ -37,13 +39,14 @@ def sequence_kl(batch: TrainBatch, needed_by: str) -> float:
     """Returns the KL of the old policy to the reference, nats a response: the mean over responses
     of the sum of k1 over their tokens.
     """
-    return float(token_kl(batch, "k1", needed_by).sum()) / batch.num_samples
+    kl_R = response_values(token_kl(batch, "k1", needed_by), batch)
+    return float(OverTokens(batch).totals(kl_R)) / batch.num_samples
 
 
-def last_token_rewards(reward_B: Tensor, response_lengths_B: Tensor) -> Tensor:
+def last_token_rewards(reward_H: Tensor, response_lengths_H: Tensor) -> Tensor:
     """Puts each sample's reward on the last token of its response: (R,) float64, else zero."""
-    rewards_R = torch.zeros(int(response_lengths_B.sum()), dtype=torch.float64)
-    rewards_R[response_lengths_B.cumsum(0) - 1] = reward_B.double()
+    rewards_R = torch.zeros(int(response_lengths_H.sum()), dtype=torch.float64)
+    rewards_R[response_lengths_H.cumsum(0) - 1] = reward_H.double()
     return rewards_R
 
 
@@ -61,7 +64,7 @@ def overlong_penalty(response_lengths_B: Tensor, longest: int, buffer: int) -> T
 def gae(
     rewards_R: Tensor,
     values_R: Tensor,
-    response_lengths_B: Tensor,
+    response_lengths_H: Tensor,
     gamma: float,
     lam: float | Tensor,
     critic_lam: float | None = None,
@@ -74,7 +77,7 @@ def gae(
     Args:
         rewards_R: reward of each response token.
         values_R: V(s_t), the value of the state that token t was sampled from.
-        response_lengths_B: response tokens of each sample.
+        response_lengths_H: response tokens of each sample.
         gamma: discount a token.
         lam: lambda, one number or one a sample.
         critic_lam: lambda of the returns; None: the same.
@@ -83,14 +86,14 @@ def gae(
         Advantages and returns (advantage + value), each (R,) float64.
     """
     values_R = values_R.double()
-    ends_B = response_lengths_B.cumsum(0)
+    ends_H = response_lengths_H.cumsum(0)
     next_R = values_R.roll(-1)
-    next_R[ends_B - 1] = 0.0
+    next_R[ends_H - 1] = 0.0
     delta_R = next_R.mul_(gamma).add_(rewards_R).sub_(values_R)
-    advantages_R = _sum_to_come(delta_R, response_lengths_B, gamma * lam)
+    advantages_R = _sum_to_come(delta_R, response_lengths_H, gamma * lam)
     if critic_lam is None:
         return advantages_R, advantages_R + values_R
-    return advantages_R, _sum_to_come(delta_R, response_lengths_B, gamma * critic_lam) + values_R
+    return advantages_R, _sum_to_come(delta_R, response_lengths_H, gamma * critic_lam) + values_R
 
 
 def _sum_to_come(value_R: Tensor, lengths_B: Tensor, decay: float | Tensor) -> Tensor:
@@ -98,7 +101,7 @@ def _sum_to_come(value_R: Tensor, lengths_B: Tensor, decay: float | Tensor) -> T
     behind multiplied by decay^l.
     """
     decay_B = torch.as_tensor(decay, dtype=torch.float64).expand(len(lengths_B))
-    if not bool(decay_B.any()):
+    if not bool(decay_B.any()):  # there may be no sample
         return value_R
     if bool((decay_B == 1).all()):
         total_R = value_R.cumsum(0)
@@ -210,31 +213,34 @@ def informative_scale(reward_B: Tensor, group_B: Tensor) -> float:
     return len(reward_B) / num_informative if num_informative else 1.0
 
 
-def covariance(advantages_R: Tensor, logp_R: Tensor) -> Tensor:
+def covariance(advantages_R: Tensor, logp_R: Tensor, over: OverTokens) -> Tensor:
     """Returns (logp - mean) (A - mean) of each token (Cui et al. 2025, arXiv 2505.22617, eq. 10),
     of the policy at the start of the step, so that all updates of a step, however they are cut into
     micro-batches, agree on it.
     """
-    return (logp_R - logp_R.mean()) * (advantages_R - advantages_R.mean())
+    logp_mean, advantage_mean = over.means(logp_R, advantages_R)
+    return (logp_R - logp_mean) * (advantages_R - advantage_mean)
 
 
 def of_highest_covariance(
-    advantages_R: Tensor, logp_R: Tensor, key: Keys, fraction: float
+    advantages_R: Tensor, logp_R: Tensor, over: OverTokens, key: Keys, fraction: float
 ) -> Tensor:
-    """Returns which tokens KL-Cov takes (eq. 13): the int(fraction R), one at least, of highest
-    covariance; of those of equal covariance the ones with the smallest keys.
+    """Returns which tokens KL-Cov takes (eq. 13): the int(fraction N) of all N, one at least, of
+    highest covariance; of those of equal covariance the ones with the smallest keys.
     """
-    covariance_R, count = covariance(advantages_R, logp_R), max(int(fraction * len(logp_R)), 1)
-    least = covariance_R.topk(count).values[-1]
-    chosen_R = covariance_R > least
-    tied = (covariance_R == least).nonzero()[:, 0]
-    chosen_R[tied[key(tied).argsort()[: count - int(chosen_R.sum())]]] = True
+    covariance_R, count = covariance(advantages_R, logp_R, over), max(int(fraction * over.num), 1)
+    named = torch.arange(len(covariance_R))
+    if len(named) > count:  # no token of lower covariance than this rank's first can be taken
+        named = (covariance_R >= covariance_R.topk(count).values[-1]).nonzero()[:, 0]
+    chosen_R = torch.zeros(len(covariance_R), dtype=torch.bool)
+    chosen_R[named] = over.are_first(named, -covariance_R[named], key(named), count)
     return chosen_R
 
 
 def without_high_covariance(
     advantages_R: Tensor,
     logp_R: Tensor,
+    over: OverTokens,
     key: Keys,
     fraction: float,
     low: float,
@@ -243,29 +249,29 @@ def without_high_covariance(
     """Takes the advantage, and so the gradient, from some tokens that would cost much entropy.
 
     Clip-Cov (Cui et al. 2025, arXiv 2505.22617, eq. 11-12): of the tokens with a covariance in
-    [low, high], int(fraction R) are drawn, one at least.
+    [low, high], int(fraction N) of all N are drawn, one at least.
 
     Args:
         key: the tokens with the smallest keys are the ones drawn.
     """
-    covariance_R = covariance(advantages_R, logp_R)
-    high_R = ((covariance_R >= low) & (covariance_R <= high)).nonzero()[:, 0]
-    count = max(int(fraction * len(advantages_R)), 1)
-    drawn = high_R[key(high_R).argsort()[:count]]
+    covariance_R = covariance(advantages_R, logp_R, over)
+    named = ((covariance_R >= low) & (covariance_R <= high)).nonzero()[:, 0]
+    count, alike = max(int(fraction * over.num), 1), torch.zeros(len(named), dtype=torch.float64)
+    drawn = named[over.are_first(named, alike, key(named), count)]
     return advantages_R.index_fill(0, drawn, 0.0)
 
 
 def token_keys(batch: TrainBatch, index_N: Tensor) -> Tensor:
-    """Returns for each of these response tokens a number that looks random: (N,) int64.
+    """Returns for each of these of the R response tokens a number that looks random: (N,) int64.
 
     It is made of the policy's version, the sample's number in the step and the token's place, so
     that it is the same on every rank, in any order of samples, and in a resumed run.
     """
-    ends_B = batch.response_lengths_B.cumsum(0)
-    sample_N = torch.searchsorted(ends_B, index_N, right=True)
-    place_N = index_N - (ends_B - batch.response_lengths_B)[sample_N]
-    seed_B = batch.versions_B * 0x9E3779B1 + batch.sample_ids_B
-    key_N = ((seed_B[sample_N] << 24) + place_N) & 0x7FFFFFFFFFFFFFFF
+    ends_H = batch.response_lengths_H.cumsum(0)
+    sample_N = torch.searchsorted(ends_H, index_N, right=True)
+    place_N = index_N - (ends_H - batch.response_lengths_H)[sample_N]
+    seed_H = batch.of_held(batch.versions_B * 0x9E3779B1 + batch.sample_ids_B)
+    key_N = ((seed_H[sample_N] << 24) + place_N) & 0x7FFFFFFFFFFFFFFF
     for shift in (31, 29):  # the rounds of splitmix64 (Steele et al. 2014), product modulo 2^63
         key_N = (key_N ^ (key_N >> shift)) * 0x3F58476D1CE4E5B9 & 0x7FFFFFFFFFFFFFFF
     return key_N ^ (key_N >> 32)
@@ -277,25 +283,31 @@ def _group_sum(value_B: Tensor, group_B: Tensor) -> Tensor:
     return torch.bincount(index_B, value_B)[index_B]
 
 
-def whiten(values_N: Tensor, counts_N: Tensor | None = None, epsilon: float = 1e-8) -> Tensor:
-    """Scales to mean 0 and standard deviation (n - 1) 1 over the values, each counted `counts_N`
-    times.
+def whiten(values_B: Tensor, counts_B: Tensor | None = None) -> Tensor:
+    """Scales to mean 0 and standard deviation (n - 1) 1 over the samples.
 
     Args:
-        values_N: one a token; or one a sample, with `counts_N`, its number of tokens, as if each
-            token had it.
+        values_B: one a sample.
+        counts_B: how often each is counted: its number of tokens, as if each token had it; None:
+            once.
     """
-    if counts_N is None:
-        centred_N, num = values_N - values_N.mean(), len(values_N)
-        total = centred_N.square().sum()
-    else:
-        num = int(counts_N.sum())
-        centred_N = values_N - (values_N * counts_N).sum() / num
-        total = (centred_N.square() * counts_N).sum()
-    return centred_N.div_((total / max(num - 1, 1)).sqrt() + epsilon)
+    num = len(values_B) if counts_B is None else int(counts_B.sum())
+    weight_B = 1 if counts_B is None else counts_B
+    centred_B = values_B - (values_B * weight_B).sum() / num
+    return _divided(centred_B, (centred_B.square() * weight_B).sum(), num)
 
 
-def response_values(column_T: Tensor, batch: TrainBatch) -> Tensor:
+def whiten_tokens(values_R: Tensor, over: OverTokens) -> Tensor:
+    """Scales to mean 0 and standard deviation (n - 1) 1 over the response tokens of all ranks."""
+    centred_R = values_R - over.means(values_R)
+    return _divided(centred_R, over.totals(centred_R.square())[0], over.num)
+
+
+def _divided(centred_N: Tensor, squares: Tensor, num: int, epsilon: float = 1e-8) -> Tensor:
+    return centred_N.div_((squares / max(num - 1, 1)).sqrt() + epsilon)
+
+
+def response_values(column_T: Tensor, batch: RolloutBatch) -> Tensor:
     """Returns what a column has of response tokens: (R,), in the column's dtype."""
     return torch.from_numpy(column_T.numpy()[batch.response_mask_T.numpy()])
 
@@ -309,7 +321,7 @@ def response_column(values_R: Tensor, batch: TrainBatch) -> Tensor:
 
 def sample_column(value_B: Tensor, batch: TrainBatch) -> Tensor:
     """Gives every response token its sample's value: (T,) float32, zero on prompt tokens."""
-    column_T = repeated(value_B.float(), batch.lengths_B)
+    column_T = repeated(batch.of_held(value_B).float(), batch.lengths_H)
     column_T.numpy()[~batch.response_mask_T.numpy()] = 0
     return column_T
 

@@ -1,9 +1,10 @@
 """What an algorithm is: which columns it needs, its advantages, its denominator and its loss.
 
-An algorithm sees per-token log-probabilities, never logits. It sees the whole batch in
-`advantages` and `denominator`, the same on every rank, and one micro-batch (of one
-context-parallel rank) in `loss`, so it must give the same gradient however the batch is cut. Owns
-no tensor and does no communication.
+An algorithm sees per-token log-probabilities, never logits. In `advantages` and `denominator` it
+sees the per-sample columns of the whole step on every rank, and the token columns of the samples
+that this rank trains on (batch.py); what it says of all tokens it takes from over_tokens.py. In
+`loss` it sees one micro-batch (of one context-parallel rank). So it must give the same gradient
+however the batch is cut. Owns no tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Algorithm(Protocol):
         ...
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Returns the step's batch with `advantages_T` (and `returns_T` for a critic) filled."""
+        """Returns the step's batch with `advantages_T` (and `returns_T` for a critic) filled; all
+        ranks call.
+        """
         ...
 
     def denominator(self, batch: TrainBatch) -> float:
@@ -75,7 +78,7 @@ class AdaptiveAlgorithm(Algorithm, Protocol):
     """An algorithm with a state: it changes once a step, and is part of a checkpoint."""
 
     def after_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Takes in the step's batch, the same on every rank, after its updates; returns metrics."""
+        """Takes in the step's batch after its updates; returns metrics, the same on all ranks."""
         ...
 
     def state(self) -> dict[str, float]:

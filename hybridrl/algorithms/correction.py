@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.advantage import response_values
+from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.surrogate import importance_ratio
 from hybridrl.batch import RolloutBatch
 from hybridrl.config.correction import CorrectionConfig, Level
@@ -83,18 +85,21 @@ def off_policy_metrics(
 
     Args:
         batch: its `behaviour_logp_T` are the engine's.
-        old_logp_T: of the policy at the start of the step, (T,).
+        old_logp_T: of the policy at the start of the step, (T,) like the batch's own columns.
         config: of the correction, if there is one.
     """
-    mask_T, lengths_B = batch.response_mask_T, batch.response_lengths_B
-    sums = _Sums(lengths_B)
+    lengths_B, over = batch.response_lengths_B, OverTokens(batch)
     engine_R, old_R = (
-        column_T.masked_select(mask_T).double() for column_T in (batch.behaviour_logp_T, old_logp_T)
+        response_values(column_T, batch).double()
+        for column_T in (batch.behaviour_logp_T, old_logp_T)
     )
-    log_ratio_R = old_R - engine_R
-    engine_B, old_B = -sums(engine_R) / lengths_B, -sums(old_R) / lengths_B
+    log_ratio_R, spread = old_R - engine_R, _Spread(batch.response_lengths_H)
+    square_R = ratio(log_ratio_R, "token", spread).square()
+    engine_B, old_B, log_ratio_B, square_B = over.sums(
+        engine_R, old_R, log_ratio_R, square_R
+    ).unbind(1)
+    engine_B, old_B = -engine_B / lengths_B, -old_B / lengths_B
     gap_B = old_B - engine_B
-    product_B = importance_ratio(sums(log_ratio_R))
     found = {
         "rollout_ppl": engine_B.exp().mean(),
         "training_ppl": old_B.exp().mean(),
@@ -105,33 +110,33 @@ def off_policy_metrics(
         "log_ppl_abs_diff": gap_B.abs().mean(),
         "log_ppl_diff_max": gap_B.max(),
         "log_ppl_diff_min": gap_B.min(),
-        "kl_k1": -log_ratio_R.mean(),
-        "chi2_token": ratio(log_ratio_R, "token", sums.spread).square().mean() - 1,
-        "chi2_sequence": product_B.square().mean() - 1,
+        "kl_k1": -log_ratio_B.sum() / over.num,
+        "chi2_token": square_B.sum() / over.num - 1,
+        "chi2_sequence": importance_ratio(log_ratio_B).square().mean() - 1,
     }
     metrics = {f"mismatch/{name}": float(value) for name, value in found.items()}
     if config is not None:
-        metrics |= _correction_metrics(log_ratio_R, sums, config)
+        metrics |= _correction_metrics(log_ratio_R, spread, over, lengths_B, config)
     return metrics
 
 
-class _Sums:
-    """Sums over the responses of a batch, whose tokens lie one after the other."""
+class _Spread:
+    """Sums over the responses on this rank, whose tokens lie one after the other."""
 
-    def __init__(self, lengths_B: Tensor) -> None:
-        self.lengths_B, self._sample_R = lengths_B, torch.repeat_interleave(lengths_B)
+    def __init__(self, lengths_H: Tensor) -> None:
+        self._sample_R, self._num = torch.repeat_interleave(lengths_H), len(lengths_H)
 
     def __call__(self, value_R: Tensor) -> Tensor:
-        """Returns the sum of each response."""
-        return torch.bincount(self._sample_R, value_R, len(self.lengths_B))
-
-    def spread(self, value_R: Tensor) -> Tensor:
         """Returns at each token the sum of its response."""
-        return self(value_R)[self._sample_R]
+        return torch.bincount(self._sample_R, value_R, self._num)[self._sample_R]
 
 
 def _correction_metrics(
-    log_ratio_R: Tensor, sums: _Sums, config: CorrectionConfig
+    log_ratio_R: Tensor,
+    spread: _Spread,
+    over: OverTokens,
+    lengths_B: Tensor,
+    config: CorrectionConfig,
 ) -> dict[str, float]:
     """Returns what there is to say of the weights before their bounds, k, and of what was rejected.
 
@@ -140,34 +145,53 @@ def _correction_metrics(
     largest |k - 1|, and the shares above `max` and below `min` (1 / `max` where that is 0). The
     deviation divides by n over tokens and by n - 1 over responses, which are few; 0 of one.
     """
-    metrics = {}
+    metrics: dict[str, float] = {}
     if config.weight != "none":
-        weight_R = ratio(log_ratio_R, config.weight, sums.spread)
-        size = weight_R.sum() ** 2 / (len(weight_R) * weight_R.square().sum())
-        metrics["correction/effective_sample_size"] = float(size)
-        mean_B = sums(weight_R) / sums.lengths_B
-        for name, value_N, ddof in (
-            ("weight", weight_R, 0),
-            ("sequence_weight", mean_B, min(len(mean_B) - 1, 1)),
-        ):
-            spread = _spread(value_N, config, ddof)
-            metrics |= {f"correction/{name}_{k}": v for k, v in spread.items()}
+        weight_R = ratio(log_ratio_R, config.weight, spread)
+        of_tokens, mean_B = _weights_of_tokens(weight_R, over, lengths_B, config)
+        metrics |= {f"correction/{name}": value for name, value in of_tokens.items()}
+        metrics |= {
+            f"correction/sequence_weight_{name}": float(value)
+            for name, value in _weights_of_responses(mean_B, config).items()
+        }
     if config.reject != "none":
-        lost_R = (~kept(ratio(log_ratio_R, config.reject, sums.spread), config)).double()
-        metrics["correction/rejected_tokens"] = float(lost_R.mean())
-        metrics["correction/rejected_sequences"] = float((sums(lost_R) > 0).double().mean())
+        is_kept_R = kept(ratio(log_ratio_R, config.reject, spread), config)
+        lost_B = over.sums(~is_kept_R)[:, 0]
+        metrics["correction/rejected_tokens"] = float(lost_B.sum()) / over.num
+        metrics["correction/rejected_sequences"] = float((lost_B > 0).double().mean())
     return metrics
 
 
-def _spread(weight_N: Tensor, config: CorrectionConfig, ddof: int) -> dict[str, float]:
+def _weights_of_tokens(
+    weight_R: Tensor, over: OverTokens, lengths_B: Tensor, config: CorrectionConfig
+) -> tuple[dict[str, float], Tensor]:
+    """Returns what there is to say of all tokens' weights, and each response's mean: (B,)."""
     low = config.min or 1 / config.max
-    found = {
-        "mean": weight_N.mean(),
-        "std": weight_N.std(correction=ddof),
-        "min": weight_N.min(),
-        "max": weight_N.max(),
-        "max_deviation": (weight_N - 1).abs().max(),
-        "fraction_high": (weight_N > config.max).double().mean(),
-        "fraction_low": (weight_N < low).double().mean(),
+    sums_B4 = over.sums(weight_R, weight_R.square(), weight_R > config.max, weight_R < low)
+    total, squares, num_high, num_low = sums_B4.sum(0).tolist()
+    mean = total / over.num
+    variance = float(over.means((weight_R - mean).square()))
+    largest, least, deviation = over.largest(weight_R, -weight_R, (weight_R - 1).abs()).amax(0)
+    return {
+        "effective_sample_size": total**2 / (over.num * squares),
+        "weight_mean": mean,
+        "weight_std": variance**0.5,
+        "weight_min": -float(least),
+        "weight_max": float(largest),
+        "weight_max_deviation": float(deviation),
+        "weight_fraction_high": num_high / over.num,
+        "weight_fraction_low": num_low / over.num,
+    }, sums_B4[:, 0] / lengths_B
+
+
+def _weights_of_responses(weight_B: Tensor, config: CorrectionConfig) -> dict[str, Tensor]:
+    low = config.min or 1 / config.max
+    return {
+        "mean": weight_B.mean(),
+        "std": weight_B.std(correction=min(len(weight_B) - 1, 1)),
+        "min": weight_B.min(),
+        "max": weight_B.max(),
+        "max_deviation": (weight_B - 1).abs().max(),
+        "fraction_high": (weight_B > config.max).double().mean(),
+        "fraction_low": (weight_B < low).double().mean(),
     }
-    return {name: float(value) for name, value in found.items()}

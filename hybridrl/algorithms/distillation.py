@@ -19,6 +19,7 @@ from hybridrl.algorithms.advantage import (
     response_values,
 )
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
+from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.batch import MicroBatch, Producer, TrainBatch
 from hybridrl.config.algorithm import OnPolicyDistillationConfig
@@ -45,25 +46,25 @@ class OnPolicyDistillation(PolicyGradient):
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fills the advantages: discounted sums of what each token earns, and the reward's."""
-        config, lengths_B = self.config, batch.response_lengths_B
+        config, lengths_H = self.config, batch.response_lengths_H
         earned_T = -self._gap(batch)
         if (penalty_T := self.kl_penalty(batch)) is not None:
             earned_T = earned_T - penalty_T
         earned_R = response_values(earned_T, batch)
         # GAE with lambda 1 and without values is the sum of what is to come.
         advantages_R, _ = gae(
-            earned_R, torch.zeros_like(earned_R), lengths_B, config.gamma, lam=1.0
+            earned_R, torch.zeros_like(earned_R), lengths_H, config.gamma, lam=1.0
         )
         if config.reward_coef > 0:
             centred_B = minus_group_mean(self.rewards(batch), batch.group_B)
             compared_B = divided_by_group_std(centred_B, batch.group_B)
-            advantages_R += config.reward_coef * repeated(compared_B, lengths_B)
+            advantages_R += config.reward_coef * repeated(batch.of_held(compared_B), lengths_H)
         column_T = response_column(advantages_R, batch)
         return batch.join_columns(Producer.here(self.name), advantages_T=column_T)
 
     def after_step(self, batch: TrainBatch) -> dict[str, float]:
         """Returns `teacher/reverse_kl`, nats a token, of the policy at the step's start, too."""
-        reverse_kl = float(self._gap(batch).sum()) / num_response_tokens(batch)
+        reverse_kl = float(OverTokens(batch).means(response_values(self._gap(batch), batch)))
         return {"teacher/reverse_kl": reverse_kl, **super().after_step(batch)}
 
     def _gap(self, batch: TrainBatch) -> Tensor:

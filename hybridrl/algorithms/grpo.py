@@ -29,6 +29,7 @@ from hybridrl.algorithms.advantage import (
     whiten,
     without_high_covariance,
 )
+from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.batch import GREEDY, BatchError, MicroBatch, Producer, ScoredBatch, TrainBatch
 from hybridrl.config.schema import GrpoConfig
@@ -56,9 +57,8 @@ class Grpo(PolicyGradient):
         self._check_groups(batch)
         reward_B = self.rewards(batch)
         if (penalty_T := self.kl_penalty(batch)) is not None:
-            reward_B = reward_B - torch.zeros_like(reward_B).index_add(
-                0, batch.sample_index_T, penalty_T
-            )
+            penalty_R = response_values(penalty_T, batch)
+            reward_B = reward_B - OverTokens(batch).sums(penalty_R)[:, 0]
         advantages_B = (
             self._compared_parts(batch)
             if config.normalize_parts
@@ -99,16 +99,17 @@ class Grpo(PolicyGradient):
 
     def _of_covariance(self, advantages_B: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
         """Returns the columns that depend on the covariance of advantage and log-probability."""
-        config = self.config
-        advantages_R = repeated(advantages_B, batch.response_lengths_B)
+        config, over = self.config, OverTokens(batch)
+        advantages_R = repeated(batch.of_held(advantages_B), batch.response_lengths_H)
         old_R = response_values(batch.require("old_logp_T", self.name), batch).double()
         keys = partial(token_keys, batch)
         if config.cov_kl_fraction > 0:
-            chosen_R = of_highest_covariance(advantages_R, old_R, keys, config.cov_kl_fraction)
+            fraction = config.cov_kl_fraction
+            chosen_R = of_highest_covariance(advantages_R, old_R, over, keys, fraction)
             return {"term_weights_T": response_column(config.cov_kl_coef * chosen_R, batch)}
         low, high = config.cov_clip_low, config.cov_clip_high
         kept_R = without_high_covariance(
-            advantages_R, old_R, keys, config.cov_clip_fraction, low, high
+            advantages_R, old_R, over, keys, config.cov_clip_fraction, low, high
         )
         return {"advantages_T": response_column(kept_R, batch)}
 

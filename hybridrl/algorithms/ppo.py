@@ -16,9 +16,10 @@ from hybridrl.algorithms.advantage import (
     response_column,
     response_values,
     sample_column,
-    whiten,
+    whiten_tokens,
 )
 from hybridrl.algorithms.base import LossOutput
+from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.algorithms.surrogate import clipped_value_loss
 from hybridrl.batch import MicroBatch, Producer, TrainBatch
@@ -38,19 +39,19 @@ class Ppo(PolicyGradient):
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fills the advantages (whitened over the batch if so set) and the critic's returns."""
-        config, lengths_B = self.config, batch.response_lengths_B
-        rewards_R = last_token_rewards(self.rewards(batch), lengths_B)
+        config, lengths_H = self.config, batch.response_lengths_H
+        rewards_R = last_token_rewards(batch.of_held(self.rewards(batch)), lengths_H)
         if (penalty_T := self.kl_penalty(batch)) is not None:
             rewards_R = rewards_R - response_values(penalty_T, batch)
         values_R = response_values(batch.require("values_T", self.name), batch)
         lam: float | Tensor = config.gae_lambda
         if config.gae_length_alpha is not None:
-            lam = length_lambda(lengths_B, config.gae_length_alpha)
+            lam = length_lambda(lengths_H, config.gae_length_alpha)
         advantages_R, returns_R = gae(
-            rewards_R, values_R, lengths_B, config.gamma, lam, config.critic_gae_lambda
+            rewards_R, values_R, lengths_H, config.gamma, lam, config.critic_gae_lambda
         )
         if config.whiten_advantages:
-            advantages_R = whiten(advantages_R)
+            advantages_R = whiten_tokens(advantages_R, OverTokens(batch))
         columns = {
             "advantages_T": response_column(advantages_R, batch),
             "returns_T": response_column(returns_R, batch),

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hybridrl.algorithms.advantage import sample_column
+from hybridrl.algorithms.advantage import response_values, sample_column
 from hybridrl.algorithms.base import LossOutput
+from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.batch import MISMATCHED, BatchError, MicroBatch, Producer, TrainBatch
 from hybridrl.config.needs import Needs
 from hybridrl.config.supervised import DpoConfig, KtoConfig, OnlineDpoConfig
@@ -216,8 +217,8 @@ def pairs(batch: TrainBatch) -> tuple[Tensor, Tensor]:
 
 
 def response_sums(column_T: Tensor, batch: TrainBatch) -> Tensor:
-    """Returns the sum of a column, zero on prompts, over each response: (B,) float64."""
-    return torch.segment_reduce(column_T.double(), "sum", lengths=batch.lengths_B, unsafe=True)
+    """Returns the sum of a column over each response: (B,) float64."""
+    return OverTokens(batch).sums(response_values(column_T, batch))[:, 0]
 
 
 def reference_sums(batch: TrainBatch, needed_by: str) -> Tensor:

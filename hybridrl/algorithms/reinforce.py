@@ -13,8 +13,9 @@ from hybridrl.algorithms.advantage import (
     last_token_rewards,
     response_column,
     response_values,
-    whiten,
+    whiten_tokens,
 )
+from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.batch import Producer, TrainBatch
 from hybridrl.config.algorithm import ReinforceConfig
@@ -29,14 +30,14 @@ class ReinforcePlusPlus(PolicyGradient):
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fills the advantages: whitened discounted sums of the rewards to come."""
-        lengths_B = batch.response_lengths_B
-        rewards_R = last_token_rewards(self.rewards(batch), lengths_B)
+        lengths_H = batch.response_lengths_H
+        rewards_R = last_token_rewards(batch.of_held(self.rewards(batch)), lengths_H)
         if (penalty_T := self.kl_penalty(batch)) is not None:
             rewards_R = rewards_R - response_values(penalty_T, batch)
         # GAE with lambda 1 and without values is the sum of the rewards to come.
         returns_R, _ = gae(
-            rewards_R, torch.zeros_like(rewards_R), lengths_B, self.config.gamma, lam=1.0
+            rewards_R, torch.zeros_like(rewards_R), lengths_H, self.config.gamma, lam=1.0
         )
-        return batch.join_columns(
-            Producer.here(self.name), advantages_T=response_column(whiten(returns_R), batch)
-        )
+        advantages_R = whiten_tokens(returns_R, OverTokens(batch))
+        column_T = response_column(advantages_R, batch)
+        return batch.join_columns(Producer.here(self.name), advantages_T=column_T)

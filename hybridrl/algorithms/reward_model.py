@@ -44,13 +44,14 @@ class RewardModel:
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fills the advantages, minus the loss's derivative by each score, at last tokens."""
-        last_B = batch.offsets[1:] - 1
+        last_H = batch.offsets[1:] - 1
+        values_T = batch.require("values_T", self.name)
         with torch.enable_grad():
-            score_B = batch.require("values_T", self.name)[last_B].double().requires_grad_()
+            score_B = batch.completed(values_T[last_H].double()).requires_grad_()
             loss_B = self.losses(score_B, batch)
             (slope_B,) = torch.autograd.grad(loss_B.sum(), score_B)
         advantages_T = torch.zeros(batch.num_tokens)
-        advantages_T[last_B] = -slope_B.float()
+        advantages_T[last_H] = -batch.of_held(slope_B).float()
         parts = {IMPLICIT: score_B.detach().float(), LOSS: loss_B.detach().float()}
         return batch.join_columns(Producer.here(self.name), advantages_T=advantages_T).with_parts(
             parts

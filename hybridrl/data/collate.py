@@ -150,10 +150,13 @@ def _tokens_of(batch: RolloutBatch, index_B: Tensor) -> tuple[Tensor, Tensor, Te
     """Returns, for the N tokens of these samples, index in the batch, place in the sample and
     sample.
     """
+    places = batch.places_of(index_B)
+    if bool((places < 0).any()):
+        raise ValueError(f"the tokens of samples {index_B[places < 0].tolist()} are on other ranks")
     lengths_B = batch.lengths_B[index_B]
     sample_N = torch.repeat_interleave(lengths_B)
     within_N = torch.arange(len(sample_N)) - (lengths_B.cumsum(0) - lengths_B)[sample_N]
-    return batch.offsets[index_B][sample_N] + within_N, within_N, sample_N
+    return batch.token_places(places), within_N, sample_N
 
 
 def _shared(

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, chain
+
+from hybridrl.data.balance import Schedule, schedule
+from hybridrl.data.packing import check_lengths, even_sizes
 
 # Units are at most this part of a micro-batch, so that packs of them are full; and there are this
 # many for a data-parallel rank, so that ranks have equal work.
@@ -45,6 +50,65 @@ class Unit:
 def shared_prefix(prompt_length: int, count: int) -> int:
     """Returns how many tokens `count` samples of one prompt share."""
     return max(prompt_length - 1, 0) if count > 1 else 0
+
+
+@lru_cache(maxsize=8)  # models that lie alike, and a step's lookups and its update, ask the same
+def schedule_samples(
+    lengths: tuple[int, ...],
+    groups: tuple[int, ...],
+    prompt_lengths: tuple[int, ...] | None,
+    num_parts: int,
+    num_ranks: int,
+    token_budget: int,
+    multiple: int,
+    attention_length: int,
+) -> Schedule:
+    """Deals samples to data-parallel ranks and micro-batches (balance.py).
+
+    Args:
+        lengths: tokens of each sample.
+        groups: of each, what is equal exactly where prompts are.
+        prompt_lengths: tokens of each prompt, where samples of one share it; None: they do not.
+        num_parts: mini-batches that the samples are cut into, one after the other; each is dealt
+            for itself, so that a rank has its samples of all of them.
+        num_ranks, token_budget, multiple, attention_length: as of `balance.schedule`.
+
+    Returns:
+        `[dp_rank][micro_batch]` -> indices of its samples, the first part's micro-batches first.
+    """
+    sizes = even_sizes(len(lengths), num_parts)
+    found: Schedule = [[] for _ in range(num_ranks)]
+    for end, size in zip(accumulate(sizes), sizes, strict=True):
+        part = slice(end - size, end)
+        shared = None if prompt_lengths is None else prompt_lengths[part]
+        dealt = _schedule_part(
+            lengths[part], groups[part], shared, num_ranks, token_budget, multiple, attention_length
+        )
+        for rank, micro_batches in enumerate(dealt):
+            found[rank] += [tuple(end - size + i for i in indices) for indices in micro_batches]
+    return found
+
+
+def _schedule_part(
+    lengths: Sequence[int],
+    groups: Sequence[int],
+    prompt_lengths: Sequence[int] | None,
+    num_ranks: int,
+    token_budget: int,
+    multiple: int,
+    attention: int,
+) -> Schedule:
+    given = num_ranks, token_budget, multiple
+    if prompt_lengths is None:
+        return schedule(lengths, *given, attention_length=attention)
+    check_lengths(lengths, token_budget)
+    units = make_units(groups, prompt_lengths, lengths, num_ranks, token_budget)
+    tokens, attended = [unit.tokens for unit in units], [unit.attended for unit in units]
+    dealt = schedule(tokens, *given, attended=attended, attention_length=attention)
+    return [
+        [tuple(chain.from_iterable(units[n].samples for n in pack)) for pack in packs]
+        for packs in dealt
+    ]
 
 
 def make_units(

@@ -125,7 +125,7 @@ def trainer_streams(
         The stages (N, D) without `logits`; the final norm of all tokens (T, D); and the
         log-probability of each response token at the head's temperature, (T,).
     """
-    works = model.plan_work(batch)
+    plan = model.plan(batch)
     size, num_tokens = model.source.shape.hidden_size, batch.num_tokens
     slot_T = torch.full((num_tokens,), -1)
     slot_T[wanted_N] = torch.arange(len(wanted_N))
@@ -133,7 +133,7 @@ def trainer_streams(
     calls: Counter[str] = Counter()
 
     def keep(stage: str, hidden: Tensor) -> None:
-        index = _local_tokens(model, batch, works[calls[stage]])
+        index = _local_tokens(model, batch, plan.works[calls[stage]])
         calls[stage] += 1
         slots = index if stage == "norm" else slot_T[index].where(index >= 0, -1)
         is_kept = slots >= 0
@@ -143,8 +143,8 @@ def trainer_streams(
         column[slots[is_kept]] = rows[is_kept.to(rows.device)].to("cpu", torch.float32)
 
     with _megatron_hooks(model, keep):
-        outputs: list[TokenStats] = model.forward_all(works)
-    logp_T = model.per_token(batch, works, [output.logp_S for output in outputs])
+        outputs: list[TokenStats] = model.forward_all(plan.works)
+    logp_T = model.per_token(batch, plan, [output.logp_S for output in outputs])
     streams = {}
     for stage in stages(model.source.shape.num_layers):
         count = num_tokens if stage == "norm" else len(wanted_N)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -192,13 +192,14 @@ class RolloutDump:
         """Whether the samples of `step` (from 1) are wanted."""
         return self._every > 0 and (step == 1 or step % self._every == 0)
 
-    def write(self, step: int, samples: Sequence[Mapping[str, object]]) -> None:
-        """Writes the samples of a step, each as a JSON object."""
+    def write(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
+        """Writes the samples of a step, each as a JSON object, as they come."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(dict(sample), ensure_ascii=False) + "\n" for sample in samples]
         path = self._directory / f"step_{step:06d}.jsonl"
         # Half of a surrogate pair, which has no UTF-8, becomes the escape that JSON has for it.
-        path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            for sample in samples:
+                file.write(json.dumps(dict(sample), ensure_ascii=False) + "\n")
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:

@@ -130,6 +130,29 @@ class World:
         dist.all_reduce(on_device, op=op)
         return on_device.cpu()
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_W: Sequence[int],
+        sent_W: Sequence[int],
+    ) -> None:
+        """Fills `received` with what each rank sends to this one, rank after rank; over gloo.
+
+        Args:
+            received, sent: on the CPU, cut along their first dimension.
+            received_W, sent_W: how much of them comes from, and goes to, each rank.
+
+        Raises:
+            PeerError: a rank is lost, died or stays away.
+        """
+        what, sizes = "an exchange of samples", (list(received_W), list(sent_W))
+        with self._explained(what):
+            work = dist.all_to_all_single(
+                received, sent, sizes[0], sizes[1], group=self._cpu_group, async_op=True
+            )
+            self.heartbeat.wait(work, what)
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's `value` (picklable; NumPy arrays travel as they are), in rank
         order; over gloo on every platform, so the device has no part in it.

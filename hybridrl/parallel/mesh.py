@@ -154,6 +154,14 @@ class Mesh:
         self.meet("what other ranks compute")
         return self.world.sum_over_world(values)
 
+    def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of `values` over this rank's context-parallel group, on the CPU."""
+        on_device = values.to(self.platform.device, copy=True)
+        with self.active():
+            group = parallel_state.get_context_parallel_group()
+        dist.all_reduce(on_device, group=group)
+        return on_device.cpu()
+
     def meet(self, what: str) -> None:
         """Waits for the ranks of the mesh where some are outside: these have nothing to compute,
         and the wait in a collective of tensors is bounded.

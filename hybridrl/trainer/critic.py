@@ -32,8 +32,8 @@ class Critic:
         """Returns the value of the state that each response token was sampled from, (T,) fp32, zero
         on prompts.
         """
-        works = self.model.plan_work(batch)
-        values_T = self.model.per_token(batch, works, self.model.forward_all(works))
+        plan = self.model.plan(batch)
+        values_T = self.model.per_token(batch, plan, self.model.forward_all(plan.works))
         return values_T * batch.response_mask_T
 
     def gradients(self, batch: TrainBatch, denominator: float | None = None) -> Gradients:
@@ -47,7 +47,7 @@ class Critic:
             result = self.algorithm.value_loss(values_S, micro, denominator)
             return result.loss, kept(result)
 
-        works = self.model.plan_work(batch)
+        works = self.model.plan(batch).works
         results: list[LossOutput] = self.model.accumulate(works, loss)
         share = Share.of("critic", self.model, batch, works, results)
         return Gradients.of("critic", self.model, [share], self.num_updates_in_run)

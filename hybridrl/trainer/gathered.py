@@ -1,13 +1,19 @@
-"""Scored batches on their way from the replicas to all ranks, as arrays."""
+"""What all ranks know of a step's samples: lengths, groups, rewards. Tokens stay where they are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridrl.batch import GREEDY, LENGTHS, Producer, Prompt, ScoredBatch
+from hybridrl.batch_checks import columns_of
+from hybridrl.holders import Holders, Ranks
+
+Table = dict[str, Any]
+"""The per-sample columns of a batch, as arrays by name."""
 
 
 def compared_with_greedy(batch: ScoredBatch) -> ScoredBatch | None:
@@ -29,22 +35,70 @@ def compared_with_greedy(batch: ScoredBatch) -> ScoredBatch | None:
     return sampled.with_parts({GREEDY: greedy_B})
 
 
-def as_columns(batch: ScoredBatch) -> dict[str, Any]:
-    """Returns the arrays of a batch, to be sent; `rebuilt` makes the batch of them."""
-    names = (*batch.columns(), *LENGTHS)
-    columns: dict[str, Any] = {name: getattr(batch, name).numpy() for name in names}
-    columns["reward_parts"] = {name: part.numpy() for name, part in batch.reward_parts.items()}
-    return columns
+def table_of(batch: ScoredBatch) -> Table:
+    """Returns the per-sample columns of a batch that is whole on its rank, to be told to all."""
+    declared = columns_of(ScoredBatch)
+    names = [name for name in batch.columns() if not declared[name].per_token]
+    table: Table = {name: getattr(batch, name).numpy() for name in (*names, *LENGTHS)}
+    table["num_observed_B"] = None
+    if batch.observed_T is not None:
+        lengths_B = batch.lengths_B - batch.prompt_lengths_B
+        table["num_observed_B"] = (lengths_B - batch.response_lengths_B).numpy()
+    table["reward_parts"] = {name: part.numpy() for name, part in batch.reward_parts.items()}
+    return table
 
 
-def rebuilt(columns: Mapping[str, Any], prompts: Mapping[int, Prompt]) -> ScoredBatch:
-    """Returns the batch of these arrays; `prompts` by group."""
-    names = columns.keys() - {"reward_parts"}
-    tensors = {name: torch.from_numpy(columns[name]) for name in names}
-    parts = columns["reward_parts"].items()
-    return ScoredBatch(
-        prompts=tuple(prompts[group] for group in columns["group_B"].tolist()),
-        reward_parts={name: torch.from_numpy(part) for name, part in parts},
-        producer=Producer.here("the gathered rollouts"),
-        **tensors,
+def told(
+    tables: Sequence[Table | None],
+    own: ScoredBatch | None,
+    prompts: Mapping[int, Prompt],
+    ranks: Ranks,
+) -> ScoredBatch:
+    """Returns the batch of all ranks' samples, in order of their numbers; each rank has the tokens
+    of its own.
+
+    Args:
+        tables: by rank, None where it has no sample; of one rank or more there is one.
+        own: this rank's.
+        prompts: by group.
+        ranks: all.
+    """
+    found = [table for table in tables if table is not None]
+    counts = [0 if table is None else len(table["sample_ids_B"]) for table in tables]
+    columns: dict[str, Any] = {name: [table[name] for table in found] for name in found[0]}
+    parts = columns.pop("reward_parts")
+    observed = columns.pop("num_observed_B")
+    has_observed = any(one is not None for one in observed)
+    if has_observed:
+        sizes = [count for count in counts if count]
+        pairs = zip(observed, sizes, strict=True)
+        columns["num_observed_B"] = [
+            np.zeros(size, np.int64) if one is None else one for one, size in pairs
+        ]
+    order = np.concatenate(columns["sample_ids_B"]).argsort()
+    maker_B = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)[order])
+    tensors, part_tensors = (
+        {name: torch.from_numpy(np.concatenate(one)[order]) for name, one in given.items()}
+        for given in (columns, {name: [part[name] for part in parts] for name in parts[0]})
     )
+    if own is not None:
+        own = own.select(own.sample_ids_B.argsort())
+    return ScoredBatch(
+        prompts=tuple(prompts[group] for group in tensors["group_B"].tolist()),
+        reward_parts=part_tensors,
+        producer=Producer.here("the gathered rollouts"),
+        holders=Holders(maker_B[:, None] == torch.arange(len(counts)), ranks),
+        **tensors,
+        **_own_tokens(own, has_observed),
+    )
+
+
+def _own_tokens(own: ScoredBatch | None, has_observed: bool) -> dict[str, torch.Tensor]:
+    """Returns the per-token columns of this rank's samples; empty ones if it has none."""
+    num_tokens = 0 if own is None else own.num_tokens
+    given = {} if own is None else own.columns()
+    return {
+        name: given.get(name, torch.zeros(num_tokens, dtype=column.dtype))
+        for name, column in columns_of(ScoredBatch).items()
+        if column.per_token and (has_observed or name != "observed_T")
+    }

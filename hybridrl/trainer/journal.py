@@ -6,9 +6,10 @@ own phase file.
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from hybridrl.batch import ScoredBatch
 from hybridrl.config.identity import changed_knobs, run_folder, saved_config, write_config
 from hybridrl.config.schema import Config
+from hybridrl.data.packing import even_sizes
 from hybridrl.metrics.flops import peak_flops_per_s
 from hybridrl.metrics.sinks import (
     ConsoleSink,
@@ -28,6 +30,7 @@ from hybridrl.metrics.sinks import (
 )
 from hybridrl.metrics.timing import PhaseTimer
 from hybridrl.metrics.values import GENERATED_TOKENS, recent_mean, step_metrics
+from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
 from hybridrl.trainer.trace import StepTraces
@@ -35,6 +38,7 @@ from hybridrl.trainer.trace import StepTraces
 logger = logging.getLogger(__name__)
 
 SUMMARY = "summary.json"
+TOKENS_AT_ONCE = 1 << 20  # that come to rank 0 to be written as text
 
 
 Evaluations = Mapping[str, Mapping[str, float]]
@@ -153,7 +157,7 @@ class Journal:
         return step_metrics(
             {**values, "response_tokens/mean": float(lengths.mean())},
             seconds,
-            int(values.get(GENERATED_TOKENS, batch.num_tokens)),
+            int(values.get(GENERATED_TOKENS, batch.lengths_B.sum())),
             self.world.size,
             {phase: int(size) for phase, size in peaks.items()},
             flops,
@@ -167,21 +171,32 @@ class Journal:
 
     def dump_samples(self, step: int, batch: ScoredBatch, scorer: Scorer) -> None:
         """Writes the samples of a step to `rollouts/`, when it is due; the scorer knows the text of
-        responses.
+        responses. Collective: tokens come to rank 0, a few samples after the other.
         """
-        if not self.is_writer or not self.dump.is_due(step):
+        if not self.dump.is_due(step):
             return
-        samples = [
-            {
-                "sample": int(batch.sample_ids_B[i]),
-                "prompt": batch.prompts[i].text,
-                "response": response,
-                "reward": float(batch.reward_B[i]),
-                "finished": bool(batch.finished_B[i]),
-            }
-            for i, response in enumerate(scorer.responses(batch))
-        ]
-        self.dump.write(step, samples)
+        samples = self._samples(batch, scorer)
+        if self.is_writer:
+            self.dump.write(step, samples)
+        else:
+            collections.deque(samples, 0)  # there are none here, but tokens to be sent
+
+    def _samples(self, batch: ScoredBatch, scorer: Scorer) -> Iterator[dict[str, object]]:
+        """Yields each sample as it is written, on rank 0."""
+        num_parts = -(-int(batch.lengths_B.sum()) // TOKENS_AT_ONCE)
+        end = 0
+        for size in even_sizes(batch.num_samples, num_parts):
+            rows, end = range(end, end + size), end + size
+            if (part := collect(batch.select(rows), self.world)) is None:
+                continue
+            for i, response in enumerate(scorer.responses(part)):
+                yield {
+                    "sample": int(part.sample_ids_B[i]),
+                    "prompt": part.prompts[i].text,
+                    "response": response,
+                    "reward": float(part.reward_B[i]),
+                    "finished": bool(part.finished_B[i]),
+                }
 
     def finish(
         self, first: int, last: int, evaluations: Evaluations, seconds: float

@@ -38,11 +38,9 @@ class Judge:
     def __call__(self, batch: ScoredBatch) -> ScoredBatch:
         """Returns the batch with the score added to its rewards and among their parts."""
         producer = Producer.here(f"reward {self.name!r}")
-        works = self.model.plan_work(batch.to_train(producer))
-        values_T = self.model.per_token(
-            batch.to_train(producer), works, self.model.forward_all(works)
-        )
-        score_B = values_T[batch.offsets[1:] - 1]
+        plan = self.model.plan(read := batch.to_train(producer))
+        values_T = self.model.per_token(read, plan, self.model.forward_all(plan.works))
+        score_B = batch.completed(values_T[batch.offsets[1:] - 1])
         reward_B = (batch.reward_B.double() + self.weight * score_B.double()).float()
         scored = batch.join_columns(producer, reward_B=reward_B)
         return replace(scored.with_parts({self.name: score_B}), producer=producer)

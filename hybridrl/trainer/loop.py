@@ -304,7 +304,7 @@ class Trainer:
         check_stop(self.world)
         with timer.phase("logprobs"):
             batch = self.add_columns(scored)
-        with timer.phase("advantages"):
+        with timer.phase("advantages"), self.world.all_agree("estimating advantages"):
             batch = self.algorithm.advantages(batch)
         agree_to_go_on(self.world)
         with timer.phase("update"):
@@ -324,11 +324,13 @@ class Trainer:
         return self.journal.summarize(shown, metrics, flops)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
-        """Returns the samples that the algorithm learns from, with what it reads: what the policy
-        and frozen models say of them, and values.
+        """Returns the samples that the algorithm learns from, each rank with the tokens of those
+        that it trains on, with what it reads: what the policy and frozen models say of them, and
+        values.
         """
-        is_reused = self.algorithm.needs.rollouts and self.config.steps.updates_per_step > 1
-        return self.roles.add_columns(self.algorithm, scored, is_reused)
+        num_updates = self.config.steps.updates_per_step
+        is_reused = self.algorithm.needs.rollouts and num_updates > 1
+        return self.roles.add_columns(self.algorithm, scored, is_reused, num_updates=num_updates)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """Takes `steps.updates_per_step` optimizer steps over equal parts of the batch, but for
@@ -339,10 +341,11 @@ class Trainer:
         """
         take, roles = self.skipped.update, self.roles
         # Responses may have been dropped.
-        parts = batch.split(even_sizes(batch.num_samples, self.config.steps.updates_per_step))
-        mixed = self.mix.batches(roles, len(parts), roles.trains_policy(self.step))
-        found = []
-        for number, (part, terms) in enumerate(zip(parts, mixed, strict=True)):
+        sizes = even_sizes(batch.num_samples, self.config.steps.updates_per_step)
+        mixed = self.mix.batches(roles, len(sizes), roles.trains_policy(self.step))
+        found, end = [], 0
+        for number, (size, terms) in enumerate(zip(sizes, mixed, strict=True)):
+            part, end = batch.select(range(end, end + size)), end + size
             gradients = partial(roles.gradients, part, self.step, terms)
             found.append(take(self.step + 1, number, part, gradients, terms))
         metrics = average(found)

@@ -1,7 +1,7 @@
 """How far the engine's log-probabilities are from the trainer's: the numbers of a step, their
 bounds, and the warning.
 
-Owns the one table of bounds. Pure but for the warning's memory of when it last spoke; what
+Owns the one table of bounds. Collective where ranks have the tokens of some samples only; what
 explains a mismatch is diagnose.py.
 """
 
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridrl.algorithms.advantage import response_values
 from hybridrl.algorithms.base import Algorithm
 from hybridrl.algorithms.correction import off_policy_metrics
+from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.algorithms.surrogate import bounded_log_ratio
 from hybridrl.batch import RolloutBatch
@@ -60,21 +62,24 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
 
     Args:
         batch: its `behaviour_logp_T` are the engine's.
-        logp_T: the trainer's at the start of the step, (T,), the same on all ranks.
+        logp_T: the trainer's at the start of the step, (T,) like the batch's own columns.
     """
-    mask_T = batch.response_mask_T
-    engine_N, trainer_N = batch.behaviour_logp_T[mask_T].double(), logp_T[mask_T].double()
-    d_N = trainer_N - engine_N
-    is_constant = any(bool(side.min() == side.max()) for side in (engine_N, trainer_N))
-    centered = torch.stack((engine_N, trainer_N))
-    centered -= centered.mean(1, keepdim=True)
-    covariance = centered @ centered.T
-    scale = (covariance[0, 0] * covariance[1, 1]).sqrt()
+    over = OverTokens(batch)
+    engine_R = response_values(batch.behaviour_logp_T, batch).double()
+    trainer_R = response_values(logp_T, batch).double()
+    d_R = trainer_R - engine_R
+    k3_R = bounded_log_ratio(d_R).expm1() - d_R
+    gap, k3, *means = over.means(d_R.abs(), k3_R, engine_R, trainer_R).tolist()
+    sides = engine_R, -engine_R, trainer_R, -trainer_R
+    largest, *extremes = over.largest(d_R.abs(), *sides).amax(0).tolist()
+    is_constant = extremes[0] == -extremes[1] or extremes[2] == -extremes[3]
+    e_R, t_R = engine_R - means[0], trainer_R - means[1]
+    ee, tt, et = over.totals(e_R.square(), t_R.square(), e_R * t_R)
     return {
-        MEAN: float(d_N.abs().mean()),
-        "mismatch/logprob_diff_max": float(d_N.abs().max()),
-        "mismatch/kl": float((bounded_log_ratio(d_N).expm1() - d_N).mean()),
-        "mismatch/correlation": float("nan") if is_constant else float(covariance[0, 1] / scale),
+        MEAN: gap,
+        "mismatch/logprob_diff_max": largest,
+        "mismatch/kl": k3,
+        "mismatch/correlation": float("nan") if is_constant else float(et / (ee * tt).sqrt()),
     }
 
 

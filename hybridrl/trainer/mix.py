@@ -125,7 +125,8 @@ class Mix:
                 part = taken[slice(*ends)]
                 batch = supervised_batch(part, algorithm.needs.feedback)
                 batch = roles.add_columns(algorithm, batch, temperature=TERM_TEMPERATURE)
-                found[name] = algorithm.advantages(batch)
+                with roles.world.all_agree(f"estimating advantages of {name}"):
+                    found[name] = algorithm.advantages(batch)
             self.taken += found.values()
             yield found
 

@@ -18,10 +18,10 @@ import torch
 from hybridrl.batch import TrainBatch
 from hybridrl.checkpoint.writing import ModelFiles
 from hybridrl.config.schema import TrainConfig
-from hybridrl.data.balance import Schedule, schedule, schedule_hash
+from hybridrl.data.balance import Schedule, schedule_hash
 from hybridrl.data.collate import context_positions, micro_batch, unpack
-from hybridrl.data.packing import check_lengths, round_up
-from hybridrl.data.sharing import make_units
+from hybridrl.data.packing import round_up
+from hybridrl.data.sharing import schedule_samples
 from hybridrl.hybrid_engine.engine import gather_layouts
 from hybridrl.hybrid_engine.owned import owned_layout
 from hybridrl.metrics.flops import attention_length
@@ -32,6 +32,7 @@ from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.heads import head_temperature
 from hybridrl.models.layers import choose_layers, shares_prompts
 from hybridrl.models.weights import NOTHING, RankLayout, megatron_layout, megatron_layouts
+from hybridrl.parallel.exchange import Route, bring
 from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.peer_memory import PeerMemory
@@ -103,6 +104,21 @@ class Work:
         return whole_S
 
 
+@dataclass(frozen=True)
+class BatchPlan:
+    """A batch, cut into the micro-batches of this rank.
+
+    Args:
+        batch: with the tokens that they are made of.
+        works: the micro-batches, none outside of the model's mesh.
+        reported_BW: (B, W) bool, which rank has the results of a sample in the end.
+    """
+
+    batch: TrainBatch
+    works: list[Work]
+    reported_BW: torch.Tensor
+
+
 class ParallelModel:
     """A model cut over the ranks of a mesh; its methods are collective over the world.
 
@@ -129,14 +145,15 @@ class ParallelModel:
             )
         same_on_all_ranks(world, "what layers are made of", self.layers.kind, mesh.ranks)
         self._chunks: list[torch.nn.Module] = self._build() if mesh.is_member else []
-        self.shares_prompts = shares_prompts(
+        shares = shares_prompts(
             train.share_prompts,
             mesh.layout.cp,
             self.layers.kind,
             world.platform.is_cpu,
             self._chunks,
         )
-        same_on_all_ranks(world, "sharing of prompts", str(self.shares_prompts), mesh.ranks)
+        same_on_all_ranks(world, "sharing of prompts", str(shares), mesh.ranks)
+        self.shares_prompts: bool = mesh.told(shares)  # ranks outside know the schedule too
         self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
         self._optimizer: Any = None
         self.memory: TrainedModelMemory | None = None
@@ -274,23 +291,36 @@ class ParallelModel:
         for chunk in self._chunks:
             chunk.requires_grad_(False).eval()
 
-    def plan_work(self, batch: TrainBatch) -> list[Work]:
-        """Cuts a batch, the same on all ranks, into the micro-batches of this replica.
+    def wanted(self, batch: TrainBatch, num_parts: int = 1) -> torch.Tensor:
+        """Returns which ranks compute with which samples where the batch is cut into `num_parts`
+        mini-batches: (B, W) bool.
+        """
+        return self._on_ranks(self._schedule(batch, num_parts))
+
+    def plan(self, batch: TrainBatch, temperature: float | None = None) -> BatchPlan:
+        """Cuts a batch into the micro-batches of this rank's replica, and brings it the tokens that
+        it lacks.
 
         The schedule is computed from lengths and the model's shape alone, so all ranks agree; its
         hash is compared before any pass.
+
+        Args:
+            batch: the same samples on all ranks, their tokens anywhere.
+            temperature: of log-probabilities; None: the model's own.
         """
-        layout = self.mesh.layout
-        pad_each = 2 * layout.cp if layout.cp > 1 else 1
-        plan = self._schedule(batch, pad_each) if self.mesh.is_member else []
-        what = "the micro-batch schedule"
-        same_on_all_ranks(self.world, what, schedule_hash(plan), self.mesh.ranks)
-        if (where := self.mesh.where) is None:
-            return []
-        works, shares = [], self.shares_prompts
+        layout, holders = self.mesh.layout, batch.holders
+        num_parts = 1 if holders is None else holders.num_parts
+        dealt = self._schedule(batch, num_parts)
+        same_on_all_ranks(self.world, "the micro-batch schedule", schedule_hash(dealt))
+        wanted_BW, here = self._on_ranks(dealt), batch
+        if holders is not None and bool((wanted_BW & ~holders.by_rank_BW).any()):
+            here = bring(batch, wanted_BW, self.world)
+        where, works = self.mesh.where, []
+        pad_each, shares = self._pad_each, self.shares_prompts
         pad_total = layout.tp * pad_each * (1 if self.train.fp8 == "none" else FP8_TOKENS)
-        for indices in plan[where.dp]:
-            whole = micro_batch(batch, indices, pad_each, pad_total, shares)
+        for indices in [] if where is None else dealt[where.dp]:
+            assert where is not None
+            whole = micro_batch(here, indices, pad_each, pad_total, shares)
             index_S = context_positions(whole.cu_seqlens, layout.cp, where.cp)
             local = whole if layout.cp == 1 else whole.take_positions(index_S)
             device = self.world.platform.device
@@ -302,47 +332,62 @@ class ParallelModel:
             packed = PackedSequences.of(
                 bounds.cu_seqlens, whole.max_seqlen, shared_prompts(whole, local.positions_S)
             )
-            works.append(Work(whole, local, index_S, scored_N, packed))
-        return works
+            works.append(Work(whole, local, index_S, scored_N, packed, temperature))
+        return BatchPlan(here, works, self._on_ranks(dealt, reports=True))
 
-    def _schedule(self, batch: TrainBatch, pad_each: int) -> Schedule:
-        layout, budget = self.mesh.layout, self.train.micro_batch_tokens
-        multiple = layout.pp if layout.vpp > 1 else 1
-        attention = attention_length(self.source.shape)
-        lengths = [round_up(length, pad_each) for length in batch.lengths_B.tolist()]
-        if not self.shares_prompts:
-            return schedule(lengths, layout.dp, budget, multiple, attention_length=attention)
-        check_lengths(lengths, budget)
-        groups, prompts = batch.group_B.tolist(), batch.prompt_lengths_B.tolist()
-        units = make_units(groups, prompts, lengths, layout.dp, budget)
-        dealt = schedule(
-            [unit.tokens for unit in units],
+    @property
+    def _pad_each(self) -> int:
+        return 2 * self.mesh.layout.cp if self.mesh.layout.cp > 1 else 1
+
+    def _schedule(self, batch: TrainBatch, num_parts: int) -> Schedule:
+        """Returns the micro-batches of all mini-batches, those of the first part first."""
+        layout, train = self.mesh.layout, self.train
+        return schedule_samples(
+            tuple(round_up(length, self._pad_each) for length in batch.lengths_B.tolist()),
+            tuple(batch.group_B.tolist()),
+            tuple(batch.prompt_lengths_B.tolist()) if self.shares_prompts else None,
+            num_parts,
             layout.dp,
-            budget,
-            multiple,
-            attended=[unit.attended for unit in units],
-            attention_length=attention,
+            train.micro_batch_tokens,
+            layout.pp if layout.vpp > 1 else 1,
+            attention_length(self.source.shape),
         )
-        return [
-            [tuple(chain.from_iterable(units[n].samples for n in pack)) for pack in packs]
-            for packs in dealt
-        ]
+
+    def _on_ranks(self, dealt: Schedule, reports: bool = False) -> torch.Tensor:
+        """Returns which ranks of the mesh compute with which samples, or have the results in the
+        end, one of each replica: (B, W) bool.
+        """
+        mesh, num_samples = self.mesh, sum(len(micro) for micros in dealt for micro in micros)
+        wanted_BW = torch.zeros(num_samples, self.world.size, dtype=torch.bool)
+        for place, rank in enumerate(mesh.ranks):
+            at = mesh.layout.coordinates(place)
+            if not reports or (at.tp, at.cp, at.pp) == (0, 0, mesh.layout.pp - 1):
+                wanted_BW[list(chain.from_iterable(dealt[at.dp])), rank] = True
+        return wanted_BW
 
     def per_token(
-        self, batch: TrainBatch, works: Sequence[Work], outputs: Sequence[torch.Tensor], *width: int
+        self, batch: TrainBatch, plan: BatchPlan, outputs: Sequence[torch.Tensor], *width: int
     ) -> torch.Tensor:
-        """Puts per-position results of the last stage together into a (T,) column known to all
-        ranks.
+        """Puts per-position results of the last stage together into a column of the batch, on each
+        rank of the samples whose tokens it has.
 
         Args:
+            batch: that was planned.
             outputs: one (S_local,) tensor a micro-batch on last-stage ranks, empty elsewhere.
             width: K of tensors (S_local, K), which make a (T, K) column.
         """
-        column_T = torch.zeros(batch.num_tokens, *width)
-        if self.mesh.reports:
-            wholes = [work.expand(output) for work, output in zip(works, outputs, strict=True)]
-            column_T = unpack([work.whole for work in works], wholes, batch)
-        return self.mesh.sum_over_world(column_T)
+        here, mesh = plan.batch, self.mesh
+        column_T = torch.zeros(here.num_tokens, *width)
+        if mesh.reports:
+            wholes = [work.expand(output) for work, output in zip(plan.works, outputs, strict=True)]
+            column_T = unpack([work.whole for work in plan.works], wholes, here)
+        if batch.holders is None:
+            return mesh.sum_over_world(column_T)
+        if mesh.reports and mesh.layout.cp > 1:
+            column_T = mesh.sum_over_context(column_T)
+        mesh.meet("what other ranks compute")
+        want_BW, have_BW = batch.holders.by_rank_BW, plan.reported_BW
+        return Route(batch.lengths_B, have_BW, want_BW, self.world, here.rows_H)(column_T)
 
     def forward_all(self, works: Sequence[Work]) -> list[Any]:
         """Runs every micro-batch forward; outputs on the last stage, else an empty list."""

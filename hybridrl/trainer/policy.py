@@ -7,7 +7,7 @@ Collective: every rank calls with the same batch (all samples of the step) and g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +17,7 @@ from hybridrl.batch import TrainBatch
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.models.heads import LanguageModel, TokenStats
 from hybridrl.trainer.mismatch import behaviour_metrics
-from hybridrl.trainer.model import Loss, ParallelModel, Work
+from hybridrl.trainer.model import Loss, ParallelModel
 from hybridrl.trainer.update import Gradients, Share, kept, take
 
 TERM_TEMPERATURE = 1.0
@@ -70,9 +70,9 @@ class Policy:
         """Returns the log-probability of each response token, nats, (T,) fp32, zero on prompt
         tokens; at the policy's own temperature, or at this one.
         """
-        works = self._plan(batch, self.temperature if temperature is None else temperature)
-        outputs: list[TokenStats] = self.model.forward_all(works)
-        logp_T = self.model.per_token(batch, works, [output.logp_S for output in outputs])
+        plan = self.model.plan(batch, self.temperature if temperature is None else temperature)
+        outputs: list[TokenStats] = self.model.forward_all(plan.works)
+        logp_T = self.model.per_token(batch, plan, [output.logp_S for output in outputs])
         return logp_T * batch.response_mask_T
 
     def update(self, batch: TrainBatch, terms: Sequence[LossTerm] = ()) -> dict[str, float]:
@@ -104,29 +104,27 @@ class Policy:
         if denominator is None:
             denominator = self.algorithm.denominator(batch)
         logps: list[torch.Tensor] = []
-        works = self._plan(batch, self.temperature)
-        more = [(self._plan(term.batch, TERM_TEMPERATURE), _loss_of_term(term)) for term in terms]
+        plan = self.model.plan(batch, self.temperature)
+        plans = [self.model.plan(term.batch, TERM_TEMPERATURE) for term in terms]
+        more = [(of.works, _loss_of_term(term)) for of, term in zip(plans, terms, strict=True)]
         main = _loss(self.algorithm, denominator, logps)
-        results: list[LossOutput] = self.model.accumulate(works, main, *more)
-        shares = [Share.of("policy", self.model, batch, works, results[: len(works)])]
-        done = len(works)
-        for term, (planned, _) in zip(terms, more, strict=True):
-            part, done = results[done : done + len(planned)], done + len(planned)
-            shares.append(Share.of(term.name, self.model, term.batch, planned, part))
+        results: list[LossOutput] = self.model.accumulate(plan.works, main, *more)
+        done = len(plan.works)
+        shares = [Share.of("policy", self.model, batch, plan.works, results[:done])]
+        for term, of in zip(terms, plans, strict=True):
+            part, done = results[done : done + len(of.works)], done + len(of.works)
+            shares.append(Share.of(term.name, self.model, term.batch, of.works, part))
         found = Gradients.of("policy", self.model, shares, self.num_updates_in_run)
         if self.algorithm.needs.rollouts:
             # Without the column this forward's log-probabilities are those of the step's start.
             old_T = batch.old_logp_T
             if old_T is None:
-                old_T = self.model.per_token(batch, works, logps)
+                old_T = self.model.per_token(batch, plan, logps)
             found.metrics.update(behaviour_metrics(batch, old_T, self.algorithm))
         for term, share in zip(terms, shares[1:], strict=True):
             found.metrics.update(_term_metrics(term, share))
         found.metrics["policy/learning_rate"] = found.rate
         return found
-
-    def _plan(self, batch: TrainBatch, temperature: float) -> list[Work]:
-        return [replace(work, temperature=temperature) for work in self.model.plan_work(batch)]
 
 
 def _loss(

@@ -25,6 +25,8 @@ from hybridrl.metrics.flops import (
 )
 from hybridrl.models.build import Head
 from hybridrl.models.family import ModelShape
+from hybridrl.parallel.exchange import bring
+from hybridrl.parallel.groups import World
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.trainer import setup
 from hybridrl.trainer.critic import Critic
@@ -89,17 +91,21 @@ class Roles:
         scored: ScoredBatch,
         has_old_logps: bool = False,
         temperature: float | None = None,
+        num_updates: int = 1,
     ) -> TrainBatch:
-        """Returns the samples that an algorithm learns from, with what it reads: what the policy
-        and frozen models say of them, and values.
+        """Returns the samples that an algorithm learns from, each rank with the tokens of those
+        that it trains on, with what it reads: what the policy and frozen models say of them, and
+        values.
 
         Args:
             has_old_logps: adds the former, even if the algorithm does without.
             temperature: of log-probabilities; None: that of the main algorithm's samples.
+            num_updates: optimizer steps that they are trained on in.
         """
         if isinstance(algorithm, SelectiveAlgorithm):
             scored = scored.select(algorithm.selected(scored))
         batch, needs = scored.to_train(Producer.here("the trainer")), algorithm.needs
+        batch = self.brought(batch, num_updates)
         columns: dict[str, torch.Tensor] = {}
         if needs.old_logps or has_old_logps:
             columns["old_logp_T"] = self.policy.logprobs(batch, temperature)
@@ -110,11 +116,23 @@ class Roles:
         if self.teacher is not None and needs.has_teacher:
             columns |= self.teacher.columns(batch)
         try:
-            return batch.join_columns(Producer.here("the trainer"), **columns)
-        except BatchError as error:  # on all ranks, for all have the same columns
+            with self.world.all_agree("looking up log-probabilities"):
+                return batch.join_columns(Producer.here("the trainer"), **columns)
+        except BatchError as error:  # on all ranks
             if (reason := explosion_of(self.trained, error)) is None:
                 raise
             raise reason from error
+
+    @property
+    def world(self) -> World:
+        """All ranks."""
+        return self.policy.model.world
+
+    def brought(self, batch: TrainBatch, num_updates: int) -> TrainBatch:
+        """Returns the batch with the tokens on the ranks that train on them."""
+        wanted = [model.wanted(batch, num_updates) for model in self.trained.values()]
+        want_BW = torch.stack(wanted or [self.policy.model.wanted(batch, num_updates)]).any(0)
+        return bring(batch, want_BW, self.world, num_updates)
 
     def flops(
         self,

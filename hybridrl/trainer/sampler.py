@@ -1,11 +1,10 @@
-"""Generation over all replicas: prompts spread out, responses scored where they were made,
-everything gathered.
+"""Generation over all replicas: prompts spread out, responses scored where they were made, and what
+all must know of them told.
 
 Collective: every rank calls with the same prompts. A replica generates the samples of whole
 prompts, so a reward that looks at a group sees all of it; which, follows from how long responses
-were so far (data/spread.py). Afterwards every rank holds the same batch, in the order of the sample
-numbers: it comes through one collective, to which each rank of a replica gives its share of the
-rows.
+were so far (data/spread.py). Afterwards every rank has the same batch, in the order of the sample
+numbers, with the tokens of the samples that it has scored: each rank of a replica scores its share.
 
 Where an algorithm compares with it, the greedy response to each prompt is generated and scored as
 one more sample of the group, under the number -1 - group; its reward becomes a reward part of the
@@ -28,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from hybridrl.batch import GREEDY, Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.data.spread import ResponseLengths, group_work, spread
@@ -53,7 +51,7 @@ from hybridrl.trainer.episodes import (
     episode_counts,
     episode_metrics,
 )
-from hybridrl.trainer.gathered import as_columns, compared_with_greedy, rebuilt
+from hybridrl.trainer.gathered import compared_with_greedy, table_of, told
 from hybridrl.trainer.saved_rollouts import SavedRollouts, digest_of, joined, rollout_state
 from hybridrl.trainer.stopping import check_stop
 
@@ -109,7 +107,7 @@ class Sampler:
         # `generate` call of the step, their mean and the longest.
         self._busy_s = 0.0
         self._busy_of_calls: list[tuple[float, float]] = []
-        # Reward models of this world: each adds its scores to a batch that all ranks have.
+        # Reward models of this world: each adds its scores to a batch.
         self.judges: Sequence[Callable[[ScoredBatch], ScoredBatch]] = ()
         self._reward_counts: dict[str, int] = {}  # of the step, all ranks together
         # What was generated for the last step, on all replicas, with greedy responses and those
@@ -291,8 +289,8 @@ class Sampler:
         return RolloutBatch.from_rollouts(rollouts, groups, producer)
 
     def score(self, local: RolloutBatch | None) -> ScoredBatch:
-        """Scores what the last `generate` gave and brings the samples of all replicas to every
-        rank, ordered by sample number.
+        """Scores what the last `generate` gave and tells all ranks of the samples of all replicas,
+        ordered by sample number; tokens stay on the rank that scored them.
 
         Raises:
             UserError, PeerError: the reward failed on some rank, or no response has a score; raised
@@ -310,22 +308,21 @@ class Sampler:
             scored = self.scorer.score(local.select(rows)) if local is not None and rows else None
             if scored is not None and self._has_greedy:
                 scored = compared_with_greedy(scored)
-            mine = None if scored is None else as_columns(scored)
+            mine = None if scored is None else table_of(scored)
             counts = self.scorer.take_counts() | self._episode_counts
             agreement.told = (self._busy_s, mine, counts, self._lengths_of(local))
             self._episode_counts = {}
         self._note_busy([seconds for seconds, *_ in agreement.heard])
-        found = [columns for _, columns, *_ in agreement.heard if columns is not None]
+        tables = [table for _, table, *_ in agreement.heard]
         for *_, counts, lengths in agreement.heard:
             self._count(counts)
             self.generated |= lengths
         if self.scorer.drops:
-            left = {group for columns in found for group in columns["group_B"].tolist()}
+            left = {group for table in tables if table for group in table["group_B"].tolist()}
             self._count({DROPPED_GROUPS: len(self._prompts) - len(left)})
-        if not found:
+        if not any(tables):
             return None
-        batch = ScoredBatch.concat([rebuilt(columns, self._prompts) for columns in found])
-        batch = batch.select(torch.argsort(batch.sample_ids_B))
+        batch = told(tables, scored, self._prompts, self.world)
         for judge in self.judges:
             batch = judge(batch)
         self._observe(batch)

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from yaml import YAMLError, safe_load
 
 from hybridrl.batch import LENGTHS, BatchError, Producer, Prompt, TrainBatch
+from hybridrl.batch_checks import columns_of
 from hybridrl.errors import DataError
 
 FILE_NAME = re.compile(r"step_\d{6,}_update_\d{3,}\.safetensors")
@@ -50,6 +51,11 @@ class _Told(BaseModel, extra="forbid"):
     terms: dict[str, _ToldBatch]
 
 
+def file_name(step: int, update: int) -> str:
+    """Returns the name of such a file: ordered as steps are, and matches FILE_NAME."""
+    return f"step_{step:06d}_update_{update:03d}.safetensors"
+
+
 @dataclass(frozen=True)
 class SavedBatch:
     """A mini-batch whose optimizer step was skipped.
@@ -71,11 +77,6 @@ class SavedBatch:
     config: str
     rng: Sequence[Mapping[str, torch.Tensor]]
     terms: Mapping[str, TrainBatch] = field(default_factory=dict)
-
-    @property
-    def file_name(self) -> str:
-        """Ordered as steps are; matches FILE_NAME."""
-        return f"step_{self.step:06d}_update_{self.update:03d}.safetensors"
 
     def write(self, path: Path) -> None:
         """Writes the file; it has its name only when it is complete."""
@@ -177,11 +178,14 @@ def _batch(tensors: Mapping[str, torch.Tensor], told: _ToldBatch) -> TrainBatch:
     index = _integers(tensors, _PROMPTS + "index")
     if index and not 0 <= min(index) <= max(index) < len(distinct):
         raise ValueError(f"a sample of prompt {min(index)} or {max(index)} of {len(distinct)}")
+    columns: dict[str, Any] = _starting(tensors, _COLUMN)
+    if unknown := columns.keys() - columns_of(TrainBatch).keys() - set(LENGTHS):
+        raise ValueError(f"unknown columns {sorted(unknown)}")
     return TrainBatch(
         prompts=tuple(distinct[number] for number in index),
         producer=told.producer,
         reward_parts=_starting(tensors, _PART),
-        **_starting(tensors, _COLUMN),
+        **columns,
     )
 
 

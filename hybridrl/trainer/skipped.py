@@ -20,9 +20,10 @@ from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.metrics.values import SKIPPED
+from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World
 from hybridrl.trainer.exploded import explosion_of
-from hybridrl.trainer.saved_batch import FILE_NAME, SavedBatch
+from hybridrl.trainer.saved_batch import FILE_NAME, SavedBatch, file_name
 from hybridrl.trainer.update import Gradients, take
 
 
@@ -74,8 +75,12 @@ class SkippedSteps:
         reason = first_cause(self._world, found)
         rng = self._world.gather_objects({name: state.numpy() for name, state in before.items()})
         states = [{name: torch.from_numpy(state) for name, state in one.items()} for one in rng]
-        saved = SavedBatch(part, step, update, reason, to_yaml(self._config), states, terms)
-        file = self._folder / saved.file_name
+        whole = collect(part, self._world)
+        of_terms = {name: collect(batch, self._world) for name, batch in terms.items()}
+        file, saved = self._folder / file_name(step, update), None
+        if whole is not None:
+            given = {name: batch for name, batch in of_terms.items() if batch is not None}
+            saved = SavedBatch(whole, step, update, reason, to_yaml(self._config), states, given)
         fault = self._save(saved, file)
         told = f"saved to {file}" if fault is None else f"not saved: {fault}"
         row = f"{self.in_a_row} of at most {self._allowed} in a row"
@@ -95,10 +100,12 @@ class SkippedSteps:
             )
         return metrics
 
-    def _save(self, saved: SavedBatch, file: Path) -> str | None:
-        """Writes the batch in place of the oldest; returns why it could not, on all ranks alike."""
+    def _save(self, saved: SavedBatch | None, file: Path) -> str | None:
+        """Writes the batch, which rank 0 has, in place of the oldest; returns why it could not, on
+        all ranks alike.
+        """
         with self._world.all_agree("saving the batch of a skipped step") as agreement:
-            if self._world.rank == 0:
+            if saved is not None:
                 try:
                     self._write(saved, file)
                 except Exception as error:  # be it the disk or a user's column: the run goes on

@@ -40,19 +40,19 @@ class Teacher:
 
     def columns(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Returns `teacher_logp_T`, or `teacher_tokens_TK` and `teacher_logp_TK`, as needed."""
-        works = self.model.plan_work(batch)
-        outputs: list[TokenStats] = self.model.forward_all(works)
+        plan = self.model.plan(batch)
+        outputs: list[TokenStats] = self.model.forward_all(plan.works)
         found, mask_T = {}, batch.response_mask_T
         if self.needs.teacher:
-            logp_T = self.model.per_token(batch, works, [output.logp_S for output in outputs])
+            logp_T = self.model.per_token(batch, plan, [output.logp_S for output in outputs])
             found["teacher_logp_T"] = logp_T * mask_T
         if width := self.needs.teacher_top:
             logps = [one.chosen_logp_SK for one in outputs if one.chosen_logp_SK is not None]
-            logp_TK = self.model.per_token(batch, works, logps, width)
+            logp_TK = self.model.per_token(batch, plan, logps, width)
             found["teacher_logp_TK"] = logp_TK * mask_T[:, None]
             # Through fp32, which holds the numbers of 2^24 tokens.
             tokens = [one.chosen_SK for one in outputs if one.chosen_SK is not None]
-            tokens_TK = self.model.per_token(batch, works, tokens, width)
+            tokens_TK = self.model.per_token(batch, plan, tokens, width)
             found["teacher_tokens_TK"] = tokens_TK.int() * mask_T[:, None]
         return found
 

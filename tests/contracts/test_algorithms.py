@@ -14,15 +14,18 @@ from functools import partial
 
 import pytest
 import torch
+from thread_ranks import on_ranks
 from torch import Tensor
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import (
+    AdaptiveAlgorithm,
     Algorithm,
     CriticAlgorithm,
     LossOutput,
     SelectiveAlgorithm,
 )
+from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.batch import (
     GREEDY,
     MISMATCHED,
@@ -53,6 +56,8 @@ from hybridrl.config.schema import (
 from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.data.collate import micro_batch
 from hybridrl.errors import UserError
+from hybridrl.parallel.exchange import bring
+from hybridrl.trainer.mismatch import behaviour_metrics
 
 CASES = {
     "sft": SftConfig(),
@@ -404,6 +409,40 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(case, seed):
         found = run(algorithm, tables, filled, parts, pads, num_slices)
         assert_same(found[0], expected[0], EXACT)
         assert_same(found[1], expected[1], COLUMN)  # some metrics are sums of float32 columns
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_samples_dealt_to_ranks_have_the_same_columns_and_metrics(case, seed):
+    """Bit for bit, where a rank has the tokens of some samples or of none, or two have the same."""
+    _, _, batch = prepare(case)
+    rng = random.Random(seed)
+    table_BW = torch.zeros(batch.num_samples, 4, dtype=torch.bool)  # rank 3 has nothing
+    for row in table_BW:
+        row[rng.sample(range(3), rng.randint(1, 2))] = True
+
+    def fill(batch):
+        algorithm = make_algorithm(CASES[case])
+        filled = algorithm.advantages(batch)
+        metrics = behaviour_metrics(filled, filled.old_logp_T, algorithm)
+        metrics |= feedback_metrics(filled) | {"denominator": algorithm.denominator(filled)}
+        if isinstance(algorithm, AdaptiveAlgorithm):
+            metrics |= algorithm.after_step(filled) | algorithm.state()
+        return filled, metrics
+
+    whole, expected = fill(batch)
+
+    def on_rank(world):
+        filled, metrics = fill(bring(batch, table_BW, world))
+        assert metrics == expected
+        own = bring(whole, filled.holders.by_rank_BW, world)
+        assert own.columns().keys() == filled.columns().keys()
+        for name, value in own.columns().items():
+            assert torch.equal(filled.columns()[name], value), name
+        assert filled.reward_parts.keys() == own.reward_parts.keys()
+        for name, value in own.reward_parts.items():
+            assert torch.equal(filled.reward_parts[name], value), name
+
+    on_ranks(4, on_rank)
 
 
 def test_a_loss_over_whole_responses_refuses_parts_of_them(case):

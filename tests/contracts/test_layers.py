@@ -71,7 +71,7 @@ def kept_bytes(model: ParallelModel) -> int:
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
-    (work,) = model.plan_work(a_batch())
+    (work,) = model.plan(a_batch()).works
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
         model.forward_chunks[0](
             input_ids=work.local.tokens_S[None],
@@ -93,7 +93,7 @@ def test_selective_recompute_keeps_no_output_of_activations(mesh: Mesh) -> None:
     assert saved >= outputs
     gradients = []
     for model in models.values():
-        works = model.plan_work(a_batch())
+        works = model.plan(a_batch()).works
         model.accumulate(works, lambda output, _: (output.logp_S.sum(), None))
         gradients.append([p.main_grad.clone() for p in model.chunks[0].parameters()])  # type: ignore[attr-defined]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

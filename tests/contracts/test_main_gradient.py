@@ -86,7 +86,7 @@ def test_micro_batches_add_up_as_through_autograd(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, is_taught: bool
 ) -> None:
     model = make(mesh, kind, dtype)
-    works = model.plan_work(a_batch(is_taught))
+    works = model.plan(a_batch(is_taught)).works
 
     torch.use_deterministic_algorithms(True)  # uninitialised memory is filled with what is none
     found = [main_gradients(model, works) for _ in range(2)]
@@ -132,7 +132,7 @@ def test_stand_in_for_the_gradient_takes_no_memory_and_the_hook_runs(
     mesh: Mesh, is_taught: bool
 ) -> None:
     model = make(mesh, "qwen2", torch.bfloat16)
-    wanted = main_gradients(model, model.plan_work(a_batch(is_taught)))
+    wanted = main_gradients(model, model.plan(a_batch(is_taught)).works)
     (chunk,), (wrapped,) = model.chunks, model.forward_chunks
     # As with more than one replica: Megatron's hook refuses a missing gradient, and the reduction
     # begins when it has run for every parameter.
@@ -140,7 +140,7 @@ def test_stand_in_for_the_gradient_takes_no_memory_and_the_hook_runs(
     weight = chunk.output_weight()
     before = weight.detach().clone()
     with MadeTensors(weight) as made:
-        found = main_gradients(model, model.plan_work(a_batch(is_taught)))
+        found = main_gradients(model, model.plan(a_batch(is_taught)).works)
     # Beside the stand-in this type and shape has only the embedding's gradient: the head's sums are
     # fp32.
     assert set(made.makers) == {"aten.embedding_dense_backward.default"}
@@ -154,7 +154,7 @@ def test_rows_that_nobody_reads_are_not_computed_and_have_no_gradient(
     mesh: Mesh, kind: str
 ) -> None:
     model = make(mesh, kind, torch.float32)
-    works = model.plan_work(a_batch())
+    works = model.plan(a_batch()).works
     for work in works:
         assert torch.equal(work.scored_N, work.local.loss_mask_S.nonzero()[:, 0])
         assert 0 < len(work.scored_N) < work.local.num_positions
@@ -199,6 +199,6 @@ def test_micro_batch_without_a_row_to_read_has_no_gradient(
     mesh: Mesh, kind: str, is_taught: bool
 ) -> None:
     model = make(mesh, kind, torch.bfloat16)
-    planned = model.plan_work(a_batch(is_taught))
+    planned = model.plan(a_batch(is_taught)).works
     works = [replace(work, scored_N=work.scored_N[:0]) for work in planned]
     assert not any(gradient.any() for gradient in main_gradients(model, works).values())

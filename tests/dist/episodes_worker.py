@@ -5,6 +5,7 @@ from __future__ import annotations
 from scripted_turns import STEP, make_sampler, prompts
 
 from hybridrl.errors import UserError
+from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
@@ -28,14 +29,17 @@ def one_replica_of_two_ranks(world: World) -> None:
 
 
 def two_replicas(world: World) -> None:
-    """Each has environments of its own, and every rank gets all responses."""
+    """Each has environments of its own, and every rank knows of all responses."""
     sums = {"name": "own_environments:Sums", "isolated": False}
     sampler = make_sampler(world, RolloutLayout.consecutive(2, 1), sums, REWARD)
     batch = sampler.score(sampler.generate(prompts(), step=STEP))
     whole = make_sampler(world, RolloutLayout.consecutive(2, 2), sums, REWARD)
     same = whole.score(whole.generate(prompts(), step=STEP))
-    assert batch.tokens_T.tolist() == same.tokens_T.tolist()
-    assert batch.observed_T.tolist() == same.observed_T.tolist()
+    assert batch.response_lengths_B.tolist() == same.response_lengths_B.tolist()
+    found, expected = (collect(one, world) for one in (batch, same))
+    if found is not None and expected is not None:
+        assert found.tokens_T.tolist() == expected.tokens_T.tolist()
+        assert found.observed_T.tolist() == expected.observed_T.tolist()
     assert batch.reward_B.tolist() == same.reward_B.tolist()
     assert {**sampler.metrics(), "generate/idle_share": 0} == {
         **whole.metrics(),

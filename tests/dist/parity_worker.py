@@ -133,7 +133,7 @@ def check_disagreement(model: ParallelModel, vocab: int) -> None:
     size, rank = model.world.size, model.world.rank
     lengths = LENGTHS[::-1] if rank == size - 1 else LENGTHS
     try:
-        model.plan_work(sample_batch(vocab, lengths))
+        model.plan(sample_batch(vocab, lengths))
     except RuntimeError as error:
         expected = f"the micro-batch schedule differs between rank 0 and ranks [{size - 1}]"
         assert str(error).startswith(expected), error
@@ -157,9 +157,10 @@ def run(
     load_hf(folder, model.layout(), model.weights(), shapes)
     model.make_trainable(1e-3)
     batch = sample_batch(hf_config["vocab_size"])
-    works = model.plan_work(batch)
+    plan = model.plan(batch)
+    works = plan.works
     outputs = model.forward_all(works)
-    logp_T = model.per_token(batch, works, [output.logp_S for output in outputs])
+    logp_T = model.per_token(batch, plan, [output.logp_S for output in outputs])
     model.accumulate(works, objective)
     gradients = gradients_in_hf_names(model)
     # From the second time on Megatron's hooks reduce gradients while the backward pass runs.

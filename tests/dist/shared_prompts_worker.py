@@ -86,10 +86,11 @@ def run(
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
     model.make_trainable(1e-3)
     batch = a_batch(source.shape.vocab_size)
-    works = model.plan_work(batch)
+    plan = model.plan(batch)
+    works = plan.works
     outputs = model.forward_all(works)
     columns = [output.logp_S if head == "lm" else output for output in outputs]
-    found_T = model.per_token(batch, works, columns) * batch.response_mask_T
+    found_T = model.per_token(batch, plan, columns) * batch.response_mask_T
     model.accumulate(works, objective if head == "lm" else value_objective)
     gradients = gradients_in_hf_names(model) if head == "lm" else {}
     norm = model.grad_norm()

@@ -27,6 +27,7 @@ from hybridrl.errors import UserError
 from hybridrl.metrics.timing import PhaseTimer, Span
 from hybridrl.metrics.values import SKIPPED
 from hybridrl.parallel.clock import clock_offset
+from hybridrl.parallel.exchange import bring
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.trainer.replay import replay
@@ -180,8 +181,10 @@ def check_file(case: Case, trainer: Trainer, part: TrainBatch) -> None:
     """The file holds the batch, and replaying it finds its bad rows."""
     file = trainer.journal.folder / "replay" / "step_000002_update_000.safetensors"
     saved = SavedBatch.read(file)
+    assert part.holders is not None
+    own = bring(saved.batch, part.holders.by_rank_BW, trainer.world)
     for name, value in part.columns().items():
-        assert torch.equal(saved.batch.columns()[name], value), name
+        assert torch.equal(own.columns()[name], value), name
     assert saved.batch.prompts == part.prompts
     assert saved.batch.reward_parts.keys() == part.reward_parts.keys()
     assert (saved.step, saved.update, len(saved.rng)) == (2, 0, 2)

@@ -19,6 +19,7 @@ from hybridrl.batch import GREEDY, Prompt, ScoredBatch
 from hybridrl.config.reward import RewardConfig
 from hybridrl.data.spread import PROMPT_TOKEN_WORK
 from hybridrl.errors import UserError
+from hybridrl.parallel.exchange import collect
 from hybridrl.rewards.base import Scorer
 from hybridrl.trainer.evaluate import evaluate
 
@@ -49,9 +50,13 @@ def finish(trainer: Trainer) -> ScoredBatch:
     return trainer.engine.score(trainer.engine.collect())
 
 
-def same(one: ScoredBatch, two: ScoredBatch) -> bool:
-    gap = (one.behaviour_logp_T - two.behaviour_logp_T).abs().max()
-    return torch.equal(one.tokens_T, two.tokens_T) and float(gap) < 1e-5  # other batches
+def same(trainer: Trainer, one: ScoredBatch, two: ScoredBatch) -> bool:
+    """Whether two batches have the same tokens, wherever they are; rank 0 looks."""
+    a, b = (collect(batch, trainer.world) for batch in (one, two))
+    if a is None or b is None:
+        return True
+    gap = (a.behaviour_logp_T - b.behaviour_logp_T).abs().max()
+    return torch.equal(a.tokens_T, b.tokens_T) and float(gap) < 1e-5  # other batches
 
 
 def check_division(found: list[list[int]], batch: ScoredBatch, prompts: list[Prompt]) -> None:
@@ -107,7 +112,7 @@ def main() -> None:
     first = finish(trainer)
     found = shares(trainer, prompts)
     check_division(found, first, prompts)
-    assert same(finish(trainer), first)
+    assert same(trainer, finish(trainer), first)
 
     assert len(sampler.state()["completions"]) == 21, "kept until they are learned from"
     sampler.end_step()
@@ -121,7 +126,7 @@ def main() -> None:
         done = sampler.state()["completions"]
         assert len(done) == 3 * begin, "a checkpoint has the step's earlier calls"
         parts.append(finish(trainer))
-    assert same(ScoredBatch.concat(parts), first)
+    assert same(trainer, ScoredBatch.concat(parts), first)
 
     expected = {}
     for group, (prompt, whole) in enumerate(zip(prompts, first.lengths_B.view(7, 3), strict=True)):
@@ -133,7 +138,7 @@ def main() -> None:
     best = dataclasses.replace(sampler.sampling, temperature=0.0)
     greedy = sampler.score(sampler.generate(prompts, samples_per_prompt=1, step=1, sampling=best))
     beside = sampler.score(sampler.generate(prompts, step=0, greedy=True))
-    assert same(beside, first) and sorted(beside.sample_ids_B.tolist()) == list(range(21))
+    assert same(trainer, beside, first) and sorted(beside.sample_ids_B.tolist()) == list(range(21))
     assert torch.equal(beside.reward_parts[GREEDY], greedy.reward_B.repeat_interleave(3))
     assert set(first.reward_parts) == set(beside.reward_parts) - {GREEDY}
 

@@ -103,9 +103,10 @@ class Run:
     def gradients(self) -> tuple[dict[str, Any], torch.Tensor]:
         """Returns what parity_worker does, and the log-probabilities of response tokens."""
         batch = a_batch(self.model.source.shape.vocab_size)
-        works = self.model.plan_work(batch)
+        plan = self.model.plan(batch)
+        works = plan.works
         outputs = self.model.forward_all(works)
-        logp_T = self.model.per_token(batch, works, [output.logp_S for output in outputs])
+        logp_T = self.model.per_token(batch, plan, [output.logp_S for output in outputs])
         # Twice: from the second time on gradients are reduced while the backward pass runs.
         for _ in range(2):
             self.model.accumulate(works, objective)
@@ -198,7 +199,7 @@ def check_checkpoints(name: str, mesh: Mesh, folder: Path) -> None:
     for kinds in (("torch", "auto"), ("auto", "torch")):
         saved, loaded = (Run(name, mesh, torch.bfloat16, layers=kind).model for kind in kinds)
         saved.accumulate(
-            saved.plan_work(a_batch(saved.source.shape.vocab_size)),
+            saved.plan(a_batch(saved.source.shape.vocab_size)).works,
             objective,
         )
         saved.apply(1e-3, saved.grad_norm())

@@ -46,7 +46,7 @@ LEVELS = {
     "": 0,  # hybridrl/__init__.py: the version
 }
 # Modules beside batch.py that it is made of.
-PARTS_OF_BATCH = {"batch_checks", "micro_batch", "samples"}
+PARTS_OF_BATCH = {"batch_checks", "holders", "micro_batch", "samples"}
 EXTRA = {
     ("rollout", "hybridrl.hybrid_engine.target"),
     ("rollout", "hybridrl.hybrid_engine.alias"),

@@ -12,6 +12,7 @@ import torch
 from batches import observed_batch, rollout_batch, rollouts, train_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_ranks import on_ranks
 
 from hybridrl.batch import (
     LENGTHS,
@@ -24,7 +25,8 @@ from hybridrl.batch import (
 )
 from hybridrl.batch_checks import RESPONSE, columns_of, holds
 from hybridrl.micro_batch import LOSS_COLUMNS, MicroBatch
-from hybridrl.trainer.gathered import as_columns, rebuilt
+from hybridrl.parallel.exchange import collect
+from hybridrl.trainer.gathered import table_of, told
 
 HERE = Producer.here("test")
 THIS_FILE = Path(__file__).name
@@ -257,7 +259,7 @@ def test_every_tensor_of_a_stage_is_a_declared_column():
         suffix = "_TK" if column.is_wide else "_T" if column.per_token else "_B"
         assert name.endswith(suffix), name
     made = train_batch()  # what tests of the columns' ways take for all of them
-    assert made.columns().keys() == columns_of(TrainBatch).keys() - {"observed_T"}
+    assert made.columns().keys() == columns_of(TrainBatch).keys() - {"observed_T", "num_observed_B"}
 
 
 def test_losses_read_declared_columns():
@@ -290,9 +292,30 @@ def test_scored_batches_arrive_as_they_were_sent(is_observed):
     full = observed_batch() if is_observed else train_batch()
     scored = ScoredBatch(**{f: getattr(full, f) for f in ScoredBatch.__dataclass_fields__})
     prompts = dict(zip(scored.group_B.tolist(), scored.prompts, strict=True))
-    found = rebuilt(as_columns(scored), prompts)
-    assert per_sample(found) == per_sample(scored)
-    assert (found.observed_T is not None) == is_observed
+    parts = [scored.select([4, 2]), None, scored.select([3, 0]), scored.select([1, 5])]
+    if is_observed:  # a rank whose responses had no observations among them
+        parts[0] = replace(parts[0], observed_T=None)
+        scored = ScoredBatch.concat([without_seen(scored.select([2, 4])), *parts[2:]])
+        scored = scored.select(scored.sample_ids_B.argsort())
+
+    def tell(world):
+        own = parts[world.rank]
+        tables = world.gather_objects(None if own is None else table_of(own))
+        found = told(tables, own, prompts, world)
+        assert found.num_observed_B is None if not is_observed else True
+        whole = collect(found, world)
+        if whole is not None:
+            assert per_sample(whole) == per_sample(scored)
+            assert (whole.observed_T is not None) == is_observed
+        assert torch.equal(found.reward_B, scored.reward_B)
+        assert torch.equal(found.response_lengths_B, scored.response_lengths_B)
+
+    on_ranks(4, tell)
+
+
+def without_seen(batch):
+    """The batch with nothing observed."""
+    return replace(batch, observed_T=torch.zeros(batch.num_tokens, dtype=torch.bool))
 
 
 def test_supervised_takes_demonstrations_as_responses():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from batches import rollout_batch
 
-from hybridrl.batch import Producer
+from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch
 from hybridrl.diagnosis.residual import engine_streams, stages
 from hybridrl.diagnosis.verdicts import (
     Answer,
@@ -80,13 +80,11 @@ def test_mismatch_kl_has_the_kl_of_engine_and_trainer_as_its_mean() -> None:
     # Each token as often as the engine draws it, in ten thousandths.
     counts = (engine * 10000).round().long()
     token_N = torch.repeat_interleave(counts)
-    mask_T = torch.ones(len(token_N), dtype=torch.bool)
-
-    class Sampled:
-        response_mask_T = mask_T
-        behaviour_logp_T = engine.log()[token_N]
-
-    found = mismatch_metrics(Sampled(), trainer.log()[token_N])  # type: ignore[arg-type]
+    logps = tuple(engine.log()[token_N].tolist())
+    one = Rollout(0, Prompt(0, "", (1,)), tuple(token_N.tolist()), logps, "stop", 0)
+    batch = RolloutBatch.from_rollouts([one], [0], Producer.here("test"))
+    logp_T = torch.cat((torch.zeros(1), trainer.log()[token_N].float()))
+    found = mismatch_metrics(batch, logp_T)
     exact = float((engine * (engine / trainer).log()).sum())
     assert found["mismatch/kl"] == pytest.approx(exact, rel=1e-3)
     # The other direction is another number.

@@ -25,7 +25,7 @@ from hybridrl.config.correction import CorrectionConfig
 from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.data.collate import micro_batch, unpack
 from hybridrl.trainer.mismatch import mismatch_metrics
-from hybridrl.trainer.saved_batch import SavedBatch
+from hybridrl.trainer.saved_batch import SavedBatch, file_name
 
 HERE = Producer.here("test")
 COLUMNS = ("old_logp_T", "reference_logp_T", "values_T", "advantages_T", "returns_T")
@@ -187,7 +187,7 @@ def test_saved_batches_keep_the_mask(tmp_path: Path) -> None:
     batch = observed_batch()
     minimal = {"run": {"name": "a"}, "model": {"init": "a"}, "algorithm": {"name": "grpo"}}
     saved = SavedBatch(batch, 1, 0, "nan", to_yaml(load_config_dict(minimal)), [])
-    saved.write(tmp_path / saved.file_name)
-    found = SavedBatch.read(tmp_path / saved.file_name).batch
+    saved.write(tmp_path / file_name(1, 0))
+    found = SavedBatch.read(tmp_path / file_name(1, 0)).batch
     assert torch.equal(found.observed_T, batch.observed_T)
     assert torch.equal(found.response_mask_T, batch.response_mask_T)

@@ -23,7 +23,7 @@ from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.errors import DataError
 from hybridrl.platform import Platform
 from hybridrl.trainer.replay import changed
-from hybridrl.trainer.saved_batch import FILE_NAME, SavedBatch
+from hybridrl.trainer.saved_batch import FILE_NAME, SavedBatch, file_name
 
 MINIMAL = {"run": {"name": "any"}, "model": {"init": "any"}, "algorithm": {"name": "grpo"}}
 
@@ -38,10 +38,10 @@ def saved_batch(batch: TrainBatch, ranks: int = 2) -> SavedBatch:
 @pytest.mark.parametrize("batch", [train_batch(), feedback_batch("pairs", 3, 0)])
 def test_saved_batch_reads_back_equal(batch: TrainBatch, tmp_path: Path) -> None:
     saved = saved_batch(batch)
-    assert FILE_NAME.fullmatch(saved.file_name)
-    saved.write(tmp_path / saved.file_name)
-    assert [file.name for file in tmp_path.iterdir()] == [saved.file_name]
-    found = SavedBatch.read(tmp_path / saved.file_name)
+    assert FILE_NAME.fullmatch(file_name(saved.step, saved.update))
+    saved.write(tmp_path / file_name(saved.step, saved.update))
+    assert [file.name for file in tmp_path.iterdir()] == [file_name(saved.step, saved.update)]
+    found = SavedBatch.read(tmp_path / file_name(saved.step, saved.update))
     assert found.terms.keys() == saved.terms.keys()
     for one, other in (
         (found.batch, batch),

@@ -1,0 +1,143 @@
+"""Token columns on their way between ranks: from where samples were made, or computed, to where
+they are needed.
+
+Owns who sends which samples to whom. It follows from the tables of holders, which every rank has,
+so that nothing is asked before; each row goes once to each rank that lacks it, of the ranks that
+have it from a different one for each receiver. Columns are on the host before and after, and go
+over gloo: NCCL would take device memory for each pair of ranks, which an engine beside it does not
+have to spare (docs/adr/0007-exchange.md).
+
+Collective over the world: all ranks call in turn, with the same tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridrl.batch import RolloutBatch
+from hybridrl.batch_checks import columns_of
+from hybridrl.holders import Holders
+from hybridrl.parallel.groups import World
+
+Array = np.ndarray[Any, Any]
+B = TypeVar("B", bound=RolloutBatch)
+
+
+class Route:
+    """Moves columns of the same samples from the ranks that have them to the ranks that want them.
+
+    Args:
+        lengths_B: tokens of each sample.
+        have_BW: (B, W) bool, whether a rank has a sample's values; some rank has each wanted one.
+        want_BW: (B, W) bool, whether it wants them.
+        world: all ranks.
+        rows_H: the samples of the columns that this rank gives, ascending, those that it has among
+            them; None: these alone.
+    """
+
+    def __init__(
+        self,
+        lengths_B: Tensor,
+        have_BW: Tensor,
+        want_BW: Tensor,
+        world: World,
+        rows_H: Tensor | None = None,
+    ) -> None:
+        self._world, self._lengths_B = world, lengths_B.numpy()
+        have_B, want_B = have_BW[:, world.rank].numpy(), want_BW[:, world.rank].numpy()
+        samples_P, receivers_P = (want_BW & ~have_BW).numpy().nonzero()
+        senders_P = _senders(have_BW.numpy(), samples_P, receivers_P)
+        self._moves = len(samples_P) > 0
+        self._rows = np.flatnonzero(have_B) if rows_H is None else rows_H.numpy()
+        self._kept = np.flatnonzero(have_B & want_B)
+        self._sent = _in_order(samples_P, receivers_P, senders_P == world.rank)
+        self._received = _in_order(samples_P, senders_P, receivers_P == world.rank)
+
+    def __call__(self, column_T: Tensor) -> Tensor:
+        """Returns the column of the samples that this rank wants, in their order.
+
+        Args:
+            column_T: of the samples that it gives: (T,) or (T, K), on the CPU.
+        """
+        parts = column_T.split(self._lengths_B[self._rows].tolist())
+        own = dict(zip(self._rows.tolist(), parts, strict=True))
+        found = {sample: own[sample] for sample in self._kept.tolist()}
+        if self._moves:
+            sent, received = self._sent[0].tolist(), self._received[0].tolist()
+            sent_T = _joined([own[sample] for sample in sent], column_T)
+            sent_W, received_W = self._counts(self._sent), self._counts(self._received)
+            arrived_T = column_T.new_empty(sum(received_W), *column_T.shape[1:])
+            self._world.all_to_all(arrived_T, sent_T, received_W, sent_W)
+            arrived = arrived_T.split(self._lengths_B[received].tolist())
+            found |= zip(received, arrived, strict=True)
+        return _joined([found[sample] for sample in sorted(found)], column_T)
+
+    def _counts(self, pairs: tuple[Array, Array]) -> list[int]:
+        """Returns the tokens that go to, or come from, each rank."""
+        samples, ranks = pairs
+        counts_W = np.bincount(ranks, self._lengths_B[samples], self._world.size)
+        return [int(count) for count in counts_W]
+
+
+def bring(batch: B, want_BW: Tensor, world: World, num_parts: int = 1) -> B:
+    """Returns the batch with the tokens of each sample on the ranks that want them, and no others.
+
+    Args:
+        batch: with tokens anywhere.
+        want_BW: (B, W) bool; some rank wants each sample.
+        world: all ranks.
+        num_parts: of `Holders`.
+    """
+    wanted = Holders(want_BW, world, num_parts)
+    have_BW = torch.ones_like(want_BW) if batch.holders is None else batch.holders.by_rank_BW
+    route = Route(batch.lengths_B, have_BW, want_BW, world)
+    declared = columns_of(type(batch))
+    moved: dict[str, Any] = {}
+    for name, value in batch.columns().items():
+        if declared[name].per_token:
+            # Token numbers travel as 32 bits.
+            is_long = value.dtype == torch.int64
+            found = route(value.int() if is_long else value)
+            moved[name] = found.long() if is_long else found
+    if batch.observed_T is not None and batch.num_observed_B is None:
+        lengths_B = batch.lengths_B - batch.prompt_lengths_B
+        moved["num_observed_B"] = lengths_B - batch.response_lengths_B
+    return replace(batch, holders=wanted, **moved)
+
+
+def collect(batch: B, world: World, rank: int = 0) -> B | None:
+    """Returns the whole batch on one rank, None on the others."""
+    if batch.holders is None:
+        return batch if world.rank == rank else None
+    want_BW = torch.zeros(batch.num_samples, world.size, dtype=torch.bool)
+    want_BW[:, rank] = True
+    found = bring(batch, want_BW, world)
+    return replace(found, holders=None, num_observed_B=None) if world.rank == rank else None
+
+
+def _senders(have_BW: Array, samples_P: Array, receivers_P: Array) -> Array:
+    """Returns for each pair of a sample and a receiver one of the ranks that have the sample."""
+    counts_B = have_BW.sum(1)
+    if not (is_there_P := counts_B[samples_P] > 0).all():
+        raise ValueError(f"no rank has the tokens of sample {samples_P[~is_there_P][0]}")
+    starts_B = counts_B.cumsum() - counts_B
+    holders = have_BW.nonzero()[1]  # sample after sample
+    found: Array = holders[starts_B[samples_P] + (samples_P + receivers_P) % counts_B[samples_P]]
+    return found
+
+
+def _in_order(samples_P: Array, ranks_P: Array, is_mine_P: Array) -> tuple[Array, Array]:
+    """Returns samples and ranks of this rank's pairs, ordered by rank and then by sample."""
+    samples, ranks = samples_P[is_mine_P], ranks_P[is_mine_P]
+    order = np.lexsort((samples, ranks))
+    return samples[order], ranks[order]
+
+
+def _joined(rows: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(list(rows)) if rows else like.new_empty(0, *like.shape[1:])
