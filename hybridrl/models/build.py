@@ -25,11 +25,11 @@ from hybridrl.models.family import Family
 from hybridrl.models.heads import LanguageModel, ValueModel
 from hybridrl.models.layers import KEYWORDS, Kind, layer_spec
 from hybridrl.models.norm import narrowing, wide_residual_add
+from hybridrl.models.weights import Head
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.schedule import finalize_summed_gradients
 from hybridrl.platform import Platform
 
-Head = Literal["lm", "value"]
 Recompute = Literal["none", "selective", "full"]
 
 FIXED_KEYWORDS: dict[str, Any] = {
