@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.headroom import Headroom
 from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype
 from hybridrl.hybrid_engine.peer import PeerTransport
 from hybridrl.hybrid_engine.phases import (
@@ -26,12 +27,11 @@ from hybridrl.hybrid_engine.phases import (
     PhaseError,
     PhaseSwitch,
     TrainingMemory,
-    WeightCopy,
+    TrainingWeights,
 )
 from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.hybrid_engine.quantized import check_scales
-from hybridrl.hybrid_engine.room import Room
 from hybridrl.hybrid_engine.target import WeightTarget, scales_of
 from hybridrl.hybrid_engine.transport import (
     Traffic,
@@ -60,7 +60,7 @@ class ReshardStats:
         total_messages: what all ranks sent; none where they read each other's memory.
         slowest_gb_per_s: bytes received a second by the rank that took longest, 1e9 bytes a second.
         verify_seconds: spent on comparing both ends, 0 when it was not time to.
-        keeps_memory: the next change of phases frees nothing: the device has room for both.
+        keeps_memory: the next change of phases frees nothing: the device has memory for both.
     """
 
     version: int
@@ -101,8 +101,8 @@ class HybridEngine:
         verify_every: compare both ends of every copy each time the version is a multiple of this;
             0: never (`rollout.verify`).
         training: what the trainer holds only while it trains.
-        copies: the trainer's weights, released once the engine has them: freed, or made whole
-            beside generation where the sources are only what each rank owns.
+        training_weights: the trainer's weights, released once the engine has them. That frees them,
+            or starts to gather them beside generation where a rank has updated only its own part.
         domain_size: ranks of one node, which are consecutive; None: all are of one.
         peers: memory in which all ranks' training tensors lie, which are then read where they are;
             None: weights travel as packed messages.
@@ -126,19 +126,20 @@ class HybridEngine:
         staging_bytes: int,
         verify_every: int = 0,
         training: Sequence[TrainingMemory] = (),
-        copies: Sequence[WeightCopy] = (),
+        training_weights: Sequence[TrainingWeights] = (),
         domain_size: int | None = None,
         peers: PeerMemory | None = None,
         timeout_s: float = 1800.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._source, self._target, self._group = source, target, group
-        self._verify_every, self._training, self._copies = verify_every, training, copies
+        self._verify_every, self._training = verify_every, training
+        self._training_weights = training_weights
         self._staging_bytes, self._peers, self._timeout_s = staging_bytes, peers, timeout_s
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
         self._size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.phases = PhaseSwitch()
-        self._room, self._is_released = Room(), False
+        self._headroom, self._is_released = Headroom(), False
         self.version = -1
         targets = gather_layouts(target.layout(), group)
         wire_dtype = agree_wire_dtype(source, target.tensors(), group)
@@ -160,8 +161,8 @@ class HybridEngine:
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether the next change of phases frees nothing: the device has room for both."""
-        return self._room.is_enough
+        """Whether the next change of phases frees nothing: the device has memory for both."""
+        return self._headroom.is_enough
 
     def make_transport(self, kind: Literal["packed", "peer"]) -> Transport:
         """Returns another transport for the same plan; the caller closes it. Collective.
@@ -203,16 +204,16 @@ class HybridEngine:
         self.phases.enter(Phase.ROLLOUT)
         self.version = self.version + 1 if version is None else version
         start = time.perf_counter()
-        self._make_room()
+        self._free_training_memory()
         self._target.begin_update()
         traffic = self._move()
         is_due = self._verify_every > 0 and self.version % self._verify_every == 0
         is_due, verify_seconds = is_due or verifies, 0.0
-        frees = any(copy.is_freed for copy in self._copies)
+        frees = any(weights.is_freed for weights in self._training_weights)
         if frees and is_due:
             verify_seconds = self._timed_verify()
-        for copy in self._copies:
-            copy.release()
+        for weights in self._training_weights:
+            weights.release()
         if frees:  # before the engine takes the rest of its memory
             _give_blocks_back()
         self._target.finish_update(self.version)
@@ -220,10 +221,10 @@ class HybridEngine:
             verify_seconds = self._timed_verify()
         seconds = time.perf_counter() - start - verify_seconds
         moved = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes)
-        own = (*moved, traffic.messages, seconds, self._room.spare_bytes())
+        own = (*moved, traffic.messages, seconds, self._headroom.spare_bytes())
         # A sync point: the sums are metrics, and no rank generates before all are complete.
         ranks = gather_objects(own, self._group)
-        self._room.decide([rank[5] for rank in ranks])
+        self._headroom.decide([rank[5] for rank in ranks])
         slowest = max(ranks, key=lambda rank: rank[4])
         return ReshardStats(
             version=self.version,
@@ -240,18 +241,19 @@ class HybridEngine:
             keeps_memory=self.keeps_memory,
         )
 
-    def _make_room(self) -> None:
-        """Frees what only training needs, unless there is room for all."""
-        frees = any(copy.is_freed for copy in self._copies)
+    def _free_training_memory(self) -> None:
+        """Frees what only training needs, unless there is memory for both phases."""
+        frees = any(weights.is_freed for weights in self._training_weights)
         growth = max((memory.growth_bytes for memory in self._training), default=0)
-        self._room.note_training(not frees and all(m.may_stay for m in self._training), growth)
-        if self._room.is_enough:
+        may_stay = not frees and all(memory.may_stay for memory in self._training)
+        self._headroom.measure_training(may_stay, growth)
+        if self._headroom.is_enough:
             return
         for memory in self._training:
             memory.release()
         self._is_released = True
         _give_blocks_back()
-        self._room.note_freed()
+        self._headroom.measure_freed()
 
     def _move(self) -> Traffic:
         """Runs the transport and waits until this rank's parameters are complete.
@@ -308,7 +310,7 @@ class HybridEngine:
 
     def to_train(self, frees_memory: bool = False) -> None:
         """Enters the training phase; the engine sleeps, and keeps unfinished requests. Its memory
-        is freed unless there is room for all (room.py).
+        is freed unless there is memory for both phases (headroom.py).
 
         Args:
             frees_memory: frees it in any case, for what needs much memory and is rare.
@@ -318,17 +320,18 @@ class HybridEngine:
         """
         self.phases.enter(Phase.TRAIN)
         if frees_memory:
-            self._room.forget()
+            self._headroom.reset()
         self._target.sleep(keeps_memory=self.keeps_memory)
-        # The copies may be made from the others.
-        for memory in (*(self._training if self._is_released else ()), *self._copies):
+        # The weights may be made from the rest of the training memory.
+        released = self._training if self._is_released else ()
+        for memory in (*released, *self._training_weights):
             memory.restore()
         self._is_released = False
 
     def free_engine(self) -> None:
         """Frees the engine's memory in the training phase, if it was kept."""
         self.phases.require(Phase.TRAIN, "freeing the engine's memory")
-        self._room.forget()
+        self._headroom.reset()
         self._target.sleep()
 
 

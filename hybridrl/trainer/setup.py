@@ -430,7 +430,7 @@ def make_hybrid_engine(
         staging_bytes=config.rollout.staging_mib << 20,
         verify_every=config.rollout.verify,
         training=memories,
-        copies=copies,
+        training_weights=copies,
         domain_size=ranks_per_node(model.world),
         peers=model.peers,
         timeout_s=config.run.collective_timeout_s,
