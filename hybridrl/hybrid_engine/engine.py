@@ -7,7 +7,6 @@ it is proven to fill every parameter, by each rank for its own, and only if all 
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.headroom import Headroom
-from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype
+from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype, make_block_group
 from hybridrl.hybrid_engine.peer import PeerTransport
 from hybridrl.hybrid_engine.phases import (
     Phase,
@@ -94,8 +93,8 @@ class HybridEngine:
     """Keeps an inference engine's weights equal to the policy's.
 
     Args:
-        sources: training layout of every rank.
-        source: this rank's training tensors by its layout's names; read in every transition.
+        layouts: training layout of every rank.
+        weights: this rank's training tensors by its layout's names; read in every transition.
         target: this rank's engine.
         staging_bytes: bound of the staging buffers together (`rollout.staging_mib`).
         verify_every: compare both ends of every copy each time the version is a multiple of this;
@@ -104,7 +103,7 @@ class HybridEngine:
         training_weights: the trainer's weights, released once the engine has them. That frees them,
             or starts to gather them beside generation where a rank has updated only its own part.
         domain_size: ranks of one node, which are consecutive; None: all are of one.
-        peers: memory in which all ranks' training tensors lie, which are then read where they are;
+        peer_memory: holds all ranks' training tensors, which the ranks then read where they lie.
             None: weights travel as packed messages.
         timeout_s: longest that a transition may take, seconds (`run.collective_timeout_s`).
         group: process group over the layouts' ranks; None: the world.
@@ -119,8 +118,8 @@ class HybridEngine:
 
     def __init__(
         self,
-        sources: Sequence[RankLayout],
-        source: Mapping[str, Tensor],
+        layouts: Sequence[RankLayout],
+        weights: Mapping[str, Tensor],
         target: WeightTarget,
         *,
         staging_bytes: int,
@@ -128,27 +127,27 @@ class HybridEngine:
         training: Sequence[TrainingMemory] = (),
         training_weights: Sequence[TrainingWeights] = (),
         domain_size: int | None = None,
-        peers: PeerMemory | None = None,
+        peer_memory: PeerMemory | None = None,
         timeout_s: float = 1800.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._source, self._target, self._group = source, target, group
+        self._weights, self._target, self._group = weights, target, group
         self._verify_every, self._training = verify_every, training
         self._training_weights = training_weights
-        self._staging_bytes, self._peers, self._timeout_s = staging_bytes, peers, timeout_s
+        self._staging_bytes, self._peer_memory = staging_bytes, peer_memory
+        self._timeout_s = timeout_s
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
-        self._size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.phases = PhaseSwitch()
         self._headroom, self._is_released = Headroom(), False
         self.version = -1
         targets = gather_layouts(target.layout(), group)
-        wire_dtype = agree_wire_dtype(source, target.tensors(), group)
+        wire_dtype = agree_wire_dtype(weights, target.tensors(), group)
         plan: Plan | None = None
         error = ""
         try:
-            plan = plan_reshard(sources, targets, wire_dtype.itemsize, domain_size)
-            prove(plan, sources, targets, ranks=[self._rank])
-            check_tensors(sources[self._rank], _shapes(source))
+            plan = plan_reshard(layouts, targets, wire_dtype.itemsize, domain_size)
+            prove(plan, layouts, targets, ranks=[self._rank])
+            check_tensors(layouts[self._rank], _shapes(weights))
             check_tensors(targets[self._rank], _shapes(target.tensors()))
             check_scales(plan.ops[self._rank], target.tensors(), scales_of(target))
         except (PlanError, ModelError) as caught:
@@ -157,7 +156,7 @@ class HybridEngine:
         assert plan is not None  # otherwise _agree has raised
         self.plan, self._wire_dtype = plan, wire_dtype
         self._block_group: dist.ProcessGroup | None = None
-        self.transport: Transport = self.make_transport("packed" if peers is None else "peer")
+        self.transport: Transport = self.make_transport("packed" if peer_memory is None else "peer")
 
     @property
     def keeps_memory(self) -> bool:
@@ -168,23 +167,18 @@ class HybridEngine:
         """Returns another transport for the same plan; the caller closes it. Collective.
 
         Raises:
-            ValueError: 'peer', but the engine was made without `peers`.
+            ValueError: 'peer', but the engine was made without `peer_memory`.
         """
-        args = self.plan, self._rank, self._source, self._target.tensors()
-        scales, dtype = scales_of(self._target), self._wire_dtype
+        ends = self.plan, self._rank, self._weights, self._target.tensors()
+        scales, dtype, group = scales_of(self._target), self._wire_dtype, self._group
         if kind == "packed":
-            is_nccl = self._group is None and torch.cuda.is_available()
-            if self._block_group is None and is_nccl and self._size > 1:
-                self._block_group = dist.new_group(
-                    timeout=datetime.timedelta(seconds=self._timeout_s)
-                )
-                # All ranks take part in a group's first use; messages are between some.
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=self._block_group)
-            groups = self._group, scales, self._block_group
-            return PackedTransport(*args, self._staging_bytes, dtype, *groups)
-        if self._peers is None:
-            raise ValueError("transport 'peer' needs training tensors in peer memory (peers=)")
-        return PeerTransport(*args, self._peers, self._group, scales, dtype)
+            if self._block_group is None:
+                self._block_group = make_block_group(self._group, self._timeout_s)
+            staging, block_group = self._staging_bytes, self._block_group
+            return PackedTransport(*ends, staging, dtype, group, scales, block_group)
+        if self._peer_memory is None:
+            raise ValueError("transport 'peer' needs peer_memory, where training tensors lie")
+        return PeerTransport(*ends, self._peer_memory, group, scales, dtype)
 
     def to_rollout(self, version: int | None = None, verifies: bool = False) -> ReshardStats:
         """Enters the rollout phase with the policy's weights; collective over the group.
@@ -292,13 +286,13 @@ class HybridEngine:
             VerifyError: on every rank, naming the first parameter that differs from its source.
         """
         self.phases.require(Phase.ROLLOUT, "comparing weights")
-        if any(t.numel() and not t.untyped_storage().nbytes() for t in self._source.values()):
+        if any(t.numel() and not t.untyped_storage().nbytes() for t in self._weights.values()):
             raise PhaseError(
                 "comparing weights needs the trainer's, which are freed by "
                 "train.release_weights_in_rollout=true: compare on the way, with "
                 "rollout.verify=N or to_rollout(verifies=True)"
             )
-        ends = self._source, self._target.tensors()
+        ends = self._weights, self._target.tensors()
         scales = scales_of(self._target)
         verify(self.plan, self._rank, *ends, self._wire_dtype, self._group, scales)
 

@@ -432,7 +432,7 @@ def make_hybrid_engine(
         training=memories,
         training_weights=copies,
         domain_size=ranks_per_node(model.world),
-        peers=model.peers,
+        peer_memory=model.peers,
         timeout_s=config.run.collective_timeout_s,
     )
 

@@ -201,7 +201,7 @@ def check_placed(seed: int, rank: int, world: int) -> str:
     fewest = minimum_receive_elements(hf, case.trained(hf, rank), case.generating(hf, rank))
     for peers, sources in ((None, trained), (memory, placed)):
         engine = Engine(case.targets()[rank], torch.float32)
-        options = {"staging_bytes": STAGING_BYTES, "verify_every": 1, "peers": peers}
+        options = {"staging_bytes": STAGING_BYTES, "verify_every": 1, "peer_memory": peers}
         hybrid = HybridEngine(case.sources(), sources, engine, **options)
         for sign in (1, -1):
             for tensor in sources.values():
@@ -241,7 +241,12 @@ def check_peers(
     memory, placed = in_peer_memory(trained, rank)
     engine = Engine(case.targets()[rank], dtype)
     hybrid = HybridEngine(
-        case.sources(), placed, engine, staging_bytes=STAGING_BYTES, verify_every=1, peers=memory
+        case.sources(),
+        placed,
+        engine,
+        staging_bytes=STAGING_BYTES,
+        verify_every=1,
+        peer_memory=memory,
     )
     packed_engine = Engine(case.targets()[rank], dtype)
     reference = HybridEngine(case.sources(), trained, packed_engine, staging_bytes=STAGING_BYTES)
@@ -262,7 +267,9 @@ def check_peers(
     if rank == 0:
         placed[next(iter(placed))] = trained[next(iter(trained))]
     try:
-        HybridEngine(case.sources(), placed, engine, staging_bytes=STAGING_BYTES, peers=memory)
+        HybridEngine(
+            case.sources(), placed, engine, staging_bytes=STAGING_BYTES, peer_memory=memory
+        )
     except PlanError as error:
         assert "rank 0" in str(error) and "peer memory" in str(error)
     else:
