@@ -1,4 +1,4 @@
-"""One checkpoint, the same on all ranks, and damage of which all hear.
+"""Opens one checkpoint on all ranks; damage that one rank finds is an error on all.
 
 Who waits for whom: rank 0 looks which checkpoint is meant and whether it is whole, while the others
 wait for its answer. Afterwards each rank waits until it sees the manifest that rank 0 sees, because

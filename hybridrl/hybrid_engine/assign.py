@@ -1,11 +1,12 @@
 """Which rank generates with which part of which engine replica. Pure, no torch.
 
-What a rank receives depends on its tensor-parallel rank alone. So an assignment is found as a
-tensor-parallel rank for each rank, each equally often on a node; replicas are then formed of ranks
-in ascending order. Best is the least largest receiver, then the least largest sender (spread over
-the owners as a linear program would), then the least traffic. Exact for up to 8 ranks. In larger
-worlds each node of up to 8 ranks is searched by itself, and HybridFlow's groups at regular
-intervals (Sheng et al. 2025, "HybridFlow", section 5.3) compete with what that gives.
+The bytes that a rank receives depend on its tensor-parallel rank in the engine alone. So the search
+gives every rank a tensor-parallel rank, each equally often on a node, and forms replicas of ranks
+in ascending order. Candidates are compared by the bytes of the rank that receives most, then by
+those of the rank that sends most (where senders are balanced by a linear program), then by all
+bytes. The search is exact for up to 8 ranks. In larger worlds each node of up to 8 ranks is
+searched by itself, and HybridFlow's groups at regular intervals (Sheng et al. 2025, "HybridFlow",
+section 5.3) are candidates too.
 
 An engine's groups must ascend: torch sorts the ranks of a group, vLLM takes the order that it was
 given. `is_ascending=False` tells what that rule costs; another order of the training axes

@@ -1,8 +1,8 @@
 """Training and rollout as phases that take turns on the same devices.
 
 `PhaseSwitch` keeps the order, so that nobody trains while the engine's weights are being written,
-or generates with weights that are not the newest. What gives its memory back on an edge is behind
-two interfaces: the engine (target.py) and, here, whatever the trainer holds.
+or generates with weights that are not the newest. What frees memory between phases is behind
+interfaces: the engine's (target.py), and here those of what the trainer holds.
 """
 
 from __future__ import annotations

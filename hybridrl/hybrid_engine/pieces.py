@@ -1,6 +1,6 @@
-"""What targets need of whom: their tensors cut along the slices that the sources hold.
+"""Cuts the regions that targets need into pieces, each of which some source rank holds whole.
 
-Ranks with equal layouts are one class, and tensors that all ranks cut alike are cut once, so the
+Ranks with equal layouts form one class, and tensors that all ranks cut alike are cut once. So the
 work grows with the number of different layouts and tensors, not with the number of ranks. Pure, no
 torch. Invariant: the pieces of a target's region tile it, and each owner of a piece holds it whole.
 """
@@ -83,12 +83,12 @@ class ReceiverGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Join:
-    """Sources and targets joined.
+    """The pieces that every target rank needs, and the source ranks that hold them.
 
     Args:
         sources, targets: ranks grouped by their layouts.
-        kinds: of pieces, by number.
-        needs: for each target class its regions in order, each with its pieces.
+        kinds: all kinds of pieces; the index is the number of the kind.
+        needs: for each target class its regions in order, each with the pieces that tile it.
         counts: for each target class the number of pieces of each kind.
     """
 
@@ -103,7 +103,7 @@ class Join:
         return sorted(rank for c in self.kinds[kind].owners for rank in self.sources.ranks[c])
 
     def wants(self, target: int) -> Iterator[tuple[Region, int, Wanted]]:
-        """Yields the pieces that a target class needs in order: region, kind, and which it is."""
+        """Yields region, kind and identity of the pieces that a target class needs, in order."""
         seen: Counter[tuple[str, Box]] = Counter()
         for region, pieces in self.needs[target]:
             for box, kind in pieces:
@@ -120,7 +120,7 @@ class Join:
 
 
 def join(sources: Sequence[RankLayout], targets: Sequence[RankLayout]) -> Join:
-    """Cuts what each target needs along what the sources hold.
+    """Cuts the regions of each target along the borders of the regions that sources hold.
 
     Raises:
         PlanError: a target needs what no source holds; names the HF tensor and its elements.

@@ -33,11 +33,11 @@ KEPT_RANKS = 64
 
 
 class Stream(NamedTuple):
-    """What goes one way: one after the other, the elements of the operations that take it.
+    """The path of the elements of several operations, which follow one after the other.
 
     Args:
-        source: the rank that sends it.
-        route: where it lands, then the ranks to which it goes on from there.
+        source: the rank that sends them.
+        route: the rank that receives them, then the ranks to which that rank passes them on.
     """
 
     source: int
@@ -45,7 +45,7 @@ class Stream(NamedTuple):
 
     @property
     def hops(self) -> list[tuple[int, int]]:
-        """Sender and receiver of every message that carries a part of it."""
+        """Sender and receiver of every message that carries elements of the stream."""
         first, *others = self.route
         return [(self.source, first), *((first, rank) for rank in others)]
 
@@ -53,7 +53,7 @@ class Stream(NamedTuple):
 class CopyOp(NamedTuple):
     """Copy `source_box` of `source` on `source_rank` into `dest_box` of `dest` on `dest_rank`.
 
-    The elements take the way of `stream`; where both ranks are the same there is nothing to take.
+    The elements take the path of `stream`. Where both ranks are the same they are copied locally.
     """
 
     source_rank: int
@@ -66,7 +66,7 @@ class CopyOp(NamedTuple):
 
     @property
     def stream(self) -> Stream:
-        """Which way the elements go."""
+        """The path that the elements take."""
         return Stream(self.source_rank, self.route)
 
 
