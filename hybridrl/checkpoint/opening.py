@@ -1,4 +1,4 @@
-"""One checkpoint, the same on all ranks, and damage of which all hear.
+"""Opens one checkpoint on all ranks; damage that one rank finds is an error on all.
 
 Who waits for whom: rank 0 looks which checkpoint is meant and whether it is whole, while the others
 wait for its answer. Afterwards each rank waits until it sees the manifest that rank 0 sees, because
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from hybridrl.checkpoint.folders import Checkpoint, SavedState, find_checkpoint, with_remedy
 from hybridrl.checkpoint.manifest import MANIFEST, read_manifest
+from hybridrl.checkpoint.run_lock import Tell
 from hybridrl.errors import CheckpointError
 from hybridrl.parallel.groups import Agreement, World
 
@@ -22,8 +23,6 @@ from hybridrl.parallel.groups import Agreement, World
 # (NFS: up to 60 s by default).
 STALE_LISTING_S = 90.0
 POLL_S = 0.5
-
-Tell = Callable[[str], None]
 
 
 def open_on_all_ranks(

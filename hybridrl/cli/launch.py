@@ -27,9 +27,8 @@ from typing import IO
 
 from hybridrl.checkpoint.run_lock import LOCK_TOKEN, RunLock
 from hybridrl.errors import UserError
-from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, RUNNING, Failure, is_launched
+from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, RUNNING, STORE_FD, Failure, is_launched
 
-STORE_FD = "HYBRIDRL_STORE_FD"  # of parallel/groups.py
 POLL_S = 0.1
 GRACE_S = 3.0  # after the first failure: time for the others to report the same mistake themselves
 KILL_AFTER_S = 10.0

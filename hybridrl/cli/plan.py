@@ -16,6 +16,7 @@ from hybridrl.cli.plan_cluster import Assumptions, ClusterFile, Host, assume
 from hybridrl.cli.plan_fit import cpu_verdict, gpu_verdict
 from hybridrl.cli.plan_memory import (
     RankMemory,
+    RoleModel,
     estimate_memory,
     itemsize_of,
     role_models,
@@ -35,7 +36,7 @@ from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.cluster import planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.hybrid_engine.plan import Plan, plan_reshard
-from hybridrl.models.family import Family, ModelShape, read_model
+from hybridrl.models.family import read_model
 
 # On CPU: gloo over loopback, and copies of a rank.
 GLOO_BYTES_PER_S = 1e9
@@ -143,10 +144,11 @@ def _report(
     laid = place_models(config, placement, family, shape, node)
     itemsize = itemsize_of(config, on_gpu)
     plan = plan_reshard(laid.sources, laid.targets, itemsize, node)
-    found = _memories(config, models, family, shape, laid, assumed)
+    roles = role_models(config, models, family, shape)
+    found = _memories(config, roles, laid, assumed)
     if assumed is not None:
         may_change = placement.is_shared
-        verdict = gpu_verdict(config, models, hf_config, family, found, assumed, may_change)
+        verdict = gpu_verdict(config, roles, hf_config, found, assumed, may_change)
     else:
         verdict = cpu_verdict(found)
     order, layout, memories = laid.layout.order, laid.best.layout, [one.memory for one in found]
@@ -187,24 +189,18 @@ def empty_report(error: ConfigError) -> dict[str, Any]:
 
 
 def _memories(
-    config: Config,
-    models: RunModels,
-    family: Family,
-    shape: ModelShape,
-    laid: Placed,
-    assumed: Assumptions | None,
+    config: Config, models: Sequence[RoleModel], laid: Placed, assumed: Assumptions | None
 ) -> Sequence[RankMemory]:
     """Returns what ranks hold, those that hold the same models together, by the first of them."""
     on_gpu, transport = assumed is not None, _transport(config, assumed)
     itemsize, world_size = itemsize_of(config, on_gpu), len(laid.whole)
-    roles = role_models(config, models, family, shape)
     return [
         RankMemory(
             ranks,
             held.roles,
-            estimate_memory(config, shape, world_size, held, transport, on_gpu),
+            estimate_memory(config, models[0].shape, world_size, held, transport, on_gpu),
         )
-        for ranks, held in held_by_ranks(roles, laid, itemsize, transport)
+        for ranks, held in held_by_ranks(models, laid, itemsize, transport)
     ]
 
 

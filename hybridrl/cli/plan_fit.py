@@ -26,15 +26,14 @@ from hybridrl.cli.plan_memory import (
     HeldModel,
     Memory,
     RankMemory,
+    RoleModel,
     estimate_memory,
     itemsize_of,
     most_elements,
-    role_models,
 )
 from hybridrl.cli.plan_text import memory_size
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.placement import Machines, Placement, shown
-from hybridrl.config.roles import RunModels
 from hybridrl.config.rules import check
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
@@ -58,9 +57,8 @@ def with_margin(estimate_bytes: int) -> int:
 
 def gpu_verdict(
     config: Config,
-    models: RunModels,
+    models: Sequence[RoleModel],
     hf_config: Mapping[str, Any],
-    family: Family,
     found: Sequence[RankMemory],
     assumed: Assumptions,
     may_change: bool = True,
@@ -68,7 +66,8 @@ def gpu_verdict(
     """Judges the fullest GPU.
 
     Args:
-        config, models, hf_config, family, assumed: of the run, its policy and the cluster.
+        config, hf_config, assumed: of the run, its policy and the cluster.
+        models: of the run, the policy first.
         found: the estimates of all ranks.
         may_change: looks for changes with which it fits, where it does not.
 
@@ -96,7 +95,7 @@ def gpu_verdict(
     )
     remedies: list[str] = []
     if spare < 0 and may_change:
-        search = _Search(config, models, hf_config, family, assumed)
+        search = _Search(config, models, hf_config, assumed)
         remedies = search.remedies(sum(len(one.ranks) for one in found))
         summary += f"; it fits with {remedies[0]}" if remedies else "; no larger layout tried fits"
     elif spare >= 0 and num_requests < cache.num_requests:
@@ -158,16 +157,14 @@ class _Search:
 
     Args:
         config: that does not.
-        models: of the run, which no change adds or removes.
-        hf_config: of its model.
-        family: of its model.
+        models: of the run, the policy first; no change adds or removes one.
+        hf_config: the policy's config.json.
         assumed: of the cluster; other numbers of ranks have nodes of the same size.
     """
 
     config: Config
-    models: RunModels
+    models: Sequence[RoleModel]
     hf_config: Mapping[str, Any]
-    family: Family
     assumed: Assumptions
 
     def remedies(self, world_size: int) -> list[str]:
@@ -180,9 +177,8 @@ class _Search:
         return []
 
     def _fitting(self, world_size: int, factor: int) -> Iterator[str]:
-        shape = self.family.shape(self.hf_config)
         world, found = world_size * factor, list[Changes]()
-        if with_margin(self._least(shape) // world) > self.assumed.gpu_memory_bytes:
+        if with_margin(self._least() // world) > self.assumed.gpu_memory_bytes:
             return
         for changes in sorted(self._candidates(), key=len):
             if any(one.keys() <= changes.keys() for one in found):
@@ -194,7 +190,7 @@ class _Search:
             if not placement.is_shared:  # any more, of those that are named
                 continue
             try:
-                memory = _estimate(config, self.models, self.family, shape, placement)
+                memory = _estimate(config, self.models, placement)
             except ModelError:  # a tensor that cannot be cut so, which the rules do not know
                 continue
             most = max(memory.train, memory.rollout_with(memory.least_requests))
@@ -204,11 +200,11 @@ class _Search:
                 said += [f"--world {world}"] if factor > 1 else []
                 yield f"{' '.join(said)} (about {memory_size(most)})"
 
-    def _least(self, shape: ModelShape) -> int:
+    def _least(self) -> int:
         """Returns the bytes of weights, gradients and optimizer over all ranks, each held once."""
         itemsize = itemsize_of(self.config, on_gpu=True)
         optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
-        elements, _, _ = _sizes(self.family, shape, 1, 1, 1, 1)
+        elements, _, _ = _sizes(self.models[0].family, self.models[0].shape, 1, 1, 1, 1)
         return elements * (itemsize + MAIN_GRAD_BYTES + optimizer)
 
     def _candidates(self) -> Iterator[Changes]:
@@ -245,19 +241,18 @@ class _Search:
             yield {**layout, **saving}
 
 
-def _estimate(
-    config: Config, models: RunModels, family: Family, shape: ModelShape, placement: Placement
-) -> Memory:
+def _estimate(config: Config, models: Sequence[RoleModel], placement: Placement) -> Memory:
     """Estimates as the report does where all ranks hold the same, but for weights that engine and
     trainer share, of which only those of equal layouts are counted.
     """
+    family, shape = models[0].family, models[0].shape
     train, tp, world_size = config.train, config.rollout.tp, placement.num_ranks
     layout = TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep, train.vpp)
     elements, engine, shared = _sizes(family, shape, train.tp, train.pp, train.vpp, tp)
     if ENGINES[config.rollout.engine].shares_memory and not train.release_weights_in_rollout:
         engine -= shared
     held = []
-    for model in role_models(config, models, family, shape):
+    for model in models:
         num_params = elements
         if (model.family, model.shape, model.head) != (family, shape, "lm"):
             parts = megatron_layouts(model.family, model.shape, layout, model.head)

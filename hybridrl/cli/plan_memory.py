@@ -142,12 +142,12 @@ class Held:
     Args:
         models: of which they hold parts.
         engine: their part of an engine; None: they have none.
-        lent_bytes: of memory for the policy's weights beyond their own, which peers ask of all.
+        peer_bytes: of memory for the policy's weights beyond their own, which peers ask of all.
     """
 
     models: Sequence[HeldModel]
     engine: HeldEngine | None
-    lent_bytes: int = 0
+    peer_bytes: int = 0
 
     @property
     def roles(self) -> list[str]:
@@ -221,7 +221,7 @@ def estimate_memory(
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         kv_cache = num_requests * longest * 2 * heads * shape.head_dim * shape.num_layers * itemsize
     engine_bytes = held.engine.num_bytes if held.engine else 0
-    always = held.lent_bytes + frozen
+    always = held.peer_bytes + frozen
     always += _gpu_bytes(config, world_size, held, transport) if on_gpu else 0
     return Memory(
         train=always

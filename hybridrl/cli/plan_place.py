@@ -20,7 +20,7 @@ from hybridrl.config.engines import ENGINES
 from hybridrl.config.placement import Place, Placement
 from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.alias import shared_names
-from hybridrl.hybrid_engine.assign import Assignment, OrderChoice, assign, judge
+from hybridrl.hybrid_engine.assign import Assignment, OrderChoice, assign, evaluate_layout
 from hybridrl.hybrid_engine.order import lay_out, order_layout
 from hybridrl.hybrid_engine.owned import equal_shares
 from hybridrl.models.family import Family, ModelShape
@@ -121,7 +121,7 @@ def choices(order: str, placed: Placed, node: int, itemsize: int) -> dict[str, A
     """Returns what the chosen assignment costs, and what others on the same ranks would."""
     sources, parts, placement = placed.sources, placed.parts, placed.placement
     in_turn = RolloutLayout.consecutive(len(placement.rollout), len(parts))
-    consecutive = judge(sources, parts, in_turn.on(placement.rollout, len(sources)))
+    consecutive = evaluate_layout(sources, parts, in_turn.on(placement.rollout, len(sources)))
     free = assign(sources, parts, node, is_ascending=False, ranks=placement.rollout)
     choice, remedy = placed.choice, None
     if choice is not None and choice.receive < placed.best.receive:

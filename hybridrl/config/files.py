@@ -152,7 +152,7 @@ def regular_file_bytes(file: Path, error: type[UserError], allowed: str) -> int:
     try:
         status = file.stat()
     except (OSError, ValueError) as fault:  # ValueError: a NUL in the name
-        found = getattr(fault, "strerror", None) or fault
+        found = (fault.strerror if isinstance(fault, OSError) else None) or fault
         raise error(str(file), found, allowed, "Check the path.") from None
     if not stat.S_ISREG(status.st_mode):
         found = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"

@@ -6,7 +6,6 @@ which commits of the hub a run is of.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -173,12 +172,6 @@ def identity(config: Config) -> dict[str, Any]:
         "run": {"seed": config.run.seed},
     }
     return {**without_secrets(known, config.written), **terms}
-
-
-def identity_hash(config: Config) -> str:
-    """Returns a short stable hash of the identity."""
-    text = json.dumps(identity(config), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def identity_violations(saved: Mapping[str, Any], config: Config) -> list[UserError]:

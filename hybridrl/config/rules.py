@@ -29,7 +29,7 @@ from hybridrl.errors import UserError, short
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 MOST_BYTES = 255  # of a name, on every usual file system
-AXES = ("tp", "cp", "ep", "dp", "pp")
+ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")  # of `train.order`, as Megatron orders them itself
 AUTO_ORDER = "auto"
 
 
@@ -196,12 +196,12 @@ def is_megatron_order(order: str, pp: int, cp: int, ep: int) -> bool:
 def _order_rules(train: TrainConfig) -> Iterator[UserError]:
     if train.order == AUTO_ORDER:
         return
-    if sorted(train.order.split("-")) != sorted(AXES):
+    if sorted(train.order.split("-")) != sorted(ORDER_AXES):
         yield UserError(
             "train.order",
             repr(train.order),
-            f"{AUTO_ORDER}, or each of {', '.join(AXES)} once, joined by '-'",
-            f"Set train.order={AUTO_ORDER}, or Megatron's own {'-'.join(AXES)}.",
+            f"{AUTO_ORDER}, or each of {', '.join(ORDER_AXES)} once, joined by '-'",
+            f"Set train.order={AUTO_ORDER}, or Megatron's own {'-'.join(ORDER_AXES)}.",
         )
     elif not is_megatron_order(train.order, train.pp, train.cp, train.ep):
         yield UserError(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from tokenizers import Tokenizer
@@ -152,7 +152,7 @@ def _check_template(where: str, template: object) -> None:
     try:
         environment.parse(template)
     except (TemplateError, RecursionError) as error:
-        line = getattr(error, "lineno", None)
+        line = error.lineno if isinstance(error, TemplateSyntaxError) else None
         what = f"line {line}: {error}" if line is not None else type(error).__name__
         raise ModelError(
             where, what.splitlines()[0][:160], "a Jinja template", FETCH_AGAIN

@@ -47,10 +47,11 @@ def parse_yaml(text: str, *, is_value: bool = False) -> DictConfig | ListConfig:
     except YamlTextError:
         raise
     except _YAML_ERRORS as error:
-        problem = getattr(error, "problem", None) or said(error)
+        marked = error if isinstance(error, yaml.MarkedYAMLError) else None
+        problem = (marked and marked.problem) or said(error)
         if isinstance(error, LookupError | TypeError | AttributeError):  # of a wrong tag
             problem = f"a value that is not of its tag ({type(error).__name__}: {said(error)})"
-        raise YamlTextError(problem, getattr(error, "problem_mark", None)) from None
+        raise YamlTextError(problem, marked and marked.problem_mark) from None
 
 
 def read_yaml(path: Path, allowed: str = "valid YAML") -> DictConfig | ListConfig:

@@ -1,11 +1,12 @@
 """Which rank generates with which part of which engine replica. Pure, no torch.
 
-What a rank receives depends on its tensor-parallel rank alone. So an assignment is found as a
-tensor-parallel rank for each rank, each equally often on a node; replicas are then formed of ranks
-in ascending order. Best is the least largest receiver, then the least largest sender (spread over
-the owners as a linear program would), then the least traffic. Exact for up to 8 ranks. In larger
-worlds each node of up to 8 ranks is searched by itself, and HybridFlow's groups at regular
-intervals (Sheng et al. 2025, "HybridFlow", section 5.3) compete with what that gives.
+The bytes that a rank receives depend on its tensor-parallel rank in the engine alone. So the search
+gives every rank a tensor-parallel rank, each equally often on a node, and forms replicas of ranks
+in ascending order. Candidates are compared by the bytes of the rank that receives most, then by
+those of the rank that sends most (where senders are balanced by a linear program), then by all
+bytes. The search is exact for up to 8 ranks. In larger worlds each node of up to 8 ranks is
+searched by itself, and HybridFlow's groups at regular intervals (Sheng et al. 2025, "HybridFlow",
+section 5.3) are candidates too.
 
 An engine's groups must ascend: torch sorts the ranks of a group, vLLM takes the order that it was
 given. `is_ascending=False` tells what that rule costs; another order of the training axes
@@ -28,7 +29,7 @@ from hybridrl.models.weights import RankLayout
 from hybridrl.parallel.layout import AXES, RolloutLayout, TrainLayout
 
 MAX_EXACT = 8
-CHUNK = 4096  # candidates judged at once, which bounds memory
+CHUNK = 4096  # candidates evaluated at once, which bounds memory
 # Share of the received bytes that an order must save to spread data-parallel groups on more nodes.
 WORTH_SPREADING = 0.1
 
@@ -79,11 +80,11 @@ def assign(
     return replace(found, layout=found.layout.on(ranks, len(sources)))
 
 
-def judge(
+def evaluate_layout(
     sources: Sequence[RankLayout], parts: Sequence[RankLayout], layout: RolloutLayout
 ) -> Assignment:
-    """Returns what a given layout costs; engines may be on some of the ranks."""
-    return _judge(_Costs.of(sources, parts).moved(layout.ranks), layout)
+    """Returns a given layout with its costs; engines may be on some of the ranks."""
+    return _evaluate(_Costs.of(sources, parts).moved(layout.ranks), layout)
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _num_nodes(layout: TrainLayout, axis: str, node: int) -> list[int]:
 def _assign(costs: _Costs, domain_size: int | None, is_ascending: bool = True) -> Assignment:
     size, tp = costs.missing.shape
     if tp == 1:
-        return _judge(costs, RolloutLayout.consecutive(size, tp))
+        return _evaluate(costs, RolloutLayout.consecutive(size, tp))
     unit = _unit(size, tp, domain_size or size)
     strides = [s for s in range(1, unit // tp + 1) if unit % (s * tp) == 0]
     candidates = [np.arange(size) // stride % tp for stride in strides]
@@ -187,7 +188,7 @@ def _assign(costs: _Costs, domain_size: int | None, is_ascending: bool = True) -
     return costs.best(np.array(candidates), unit)
 
 
-def _judge(costs: _Costs, layout: RolloutLayout) -> Assignment:
+def _evaluate(costs: _Costs, layout: RolloutLayout) -> Assignment:
     places = np.array([[layout.tp_rank(rank) for rank in layout.ranks]])
     return Assignment(layout, int(costs.receive(places)[0]), int(costs.send(places)[0]))
 

@@ -1,10 +1,10 @@
 """Cuts a plan's streams into exchanges that fit bounded staging buffers. Pure, no torch.
 
-Every stream is spread evenly over the same number of chunks: all links work all the time, and what
-a message holds follows from the sizes of the streams and the operations of its own two ends. What
-lands on a rank to go on goes on in the exchange after, while the next chunk lands. Invariant: in
-one exchange no rank sends more than the capacity, none receives more, and between two ranks there
-is at most one message each way.
+Every stream is spread evenly over the same number of chunks, so that all links are busy in every
+exchange. The content of a message follows from the sizes of the streams and from the operations of
+its sender and receiver. A rank passes on what it received in one exchange in the next one, while
+the next chunk arrives. Invariant: in one exchange no rank sends or receives more than the capacity,
+and between two ranks there is at most one message each way.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import numpy as np
 from hybridrl.hybrid_engine.plan import CopyOp, Plan, PlanError, Stream
 from hybridrl.models.boxes import moved, sizes, span_boxes, volume, whole
 
-# Streams are cut at multiples of a power of two of elements, this at most: small ones go whole, and
-# the others' pieces stay aligned. What a rank's streams round up to is one part in SLACK of the
-# capacity at most.
+# Streams are cut at multiples of a power of two of elements, at most MAX_GRAIN, so that parts stay
+# aligned; a smaller stream is not cut. Rounding up adds at most one part in SLACK of the capacity
+# to what a rank sends or receives.
 MAX_GRAIN = 1 << 16
 SLACK = 8
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one message holds of one stream.
+    """The elements of one stream in one message.
 
     Args:
-        stream: which.
-        elements: how many.
-        pieces: the rank's operations, or pieces of them, in order. None where the rank passes on
-            what landed on it in the exchange before.
+        stream: to which they belong.
+        elements: their number.
+        pieces: the rank's operations, or pieces of them, in order. Empty where the rank passes on
+            what it received in the exchange before.
     """
 
     stream: Stream

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from hybridrl.hybrid_engine.deals import Deal, deal_out
-from hybridrl.hybrid_engine.pieces import Group, Join, Kind
+from hybridrl.hybrid_engine.pieces import Join, PieceKind, ReceiverGroup
+from hybridrl.hybrid_engine.senders import Demand, balance_senders
 
-Wants = Counter[Group]
-"""How many pieces a node wants of each group."""
+Wants = Counter[ReceiverGroup]
+"""Number of pieces that a node needs of each receiver group."""
 
 CHUNK_BYTES = 64 << 20
 
@@ -94,10 +94,10 @@ def predict(
     nodes = _nodes(joined, cluster.gpus_per_node)
     wants = _wants(joined, nodes)
     between = _between(joined, nodes, wants)
-    deal_out([deal for _, deal in between], len(nodes))
+    balance_senders([demand for _, demand in between], len(nodes))
     crossing = np.zeros((len(nodes), len(nodes)), np.int64)
-    for _, deal in between:
-        deal.add_traffic(crossing)
+    for _, demand in between:
+        demand.add_traffic(crossing)
     carried = _sending(nodes, between)
     for number, node in enumerate(nodes):
         carried[number] += node.receiving(wants[node.targets])
@@ -110,7 +110,7 @@ def predict(
     latency_s = cluster.latency_us / 1e6
     nic_s = max(received, sent) / cluster.node_rate + latency_s * nic_messages
     link_s = link / cluster.link_rate + latency_s * link_messages
-    least_sent = itemsize * _least_largest_sender([deal for _, deal in between])
+    least_sent = itemsize * _least_largest_sender([demand for _, demand in between])
     needed = itemsize * max(int(node.needed.max()) for node in nodes)
     # NICs help no GPU where nothing crosses.
     gpu_rate = cluster.link_rate + bool(received) * cluster.node_rate / cluster.gpus_per_node
@@ -166,7 +166,7 @@ def transfer_ms(
 class _Node:
     """Nodes whose GPUs have these source and target classes; bytes are in elements."""
 
-    def __init__(self, kinds: Sequence[Kind], sources: Sequence[int], targets: Sequence[int]):
+    def __init__(self, kinds: Sequence[PieceKind], sources: Sequence[int], targets: Sequence[int]):
         self._kinds, self._sources, self.targets = kinds, sources, tuple(targets)
         self.needed = np.zeros(len(sources), np.int64)
         self._receiving: np.ndarray | None = None
@@ -194,11 +194,11 @@ class _Node:
             ]
             self.needed[needy] += count * size
             if needy and holders:
-                supply.append(Deal(needy, np.array(holders), count, size))
+                supply.append(Demand(needy, np.array(holders), count, size))
             elif needy:
-                landing.append(Deal([0], np.array(needy), count, size))
+                landing.append(Demand([0], np.array(needy), count, size))
         gpus = len(self._sources)
-        out, landed = deal_out(supply, gpus), deal_out(landing, gpus)
+        out, landed = balance_senders(supply, gpus), balance_senders(landing, gpus)
         into = self.needed - np.minimum(landed, landed.sum() / gpus)
         self._receiving = np.stack([into, out + (into.sum() - out.sum()) / gpus])
         return self._receiving
@@ -226,9 +226,9 @@ def _wants(joined: Join, nodes: Sequence[_Node]) -> dict[tuple[int, ...], Wants]
 
 def _between(
     joined: Join, nodes: Sequence[_Node], wants: Mapping[tuple[int, ...], Wants]
-) -> list[tuple[int, Deal]]:
-    """Returns what must cross, by kind, as deals between nodes."""
-    deals = []
+) -> list[tuple[int, Demand]]:
+    """Returns the demands of nodes for pieces that none of their GPUs holds, each with its kind."""
+    demands = []
     kinds = range(len(joined.kinds))
     owning = [[i for i, node in enumerate(nodes) if node.holders(kind)] for kind in kinds]
     for classes, wanted in wants.items():
@@ -240,33 +240,33 @@ def _between(
             receivers = [number for number in alike if number not in owning[kind]]
             if receivers:
                 size = joined.kinds[kind].volume
-                deals.append((kind, Deal(receivers, np.array(owning[kind]), count, size)))
-    return deals
+                demands.append((kind, Demand(receivers, np.array(owning[kind]), count, size)))
+    return demands
 
 
-def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Deal]]) -> np.ndarray:
+def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Demand]]) -> np.ndarray:
     """Returns what goes over the links, (nodes, 2, GPUs) in and out, to even out the NICs."""
-    shares: list[list[Deal]] = [[] for _ in nodes]
-    for kind, deal in between:
-        for number, count in zip(deal.senders.tolist(), deal.sent.tolist(), strict=True):
+    shares: list[list[Demand]] = [[] for _ in nodes]
+    for kind, demand in between:
+        for number, count in zip(demand.senders.tolist(), demand.send_counts.tolist(), strict=True):
             if count:
                 holders = np.array(nodes[number].holders(kind))
-                shares[number].append(Deal([0], holders, count, deal.size))
+                shares[number].append(Demand([0], holders, count, demand.size))
     gpus = len(nodes[0].targets)
     found = []
-    for deals in shares:
-        own = deal_out(deals, gpus)
+    for demands in shares:
+        own = balance_senders(demands, gpus)
         even = own.sum() / gpus
         found.append(np.stack([np.maximum(even - own, 0), np.maximum(own - even, 0)]))
     return np.stack(found)
 
 
-def _least_largest_sender(deals: Sequence[Deal]) -> float:
+def _least_largest_sender(demands: Sequence[Demand]) -> float:
     """Returns a bound of what the busiest sender sends: what only some can, over their number."""
-    demand: Counter[frozenset[int]] = Counter()
-    for deal in deals:
-        demand[frozenset(deal.senders.tolist())] += deal.total * deal.size
+    only_from: Counter[frozenset[int]] = Counter()  # elements, by the nodes that may send them
+    for demand in demands:
+        only_from[frozenset(demand.senders.tolist())] += demand.total * demand.size
     return max(
-        (sum(d for who, d in demand.items() if who <= some) / len(some) for some in demand),
+        (sum(n for who, n in only_from.items() if who <= some) / len(some) for some in only_from),
         default=0.0,
     )

@@ -1,8 +1,8 @@
-"""Which operations need no staging: blocks that lie in one piece at both ends.
+"""Which operations need no staging: large blocks that are contiguous at both ends.
 
-A large block is one message out of the source tensor into the destination tensor, without being
-packed and unpacked. Only the receiver knows whether a block lies in one piece in its tensor, and
-only the sender whether it does in its own, so they ask each other, once a plan.
+Such a block is one message from the source tensor into the destination tensor, without packing and
+unpacking. Only the receiver knows whether a block is contiguous in the destination tensor, and only
+the sender whether it is in the source tensor. So they ask each other, once a plan.
 """
 
 from __future__ import annotations

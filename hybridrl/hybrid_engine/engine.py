@@ -7,7 +7,6 @@ it is proven to fill every parameter, by each rank for its own, and only if all 
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -19,19 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype
+from hybridrl.hybrid_engine.headroom import Headroom
+from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype, make_block_group
 from hybridrl.hybrid_engine.peer import PeerTransport
 from hybridrl.hybrid_engine.phases import (
     Phase,
     PhaseError,
     PhaseSwitch,
     TrainingMemory,
-    WeightCopy,
+    TrainingWeights,
 )
 from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.hybrid_engine.quantized import check_scales
-from hybridrl.hybrid_engine.room import Room
 from hybridrl.hybrid_engine.target import WeightTarget, scales_of
 from hybridrl.hybrid_engine.transport import (
     Traffic,
@@ -60,7 +59,7 @@ class ReshardStats:
         total_messages: what all ranks sent; none where they read each other's memory.
         slowest_gb_per_s: bytes received a second by the rank that took longest, 1e9 bytes a second.
         verify_seconds: spent on comparing both ends, 0 when it was not time to.
-        keeps_memory: the next change of phases frees nothing: the device has room for both.
+        keeps_memory: the next change of phases frees nothing: the device has memory for both.
     """
 
     version: int
@@ -94,17 +93,17 @@ class HybridEngine:
     """Keeps an inference engine's weights equal to the policy's.
 
     Args:
-        sources: training layout of every rank.
-        source: this rank's training tensors by its layout's names; read in every transition.
+        layouts: training layout of every rank.
+        weights: this rank's training tensors by its layout's names; read in every transition.
         target: this rank's engine.
         staging_bytes: bound of the staging buffers together (`rollout.staging_mib`).
         verify_every: compare both ends of every copy each time the version is a multiple of this;
             0: never (`rollout.verify`).
         training: what the trainer holds only while it trains.
-        copies: the trainer's weights, released once the engine has them: freed, or made whole
-            beside generation where the sources are only what each rank owns.
+        training_weights: the trainer's weights, released once the engine has them. That frees them,
+            or starts to gather them beside generation where a rank has updated only its own part.
         domain_size: ranks of one node, which are consecutive; None: all are of one.
-        peers: memory in which all ranks' training tensors lie, which are then read where they are;
+        peer_memory: holds all ranks' training tensors, which the ranks then read where they lie.
             None: weights travel as packed messages.
         timeout_s: longest that a transition may take, seconds (`run.collective_timeout_s`).
         group: process group over the layouts' ranks; None: the world.
@@ -119,35 +118,36 @@ class HybridEngine:
 
     def __init__(
         self,
-        sources: Sequence[RankLayout],
-        source: Mapping[str, Tensor],
+        layouts: Sequence[RankLayout],
+        weights: Mapping[str, Tensor],
         target: WeightTarget,
         *,
         staging_bytes: int,
         verify_every: int = 0,
         training: Sequence[TrainingMemory] = (),
-        copies: Sequence[WeightCopy] = (),
+        training_weights: Sequence[TrainingWeights] = (),
         domain_size: int | None = None,
-        peers: PeerMemory | None = None,
+        peer_memory: PeerMemory | None = None,
         timeout_s: float = 1800.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._source, self._target, self._group = source, target, group
-        self._verify_every, self._training, self._copies = verify_every, training, copies
-        self._staging_bytes, self._peers, self._timeout_s = staging_bytes, peers, timeout_s
+        self._weights, self._target, self._group = weights, target, group
+        self._verify_every, self._training = verify_every, training
+        self._training_weights = training_weights
+        self._staging_bytes, self._peer_memory = staging_bytes, peer_memory
+        self._timeout_s = timeout_s
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
-        self._size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.phases = PhaseSwitch()
-        self._room, self._is_released = Room(), False
+        self._headroom, self._is_released = Headroom(), False
         self.version = -1
         targets = gather_layouts(target.layout(), group)
-        wire_dtype = agree_wire_dtype(source, target.tensors(), group)
+        wire_dtype = agree_wire_dtype(weights, target.tensors(), group)
         plan: Plan | None = None
         error = ""
         try:
-            plan = plan_reshard(sources, targets, wire_dtype.itemsize, domain_size)
-            prove(plan, sources, targets, ranks=[self._rank])
-            check_tensors(sources[self._rank], _shapes(source))
+            plan = plan_reshard(layouts, targets, wire_dtype.itemsize, domain_size)
+            prove(plan, layouts, targets, ranks=[self._rank])
+            check_tensors(layouts[self._rank], _shapes(weights))
             check_tensors(targets[self._rank], _shapes(target.tensors()))
             check_scales(plan.ops[self._rank], target.tensors(), scales_of(target))
         except (PlanError, ModelError) as caught:
@@ -156,34 +156,29 @@ class HybridEngine:
         assert plan is not None  # otherwise _agree has raised
         self.plan, self._wire_dtype = plan, wire_dtype
         self._block_group: dist.ProcessGroup | None = None
-        self.transport: Transport = self.make_transport("packed" if peers is None else "peer")
+        self.transport: Transport = self.make_transport("packed" if peer_memory is None else "peer")
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether the next change of phases frees nothing: the device has room for both."""
-        return self._room.is_enough
+        """Whether the next change of phases frees nothing: the device has memory for both."""
+        return self._headroom.is_enough
 
     def make_transport(self, kind: Literal["packed", "peer"]) -> Transport:
         """Returns another transport for the same plan; the caller closes it. Collective.
 
         Raises:
-            ValueError: 'peer', but the engine was made without `peers`.
+            ValueError: 'peer', but the engine was made without `peer_memory`.
         """
-        args = self.plan, self._rank, self._source, self._target.tensors()
-        scales, dtype = scales_of(self._target), self._wire_dtype
+        ends = self.plan, self._rank, self._weights, self._target.tensors()
+        scales, dtype, group = scales_of(self._target), self._wire_dtype, self._group
         if kind == "packed":
-            is_nccl = self._group is None and torch.cuda.is_available()
-            if self._block_group is None and is_nccl and self._size > 1:
-                self._block_group = dist.new_group(
-                    timeout=datetime.timedelta(seconds=self._timeout_s)
-                )
-                # All ranks take part in a group's first use; messages are between some.
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=self._block_group)
-            groups = self._group, scales, self._block_group
-            return PackedTransport(*args, self._staging_bytes, dtype, *groups)
-        if self._peers is None:
-            raise ValueError("transport 'peer' needs training tensors in peer memory (peers=)")
-        return PeerTransport(*args, self._peers, self._group, scales, dtype)
+            if self._block_group is None:
+                self._block_group = make_block_group(self._group, self._timeout_s)
+            staging, block_group = self._staging_bytes, self._block_group
+            return PackedTransport(*ends, staging, dtype, group, scales, block_group)
+        if self._peer_memory is None:
+            raise ValueError("transport 'peer' needs peer_memory, where training tensors lie")
+        return PeerTransport(*ends, self._peer_memory, group, scales, dtype)
 
     def to_rollout(self, version: int | None = None, verifies: bool = False) -> ReshardStats:
         """Enters the rollout phase with the policy's weights; collective over the group.
@@ -203,16 +198,16 @@ class HybridEngine:
         self.phases.enter(Phase.ROLLOUT)
         self.version = self.version + 1 if version is None else version
         start = time.perf_counter()
-        self._make_room()
+        self._free_training_memory()
         self._target.begin_update()
         traffic = self._move()
         is_due = self._verify_every > 0 and self.version % self._verify_every == 0
         is_due, verify_seconds = is_due or verifies, 0.0
-        frees = any(copy.is_freed for copy in self._copies)
+        frees = any(weights.is_freed for weights in self._training_weights)
         if frees and is_due:
             verify_seconds = self._timed_verify()
-        for copy in self._copies:
-            copy.release()
+        for weights in self._training_weights:
+            weights.release()
         if frees:  # before the engine takes the rest of its memory
             _give_blocks_back()
         self._target.finish_update(self.version)
@@ -220,10 +215,10 @@ class HybridEngine:
             verify_seconds = self._timed_verify()
         seconds = time.perf_counter() - start - verify_seconds
         moved = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes)
-        own = (*moved, traffic.messages, seconds, self._room.spare_bytes())
+        own = (*moved, traffic.messages, seconds, self._headroom.spare_bytes())
         # A sync point: the sums are metrics, and no rank generates before all are complete.
         ranks = gather_objects(own, self._group)
-        self._room.decide([rank[5] for rank in ranks])
+        self._headroom.decide([rank[5] for rank in ranks])
         slowest = max(ranks, key=lambda rank: rank[4])
         return ReshardStats(
             version=self.version,
@@ -240,18 +235,19 @@ class HybridEngine:
             keeps_memory=self.keeps_memory,
         )
 
-    def _make_room(self) -> None:
-        """Frees what only training needs, unless there is room for all."""
-        frees = any(copy.is_freed for copy in self._copies)
+    def _free_training_memory(self) -> None:
+        """Frees what only training needs, unless there is memory for both phases."""
+        frees = any(weights.is_freed for weights in self._training_weights)
         growth = max((memory.growth_bytes for memory in self._training), default=0)
-        self._room.note_training(not frees and all(m.may_stay for m in self._training), growth)
-        if self._room.is_enough:
+        may_stay = not frees and all(memory.may_stay for memory in self._training)
+        self._headroom.measure_training(may_stay, growth)
+        if self._headroom.is_enough:
             return
         for memory in self._training:
             memory.release()
         self._is_released = True
         _give_blocks_back()
-        self._room.note_freed()
+        self._headroom.measure_freed()
 
     def _move(self) -> Traffic:
         """Runs the transport and waits until this rank's parameters are complete.
@@ -290,13 +286,13 @@ class HybridEngine:
             VerifyError: on every rank, naming the first parameter that differs from its source.
         """
         self.phases.require(Phase.ROLLOUT, "comparing weights")
-        if any(t.numel() and not t.untyped_storage().nbytes() for t in self._source.values()):
+        if any(t.numel() and not t.untyped_storage().nbytes() for t in self._weights.values()):
             raise PhaseError(
                 "comparing weights needs the trainer's, which are freed by "
                 "train.release_weights_in_rollout=true: compare on the way, with "
                 "rollout.verify=N or to_rollout(verifies=True)"
             )
-        ends = self._source, self._target.tensors()
+        ends = self._weights, self._target.tensors()
         scales = scales_of(self._target)
         verify(self.plan, self._rank, *ends, self._wire_dtype, self._group, scales)
 
@@ -308,7 +304,7 @@ class HybridEngine:
 
     def to_train(self, frees_memory: bool = False) -> None:
         """Enters the training phase; the engine sleeps, and keeps unfinished requests. Its memory
-        is freed unless there is room for all (room.py).
+        is freed unless there is memory for both phases (headroom.py).
 
         Args:
             frees_memory: frees it in any case, for what needs much memory and is rare.
@@ -318,17 +314,18 @@ class HybridEngine:
         """
         self.phases.enter(Phase.TRAIN)
         if frees_memory:
-            self._room.forget()
+            self._headroom.reset()
         self._target.sleep(keeps_memory=self.keeps_memory)
-        # The copies may be made from the others.
-        for memory in (*(self._training if self._is_released else ()), *self._copies):
+        # The weights may be made from the rest of the training memory.
+        released = self._training if self._is_released else ()
+        for memory in (*released, *self._training_weights):
             memory.restore()
         self._is_released = False
 
     def free_engine(self) -> None:
         """Frees the engine's memory in the training phase, if it was kept."""
         self.phases.require(Phase.TRAIN, "freeing the engine's memory")
-        self._room.forget()
+        self._headroom.reset()
         self._target.sleep()
 
 

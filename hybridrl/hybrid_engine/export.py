@@ -38,7 +38,7 @@ def export_hf(
     side_files: Path | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes an HF directory from the ranks' shards; collective.
+    """Writes an HF directory from the ranks' shards; collective over the group.
 
     Args:
         directory: where to; must not exist or be empty. Rank 0's disk is the one that matters.

@@ -1,7 +1,7 @@
-"""How training lays its axes over the ranks: the configured order, or with `train.order=auto` the
-one in which engines receive the fewest bytes. No torch.
+"""The order in which training lays its parallel axes over the ranks. No torch.
 
-Pure: every rank finds the same order before there is a model, and `hybridrl plan` that of the run.
+It is the configured one, or with `train.order=auto` the one in which engines receive the fewest
+bytes. Pure: every rank finds the same order before there is a model, and so does `hybridrl plan`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Ordered:
     """A training layout, and what another order would cost.
 
     Args:
-        layout: what training uses.
-        whole: what each rank trains with.
-        sources: what engines are written from.
-        choice: what 'auto' finds; None where all orders cost the same, since an engine of one rank
-            needs everything.
+        layout: of training.
+        whole: layout of each rank's training tensors.
+        sources: layout of the elements on each rank that engines are written from.
+        choice: the order that 'auto' finds. None where all orders cost the same, since an engine of
+            one rank needs all weights.
     """
 
     layout: TrainLayout

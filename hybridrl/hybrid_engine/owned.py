@@ -1,11 +1,13 @@
-"""What of a layout a rank owns alone: the parts whose new values it has before any other rank.
+"""Slices of a layout that exactly one rank owns: the rank whose optimizer updates them.
 
-A distributed optimizer shares out a model's flat parameter buffers over data-parallel ranks; each
-updates one contiguous part of each buffer, so of a tensor a range of elements counted row by row,
-or none. A plan whose sources are the owned parts reads nothing else (`train.fuse_param_gather`). It
-never writes there either: what a rank owns it copies from its own, and where the engine's parameter
-is the same memory (alias.py) that copy falls away. So in such a parameter a plan fills just the
-ranges of the other owners, and no range is read while it is written.
+Megatron's distributed optimizer cuts each of a model's flat parameter buffers into contiguous
+shards, one a data-parallel rank. Of a tensor a rank then owns a range of elements, counted row by
+row, or none. After an optimizer step only the owned ranges hold new values, so with
+`train.fuse_param_gather` the sources of a plan are these ranges alone.
+
+Such a plan does not write to owned ranges. A rank copies the range that it owns from its own
+tensor, and where the engine's parameter is the same memory (alias.py) there is nothing to copy. The
+plan fills the ranges of the other owners only, so no range is read while it is written.
 
 Pure, no torch. Invariant: the layout made here tiles its tensors like the one it was made from.
 """
@@ -21,12 +23,12 @@ from hybridrl.parallel.layout import TrainLayout
 
 
 def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> RankLayout:
-    """Returns the layout whose regions are only the owned parts; the others count as padding.
+    """Returns the layout whose regions are the owned elements; all others count as padding.
 
     Args:
         layout: of everything that the rank holds.
-        ranges: by local tensor (start, stop) of its owned elements; one that is missing is another
-            rank's altogether.
+        ranges: (start, stop) of the owned elements of each local tensor, counted row by row. Of a
+            tensor that is missing here the rank owns nothing.
     """
     owned: dict[str, list[Box]] = {}
     others: dict[str, list[Box]] = {}
@@ -50,11 +52,11 @@ def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> R
 
 
 def equal_shares(layout: TrainLayout, whole: Sequence[RankLayout]) -> list[RankLayout]:
-    """Returns what each rank owns where every tensor is cut into as many equal parts as it has
-    owners, the data- and context-parallel ranks.
+    """Returns each rank's owned layout, if every tensor is cut into equal shards over the data- and
+    context-parallel ranks.
 
-    Megatron shares buckets of several tensors out. Those are known once there is a model; here are
-    the same bytes altogether, and nearly so on each rank.
+    Megatron cuts buckets of several tensors instead, which are known once there is a model. The
+    bytes of all ranks together are the same, those of one rank nearly so.
     """
     owners = layout.dp * layout.cp
     if owners == 1:

@@ -22,6 +22,7 @@ and quantized there in the exchange that brings the last of it (quantized.py).
 
 from __future__ import annotations
 
+import datetime
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -344,6 +345,25 @@ class PackedTransport:
         for part, place in chain(*messages.values()):
             for op, staged in _shaped(part, place):
                 yield staged, box_view(written[op.dest], op.dest_box)
+
+
+def make_block_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup | None:
+    """Makes the process group over which large blocks travel beside the exchanges; collective.
+
+    Args:
+        group: whose ranks need it; None: the world.
+        timeout_s: of its collectives, seconds.
+
+    Returns:
+        None where there is none to make: on CPU, on one rank, and over part of the world.
+    """
+    is_nccl = group is None and torch.cuda.is_available()
+    if not is_nccl or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    made = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    # All ranks take part in a group's first use; messages are between some.
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=made)
+    return made
 
 
 def agree_wire_dtype(

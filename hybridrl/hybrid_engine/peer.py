@@ -5,9 +5,9 @@ all parameters are final, and one after, so that nobody changes them while they 
 a rank only reads the others' memory and writes its own. One kernel reads small and cut-up
 rectangles from all peers in turn; meanwhile the host queues the copy engines' work, which begins
 when the kernel ends: both at once would slow each other down (docs/adr/0003). Copy engines bring
-whatever is large and in one piece at its source. What is not in one piece at its destination lands
-in a destination whose own content is still to come (lent.py) and is put in place by a kernel while
-the engines go on, as is what stays on the rank.
+whatever is large and contiguous at its source. What is strided at its destination is staged in a
+destination whose own content comes last (staging.py), and a kernel copies it from there while the
+engines go on. The same kernel copies what stays on the rank.
 
 Elements are cast on their way from the source's type to the destination's, and quantized where that
 is block FP8 (quantized.py): straight out of the peers' memory where rectangles are of whole blocks.
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl import ops
-from hybridrl.hybrid_engine.lent import lend
 from hybridrl.hybrid_engine.plan import Plan, PlanError
 from hybridrl.hybrid_engine.quantized import SENT_AS, Fill, Quantization
+from hybridrl.hybrid_engine.staging import stage_copies
 from hybridrl.hybrid_engine.transport import (
     Pair,
     Traffic,
@@ -159,17 +159,17 @@ class PeerTransport:
         # One peer after the other, and each rank starts with another: if two read from the same
         # rank, each gets half of its link. On more than one stream it is no faster.
         large.sort(key=lambda item: (item[0] - self._rank) % size)
-        lent = lend([pair for _, pair in large])
+        staged = stage_copies([pair for _, pair in large])
         self._batches = [
             ops.block_copies(pairs, self._device)
-            for pairs in (lent.staged, lent.plain, lent.lenders)
+            for pairs in (staged.to_staging, staged.direct, staged.last)
         ]
-        remote += [large[index] for index in lent.without_room]
+        remote += [large[index] for index in staged.unstaged]
         lanes = [(peer - self._rank) % size for peer, _ in remote]
         self._remote = ops.rectangle_copies([pair for _, pair in remote], self._device, lanes)
         programs = LOCAL_PROGRAMS if large else None
         self._local = ops.rectangle_copies(local, self._device, programs=programs)
-        self._unpack = ops.rectangle_copies(lent.unpacked, self._device, programs=programs)
+        self._unpack = ops.rectangle_copies(staged.from_staging, self._device, programs=programs)
         written = self._dests, self._scales
         self._quantized = Quantization(fills, *written, self._wire_dtype, self._device)
         self._kernels = self._local, self._remote, self._unpack, self._quantized
@@ -179,18 +179,18 @@ class PeerTransport:
         if not any(batch.num_launches for batch in self._batches):
             self._local.run()
             return
-        staged, plain, lenders = self._batches
+        to_staging, direct, last = self._batches
         current = torch.cuda.current_stream() if self._engines is not None else None
         _wait(self._engines, current)
         _wait(self._beside, current)
-        staged.run(self._engines)
+        to_staging.run(self._engines)
         _wait(current, self._engines)  # for what is staged; for nothing that is queued from here on
-        plain.run(self._engines)
+        direct.run(self._engines)
         with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
             self._local.run()
         self._unpack.run()
         _wait(self._engines, current)
-        lenders.run(self._engines)
+        last.run(self._engines)
         _wait(current, self._engines)
         _wait(current, self._beside)
 

@@ -1,8 +1,8 @@
 """Training and rollout as phases that take turns on the same devices.
 
 `PhaseSwitch` keeps the order, so that nobody trains while the engine's weights are being written,
-or generates with weights that are not the newest. What gives its memory back on an edge is behind
-two interfaces: the engine (target.py) and, here, whatever the trainer holds.
+or generates with weights that are not the newest. What frees memory between phases is behind
+interfaces: the engine's (target.py), and here those of what the trainer holds.
 """
 
 from __future__ import annotations
@@ -39,23 +39,26 @@ class TrainingMemory(Restorable, Protocol):
 
     @property
     def may_stay(self) -> bool:
-        """Whether it may as well stay during rollout: since it was released an update has taken
-        all that it takes, and nobody has asked for it to be moved away.
+        """Whether it may stay during rollout: a full update has run since it was last released, and
+        no knob asks for it to be moved away.
         """
         ...
 
     @property
     def growth_bytes(self) -> int:
-        """What passes over full micro-batches would take beyond the most since it was released."""
+        """Bytes that full micro-batches would take beyond the peak since it was last released."""
         ...
 
 
-class WeightCopy(Restorable, Protocol):
-    """The trainer's weights, which the engine is written from."""
+class TrainingWeights(Restorable, Protocol):
+    """The trainer's weights, which the engine is written from.
+
+    `release` frees them, or starts to gather them from the ranks that have updated a part each.
+    """
 
     @property
     def is_freed(self) -> bool:
-        """Whether `release` frees them; else what it does may go on beside rollout."""
+        """Whether `release` frees them; else it starts a gather that may go on beside rollout."""
         ...
 
 

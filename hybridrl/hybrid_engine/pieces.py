@@ -1,6 +1,6 @@
-"""What targets need of whom: their tensors cut along the slices that the sources hold.
+"""Cuts the regions that targets need into pieces, each of which some source rank holds whole.
 
-Ranks with equal layouts are one class, and tensors that all ranks cut alike are cut once, so the
+Ranks with equal layouts form one class, and tensors that all ranks cut alike are cut once. So the
 work grows with the number of different layouts and tensors, not with the number of ranks. Pure, no
 torch. Invariant: the pieces of a target's region tile it, and each owner of a piece holds it whole.
 """
@@ -22,7 +22,7 @@ class PlanError(Exception):
     """Layouts that cannot be joined, or a plan that does not do what it must."""
 
 
-class Classes:
+class RankClasses:
     """Ranks grouped by what they hold.
 
     Args:
@@ -46,8 +46,8 @@ class Classes:
             self.ranks[self.of_rank[-1]].append(rank)
 
 
-class Kind(NamedTuple):
-    """What pieces with equal owners and of equal size have in common.
+class PieceKind(NamedTuple):
+    """What interchangeable pieces have in common: the ranks that may send one, and its size.
 
     Args:
         owners: classes of the source ranks that hold such a piece whole, ascending.
@@ -59,7 +59,7 @@ class Kind(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A rectangle of an HF tensor, and the number of its kind."""
+    """A rectangle of an HF tensor, and the number of its `PieceKind`."""
 
     box: Box
     kind: int
@@ -68,24 +68,33 @@ class Piece(NamedTuple):
 Wanted = tuple[str, Box, int]
 """A piece that a rank needs: HF name, box, and how often the same is among the pieces before."""
 
-Group = tuple[int, tuple[int, ...]]
-"""The kind of pieces, and all the target classes of a node that need them."""
+
+class ReceiverGroup(NamedTuple):
+    """What pieces have in common that the same ranks of a node need and the same ranks may send.
+
+    Args:
+        kind: number of the pieces' kind.
+        targets: all target classes of the node that need them, ascending.
+    """
+
+    kind: int
+    targets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Join:
-    """Sources and targets joined.
+    """The pieces that every target rank needs, and the source ranks that hold them.
 
     Args:
         sources, targets: ranks grouped by their layouts.
-        kinds: of pieces, by number.
-        needs: for each target class its regions in order, each with its pieces.
+        kinds: all kinds of pieces; the index is the number of the kind.
+        needs: for each target class its regions in order, each with the pieces that tile it.
         counts: for each target class the number of pieces of each kind.
     """
 
-    sources: Classes
-    targets: Classes
-    kinds: list[Kind]
+    sources: RankClasses
+    targets: RankClasses
+    kinds: list[PieceKind]
     needs: list[list[tuple[Region, tuple[Piece, ...]]]]
     counts: list[Counter[int]]
 
@@ -94,29 +103,29 @@ class Join:
         return sorted(rank for c in self.kinds[kind].owners for rank in self.sources.ranks[c])
 
     def wants(self, target: int) -> Iterator[tuple[Region, int, Wanted]]:
-        """Yields the pieces that a target class needs in order: region, kind, and which it is."""
+        """Yields region, kind and identity of the pieces that a target class needs, in order."""
         seen: Counter[tuple[str, Box]] = Counter()
         for region, pieces in self.needs[target]:
             for box, kind in pieces:
                 yield region, kind, (region.hf, box, seen[region.hf, box])
                 seen[region.hf, box] += 1
 
-    def wanted_by(self, classes: Iterable[int]) -> dict[Wanted, Group]:
-        """Returns what ranks of these target classes need, each piece with its group."""
+    def wanted_by(self, classes: Iterable[int]) -> dict[Wanted, ReceiverGroup]:
+        """Returns what ranks of these target classes need, each piece with its receiver group."""
         found: dict[Wanted, tuple[int, list[int]]] = {}
         for target in sorted(set(classes)):
             for _, kind, wanted in self.wants(target):
                 found.setdefault(wanted, (kind, []))[1].append(target)
-        return {wanted: (kind, tuple(targets)) for wanted, (kind, targets) in found.items()}
+        return {wanted: ReceiverGroup(k, tuple(targets)) for wanted, (k, targets) in found.items()}
 
 
 def join(sources: Sequence[RankLayout], targets: Sequence[RankLayout]) -> Join:
-    """Cuts what each target needs along what the sources hold.
+    """Cuts the regions of each target along the borders of the regions that sources hold.
 
     Raises:
         PlanError: a target needs what no source holds; names the HF tensor and its elements.
     """
-    held, wanted = Classes(sources), Classes(targets)
+    held, wanted = RankClasses(sources), RankClasses(targets)
     cutter = _Cutter(held)
     needs = [
         [(region, cutter.pieces(region.hf, region.hf_box)) for region in layout.regions]
@@ -146,8 +155,8 @@ class _Slices:
 class _Cutter:
     """Cuts boxes of HF tensors, each combination of holders and box once."""
 
-    def __init__(self, held: Classes) -> None:
-        self.kinds: dict[Kind, int] = {}
+    def __init__(self, held: RankClasses) -> None:
+        self.kinds: dict[PieceKind, int] = {}
         self._cuts: dict[tuple[int, Box], tuple[Piece, ...]] = {}
         holders: dict[str, list[tuple[int, Box]]] = {}
         for number, layout in enumerate(held.layouts):
@@ -169,7 +178,7 @@ class _Cutter:
         for slice_box, owners in self._slices[number].near(box) if number >= 0 else ():
             shared = intersection(box, slice_box)
             if shared is not None:
-                kind = Kind(owners, volume(shared))
+                kind = PieceKind(owners, volume(shared))
                 found.append(Piece(shared, self.kinds.setdefault(kind, len(self.kinds))))
         if sum(volume(piece.box) for piece in found) != volume(box):
             origin = tuple((0, size) for size in sizes(box))

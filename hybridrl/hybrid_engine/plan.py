@@ -2,7 +2,7 @@
 
 Pure and deterministic, no torch: every rank computes the same plan from the same layouts. What a
 rank holds already is copied locally; every other slice is received once, from an owner on its own
-node if there is one, and so that the busiest owner sends least (deals.py). What no rank of a node
+node if there is one, and so that the busiest owner sends least (senders.py). What no rank of a node
 owns crosses to it once, and goes on from where it landed (crossing.py). Invariant: after the
 operations every element of every target region is written exactly once (proof.py proves it from the
 operations alone).
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridrl.hybrid_engine.crossing import Crossings, Way
-from hybridrl.hybrid_engine.deals import Deal, deal_out
 from hybridrl.hybrid_engine.pieces import Join, PlanError, join
+from hybridrl.hybrid_engine.senders import Demand, balance_senders
 from hybridrl.models.boxes import Box, intersection, moved, volume
 from hybridrl.models.weights import RankLayout, Region
 
@@ -33,11 +33,11 @@ KEPT_RANKS = 64
 
 
 class Stream(NamedTuple):
-    """What goes one way: one after the other, the elements of the operations that take it.
+    """The path of the elements of several operations, which follow one after the other.
 
     Args:
-        source: the rank that sends it.
-        route: where it lands, then the ranks to which it goes on from there.
+        source: the rank that sends them.
+        route: the rank that receives them, then the ranks to which that rank passes them on.
     """
 
     source: int
@@ -45,7 +45,7 @@ class Stream(NamedTuple):
 
     @property
     def hops(self) -> list[tuple[int, int]]:
-        """Sender and receiver of every message that carries a part of it."""
+        """Sender and receiver of every message that carries elements of the stream."""
         first, *others = self.route
         return [(self.source, first), *((first, rank) for rank in others)]
 
@@ -53,7 +53,7 @@ class Stream(NamedTuple):
 class CopyOp(NamedTuple):
     """Copy `source_box` of `source` on `source_rank` into `dest_box` of `dest` on `dest_rank`.
 
-    The elements take the way of `stream`; where both ranks are the same there is nothing to take.
+    The elements take the path of `stream`. Where both ranks are the same they are copied locally.
     """
 
     source_rank: int
@@ -66,7 +66,7 @@ class CopyOp(NamedTuple):
 
     @property
     def stream(self) -> Stream:
-        """Which way the elements go."""
+        """The path that the elements take."""
         return Stream(self.source_rank, self.route)
 
 
@@ -164,12 +164,12 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
     def __init__(self, joined: Join, domain_size: int) -> None:
         self._join = joined
         self._crossings = Crossings(joined, domain_size)
-        self._deals: list[Deal] = []
-        self._dealt: list[dict[int, tuple[Deal, int]]] = [{} for _ in joined.targets.of_rank]
+        self._demands: list[Demand] = []
+        self._demands_of: list[dict[int, tuple[Demand, int]]] = [{} for _ in joined.targets.of_rank]
         for target, counts in enumerate(joined.counts):
             for kind, count in counts.items():
-                self._add_deals(target, kind, count, domain_size)
-        deal_out([*self._crossings.deals, *self._deals], len(self))
+                self._add_demands(target, kind, count, domain_size)
+        balance_senders([*self._crossings.demands, *self._demands], len(self))
         self._held: list[dict[str, list[Region]]] = []
         for layout in joined.sources.layouts:
             self._held.append({})
@@ -177,7 +177,7 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
                 self._held[-1].setdefault(region.hf, []).append(region)
         self._ops_of = lru_cache(KEPT_RANKS)(self.made)
 
-    def _add_deals(self, target: int, kind: int, count: int, domain_size: int) -> None:
+    def _add_demands(self, target: int, kind: int, count: int, domain_size: int) -> None:
         """Adds who may send pieces of one kind to ranks of one class on its nodes that own them."""
         holders, size = self._join.kinds[kind]
         classes = self._join.sources.of_rank
@@ -186,13 +186,13 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         owning = set((owners // domain_size).tolist())
         for node in sorted({rank // domain_size for rank in dests} & owning):
             receivers = [rank for rank in dests if rank // domain_size == node]
-            deal = Deal(receivers, owners[owners // domain_size == node], count, size)
-            self._deals.append(deal)
+            demand = Demand(receivers, owners[owners // domain_size == node], count, size)
+            self._demands.append(demand)
             for position, rank in enumerate(receivers):
-                self._dealt[rank][kind] = (deal, position)
+                self._demands_of[rank][kind] = (demand, position)
 
     def __len__(self) -> int:
-        return len(self._dealt)
+        return len(self._demands_of)
 
     def __getitem__(self, rank: Any) -> Any:
         if isinstance(rank, slice):
@@ -209,8 +209,8 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         """Makes the operations of a rank, or those of them with this source, in order."""
         source_class = self._join.sources.of_rank
         senders = {
-            kind: iter(deal.senders_to(position))
-            for kind, (deal, position) in self._dealt[rank].items()
+            kind: iter(demand.senders_to(position))
+            for kind, (demand, position) in self._demands_of[rank].items()
         }
         found: list[CopyOp] = []
         is_next = False  # to what was found last
@@ -244,8 +244,8 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         """Returns the elements of each stream between ranks."""
         found = Counter({Stream(*key): n for key, n in self._crossings.streams().items()})
         near = np.zeros((len(self), len(self)), np.int64)
-        for deal in self._deals:
-            deal.add_traffic(near)
+        for demand in self._demands:
+            demand.add_traffic(near)
         for sender, receiver in np.argwhere(near).tolist():
             found[Stream(sender, (receiver,))] += int(near[sender, receiver])
         return found
@@ -264,9 +264,9 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
             for layout in classes.layouts:
                 for r in layout.regions:
                     digest.update(repr((r.hf, r.hf_box, r.local, r.local_box)).encode())
-        for deal in (*self._crossings.deals, *self._deals):
-            digest.update(repr((deal.receivers, deal.count, deal.size)).encode())
-            digest.update(deal.senders.tobytes() + deal.sent.tobytes())
+        for demand in (*self._crossings.demands, *self._demands):
+            digest.update(repr((demand.receivers, demand.count, demand.size)).encode())
+            digest.update(demand.senders.tobytes() + demand.send_counts.tobytes())
         digest.update(self._crossings.digest())
         return digest.digest()
 

@@ -1,11 +1,10 @@
-"""Parameters that an engine holds as block FP8, quantized on their way.
+"""Quantizes the parameters that an engine holds as block FP8, while they are written.
 
 Such a parameter is float8_e4m3fn and has a float32 scale for each 128 x 128 block (ops.BLOCK). It
-is quantized from elements of the wire's type, so that every transport writes the same bits. Where
-all operations of a parameter cover whole blocks of it and their sources can be read in place, in
-that type, they are quantized straight. Otherwise, since a scale depends on all of its block, the
-parameter is gathered in a scratch and quantized from there. A scratch is used by one parameter
-after the other.
+is quantized from elements of the wire dtype, so that every transport writes the same bits. A scale
+depends on all elements of its block. If every operation on a parameter covers whole blocks and can
+read its source in place, in the wire dtype, it is quantized directly. Otherwise the parameter is
+gathered in a scratch buffer and quantized from there. Parameters share the scratch buffer in turn.
 """
 
 from __future__ import annotations
@@ -29,7 +28,13 @@ ALIGNED = 16  # elements at whose multiples parameters lie in a scratch: the ker
 
 
 class Fill(NamedTuple):
-    """What fills a rectangle of a parameter: a view to read, and what it is read through."""
+    """What fills a rectangle of a parameter.
+
+    Args:
+        source: view to read, of the rectangle's shape.
+        box: the rectangle.
+        lane: of `ops.rectangle_copies`; sources of one peer share a lane.
+    """
 
     source: Tensor
     box: Box
@@ -37,12 +42,12 @@ class Fill(NamedTuple):
 
 
 def check_scales(
-    copies: Sequence[CopyOp], dests: Mapping[str, Tensor], scales: Mapping[str, Tensor]
+    ops_of_rank: Sequence[CopyOp], dests: Mapping[str, Tensor], scales: Mapping[str, Tensor]
 ) -> None:
     """Checks that a rank's quantized parameters can be written.
 
     Args:
-        copies: the rank's operations.
+        ops_of_rank: the rank's operations.
         dests: its destination tensors by name.
         scales: of the quantized ones.
 
@@ -50,7 +55,7 @@ def check_scales(
         PlanError: names the parameter.
     """
     written = dict.fromkeys(dests, 0)
-    for op in copies:
+    for op in ops_of_rank:
         written[op.dest] += volume(op.dest_box)
     for name in sorted(scales.keys() | {name for name, t in dests.items() if t.dtype == FP8}):
         dest, own = dests.get(name), scales.get(name)
@@ -210,9 +215,14 @@ class Arrivals:
 def share_scratch(
     spans: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]
 ) -> tuple[dict[str, int], int]:
-    """Places what lives in spans of time, first and last included, in as little as first fit finds.
+    """Places buffers in one scratch; those that are in use at the same time do not overlap.
 
-    Returns where each starts, and the size of all together.
+    Args:
+        spans: first and last exchange in which each is in use, both included.
+        sizes: elements of each.
+
+    Returns:
+        The start of each, and the size of the scratch, as first fit finds them.
     """
     starts: dict[str, int] = {}
     live: list[str] = []

@@ -23,13 +23,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl.models.family import Family
 from hybridrl.models.heads import LanguageModel, ValueModel
-from hybridrl.models.layers import KEYWORDS, Kind, layer_spec
+from hybridrl.models.layers import KEYWORDS, LayerKind, layer_spec
 from hybridrl.models.norm import narrowing, wide_residual_add
+from hybridrl.models.weights import Head
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.schedule import finalize_summed_gradients
 from hybridrl.platform import Platform
 
-Head = Literal["lm", "value"]
 Recompute = Literal["none", "selective", "full"]
 
 FIXED_KEYWORDS: dict[str, Any] = {
@@ -62,7 +62,7 @@ def transformer_config(
     platform: Platform,
     recompute: Recompute = "none",
     fp32_residual: bool = False,
-    layers: Kind = "torch",
+    layers: LayerKind = "torch",
     fp8: Literal["none", "hybrid"] = "none",
 ) -> TransformerConfig:
     """Builds Megatron's configuration from the family's keywords, the layout and the host.
@@ -122,7 +122,7 @@ def build_chunks(
     hf_config: Mapping[str, Any],
     config: TransformerConfig,
     head: Head = "lm",
-    layers: Kind = "torch",
+    layers: LayerKind = "torch",
     recompute: Recompute = "none",
 ) -> list[torch.nn.Module]:
     """Builds this rank's model chunks, one a virtual pipeline stage; their weights come later.

@@ -1,6 +1,6 @@
-"""Weights that training has made so large, or not finite, that nothing can be computed with them.
+"""Finds weights that training has made so large, or not finite, that computing with them fails.
 
-Looked at only after a failure that they explain: it is a pass over all weights.
+Called only after a failure that they may explain, since it passes over all weights.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ from hybridrl.models.family import Family
 from hybridrl.models.norm import TorchNorm
 from hybridrl.platform import TRANSFORMER_ENGINE_VERSIONS, Platform
 
-Kind = Literal["torch", "transformer_engine"]
+LayerKind = Literal["torch", "transformer_engine"]
 
 # Only what differs between the kinds; build.py has the rest. Without dropout and, mostly, biases
 # there is nothing for Megatron's fused dropout to fuse.
-KEYWORDS: dict[Kind, dict[str, Any]] = {
+KEYWORDS: dict[LayerKind, dict[str, Any]] = {
     "torch": {"bias_activation_fusion": False, "apply_rope_fusion": False},
     "transformer_engine": {"bias_activation_fusion": True, "apply_rope_fusion": True},
 }
@@ -52,7 +52,7 @@ class Layers:
         said: the choice and its reason in words.
     """
 
-    kind: Kind
+    kind: LayerKind
     fuses_norms: bool
     said: str
 
@@ -119,7 +119,7 @@ def _choose(
 
 
 def layer_spec(
-    kind: Kind, family: Family, config: TransformerConfig, recompute: str
+    kind: LayerKind, family: Family, config: TransformerConfig, recompute: str
 ) -> tuple[ModuleSpec, type]:
     """Returns a decoder layer and the norm after the last one.
 
@@ -238,7 +238,7 @@ def transformer_engine_attention() -> type:
 
 
 def shares_prompts(
-    wanted: bool | None, cp: int, kind: Kind, is_cpu: bool, modules: Iterable[torch.nn.Module]
+    wanted: bool | None, cp: int, kind: LayerKind, is_cpu: bool, modules: Iterable[torch.nn.Module]
 ) -> bool:
     """Returns whether samples of one prompt share its tokens in these modules' micro-batches.
 

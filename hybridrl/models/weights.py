@@ -18,8 +18,9 @@ from hybridrl.models.family import EMBEDDING, OUTPUT_LAYER, Family, ModelShape, 
 from hybridrl.parallel.layout import TrainLayout
 
 Head = Literal["lm", "value"]
+"""What a model ends in: log-probabilities over the vocabulary, or one value a token."""
 
-VALUE_HEAD = "score.weight"
+VALUE_HEAD = "score.weight"  # the HF tensor of a value head
 ENGINE_VOCAB_MULTIPLE = 64
 # Parameter names where transformer-engine fuses a norm into the linear layer that follows it.
 _LAYER = "decoder.layers.{L}."

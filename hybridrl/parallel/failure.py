@@ -19,8 +19,10 @@ from typing import Literal
 
 from hybridrl.errors import UserError
 
+# Environment variables that the launcher sets for its ranks.
 LAUNCHER_PID = "HYBRIDRL_LAUNCHER_PID"
 LOG_DIR = "HYBRIDRL_LOG_DIR"
+STORE_FD = "HYBRIDRL_STORE_FD"  # of the socket that rank 0 serves the job's store on
 RUNNING = ".running"
 
 # A user's mistake; an error of this rank; of another one; a rank that was given up by all.

@@ -30,7 +30,7 @@ from hybridrl.config.own_code import contained
 from hybridrl.errors import UserError
 from hybridrl.parallel import heartbeat
 from hybridrl.parallel.descriptors import raise_limit
-from hybridrl.parallel.failure import PeerError
+from hybridrl.parallel.failure import STORE_FD, PeerError
 from hybridrl.parallel.messages import pack, unpack
 from hybridrl.parallel.waiting_room import WaitingRoom
 from hybridrl.platform import Platform
@@ -45,7 +45,6 @@ START_S = 600.0
 # Chunks of point-to-point messages: at 512 KiB one of 64 MiB is cut into too few to be pipelined
 # over 32 channels, and moves 148 GB/s between two H200 in place of 281.
 NCCL_SETTINGS = {"NCCL_GRAPH_REGISTER": "0", "NCCL_P2P_NVL_CHUNKSIZE": "65536"}
-STORE_FD = "HYBRIDRL_STORE_FD"  # of the socket that rank 0 serves the job's store on
 _STARTS = itertools.count()  # of its process groups, likewise
 _TOLD = itertools.count()  # of what rank 0 told in it, likewise
 T = TypeVar("T")

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-AXES = ("tp", "cp", "dp", "pp")
-DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+from hybridrl.config.rules import ORDER_AXES
+
+AXES = tuple(axis for axis in ORDER_AXES if axis != "ep")
+DEFAULT_ORDER = "-".join(ORDER_AXES)
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class TrainLayout:
     order: str = DEFAULT_ORDER
 
     def __post_init__(self) -> None:
-        if sorted(self.order.split("-")) != sorted((*AXES, "ep")):
-            raise ValueError(f"order={self.order!r} must name each of tp, cp, ep, dp, pp once")
+        if sorted(self.order.split("-")) != sorted(ORDER_AXES):
+            raise ValueError(f"order={self.order!r} must name each of {', '.join(ORDER_AXES)} once")
         if self.world_size % (self.tp * self.pp * self.cp):
             raise ValueError(
                 f"tp*pp*cp = {self.tp}*{self.pp}*{self.cp} does not divide "

@@ -34,6 +34,7 @@ from hybridrl.rewards.functions import (
 )
 from hybridrl.rewards.outcome import WHERE, Job, Noted, Outcome, ScorerFailure, outcomes
 from hybridrl.rewards.pool import Pool, Scoring
+from hybridrl.rewards.traits import traits_of
 
 logger = logging.getLogger(__name__)
 Key = tuple[int, tuple[int, ...]]
@@ -63,9 +64,8 @@ class Part:
         self.name, self.function = name, function
         self.weight = 1.0 if config is None else config.weight
         self.producer = Producer.of(function, f"reward {name!r}")
-        # A reward function that is a plain callable need not have the attributes.
-        self.is_batched = bool(getattr(function, "batched", False))
-        self.notes: tuple[str, ...] = getattr(function, "notes", ())
+        traits = traits_of(function)
+        self.is_batched, self.notes = traits.batched, traits.notes
         self._pool: Pool[Outcome] | None = None
         place = "here" if config is None else where(config, function)
         if config is not None and place == "process":

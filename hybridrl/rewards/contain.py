@@ -380,6 +380,7 @@ def _check(result: int, what: str) -> None:
 
 
 def _give_up(error: Exception) -> None:
-    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    said = error.strerror if isinstance(error, OSError) else None
+    reason = said or f"{type(error).__name__}: {error}"
     os.write(2, f"not contained: {reason}\n".encode())
     os._exit(NOT_CONTAINED)

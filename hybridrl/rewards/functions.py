@@ -3,9 +3,7 @@ early.
 
 A reward function takes `(prompt: str, response: str, columns: Mapping)` and returns a float;
 `columns` is the rest of the prompt's row. One with the attribute `batched = True` takes lists of
-the three, for all samples at once, and returns one float a sample. A class of the table says by
-`runs` where it is called: "process" (it may hang), "thread" (it waits for others), "world" (by the
-trainer); else in place.
+the three, for all samples at once, and returns one float a sample. traits.py has all attributes.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from hybridrl.rewards.answers import ExactMatch, Gsm8k, Math
 from hybridrl.rewards.remote import Remote
 from hybridrl.rewards.sandbox import Code
 from hybridrl.rewards.shaping import Format, Length, Regex
+from hybridrl.rewards.traits import traits_of
 
 __all__ = ["REWARDS", "ExactMatch", "RewardFunction", "check_rewards", "find_reward", "where"]
 
@@ -136,10 +135,11 @@ def check_rewards(config: RewardConfig) -> list[UserError]:
 
 def where(config: ScorerConfig, function: RewardFunction) -> str:
     """Returns where a function that the section names is called: "here", "thread", "process"."""
-    is_own = ":" in config.function and not getattr(function, "batched", False)
-    usual = getattr(function, "runs", "process" if is_own else "here")
+    traits = traits_of(function)
+    is_own = ":" in config.function and not traits.batched
+    usual = traits.runs or ("process" if is_own else "here")
     if config.isolated is None or usual in ("thread", "world"):
-        return str(usual)
+        return usual
     return "process" if config.isolated else "here"
 
 

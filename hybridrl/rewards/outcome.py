@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hybridrl.errors import UserError, did, said, short
+from hybridrl.rewards.traits import traits_of
 
 LARGEST = float(np.finfo(np.float32).max)
 WHERE = "\0"
@@ -69,8 +70,7 @@ def outcomes(function: Callable[..., Any], job: Job, stops: bool = False) -> lis
     Raises:
         UserError: from the function, which says itself what is wrong.
     """
-    # A reward function that is a plain callable need not have the attribute.
-    if getattr(function, "batched", False):
+    if traits_of(function).batched:
         return _batched(function, job)
     found = []
     for arguments in zip(*job, strict=True):

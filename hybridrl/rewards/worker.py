@@ -22,6 +22,7 @@ from hybridrl.errors import UserError
 from hybridrl.rewards.functions import find_reward
 from hybridrl.rewards.outcome import Job, Outcome, outcomes
 from hybridrl.rewards.pool import LENGTH, encoded, framed
+from hybridrl.rewards.traits import traits_of
 
 PR_SET_PDEATHSIG = 1
 
@@ -60,9 +61,9 @@ def serve(
 
 def _scorer(config: ScorerConfig) -> Callable[[Job], list[Outcome]]:
     function = find_reward(config)
-    memory = getattr(function, "memory_bytes", None)  # a plain callable need not have it
-    if memory is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    limit = traits_of(function).memory_bytes
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     return partial(outcomes, function)
 
 

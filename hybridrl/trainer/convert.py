@@ -14,11 +14,10 @@ from hybridrl.checkpoint.opening import open_on_all_ranks
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.export import export_hf
-from hybridrl.models.build import Head
 from hybridrl.models.directory import read_config
 from hybridrl.models.family import read_model
 from hybridrl.models.hf import HfCheckpoint, load_hf
-from hybridrl.models.weights import hf_shapes
+from hybridrl.models.weights import Head, hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh, layout_name

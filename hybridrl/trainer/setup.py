@@ -39,11 +39,10 @@ from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.assign import assign
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.order import is_settled, lay_out, order_layout
-from hybridrl.models.build import Head
 from hybridrl.models.family import read_model
 from hybridrl.models.hf import load_hf
 from hybridrl.models.init import init_weights
-from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
+from hybridrl.models.weights import VALUE_HEAD, Head, RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel import peer_memory
 from hybridrl.parallel.groups import World, from_rank_0, same_on_all_ranks
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
@@ -63,7 +62,6 @@ from hybridrl.trainer.sampler import Sampler
 from hybridrl.trainer.trained_weights import TrainedWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-VALUE_HEAD = "score.weight"
 
 Rows = Iterable[Mapping[str, object]]
 
@@ -432,9 +430,9 @@ def make_hybrid_engine(
         staging_bytes=config.rollout.staging_mib << 20,
         verify_every=config.rollout.verify,
         training=memories,
-        copies=copies,
+        training_weights=copies,
         domain_size=ranks_per_node(model.world),
-        peers=model.peers,
+        peer_memory=model.peers,
         timeout_s=config.run.collective_timeout_s,
     )
 

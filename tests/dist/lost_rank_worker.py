@@ -70,7 +70,7 @@ def main() -> None:
         peers, trained = in_peer_memory(trained, rank)
     engine = Engine(case.targets()[rank], torch.float32)
     hybrid = HybridEngine(
-        case.sources(), trained, engine, staging_bytes=6000, peers=peers, timeout_s=TIMEOUT_S
+        case.sources(), trained, engine, staging_bytes=6000, peer_memory=peers, timeout_s=TIMEOUT_S
     )
     if peers is None:
         packed.dist.batch_isend_irecv = Dying(dist.batch_isend_irecv, rank)

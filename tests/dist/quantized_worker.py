@@ -123,7 +123,7 @@ def check(case: Case, dtype: torch.dtype, kind: str) -> HybridEngine:
         staging_bytes=STAGING_BYTES,
         verify_every=1,
         domain_size=2 if kind == "packed" and case.shape is RAGGED else None,
-        peers=memory if kind == "peer" else None,
+        peer_memory=memory if kind == "peer" else None,
     )
     total = 1
     for factor in (1, -3, 2):
@@ -158,7 +158,7 @@ def check_memory(hybrid: HybridEngine, case: Case) -> None:
         assert transport._traffic.num_exchanges > 3
         assert transport.extra_bytes > transport._arrivals.extra_bytes
     else:  # what is of whole blocks, in the wire's type, is not gathered
-        dtype = next(iter(hybrid._source.values())).dtype
+        dtype = next(iter(hybrid._weights.values())).dtype
         gathered = set(sizes.values())
         if dtype == hybrid._wire_dtype:
             cut = [size for name, size in sizes.items() if "qkv" in name]

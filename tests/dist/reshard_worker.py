@@ -41,7 +41,7 @@ DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if HAS_GPU else tor
 STAGING_BYTES = 6000  # small, so that there are many exchanges and split rows
 NODE = int(sys.argv[4])
 NUM_DIRECT: list[int] = []  # operations that went unstaged, by case
-NUM_LENT: list[int] = []  # by case, what landed where something else came later
+NUM_STAGED: list[int] = []  # by case, what landed where something else came later
 
 
 class Engine:
@@ -201,7 +201,7 @@ def check_placed(seed: int, rank: int, world: int) -> str:
     fewest = minimum_receive_elements(hf, case.trained(hf, rank), case.generating(hf, rank))
     for peers, sources in ((None, trained), (memory, placed)):
         engine = Engine(case.targets()[rank], torch.float32)
-        options = {"staging_bytes": STAGING_BYTES, "verify_every": 1, "peers": peers}
+        options = {"staging_bytes": STAGING_BYTES, "verify_every": 1, "peer_memory": peers}
         hybrid = HybridEngine(case.sources(), sources, engine, **options)
         for sign in (1, -1):
             for tensor in sources.values():
@@ -241,7 +241,12 @@ def check_peers(
     memory, placed = in_peer_memory(trained, rank)
     engine = Engine(case.targets()[rank], dtype)
     hybrid = HybridEngine(
-        case.sources(), placed, engine, staging_bytes=STAGING_BYTES, verify_every=1, peers=memory
+        case.sources(),
+        placed,
+        engine,
+        staging_bytes=STAGING_BYTES,
+        verify_every=1,
+        peer_memory=memory,
     )
     packed_engine = Engine(case.targets()[rank], dtype)
     reference = HybridEngine(case.sources(), trained, packed_engine, staging_bytes=STAGING_BYTES)
@@ -258,29 +263,31 @@ def check_peers(
         assert stats.received_bytes == hybrid.plan.receive_bytes[rank]
         for name, found in engine.tensors().items():
             assert torch.equal(found, packed_engine.tensors()[name]), (seed, rank, name)
-    check_lent(hybrid, engine, packed_engine)
+    check_staging(hybrid, engine, packed_engine)
     if rank == 0:
         placed[next(iter(placed))] = trained[next(iter(trained))]
     try:
-        HybridEngine(case.sources(), placed, engine, staging_bytes=STAGING_BYTES, peers=memory)
+        HybridEngine(
+            case.sources(), placed, engine, staging_bytes=STAGING_BYTES, peer_memory=memory
+        )
     except PlanError as error:
         assert "rank 0" in str(error) and "peer memory" in str(error)
     else:
         raise AssertionError("a parameter outside peer memory was not refused")
 
 
-def check_lent(hybrid: HybridEngine, engine: Engine, reference: Engine) -> None:
+def check_staging(hybrid: HybridEngine, engine: Engine, reference: Engine) -> None:
     """The same weights where all that is in one piece at its source goes by the copy engines."""
     for tensor in engine.tensors().values():
         tensor.fill_(-1)
-    lend, found = peer.lend, []
+    stage, found = peer.stage_copies, []
     limit, peer.BLOCK_BYTES = peer.BLOCK_BYTES, 1
-    peer.lend = lambda pairs: found.append(lend(pairs)) or found[-1]
+    peer.stage_copies = lambda pairs: found.append(stage(pairs)) or found[-1]
     try:
         hybrid.make_transport("peer").run()
     finally:
-        peer.BLOCK_BYTES, peer.lend = limit, lend
-    NUM_LENT.append(len(found[0].staged))
+        peer.BLOCK_BYTES, peer.stage_copies = limit, stage
+    NUM_STAGED.append(len(found[0].to_staging))
     for name, tensor in engine.tensors().items():
         assert torch.equal(tensor, reference.tensors()[name]), name
 
@@ -410,7 +417,7 @@ def main() -> None:
     exchanges = [check_case(seed, rank, world) for seed in range(first, first + count)]
     assert max(number for number, _ in exchanges) > 3, exchanges
     assert sum(NUM_DIRECT) > 0
-    assert sum(NUM_LENT) > 0 or world > NODE or count < 12
+    assert sum(NUM_STAGED) > 0 or world > NODE or count < 12
     assert (sum(far for _, far in exchanges) > 0) == (world > NODE)
     if world == 4:
         check_any_order(rank, world)

@@ -25,11 +25,10 @@ from test_algorithms import CASES, prepare  # noqa: E402
 from hybridrl.algorithms.base import CriticAlgorithm  # noqa: E402
 from hybridrl.batch import TrainBatch  # noqa: E402
 from hybridrl.config.schema import TrainConfig  # noqa: E402
-from hybridrl.models.build import Head  # noqa: E402
 from hybridrl.models.family import resolve_family  # noqa: E402
 from hybridrl.models.hf import load_hf  # noqa: E402
 from hybridrl.models.init import init_weights  # noqa: E402
-from hybridrl.models.weights import hf_shapes  # noqa: E402
+from hybridrl.models.weights import Head, hf_shapes  # noqa: E402
 from hybridrl.parallel.groups import World, start_process_group  # noqa: E402
 from hybridrl.parallel.layout import TrainLayout  # noqa: E402
 from hybridrl.parallel.mesh import Mesh

@@ -178,7 +178,7 @@ class Run:
             staging_bytes=1 << 16,
             verify_every=1,
             training=self.memories,
-            copies=self.copies,
+            training_weights=self.copies,
         )
 
     def update(self, step: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from hybridrl import Trainer
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine import engine
-from hybridrl.hybrid_engine.room import Room
+from hybridrl.hybrid_engine.headroom import Headroom
 
 quickstart, folder = Path(sys.argv[1]), Path(sys.argv[2])
 told: dict[str, object] = {}
@@ -131,7 +131,7 @@ told["last"] = last.fit(num_steps=0)
 last.close()
 
 # A device with room for both phases: once a step was measured, the table has all in both.
-engine.Room = partial(Room, lambda: (90, 100))
+engine.Headroom = partial(Headroom, lambda: (90, 100))
 roomy = {**sections, "run": {"name": "roomy", "dir": str(folder)}}
 trainer = Trainer.from_config(roomy, prompts=rows, **objects)
 told["tables"] = [trainer.memory_table()]

@@ -10,7 +10,7 @@ import yaml
 
 from hybridrl.config.identity import (
     check_run_folder,
-    identity_hash,
+    identity,
     run_folder,
     saved_config,
     write_config,
@@ -96,7 +96,7 @@ def test_a_renewed_key_goes_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     config = load_config(file)
     assert config.reward.functions["server"].options["headers"]["Authorization"] == "Bearer renewed"
     check_run_folder(config)
-    assert identity_hash(before) == identity_hash(config)
+    assert identity(before) == identity(config)
     # Neither the file nor its reader needs the variable any more.
     monkeypatch.delenv("KEY")
     check_run_folder(config)

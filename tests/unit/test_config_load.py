@@ -10,7 +10,6 @@ import yaml
 
 from hybridrl.config.identity import (
     check_run_folder,
-    identity_hash,
     identity_violations,
 )
 from hybridrl.config.identity import identity as identity_of
@@ -168,7 +167,7 @@ def test_errors_as_json_have_the_four_fields() -> None:
 )
 def test_identity_changes_with(override: str) -> None:
     before, after = load_config_dict(MINIMAL), load_config_dict(MINIMAL, [override])
-    assert identity_hash(before) != identity_hash(after)
+    assert identity_of(before) != identity_of(after)
     assert [v.name for v in identity_violations(identity_of(before), after)] == [
         override.split("=")[0]
     ]
@@ -189,7 +188,7 @@ def test_identity_changes_with(override: str) -> None:
 )
 def test_identity_stays_with(override: str) -> None:
     before, after = load_config_dict(MINIMAL), load_config_dict(MINIMAL, [override])
-    assert identity_hash(before) == identity_hash(after)
+    assert identity_of(before) == identity_of(after)
     assert identity_violations(identity_of(before), after) == []
 
 
@@ -233,7 +232,7 @@ def test_a_run_belongs_to_its_terms() -> None:
     term = "mix={sft: {algorithm: {name: sft}, data: {prompts: a}}}"
     plain, mixed = load_config_dict(MINIMAL), load_config_dict(MINIMAL, [term])
     other = load_config_dict(MINIMAL, [term, "mix.sft.weight=0.5"])
-    assert identity_hash(plain) != identity_hash(mixed)
+    assert identity_of(plain) != identity_of(mixed)
     found = identity_violations(identity_of(mixed), other)
     assert [(one.name, one.value) for one in found] == [("mix.sft.weight", "0.5")]
     assert {one.name for one in identity_violations(identity_of(plain), mixed)} == {

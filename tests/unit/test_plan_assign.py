@@ -8,7 +8,7 @@ import pytest
 from clock import is_within
 from weight_cases import random_case
 
-from hybridrl.hybrid_engine.assign import assign, choose_order, judge
+from hybridrl.hybrid_engine.assign import assign, choose_order, evaluate_layout
 from hybridrl.hybrid_engine.plan import plan_reshard
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import ModelShape, resolve_family
@@ -60,7 +60,7 @@ def test_assignment_is_the_best_of_all(seed: int, tp: int) -> None:
         is_ascending = all(members == sorted(members) for members in replicas(layout))
         for rule in {False, is_ascending}:
             receivers[rule].append(max(plan.receive_bytes))
-        judged = judge(sources, parts, layout)
+        judged = evaluate_layout(sources, parts, layout)
         assert judged.receive == max(plan.receive_bytes)
         assert judged.send <= max(plan.send_bytes) + 1
         assert max(plan.send_bytes) <= judged.send + largest
@@ -99,7 +99,7 @@ def test_strided_replicas_halve_what_consecutive_ones_receive() -> None:
     sources, parts = layouts(QWEN25_7B, TrainLayout(4, tp=4), 2)
     best = assign(sources, parts)
     assert replicas(best.layout) == [[0, 2], [1, 3]]
-    consecutive = judge(sources, parts, RolloutLayout.consecutive(4, 2))
+    consecutive = evaluate_layout(sources, parts, RolloutLayout.consecutive(4, 2))
     assert consecutive.receive == pytest.approx(2 * best.receive, rel=1e-3)
 
 
@@ -143,7 +143,7 @@ def test_replicas_span_as_few_nodes_as_they_can(
     for members in replicas(best.layout):
         assert len({rank // (span * domain_size) for rank in members}) == 1
         assert members == sorted(members) or not is_ascending
-    consecutive = judge(sources, parts, RolloutLayout.consecutive(train.world_size, tp))
+    consecutive = evaluate_layout(sources, parts, RolloutLayout.consecutive(train.world_size, tp))
     assert best.cost <= consecutive.cost
 
 

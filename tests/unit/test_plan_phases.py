@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.hybrid_engine.engine import HybridEngine
+from hybridrl.hybrid_engine.headroom import Headroom
 from hybridrl.hybrid_engine.phases import Phase, PhaseError, PhaseSwitch
 from hybridrl.hybrid_engine.plan import PlanError
-from hybridrl.hybrid_engine.room import Room
 from hybridrl.models.weights import RankLayout, hf_layout
 
 
@@ -107,8 +107,8 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
         self.said, self.in_training, self.heard = said, 0, 0
         self.flushes = 0
-        made = partial(Room, self.measure, lambda: self.flushes)
-        monkeypatch.setattr("hybridrl.hybrid_engine.engine.Room", made)
+        made = partial(Headroom, self.measure, lambda: self.flushes)
+        monkeypatch.setattr("hybridrl.hybrid_engine.engine.Headroom", made)
 
     def measure(self) -> tuple[int, int]:
         last = {word: i for i, word in enumerate(self.said)}
@@ -166,7 +166,7 @@ def test_nothing_is_freed_once_a_whole_step_has_left_enough(
     assert torch.equal(engine.live["w"], weights["w"])
 
 
-def test_room_is_for_full_micro_batches_and_not_taken_from_a_flushed_allocator(
+def test_headroom_is_for_full_micro_batches_and_not_taken_from_a_flushed_allocator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, weights = Engine(), {"w": torch.ones(3, 2)}
@@ -194,14 +194,19 @@ def test_memory_that_someone_wants_freed_does_not_stay(monkeypatch: pytest.Monke
     Device(monkeypatch, engine.said)
     layouts, gradients = [hf_layout({"w": (3, 2)})], Gradients(engine.said, may_stay=True)
 
-    class Copy:
+    class Weights:
         is_freed = True
 
         def release(self) -> None: ...
         def restore(self) -> None: ...
 
     hybrid = HybridEngine(
-        layouts, weights, engine, staging_bytes=64, training=[gradients], copies=[Copy()]
+        layouts,
+        weights,
+        engine,
+        staging_bytes=64,
+        training=[gradients],
+        training_weights=[Weights()],
     )
     assert not any(hybrid.to_rollout().keeps_memory for _ in range(3))
     hybrid = HybridEngine(layouts, weights, engine, staging_bytes=64, training=[gradients])
@@ -209,8 +214,8 @@ def test_memory_that_someone_wants_freed_does_not_stay(monkeypatch: pytest.Monke
 
 
 def test_memory_stays_only_where_every_rank_has_room() -> None:
-    room = Room(measure=lambda: None, count_flushes=lambda: 0)
-    room.decide([5, 0])
-    assert room.is_enough
-    room.decide([5, -1])
-    assert not room.is_enough
+    headroom = Headroom(measure=lambda: None, count_flushes=lambda: 0)
+    headroom.decide([5, 0])
+    assert headroom.is_enough
+    headroom.decide([5, -1])
+    assert not headroom.is_enough

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from weight_cases import PADDING, Arrays, random_case
 
-from hybridrl.hybrid_engine.deals import Deal, deal_out
 from hybridrl.hybrid_engine.plan import plan_reshard
 from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.senders import Demand, balance_senders
 from hybridrl.models.boxes import volume
 
 NUM_CASES, NUM_BATCHES = 240, 8
@@ -81,28 +81,29 @@ def test_sources_are_of_the_own_node_where_it_has_any(domain_size: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_deals_reach_the_optimum_where_sets_of_senders_overlap(seed: int) -> None:
+def test_senders_reach_the_optimum_where_sets_of_senders_overlap(seed: int) -> None:
     """Sets of senders that cross, sizes from 1 to 1000; every item is sent once."""
     rng = random.Random(seed)
     world = rng.choice((3, 5, 8))
-    deals = []
+    demands = []
     for _ in range(rng.randint(1, 20)):
         senders = sorted(rng.sample(range(world), rng.randint(1, world)))
         receivers = rng.sample(range(world), rng.randint(1, world))
         size = rng.choice((1, 10, 100, 1000))
-        deals.append(Deal(receivers, np.array(senders), rng.randint(1, 30), size))
-    loads = deal_out(deals, world)
+        demands.append(Demand(receivers, np.array(senders), rng.randint(1, 30), size))
+    loads = balance_senders(demands, world)
     traffic = np.zeros((world, world), np.int64)
-    for deal in deals:
-        assert deal.sent.min() >= 0 and deal.sent.sum() == deal.total
-        deal.add_traffic(traffic)
-        counted = [deal.senders_to(position) for position in range(len(deal.receivers))]
-        assert all(len(found) == deal.count for found in counted)
-        assert [sum(c.count(s) for c in counted) for s in deal.senders] == deal.sent.tolist()
+    for demand in demands:
+        assert demand.send_counts.min() >= 0 and demand.send_counts.sum() == demand.total
+        demand.add_traffic(traffic)
+        counted = [demand.senders_to(position) for position in range(len(demand.receivers))]
+        assert all(len(found) == demand.count for found in counted)
+        sent = [sum(c.count(s) for c in counted) for s in demand.senders]
+        assert sent == demand.send_counts.tolist()
     assert traffic.sum(axis=1).tolist() == loads.tolist()
     bound = max(
-        sum(d.total * d.size for d in deals if all(subset >> s & 1 for s in d.senders.tolist()))
+        sum(d.total * d.size for d in demands if all(subset >> s & 1 for s in d.senders.tolist()))
         / subset.bit_count()
         for subset in range(1, 1 << world)
     )
-    assert bound <= max(loads) <= bound + max(deal.size for deal in deals)
+    assert bound <= max(loads) <= bound + max(demand.size for demand in demands)

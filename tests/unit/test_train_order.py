@@ -19,7 +19,7 @@ from hybridrl.cli.plan_cluster import ClusterFile
 from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.placement import Machines
-from hybridrl.config.rules import AXES, check, is_megatron_order
+from hybridrl.config.rules import ORDER_AXES, check, is_megatron_order
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.assign import OrderChoice, assign, choose_order
@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
 QWEN2 = resolve_family("qwen2", {})
 QWEN25_7B = ModelShape(28, 3584, 28, 4, 128, 18944, 152064, qkv_bias=True)
 LLAMA3_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
-ORDERS = ["-".join(axes) for axes in permutations(AXES)]
+ORDERS = ["-".join(axes) for axes in permutations(ORDER_AXES)]
 # tp, pp, cp, ep; what is left of eight ranks is data parallel.
 SIZES = [
     (2, 2, 1, 1),

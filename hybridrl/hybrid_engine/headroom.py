@@ -1,10 +1,10 @@
-"""Whether the device has room for training and rollout at once, so that neither must be freed.
+"""Whether the device has memory for training and rollout at once, so that neither must be freed.
 
-To unmap an engine, to give blocks back to the driver and to map and allocate all again takes some
+To unmap an engine, to return blocks to the driver and to map and allocate all again takes some
 tenths of a second a step. Where the most that a whole step of training held leaves enough for the
 engine, both stay where they are. It is measured, not predicted: torch's allocator keeps what it
 ever held until it is told to give it back, so after an update the driver's free memory is what
-training never used. An update whose micro-batches were not full tells less: what full ones would
+training never used. An update whose micro-batches were not full tells less. What full ones would
 take beyond is set aside, since an engine that stays cannot make way for them.
 """
 
@@ -14,34 +14,35 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Of the device's memory. Free beside training and engine before both stay: batches differ, and so
-# does what their passes need. Less than the second is no room any more.
+# Shares of the device's memory. The first must be free beside training and engine before both
+# stay: batches differ, and so does what their passes need. With less than the second they no
+# longer do.
 SPARE_SHARE, LEAST_SHARE = 0.10, 0.05
 
 
 def device_memory() -> tuple[int, int] | None:
-    """Returns free and all bytes of this rank's device; None on CPU, which gives nothing back."""
+    """Returns free and total bytes of this rank's device; None on CPU, where nothing is freed."""
     return torch.cuda.mem_get_info() if torch.cuda.is_available() else None
 
 
 def allocator_flushes() -> int:
-    """Returns how often torch's allocator gave all back and tried again, for want of memory."""
+    """Returns how often torch's allocator, out of memory, freed its cache and tried again."""
     if not torch.cuda.is_available():
         return 0
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
-class Room:
+class Headroom:
     """Decides, from transition to transition, whether both phases' memory stays.
 
-    The numbers of all ranks decide together: each tells its own `spare_bytes`.
+    Each rank measures its own `spare_bytes`; the numbers of all ranks decide together.
 
     Args:
-        measure: returns free and all bytes.
-        count_flushes: says how often the allocator has given back what it held.
+        measure: returns free and total bytes.
+        count_flushes: returns how often the allocator has freed its cache.
 
     Attributes:
-        is_enough: nothing is freed at the next change of phases.
+        is_enough: the next change of phases frees nothing.
     """
 
     def __init__(
@@ -53,36 +54,37 @@ class Room:
         self.is_enough = False
         self._unused: int | None = None  # bytes that the training phase has left
         self._before_engine = 0
-        self._is_blurred = False  # something else than an update has had the device
+        self._was_disturbed = False  # something else than an update has had the device
         self._num_flushes = 0
 
-    def note_training(self, may_stay: bool, growth_bytes: int = 0) -> None:
-        """Takes in what the training phase has left free; before anything is given back.
+    def measure_training(self, may_stay: bool, growth_bytes: int = 0) -> None:
+        """Measures what the training phase has left free. Call it before anything is freed.
 
         Args:
-            may_stay: whether nobody wants it freed, and an update has taken all that it takes since
-                blocks were given back.
+            may_stay: nobody asked for training's memory to be freed, and since it was last freed a
+                full update has run.
             growth_bytes: that full micro-batches would take beyond those of this update.
         """
         found, flushes = self._measure(), self._count_flushes()
-        is_sharp = not self._is_blurred and flushes == self._num_flushes
-        self._is_blurred, self._num_flushes = False, flushes
+        is_known = not self._was_disturbed and flushes == self._num_flushes
+        self._was_disturbed, self._num_flushes = False, flushes
         self._unused = None
-        if found is not None and may_stay and is_sharp:
+        if found is not None and may_stay and is_known:
             self._unused = found[0] - growth_bytes
 
-    def forget(self) -> None:
-        """Both phases take turns again, until another update has been measured."""
-        self.is_enough, self._is_blurred = False, True
-
-    def note_freed(self) -> None:
-        """Takes in what is free before the engine takes its memory."""
+    def measure_freed(self) -> None:
+        """Measures what is free once training's memory is, before the engine takes its own."""
         found = self._measure()
         self._before_engine = found[0] if found is not None else 0
 
+    def reset(self) -> None:
+        """Makes both phases free their memory again, until another update has been measured."""
+        self.is_enough, self._was_disturbed = False, True
+
     def spare_bytes(self) -> int:
-        """Returns what is left of this rank's device if all stays, beyond what must be; less than
-        nothing: too little, or not known. With the engine complete.
+        """Returns the bytes left beyond the required share of this rank's device if both stay.
+
+        Call it while the engine holds all of its memory. Negative: too few, or not known.
         """
         found = self._measure()
         if found is None or self._unused is None:
@@ -93,5 +95,5 @@ class Room:
         return self._unused - (self._before_engine - free) - int(SPARE_SHARE * size)
 
     def decide(self, spare_bytes: Sequence[int]) -> None:
-        """Takes in the numbers of all ranks."""
+        """Sets `is_enough` from the `spare_bytes` of all ranks."""
         self.is_enough = min(spare_bytes) >= 0

@@ -1,11 +1,11 @@
-"""Blocks that land where another's content is still to come, against copying one by one."""
+"""Copies staged in destinations that are written last, against copying one by one."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hybridrl.hybrid_engine.lent import lend
+from hybridrl.hybrid_engine.staging import stage_copies
 from hybridrl.hybrid_engine.transport import Pair
 
 
@@ -30,32 +30,32 @@ def random_pairs(seed: int) -> tuple[list[Pair], torch.Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_lent_ends_as_if_copied_one_by_one(seed: int) -> None:
+def test_staged_copies_end_as_if_copied_one_by_one(seed: int) -> None:
     pairs, memory = random_pairs(seed)
-    lent = lend(pairs)
+    found = stage_copies(pairs)
     wanted = torch.full_like(memory, -1)
     for source, dest in pairs:
         wanted.flatten()[dest.storage_offset() :].as_strided(dest.shape, dest.stride()).copy_(
             source
         )
     memory.fill_(-1)
-    # 'plain' may come while what is staged lies where it has landed, and before it is unpacked.
-    for source, dest in (*lent.staged, *lent.plain, *lent.unpacked, *lent.lenders):
+    # 'direct' may come while slices are in staging memory.
+    for source, dest in (*found.to_staging, *found.direct, *found.from_staging, *found.last):
         dest.copy_(source)
-    for index in lent.without_room:
+    for index in found.unstaged:
         pairs[index][1].copy_(pairs[index][0])
     assert torch.equal(memory, wanted)
     cut_up = [pair for pair in pairs if not pair[1].is_contiguous()]
-    assert len(lent.staged) + len(lent.without_room) == len(cut_up)
-    assert lent.staged
-    staged, plain = (sum(dest.nbytes for _, dest in part) for part in (lent.staged, lent.plain))
-    assert staged <= plain
-    assert all(dest.data_ptr() % 16 == 0 for _, dest in lent.staged)
+    assert len(found.to_staging) + len(found.unstaged) == len(cut_up)
+    assert found.to_staging
+    num_bytes = [sum(dest.nbytes for _, dest in part) for part in (found.to_staging, found.direct)]
+    assert num_bytes[0] <= num_bytes[1]
+    assert all(dest.data_ptr() % 16 == 0 for _, dest in found.to_staging)
 
 
-def test_without_blocks_there_is_no_room() -> None:
+def test_without_blocks_there_is_no_staging_memory() -> None:
     memory = torch.zeros(8, 8)
     pairs = [(torch.ones(8, 3), memory[:, :3]), (torch.ones(8, 5), memory[:, 3:])]
-    lent = lend(pairs)
-    assert lent.without_room == [0, 1]
-    assert not (lent.staged or lent.plain or lent.lenders)
+    found = stage_copies(pairs)
+    assert found.unstaged == [0, 1]
+    assert not (found.to_staging or found.direct or found.last)

@@ -1,0 +1,119 @@
+"""Which owner sends which items, so that the busiest owner sends least.
+
+Pure, no torch. A demand is about items of one size: each of its receivers needs all of them, and
+each of its senders has all of them. One demand alone is spread over its senders by water-filling,
+given what the other demands make them send. Repeating that until nothing improves minimises the sum
+of the squared loads (a convex function, minimised block by block), and with it the largest load, to
+within the size of one item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+MAX_SWEEPS = 100
+
+
+@dataclass
+class Demand:
+    """Items of one size that each receiver needs and each sender has.
+
+    The items of all receivers, one receiver after the other, are divided among the senders in
+    order. So few pairs of ranks exchange messages.
+
+    Args:
+        receivers: each needs all of the items.
+        senders: any of them may send any item, ascending.
+        count: number of items that a receiver needs.
+        size: of one item, in elements.
+        send_counts: number of items that each sender sends, over all receivers. Set by
+            `balance_senders`.
+    """
+
+    receivers: Sequence[int]
+    senders: np.ndarray
+    count: int
+    size: int
+    send_counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @property
+    def total(self) -> int:
+        """Number of items sent to all receivers together."""
+        return self.count * len(self.receivers)
+
+    def senders_to(self, position: int, items: np.ndarray | None = None) -> list[int]:
+        """Returns the sender of each item that one receiver gets.
+
+        Args:
+            position: of the receiver in `receivers`.
+            items: numbers of its items, from 0 to `count`; None: all, in order.
+        """
+        items = (np.arange(self.count) if items is None else items) + position * self.count
+        stops = np.cumsum(self.send_counts)
+        return self.senders[np.searchsorted(stops, items, side="right")].tolist()
+
+    def edges_to(self, position: int) -> np.ndarray:
+        """Returns 0, the numbers of the items at which the sender changes, and `count`.
+
+        Args:
+            position: of the receiver in `receivers`.
+        """
+        stops = np.cumsum(self.send_counts) - position * self.count
+        return np.unique(np.concatenate([[0], np.clip(stops, 0, self.count)]))
+
+    def add_traffic(self, traffic: np.ndarray) -> None:
+        """Adds the elements that are sent to `traffic`, of shape (senders, receivers)."""
+        stops = np.cumsum(self.send_counts)
+        edges = np.union1d(stops, np.arange(len(self.receivers) + 1) * self.count)
+        senders = self.senders[np.searchsorted(stops, edges[:-1], side="right")]
+        receivers = np.asarray(self.receivers)[edges[:-1] // self.count]
+        np.add.at(traffic, (senders, receivers), np.diff(edges) * self.size)
+
+
+def balance_senders(demands: Sequence[Demand], num_senders: int) -> np.ndarray:
+    """Sets `send_counts` of every demand.
+
+    Returns:
+        The elements that each sender sends over all demands, of shape (num_senders,).
+    """
+    loads = np.zeros(num_senders, np.int64)
+    with_choice = []
+    for demand in sorted(demands, key=lambda one: (len(one.senders), -one.size)):
+        demand.send_counts = _water_filled(loads[demand.senders], demand.total, demand.size)
+        loads[demand.senders] += demand.send_counts * demand.size
+        if len(demand.senders) > 1:
+            with_choice.append(demand)
+    for _ in range(MAX_SWEEPS):
+        improved = False
+        for demand in with_choice:
+            now = loads[demand.senders]
+            without = now - demand.send_counts * demand.size
+            counts = _water_filled(without, demand.total, demand.size)
+            then = without + counts * demand.size
+            changed = np.flatnonzero(then != now)
+            pairs = zip(then[changed].tolist(), now[changed].tolist(), strict=True)
+            if sum(new * new - old * old for new, old in pairs) < 0:  # exact: Python's integers
+                demand.send_counts, improved = counts, True
+                loads[demand.senders] = then
+        if not improved:
+            break
+    return loads
+
+
+def _water_filled(loads: np.ndarray, num_items: int, size: int) -> np.ndarray:
+    """Returns how many of `num_items` items each sender adds to its load, the lowest filled up."""
+    order = np.argsort(loads, kind="stable")
+    low = loads[order]
+    places = np.arange(1, len(low) + 1)
+    filled = np.cumsum(low) + num_items * size  # the level times the number of those below it
+    num = int(np.flatnonzero(low * places < filled)[-1]) + 1
+    low = low[:num]
+    items = (int(filled[num - 1]) - num * low) // (num * size)
+    rest = num_items - int(items.sum())
+    items[np.argsort(low + items * size, kind="stable")[:rest]] += 1
+    found = np.zeros(len(loads), np.int64)
+    found[order[:num]] = items
+    return found

@@ -1,0 +1,40 @@
+"""What a reward function says of itself by its attributes. No torch.
+
+A user's function may be a plain callable that has none of them. So the attributes are looked up
+here, with their defaults, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FunctionTraits:
+    """The attributes of a reward function.
+
+    Args:
+        batched: it takes lists of prompts, responses and columns, and returns one float a sample.
+        runs: where it is called: "here" (in place), "process" (it may hang), "thread" (it waits for
+            others) or "world" (by the trainer). None: it does not say.
+        notes: words that its rewards may carry (`Noted`), each of which becomes a metric.
+        memory_bytes: most address space that its process may take; None: no limit.
+    """
+
+    batched: bool = False
+    runs: str | None = None
+    notes: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+
+
+def traits_of(function: Callable[..., Any]) -> FunctionTraits:
+    """Returns the traits of a reward function, defaults where it has no such attribute."""
+    usual = FunctionTraits()
+    return FunctionTraits(
+        batched=bool(getattr(function, "batched", usual.batched)),
+        runs=getattr(function, "runs", usual.runs),
+        notes=getattr(function, "notes", usual.notes),
+        memory_bytes=getattr(function, "memory_bytes", usual.memory_bytes),
+    )
