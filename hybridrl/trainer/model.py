@@ -27,11 +27,17 @@ from hybridrl.hybrid_engine.owned import owned_layout
 from hybridrl.metrics.flops import attention_length
 from hybridrl.micro_batch import MicroBatch
 from hybridrl.models.attention import PackedSequences, SharedPrompts
-from hybridrl.models.build import Head, build_chunks, named_weights, transformer_config
+from hybridrl.models.build import build_chunks, named_weights, transformer_config
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.heads import head_temperature
 from hybridrl.models.layers import choose_layers, shares_prompts
-from hybridrl.models.weights import NOTHING, RankLayout, megatron_layout, megatron_layouts
+from hybridrl.models.weights import (
+    NOTHING,
+    Head,
+    RankLayout,
+    megatron_layout,
+    megatron_layouts,
+)
 from hybridrl.parallel.exchange import Route, bring
 from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh

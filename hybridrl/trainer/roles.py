@@ -23,8 +23,8 @@ from hybridrl.metrics.flops import (
     generate_flops,
     train_flops,
 )
-from hybridrl.models.build import Head
 from hybridrl.models.family import ModelShape
+from hybridrl.models.weights import Head
 from hybridrl.parallel.exchange import bring
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.mesh import Meshes
