@@ -328,6 +328,8 @@ def measure_interruption(trainer: Any) -> dict[str, float]:
     """Samples with and without a change of phases in the middle; their distance from the trainer's
     log-probabilities.
     """
+    from hybridrl.trainer.mismatch import MEAN, mismatch_metrics
+
     prompts = trainer.prompts.take(trainer.config.steps.prompts_per_step)
     sampler, found = trainer.engine, {}
     for name, stops_after in (("mismatch_mean", 0), ("mismatch_mean_interrupted", 5)):
@@ -342,8 +344,7 @@ def measure_interruption(trainer: Any) -> dict[str, float]:
         scored = sampler.score(sampler.collect())
         trainer.enter_training()
         batch = trainer.add_columns(scored)
-        gap_T = (trainer.policy.logprobs(batch) - batch.behaviour_logp_T).abs()
-        found[name] = float(gap_T[batch.response_mask_T].mean())
+        found[name] = mismatch_metrics(batch, trainer.policy.logprobs(batch))[MEAN]
         trainer.reshard()
     return found
 

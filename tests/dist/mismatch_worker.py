@@ -26,6 +26,7 @@ from hybridrl.diagnosis.verdicts import Finding
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
@@ -177,10 +178,10 @@ def check_step(trainer: Trainer) -> None:
     trainer.update = update_and_keep  # type: ignore[method-assign]
     trainer.reshard()
     metrics = trainer.train_step()
-    old_T = batches[0].old_logp_T
-    assert old_T is not None
-    wanted = expected(batches[0], old_T)
-    check_same(metrics, {n: v for n, v in wanted.items() if n != "mismatch/kl"}, "step")
+    if (whole := collect(batches[0], trainer.world)) is not None:
+        assert whole.old_logp_T is not None
+        wanted = expected(whole, whole.old_logp_T)
+        check_same(metrics, {n: v for n, v in wanted.items() if n != "mismatch/kl"}, "step")
     assert 0 <= metrics["mismatch/kl"] < 1e-9
     check_on_policy_step(trainer, batches)
     trainer.update = update  # type: ignore[method-assign]

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl import Trainer
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.exchange import collect
 from hybridrl.rollout.engine import Completion, Request, generate
 
 # float32 sums in another order, over four layers.
@@ -149,8 +150,8 @@ def main() -> None:
     answers = trainer.engine.generate(
         trainer.eval_prompts, samples_per_prompt=1, step=0, sampling=greedy
     )
-    scored = trainer.engine.score(answers)
-    if trainer.world.rank == 0:
+    scored = collect(trainer.engine.score(answers), trainer.world)
+    if scored is not None:
         found = {
             "tokens": scored.tokens_T,
             "lengths": scored.lengths_B,

@@ -10,6 +10,7 @@ import torch
 from command_line import QUICKSTART
 
 from hybridrl import Trainer
+from hybridrl.parallel.exchange import collect
 
 OVERRIDES = (
     "model.path=null",
@@ -33,8 +34,10 @@ def main() -> None:
     if mode == "save":
         trainer.hybrid_engine.to_rollout(0)
         prompts = trainer.prompts.take(4)
-        whole = engine.score(engine.generate(prompts, step=0))
-        torch.save({"tokens": whole.tokens_T, "logp": whole.behaviour_logp_T}, folder / "whole.pt")
+        whole = collect(engine.score(engine.generate(prompts, step=0)), trainer.world)
+        if whole is not None:
+            logp_T = whole.behaviour_logp_T
+            torch.save({"tokens": whole.tokens_T, "logp": logp_T}, folder / "whole.pt")
         engine.submit(prompts, 3, 0)
         for _ in range(4):
             engine.advance()
@@ -42,7 +45,9 @@ def main() -> None:
         # The run that was saved goes on as well.
         while engine.engine.has_unfinished:
             engine.advance()
-        assert torch.equal(engine.score(engine.collect()).tokens_T, whole.tokens_T)
+        again = collect(engine.score(engine.collect()), trainer.world)
+        if whole is not None and again is not None:
+            assert torch.equal(again.tokens_T, whole.tokens_T)
     else:
         saved = next((folder / "quickstart-grpo" / "checkpoints").iterdir())
         rollouts = json.loads((saved / "state.json").read_text())["rollouts"]
@@ -57,13 +62,14 @@ def main() -> None:
         engine.load_state(rollouts)
         trainer.prompts.load_state({**trainer.prompts.state(), "index": 0})
         prompts = trainer.prompts.take(4)
-        found = engine.score(engine.generate(prompts, step=0))
-        whole = torch.load(folder / "whole.pt")
-        assert torch.equal(found.tokens_T, whole["tokens"])
-        kept = found.behaviour_logp_T == -7.0
-        assert int(kept.sum()) == sum(begun)
-        gap = (found.behaviour_logp_T - whole["logp"])[~kept].abs().max()
-        assert float(gap) < 1e-5
+        found = collect(engine.score(engine.generate(prompts, step=0)), trainer.world)
+        if found is not None:
+            saved_whole = torch.load(folder / "whole.pt")
+            assert torch.equal(found.tokens_T, saved_whole["tokens"])
+            kept = found.behaviour_logp_T == -7.0
+            assert int(kept.sum()) == sum(begun)
+            gap = (found.behaviour_logp_T - saved_whole["logp"])[~kept].abs().max()
+            assert float(gap) < 1e-5
     trainer.close()
 
 
