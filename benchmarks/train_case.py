@@ -155,7 +155,7 @@ class Case(CaseRecord):
         """Times the same passes where samples of one prompt share its tokens."""
         model = self.policy.model
         logps_T, self.result["shared_to_not"] = self.policy.logprobs(batch), {}
-        model.shares_prompts = True
+        model.planner.shares_prompts = True
         away = float((self.policy.logprobs(batch) - logps_T).abs().mean())
         if away > MAX_SHARED_DIFFERENCE:
             raise RuntimeError(

@@ -24,7 +24,8 @@ from hybridrl.batch import TrainBatch
 from hybridrl.models.heads import LanguageModel, TokenStats
 from hybridrl.rollout.build import ComputingEngine
 from hybridrl.rollout.engine import Request, SamplingParams, generate
-from hybridrl.trainer.model import ParallelModel, Work
+from hybridrl.trainer.batch_plan import Work
+from hybridrl.trainer.model import ParallelModel
 
 Keep = Callable[[str, Tensor], None]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1)
@@ -144,7 +145,7 @@ def trainer_streams(
 
     with _megatron_hooks(model, keep):
         outputs: list[TokenStats] = model.forward_all(plan.works)
-    logp_T = model.per_token(batch, plan, [output.logp_S for output in outputs])
+    logp_T = plan.column([output.logp_S for output in outputs])
     streams = {}
     for stage in stages(model.source.shape.num_layers):
         count = num_tokens if stage == "norm" else len(wanted_N)

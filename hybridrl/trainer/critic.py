@@ -33,7 +33,7 @@ class Critic:
         on prompts.
         """
         plan = self.model.plan(batch)
-        values_T = self.model.per_token(batch, plan, self.model.forward_all(plan.works))
+        values_T = plan.column(self.model.forward_all(plan.works))
         return values_T * batch.response_mask_T
 
     def gradients(self, batch: TrainBatch, denominator: float | None = None) -> Gradients:

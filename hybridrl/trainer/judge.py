@@ -38,8 +38,8 @@ class Judge:
     def __call__(self, batch: ScoredBatch) -> ScoredBatch:
         """Returns the batch with the score added to its rewards and among their parts."""
         producer = Producer.here(f"reward {self.name!r}")
-        plan = self.model.plan(read := batch.to_train(producer))
-        values_T = self.model.per_token(read, plan, self.model.forward_all(plan.works))
+        plan = self.model.plan(batch.to_train(producer))
+        values_T = plan.column(self.model.forward_all(plan.works))
         score_B = batch.completed(values_T[batch.offsets[1:] - 1])
         reward_B = (batch.reward_B.double() + self.weight * score_B.double()).float()
         scored = batch.join_columns(producer, reward_B=reward_B)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,9 @@ import torch
 from hybridrl.batch import TrainBatch
 from hybridrl.checkpoint.writing import ModelFiles
 from hybridrl.config.schema import TrainConfig
-from hybridrl.data.balance import Schedule, schedule_hash
-from hybridrl.data.collate import context_positions, micro_batch, unpack
-from hybridrl.data.packing import round_up
-from hybridrl.data.sharing import schedule_samples
 from hybridrl.hybrid_engine.engine import gather_layouts
 from hybridrl.hybrid_engine.owned import owned_layout
-from hybridrl.metrics.flops import attention_length
 from hybridrl.micro_batch import MicroBatch
-from hybridrl.models.attention import PackedSequences, SharedPrompts
 from hybridrl.models.build import build_chunks, named_weights, transformer_config
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.heads import head_temperature
@@ -38,11 +31,11 @@ from hybridrl.models.weights import (
     megatron_layout,
     megatron_layouts,
 )
-from hybridrl.parallel.exchange import Route, bring
 from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.peer_memory import PeerMemory
 from hybridrl.parallel.schedule import forward_backward, forward_only
+from hybridrl.trainer.batch_plan import BatchPlan, BatchPlanner, Work
 from hybridrl.trainer.memory import TrainedModelMemory
 from hybridrl.trainer.optimizer import (
     apply_gradients,
@@ -55,7 +48,6 @@ from hybridrl.trainer.peer_weights import PeerWeights
 from hybridrl.trainer.trained_weights import TrainedWeights
 
 Loss = Callable[[Any, MicroBatch], tuple[torch.Tensor, Any]]  # of the last chunk's output
-FP8_TOKENS = 16  # FP8 matrix products take multiples of this
 
 
 @dataclass(frozen=True)
@@ -86,43 +78,6 @@ class ModelSource:
     def shape(self) -> ModelShape:
         """Sizes of the model."""
         return self.family.shape(self.hf_config)
-
-
-@dataclass(frozen=True)
-class Work:
-    """One micro-batch: whole, and the positions of it that this context-parallel rank computes.
-
-    `scored_N` are those of its own positions, ascending, whose outputs are read: they predict a
-    response token, and the vocabulary head computes no others; its temperature, None: its own.
-    """
-
-    whole: MicroBatch
-    local: MicroBatch
-    held_S: torch.Tensor
-    scored_N: torch.Tensor
-    packed: PackedSequences
-    temperature: float | None = None
-
-    def expand(self, local_S: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's results at their places in the whole micro-batch, zero elsewhere."""
-        whole_S = torch.zeros(self.whole.num_positions, *local_S.shape[1:])
-        whole_S[self.held_S] = local_S.detach().float().cpu()
-        return whole_S
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """A batch, cut into the micro-batches of this rank.
-
-    Args:
-        batch: with the tokens that they are made of.
-        works: the micro-batches, none outside of the model's mesh.
-        reported_BW: (B, W) bool, which rank has the results of a sample in the end.
-    """
-
-    batch: TrainBatch
-    works: list[Work]
-    reported_BW: torch.Tensor
 
 
 class ParallelModel:
@@ -159,7 +114,8 @@ class ParallelModel:
             self._chunks,
         )
         same_on_all_ranks(world, "sharing of prompts", str(shares), mesh.ranks)
-        self.shares_prompts: bool = mesh.told(shares)  # ranks outside know the schedule too
+        # Ranks outside know the schedule too.
+        self.planner = BatchPlanner(mesh, source.shape, train, self.layers.kind, mesh.told(shares))
         self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
         self._optimizer: Any = None
         self.memory: TrainedModelMemory | None = None
@@ -297,103 +253,9 @@ class ParallelModel:
         for chunk in self._chunks:
             chunk.requires_grad_(False).eval()
 
-    def wanted(self, batch: TrainBatch, num_parts: int = 1) -> torch.Tensor:
-        """Returns which ranks compute with which samples where the batch is cut into `num_parts`
-        mini-batches: (B, W) bool.
-        """
-        return self._on_ranks(self._schedule(batch, num_parts))
-
     def plan(self, batch: TrainBatch, temperature: float | None = None) -> BatchPlan:
-        """Cuts a batch into the micro-batches of this rank's replica, and brings it the tokens that
-        it lacks.
-
-        The schedule is computed from lengths and the model's shape alone, so all ranks agree; its
-        hash is compared before any pass.
-
-        Args:
-            batch: the same samples on all ranks, their tokens anywhere.
-            temperature: of log-probabilities; None: the model's own.
-        """
-        layout, holders = self.mesh.layout, batch.holders
-        num_parts = 1 if holders is None else holders.num_parts
-        dealt = self._schedule(batch, num_parts)
-        same_on_all_ranks(self.world, "the micro-batch schedule", schedule_hash(dealt))
-        wanted_BW, here = self._on_ranks(dealt), batch
-        if holders is not None and bool((wanted_BW & ~holders.by_rank_BW).any()):
-            here = bring(batch, wanted_BW, self.world)
-        where, works = self.mesh.where, []
-        pad_each, shares = self._pad_each, self.shares_prompts
-        pad_total = layout.tp * pad_each * (1 if self.train.fp8 == "none" else FP8_TOKENS)
-        for indices in [] if where is None else dealt[where.dp]:
-            assert where is not None
-            whole = micro_batch(here, indices, pad_each, pad_total, shares)
-            index_S = context_positions(whole.cu_seqlens, layout.cp, where.cp)
-            local = whole if layout.cp == 1 else whole.take_positions(index_S)
-            device = self.world.platform.device
-            # Counted on the host: on a GPU it would be a sync point.
-            scored_N = local.loss_mask_S.nonzero()[:, 0].to(device, non_blocking=True)
-            local = local.to(device)
-            # transformer-engine reads the bounds on the device, torch's layers on the host.
-            bounds = local if self.layers.kind == "transformer_engine" else whole
-            packed = PackedSequences.of(
-                bounds.cu_seqlens, whole.max_seqlen, shared_prompts(whole, local.positions_S)
-            )
-            works.append(Work(whole, local, index_S, scored_N, packed, temperature))
-        return BatchPlan(here, works, self._on_ranks(dealt, reports=True))
-
-    @property
-    def _pad_each(self) -> int:
-        return 2 * self.mesh.layout.cp if self.mesh.layout.cp > 1 else 1
-
-    def _schedule(self, batch: TrainBatch, num_parts: int) -> Schedule:
-        """Returns the micro-batches of all mini-batches, those of the first part first."""
-        layout, train = self.mesh.layout, self.train
-        return schedule_samples(
-            tuple(round_up(length, self._pad_each) for length in batch.lengths_B.tolist()),
-            tuple(batch.group_B.tolist()),
-            tuple(batch.prompt_lengths_B.tolist()) if self.shares_prompts else None,
-            num_parts,
-            layout.dp,
-            train.micro_batch_tokens,
-            layout.pp if layout.vpp > 1 else 1,
-            attention_length(self.source.shape),
-        )
-
-    def _on_ranks(self, dealt: Schedule, reports: bool = False) -> torch.Tensor:
-        """Returns which ranks of the mesh compute with which samples, or have the results in the
-        end, one of each replica: (B, W) bool.
-        """
-        mesh, num_samples = self.mesh, sum(len(micro) for micros in dealt for micro in micros)
-        wanted_BW = torch.zeros(num_samples, self.world.size, dtype=torch.bool)
-        for place, rank in enumerate(mesh.ranks):
-            at = mesh.layout.coordinates(place)
-            if not reports or (at.tp, at.cp, at.pp) == (0, 0, mesh.layout.pp - 1):
-                wanted_BW[list(chain.from_iterable(dealt[at.dp])), rank] = True
-        return wanted_BW
-
-    def per_token(
-        self, batch: TrainBatch, plan: BatchPlan, outputs: Sequence[torch.Tensor], *width: int
-    ) -> torch.Tensor:
-        """Puts per-position results of the last stage together into a column of the batch, on each
-        rank of the samples whose tokens it has.
-
-        Args:
-            batch: that was planned.
-            outputs: one (S_local,) tensor a micro-batch on last-stage ranks, empty elsewhere.
-            width: K of tensors (S_local, K), which make a (T, K) column.
-        """
-        here, mesh = plan.batch, self.mesh
-        column_T = torch.zeros(here.num_tokens, *width)
-        if mesh.reports:
-            wholes = [work.expand(output) for work, output in zip(plan.works, outputs, strict=True)]
-            column_T = unpack([work.whole for work in plan.works], wholes, here)
-        if batch.holders is None:
-            return mesh.sum_over_world(column_T)
-        if mesh.reports and mesh.layout.cp > 1:
-            column_T = mesh.sum_over_context(column_T)
-        mesh.meet("what other ranks compute")
-        want_BW, have_BW = batch.holders.by_rank_BW, plan.reported_BW
-        return Route(batch.lengths_B, have_BW, want_BW, self.world, here.rows_H)(column_T)
+        """Cuts a batch into this rank's micro-batches, as `BatchPlanner.plan`."""
+        return self.planner.plan(batch, temperature)
 
     def forward_all(self, works: Sequence[Work]) -> list[Any]:
         """Runs every micro-batch forward; outputs on the last stage, else an empty list."""
@@ -478,10 +340,3 @@ def _forward(chunk: torch.nn.Module, work: Work) -> Any:
             loss_mask=work.scored_N,
             packed_seq_params=work.packed,
         )
-
-
-def shared_prompts(micro: MicroBatch, positions_S: torch.Tensor) -> SharedPrompts | None:
-    """Returns which sequences of a whole micro-batch go on from others; None if none does."""
-    if micro.continues is None:
-        return None
-    return SharedPrompts(tuple(micro.cu_seqlens.tolist()), micro.continues, positions_S)

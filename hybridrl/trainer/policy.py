@@ -72,7 +72,7 @@ class Policy:
         """
         plan = self.model.plan(batch, self.temperature if temperature is None else temperature)
         outputs: list[TokenStats] = self.model.forward_all(plan.works)
-        logp_T = self.model.per_token(batch, plan, [output.logp_S for output in outputs])
+        logp_T = plan.column([output.logp_S for output in outputs])
         return logp_T * batch.response_mask_T
 
     def update(self, batch: TrainBatch, terms: Sequence[LossTerm] = ()) -> dict[str, float]:
@@ -119,7 +119,7 @@ class Policy:
             # Without the column this forward's log-probabilities are those of the step's start.
             old_T = batch.old_logp_T
             if old_T is None:
-                old_T = self.model.per_token(batch, plan, logps)
+                old_T = plan.column(logps)
             found.metrics.update(behaviour_metrics(batch, old_T, self.algorithm))
         for term, share in zip(terms, shares[1:], strict=True):
             found.metrics.update(_term_metrics(term, share))

@@ -130,8 +130,10 @@ class Roles:
 
     def brought(self, batch: TrainBatch, num_updates: int) -> TrainBatch:
         """Returns the batch with the tokens on the ranks that train on them."""
-        wanted = [model.wanted(batch, num_updates) for model in self.trained.values()]
-        want_BW = torch.stack(wanted or [self.policy.model.wanted(batch, num_updates)]).any(0)
+        wanted = [model.planner.wanted(batch, num_updates) for model in self.trained.values()]
+        want_BW = torch.stack(wanted or [self.policy.model.planner.wanted(batch, num_updates)]).any(
+            0
+        )
         return bring(batch, want_BW, self.world, num_updates)
 
     def flops(

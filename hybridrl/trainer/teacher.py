@@ -44,15 +44,15 @@ class Teacher:
         outputs: list[TokenStats] = self.model.forward_all(plan.works)
         found, mask_T = {}, batch.response_mask_T
         if self.needs.teacher:
-            logp_T = self.model.per_token(batch, plan, [output.logp_S for output in outputs])
+            logp_T = plan.column([output.logp_S for output in outputs])
             found["teacher_logp_T"] = logp_T * mask_T
         if width := self.needs.teacher_top:
             logps = [one.chosen_logp_SK for one in outputs if one.chosen_logp_SK is not None]
-            logp_TK = self.model.per_token(batch, plan, logps, width)
+            logp_TK = plan.column(logps, width)
             found["teacher_logp_TK"] = logp_TK * mask_T[:, None]
             # Through fp32, which holds the numbers of 2^24 tokens.
             tokens = [one.chosen_SK for one in outputs if one.chosen_SK is not None]
-            tokens_TK = self.model.per_token(batch, plan, tokens, width)
+            tokens_TK = plan.column(tokens, width)
             found["teacher_tokens_TK"] = tokens_TK.int() * mask_T[:, None]
         return found
 

@@ -16,7 +16,8 @@ import torch
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.batch import TrainBatch
 from hybridrl.metrics.values import SKIPPED
-from hybridrl.trainer.model import ParallelModel, Work
+from hybridrl.trainer.batch_plan import Work
+from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.optimizer import learning_rate
 
 

@@ -59,7 +59,7 @@ def check_places(trainer: Trainer, batch: TrainBatch) -> None:
     for size in even_sizes(batch.num_samples, UPDATES):
         part, end = batch.select(range(end, end + size)), end + size
         plan = trainer.policy.model.plan(part)
-        assert plan.batch is part  # nothing had to be brought
+        assert plan.here is part  # nothing had to be brought
         mine = {i for work in plan.works for i in work.whole.sample_indices}
         assert mine == set(part.rows_H.tolist())
 

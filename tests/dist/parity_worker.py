@@ -160,7 +160,7 @@ def run(
     plan = model.plan(batch)
     works = plan.works
     outputs = model.forward_all(works)
-    logp_T = model.per_token(batch, plan, [output.logp_S for output in outputs])
+    logp_T = plan.column([output.logp_S for output in outputs])
     model.accumulate(works, objective)
     gradients = gradients_in_hf_names(model)
     # From the second time on Megatron's hooks reduce gradients while the backward pass runs.

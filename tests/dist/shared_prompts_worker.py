@@ -76,7 +76,7 @@ def run(
     )
     mesh.platform.seed(1)
     model = ParallelModel(mesh, source, head, settings)
-    assert model.shares_prompts == shares
+    assert model.planner.shares_prompts == shares
     shapes = hf_shapes(source.family, source.shape)
     if head == "lm":
         load_hf(source.directory, model.layout(), model.weights(), shapes)
@@ -90,7 +90,7 @@ def run(
     works = plan.works
     outputs = model.forward_all(works)
     columns = [output.logp_S if head == "lm" else output for output in outputs]
-    found_T = model.per_token(batch, plan, columns) * batch.response_mask_T
+    found_T = plan.column(columns) * batch.response_mask_T
     model.accumulate(works, objective if head == "lm" else value_objective)
     gradients = gradients_in_hf_names(model) if head == "lm" else {}
     norm = model.grad_norm()
@@ -132,7 +132,7 @@ def check_refused(mesh: Mesh, source: ModelSource) -> None:
         assert "train.share_prompts" in str(error) and "PackedAttention" in str(error)
         # Nobody asked for it: such layers are trained without.
         own = ParallelModel(mesh, source, "lm", TrainConfig(micro_batch_tokens=48))
-        assert not own.shares_prompts
+        assert not own.planner.shares_prompts
     else:
         raise AssertionError("not refused")
     finally:

@@ -106,7 +106,7 @@ class Run:
         plan = self.model.plan(batch)
         works = plan.works
         outputs = self.model.forward_all(works)
-        logp_T = self.model.per_token(batch, plan, [output.logp_S for output in outputs])
+        logp_T = plan.column([output.logp_S for output in outputs])
         # Twice: from the second time on gradients are reduced while the backward pass runs.
         for _ in range(2):
             self.model.accumulate(works, objective)

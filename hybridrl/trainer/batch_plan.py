@@ -1,0 +1,195 @@
+"""From a batch to the micro-batches of a rank, and from their results back to a column of it.
+
+Owns which rank computes with which samples: it follows from lengths and the model's shape, so that
+all ranks know it of all. Collective over the world; what a rank lacks is brought to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch import TrainBatch
+from hybridrl.config.schema import TrainConfig
+from hybridrl.data.balance import Schedule, schedule_hash
+from hybridrl.data.collate import context_positions, micro_batch, unpack
+from hybridrl.data.packing import round_up
+from hybridrl.data.sharing import schedule_samples
+from hybridrl.metrics.flops import attention_length
+from hybridrl.micro_batch import MicroBatch
+from hybridrl.models.attention import PackedSequences, SharedPrompts
+from hybridrl.models.family import ModelShape
+from hybridrl.models.layers import LayerKind
+from hybridrl.parallel.exchange import Route, bring
+from hybridrl.parallel.groups import same_on_all_ranks
+from hybridrl.parallel.mesh import Mesh
+
+FP8_TOKENS = 16  # FP8 matrix products take multiples of this
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch: whole, and the positions of it that this context-parallel rank computes.
+
+    `scored_N` are those of its own positions, ascending, whose outputs are read: they predict a
+    response token, and the vocabulary head computes no others; its temperature, None: its own.
+    """
+
+    whole: MicroBatch
+    local: MicroBatch
+    held_S: Tensor
+    scored_N: Tensor
+    packed: PackedSequences
+    temperature: float | None = None
+
+    def expand(self, local_S: Tensor) -> Tensor:
+        """Returns this rank's results at their places in the whole micro-batch, zero elsewhere."""
+        whole_S = torch.zeros(self.whole.num_positions, *local_S.shape[1:])
+        whole_S[self.held_S] = local_S.detach().float().cpu()
+        return whole_S
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """A batch, cut into the micro-batches of this rank.
+
+    Args:
+        batch: that was planned.
+        here: the same, with the tokens that this rank's micro-batches are made of.
+        works: the micro-batches, none outside of the mesh.
+        mesh: that computes with them.
+        reported_BW: (B, W) bool, which rank has the results of a sample in the end.
+    """
+
+    batch: TrainBatch
+    here: TrainBatch
+    works: list[Work]
+    mesh: Mesh
+    reported_BW: Tensor
+
+    def column(self, outputs: Sequence[Tensor], *width: int) -> Tensor:
+        """Puts per-position results of the last stage together into a column of the batch, on each
+        rank of the samples whose tokens it has; collective.
+
+        Args:
+            outputs: one (S_local,) tensor a micro-batch on last-stage ranks, empty elsewhere.
+            width: K of tensors (S_local, K), which make a (T, K) column.
+        """
+        here, mesh = self.here, self.mesh
+        column_T = torch.zeros(here.num_tokens, *width)
+        if mesh.reports:
+            wholes = [work.expand(output) for work, output in zip(self.works, outputs, strict=True)]
+            column_T = unpack([work.whole for work in self.works], wholes, here)
+        if self.batch.holders is None:
+            return mesh.sum_over_world(column_T)
+        if mesh.reports and mesh.layout.cp > 1:
+            column_T = mesh.sum_over_context(column_T)
+        ways = self.reported_BW, self.batch.holders.by_rank_BW
+        return Route(here.lengths_B, *ways, mesh.world, here.rows_H)(column_T)
+
+
+class BatchPlanner:
+    """Cuts batches for a model.
+
+    Args:
+        mesh: that the model is cut over.
+        shape: of the model.
+        train: micro-batch budget and number format.
+        layers: what its layers are made of.
+        shares_prompts: whether samples of one prompt that follow each other hold it once.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        shape: ModelShape,
+        train: TrainConfig,
+        layers: LayerKind,
+        shares_prompts: bool,
+    ) -> None:
+        self.mesh, self.shares_prompts = mesh, shares_prompts
+        self._shape, self._train, self._layers = shape, train, layers
+        self._pad_each = 2 * mesh.layout.cp if mesh.layout.cp > 1 else 1
+
+    def wanted(self, batch: TrainBatch, num_parts: int = 1) -> Tensor:
+        """Returns which ranks compute with which samples where the batch is cut into `num_parts`
+        mini-batches: (B, W) bool.
+        """
+        return self._on_ranks(self._schedule(batch, num_parts))
+
+    def plan(self, batch: TrainBatch, temperature: float | None = None) -> BatchPlan:
+        """Cuts a batch into the micro-batches of this rank's replica, and brings it the tokens that
+        it lacks. All ranks compute the same schedule; its hash is compared before any pass.
+
+        Args:
+            batch: the same samples on all ranks, their tokens anywhere.
+            temperature: of log-probabilities; None: the model's own.
+
+        Raises:
+            RuntimeError: ranks have different schedules.
+            DataError: a sample is longer than a micro-batch.
+        """
+        holders, world = batch.holders, self.mesh.world
+        dealt = self._schedule(batch, 1 if holders is None else holders.num_parts)
+        same_on_all_ranks(world, "the micro-batch schedule", schedule_hash(dealt))
+        wanted_BW, here = self._on_ranks(dealt), batch
+        if holders is not None and bool((wanted_BW & ~holders.by_rank_BW).any()):
+            here = bring(batch, wanted_BW, world)
+        where = self.mesh.where
+        mine = [] if where is None else dealt[where.dp]
+        works = [self._work(here, indices, temperature) for indices in mine]
+        return BatchPlan(batch, here, works, self.mesh, self._on_ranks(dealt, reports=True))
+
+    def _work(self, batch: TrainBatch, indices: Sequence[int], temperature: float | None) -> Work:
+        layout, where = self.mesh.layout, self.mesh.place
+        pad_total = layout.tp * self._pad_each * (1 if self._train.fp8 == "none" else FP8_TOKENS)
+        whole = micro_batch(batch, indices, self._pad_each, pad_total, self.shares_prompts)
+        index_S = context_positions(whole.cu_seqlens, layout.cp, where.cp)
+        local = whole if layout.cp == 1 else whole.take_positions(index_S)
+        device = self.mesh.platform.device
+        # Counted on the host: on a GPU it would be a sync point.
+        scored_N = local.loss_mask_S.nonzero()[:, 0].to(device, non_blocking=True)
+        local = local.to(device)
+        # transformer-engine reads the bounds on the device, torch's layers on the host.
+        bounds = local if self._layers == "transformer_engine" else whole
+        packed = PackedSequences.of(
+            bounds.cu_seqlens, whole.max_seqlen, shared_prompts(whole, local.positions_S)
+        )
+        return Work(whole, local, index_S, scored_N, packed, temperature)
+
+    def _schedule(self, batch: TrainBatch, num_parts: int) -> Schedule:
+        """Returns the micro-batches of all mini-batches, those of the first part first."""
+        layout = self.mesh.layout
+        return schedule_samples(
+            tuple(round_up(length, self._pad_each) for length in batch.lengths_B.tolist()),
+            tuple(batch.group_B.tolist()),
+            tuple(batch.prompt_lengths_B.tolist()) if self.shares_prompts else None,
+            num_parts,
+            layout.dp,
+            self._train.micro_batch_tokens,
+            layout.pp if layout.vpp > 1 else 1,
+            attention_length(self._shape),
+        )
+
+    def _on_ranks(self, dealt: Schedule, reports: bool = False) -> Tensor:
+        """Returns which ranks of the mesh compute with which samples, or have the results in the
+        end, one of each replica: (B, W) bool.
+        """
+        mesh, num_samples = self.mesh, sum(len(micro) for micros in dealt for micro in micros)
+        found_BW = torch.zeros(num_samples, mesh.world.size, dtype=torch.bool)
+        for place, rank in enumerate(mesh.ranks):
+            at = mesh.layout.coordinates(place)
+            if not reports or (at.tp, at.cp, at.pp) == (0, 0, mesh.layout.pp - 1):
+                found_BW[list(chain.from_iterable(dealt[at.dp])), rank] = True
+        return found_BW
+
+
+def shared_prompts(micro: MicroBatch, positions_S: Tensor) -> SharedPrompts | None:
+    """Returns which sequences of a whole micro-batch go on from others; None if none does."""
+    if micro.continues is None:
+        return None
+    return SharedPrompts(tuple(micro.cu_seqlens.tolist()), micro.continues, positions_S)
