@@ -115,29 +115,34 @@ def verify(reading: Reading, tokenizer: Any) -> None:
 
 
 def rank(
-    number: int, reading: Reading, tokenizer: str, told: Any, barrier: Any, results: Any
+    number: int,
+    share: float,
+    reading: Reading,
+    tokenizer: str,
+    told: Any,
+    barrier: Any,
+    results: Any,
 ) -> None:
     """Starts as one rank, and puts its seconds and memory into `results`."""
     store = PromptStore(TOKENIZERS[tokenizer][0]())
     barrier.wait()
     began = time.perf_counter()
     if number:
-        store.follow(told["files"].get())
+        store.follow(*told["found"].get())
     loaded = store.load(reading)
     mapped = time.perf_counter()
+    if share:
+        loaded, _ = hold_out(loaded, share, store.once)
+    source = PromptSource(loaded.prompts, seed=0, shuffle=True, once=store.once)
     for _ in range(0 if number else told["ranks"] - 1):
-        told["files"].put(store.files)
-    source = PromptSource(loaded.prompts, seed=0, shuffle=True)
+        told["found"].put((store.files, store.found))
     source.take(TAKEN)
     ended = time.perf_counter()
     barrier.wait()
     memory = pss_mb()
     barrier.wait()
-    if len(loaded.prompts) > FEW:
-        hold_out(loaded, SHARE)
-    held_out = time.perf_counter() - ended
+    seconds = {"until_mapped": mapped - began, "until_ready": ended - began}
     fingerprint = source.state()["fingerprint"]
-    seconds = {"until_mapped": mapped - began, "until_ready": ended - began, "held_out": held_out}
     results.put({**seconds, "memory_mb": memory, "fingerprint": fingerprint})
 
 
@@ -159,16 +164,21 @@ def in_processes(context: Any, functions: list[tuple[Any, ...]], results: Any) -
     return found
 
 
-def later_start(context: Any, reading: Reading, tokenizer: str, ranks: int) -> dict[str, Any]:
-    """Starts ranks that map what is there; returns their seconds, of the slowest, and memory."""
-    barrier, told = context.Barrier(ranks), {"ranks": ranks, "files": context.Queue()}
-    functions = [(rank, number, reading, tokenizer, told, barrier) for number in range(ranks)]
+def later_start(
+    context: Any, reading: Reading, tokenizer: str, ranks: int, share: float = 0.0
+) -> dict[str, Any]:
+    """Starts ranks that map what is there and hold out a share; returns their seconds, of the
+    slowest, and memory.
+    """
+    barrier, told = context.Barrier(ranks), {"ranks": ranks, "found": context.Queue()}
+    given = share, reading, tokenizer, told, barrier
+    functions = [(rank, number, *given) for number in range(ranks)]
     found = in_processes(context, functions, context.Queue())
     if len({one["fingerprint"] for one in found}) != 1:
         sys.exit("ranks disagree on the prompts: nothing is measured")
     slowest = {
         f"{name}_s": round(max(one[name] for one in found), 2)
-        for name in ("until_mapped", "until_ready", "held_out")
+        for name in ("until_mapped", "until_ready")
     }
     return {"ranks": ranks, **slowest, "memory_mb": sum(one["memory_mb"] for one in found)}
 

@@ -10,11 +10,12 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.prompt_file import chosen, token_texts
-from hybridrl.data.prompts import LoadedPrompts, PromptSource, saved_count
+from hybridrl.data.prompts import LoadedPrompts, Once, PromptSource, at_once, saved_count
 from hybridrl.errors import DataError
 from hybridrl.samples import Prompt
 
@@ -29,7 +30,7 @@ class MixedPrompts(PromptSource):
     Args:
         parts: the prompts of each source; none is empty.
         weights: of each.
-        seed, shuffle: as of PromptSource, for each.
+        seed, shuffle, once: as of PromptSource, for each.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class MixedPrompts(PromptSource):
         *,
         seed: int,
         shuffle: bool,
+        once: Once = at_once,
     ) -> None:
-        self._parts = [PromptSource(part, seed=seed, shuffle=shuffle) for part in parts]
+        self._parts = [PromptSource(part, seed=seed, shuffle=shuffle, once=once) for part in parts]
         self._weights, self._taken = tuple(weights), [0] * len(parts)
         states = [part.state()["fingerprint"] for part in self._parts]
         digest = hashlib.sha256(f"{states}{self._weights}".encode())
@@ -85,14 +87,16 @@ class MixedPrompts(PromptSource):
             part.load_state({**part.state(), "epoch": epoch, "index": index})
 
 
-def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> PromptSource:
-    """Returns the source of a run's prompts.
+def prompt_source(
+    loaded: LoadedPrompts, config: DataConfig, seed: int, once: Once = at_once
+) -> PromptSource:
+    """Returns the source of a run's prompts; `once` as of PromptSource.
 
     Raises:
         DataError: all prompts of a source that has a weight are too long.
     """
     if config.weights is None:
-        return PromptSource(loaded.prompts, seed=seed, shuffle=config.shuffle)
+        return PromptSource(loaded.prompts, seed=seed, shuffle=config.shuffle, once=once)
     # Sources ascend, so the prompts of each stand together.
     ends = [bisect_left(loaded.sources, number) for number in range(len(config.weights) + 1)]
     parts = [loaded.prompts[start:end] for start, end in pairwise(ends)]
@@ -104,22 +108,24 @@ def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> Promp
                 f"at least one, with data.weights; rows of at most {loaded.left_out.limits}",
                 "Remove the source and its weight.",
             )
-    return MixedPrompts(parts, config.weights, seed=seed, shuffle=config.shuffle)
+    return MixedPrompts(parts, config.weights, seed=seed, shuffle=config.shuffle, once=once)
 
 
-def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequence[Prompt]]:
+def hold_out(
+    loaded: LoadedPrompts, share: float, once: Once = at_once
+) -> tuple[LoadedPrompts, Sequence[Prompt]]:
     """Returns the prompts to train on and those held out.
 
     A prompt's side follows from its tokens: equal ones stay together, and rows added later move no
     other.
 
+    Args:
+        once: as of PromptSource.
+
     Raises:
         DataError: one of the sides would be empty.
     """
-    sides = array("q"), array("q")
-    for place, tokens in enumerate(token_texts(loaded.prompts)):
-        sides[_share(tokens) < share].append(place)
-    kept, held = sides
+    kept, held = once(partial(_sides, loaded.prompts, share))
     if not held or not kept:
         raise DataError(
             "data.eval_share",
@@ -130,6 +136,14 @@ def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequen
     sources = array("i", (loaded.sources[place] for place in kept))
     trained = replace(loaded, prompts=chosen(loaded.prompts, kept), sources=sources)
     return trained, chosen(loaded.prompts, held)
+
+
+def _sides(prompts: Sequence[Prompt], share: float) -> tuple[array[int], array[int]]:
+    """Returns the places of the prompts to train on, and of those held out."""
+    sides = array("q"), array("q")
+    for place, tokens in enumerate(token_texts(prompts)):
+        sides[_share(tokens) < share].append(place)
+    return sides
 
 
 def _share(tokens: bytes) -> float:

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,18 +67,29 @@ class PromptStore:
     Attributes:
         files: of each source that was loaded, in order; None for one that is in memory.
         notes: what the user is to know, a line each.
+        found: what was computed of them by `once`, in order; picklable.
     """
 
     def __init__(self, tokenizer: TextEncoder, folder: Path | None = None) -> None:
         self.files: list[str | None] = []
         self.notes: list[str] = []
+        self.found: list[Any] = []
         self._tokenizer, self._folder = tokenizer, folder or cache_folder()
         self._to_follow: list[str | None] | None = None
+        self._to_repeat: list[Any] = []
         self._temporary: Path | None = None
 
-    def follow(self, files: Sequence[str | None]) -> None:
-        """Makes `load` map what the `files` of another rank's store name."""
-        self._to_follow = list(files)
+    def follow(self, files: Sequence[str | None], found: Sequence[Any] = ()) -> None:
+        """Makes `load` map what the `files` of another rank's store name, and `once` give what that
+        has found.
+        """
+        self._to_follow, self._to_repeat = list(files), list(found)
+
+    def once(self, compute: Callable[[], Any]) -> Any:
+        """Returns what `compute` gives, which the rank that is followed has called."""
+        is_known = len(self.found) < len(self._to_repeat)
+        self.found.append(self._to_repeat[len(self.found)] if is_known else compute())
+        return self.found[-1]
 
     def load(self, reading: Reading) -> LoadedPrompts:
         """Returns prompts, of a file where that is possible.

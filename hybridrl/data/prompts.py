@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from hybridrl.config.needs import Feedback
 from hybridrl.config.schema import DataConfig
@@ -316,6 +317,27 @@ def _prompt(
     return Prompt(number, str(row.columns[config.prompt_key]), tokens, columns, better, worse)
 
 
+def at_once(compute: Callable[[], Any]) -> Any:
+    """Returns what `compute` gives."""
+    return compute()
+
+
+Once = Callable[[Callable[[], Any]], Any]
+"""Returns what a function gives, be it that it was called on another rank."""
+
+
+def _fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
+    """Returns a digest of prompts and of the seed that they are shuffled with."""
+    digest = hashlib.sha256(f"{seed}".encode())
+    for number, tokens, response, rejected, label in identities(prompts):
+        digest.update(b"%d%b%b" % (number, tokens, response))
+        if rejected != NONE:
+            digest.update(rejected)
+        if label is not None and response not in (NONE, b"()"):
+            digest.update(f"{label}".encode())
+    return digest.hexdigest()[:16]
+
+
 class PromptSource:
     """Gives prompts without end, each epoch in a new order.
 
@@ -323,20 +345,16 @@ class PromptSource:
         prompts: what it gives; not empty.
         seed: sets the order, together with the number of the epoch.
         shuffle: False gives every epoch in the order of `prompts`.
+        once: computes what is the same on all ranks and takes long.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, once: Once = at_once
+    ) -> None:
         if not prompts:
             raise DataError("prompts", "nothing", "1 prompt or more", "Pass some prompts.")
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
-        digest = hashlib.sha256(f"{seed if shuffle else None}".encode())
-        for number, tokens, response, rejected, label in identities(prompts):
-            digest.update(b"%d%b%b" % (number, tokens, response))
-            if rejected != NONE:
-                digest.update(rejected)
-            if label is not None and response not in (NONE, b"()"):
-                digest.update(f"{label}".encode())
-        self._fingerprint = digest.hexdigest()[:16]
+        self._fingerprint: str = once(partial(_fingerprint, prompts, seed if shuffle else None))
         self._epoch, self._index = 0, 0
         self._order = self._epoch_order()
 

@@ -27,7 +27,6 @@ from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import as_config
 from hybridrl.config.own_code import contained, make_working_folder_importable
 from hybridrl.config.schema import Config
-from hybridrl.data.mixture import prompt_source
 from hybridrl.data.packing import even_sizes
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
@@ -124,8 +123,8 @@ class Trainer:
         of_run = config, self.world, self.algorithm.needs, given, self.journal.say
         data = make_data(*of_run, self._trains)
         self.tokenizer, self.scorer, self.mix = data.tokenizer, data.scorer, data.mix
-        self.prompts = prompt_source(data.prompts, config.data, config.run.seed)
-        self.eval_prompts, self._position = data.eval_prompts, Position(self.prompts, self.mix)
+        self.prompts, self.eval_prompts = data.prompts, data.eval_prompts
+        self._position = Position(self.prompts, self.mix)
         parts = (config, meshes, self.algorithm, self.models, self.journal.say)
         roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained

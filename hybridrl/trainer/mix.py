@@ -95,7 +95,7 @@ class Mix:
             with _named(name):
                 needs, rows = term.algorithm.needs, given.get(name)
                 loaded = setup.load_rows(data, config.rollout, store, needs, rows)
-                self._sources[name] = prompt_source(loaded, data, seed)
+                self._sources[name] = prompt_source(loaded, data, seed, store.once)
             say(f"mix.{name}: {loaded.report()}")
         self.taken: list[TrainBatch] = []
 

@@ -250,7 +250,7 @@ def load_data(
     data = config.data
     loaded = load_rows(data, config.rollout, store, needs, rows)
     if data.eval_share:
-        loaded, held_out = hold_out(loaded, data.eval_share)
+        loaded, held_out = hold_out(loaded, data.eval_share, store.once)
         return loaded, held_out[: data.eval_limit]
     if not data.eval_prompts:
         return loaded, ()
