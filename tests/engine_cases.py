@@ -5,12 +5,16 @@ A new engine joins by a line in ENGINES; one that samples from a model also by i
 
 from __future__ import annotations
 
+import gc
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import kept_heap
 import numpy as np
 import pytest
 import torch
+import vllm_kernels
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -123,6 +127,7 @@ def make_engine(name: str, max_batch: int = 8, version: int = 0) -> Any:
 
 def start_vllm(name: str, max_batch: int = 8, **changes: Any) -> Any:
     """Starts an engine without weights; `close_engines` ends it."""
+    vllm_kernels.register()
     config = VLLM_MODELS[name]
     family = resolve_family(None, config)
     fields: dict[str, Any] = {
@@ -141,8 +146,17 @@ def start_vllm(name: str, max_batch: int = 8, **changes: Any) -> Any:
 
 def close_engines() -> None:
     """Closes what `start_vllm` opened."""
-    while opened:
-        opened.pop().close()
+    if opened:
+        while opened:
+            opened.pop().close()
+        keep_imports()
+
+
+@cache
+def keep_imports() -> None:
+    """Takes what the first engine of the process has imported out of the collector's rounds."""
+    gc.collect()
+    kept_heap.keep()
 
 
 def prompts(count: int, seed: int = 0, longest: int = 12) -> list[tuple[int, ...]]:

@@ -13,6 +13,8 @@ from typing import Any
 
 from scripted_reward import digits
 
+from hybridrl.parallel import waiting_room
+
 __all__ = ["digits"]
 
 
@@ -38,6 +40,7 @@ def plant(step: int) -> None:
 
 
 if "RANK" in os.environ and "PLANTED" in os.environ:
+    waiting_room.PATIENCE_S = 3.0  # of 10 s, which the ranks of a replica would wait out
     _step, _ranks = os.environ["PLANTED"].split(":")
     if os.environ["RANK"] in _ranks.split(","):
         plant(int(_step))

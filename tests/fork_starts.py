@@ -46,7 +46,15 @@ RANKS = (
     "hybridrl.trainer.setup",
 )
 # vLLM is imported only where it is used: its import changes what other libraries do.
-RANKS_WITH_VLLM = (*RANKS, "hybridrl.rollout.vllm", "vllm", "vllm.v1.engine.llm_engine")
+RANKS_WITH_VLLM = (
+    *RANKS,
+    "hybridrl.rollout.vllm",
+    "vllm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.model_executor.model_loader",
+)
 # Variables that some library reads at its import begin so.
 READ_AT_IMPORT = (
     "CUDA",

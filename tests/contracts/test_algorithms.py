@@ -9,8 +9,9 @@ algorithm's own.
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -282,14 +283,24 @@ def run(
     return {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}, metrics
 
 
-def prepare(case: str, seed: int = 0) -> tuple[Algorithm, Tables, TrainBatch]:
-    tables = Tables.random(seed)
-    algorithm, config = make_algorithm(CASES[case]), CASES[case]
-    if config.needs is not None and not config.needs.rollouts and config.needs.feedback:
+@cache
+def prepared(case: str, seed: int) -> tuple[Tables, TrainBatch, Tensor]:
+    """What a case learns from, and the state that making it leaves torch's random numbers in."""
+    tables, algorithm = Tables.random(seed), make_algorithm(CASES[case])
+    needs = CASES[case].needs
+    if needs is not None and not needs.rollouts and needs.feedback:
         batch = make_feedback_batch(case, tables, seed)
     else:  # of three samples a pair is kept; every case is to learn from twelve
         batch = make_batch(tables, seed, 6 if isinstance(algorithm, SelectiveAlgorithm) else 4)
-    return algorithm, tables, with_teacher(batch, algorithm.needs.teacher_top)
+    batch = with_teacher(batch, algorithm.needs.teacher_top)
+    return tables, batch, torch.get_rng_state()
+
+
+def prepare(case: str, seed: int = 0) -> tuple[Algorithm, Tables, TrainBatch]:
+    """A new algorithm, and copies of its own of what is the same in all tests."""
+    tables, batch, state = deepcopy(prepared(case, seed))
+    torch.set_rng_state(state)
+    return make_algorithm(CASES[case]), tables, batch
 
 
 def assert_same(found: dict, expected: dict, tolerance: float) -> None:

@@ -13,7 +13,7 @@ from command_line import QUICKSTART, start
 from engine_cases import NEEDS_VLLM
 
 # Of the failed rank for the others, of the launcher for the rest, and what slow machines add.
-SECONDS_TO_END = 30
+SECONDS_TO_END = 23
 CONFIG = (
     QUICKSTART / "grpo.yaml",
     "model.path=null",
