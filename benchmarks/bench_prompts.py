@@ -4,10 +4,11 @@ memory of all ranks together.
 A file of prompts is generated. It is checked as by `hybridrl train` before ranks start, twice: the
 second time it was checked before. One process tokenizes it (the first start). Then as many
 processes as a node has ranks start as in a run: the first finds the tokenized file and reads it
-whole to see that it is undamaged, all map it, compute the identity of the data and take prompts.
-Their memory is the sum of their proportional set sizes, in which a page that several share counts
-once, less that of as many ranks with FEW prompts. Ideal: 4 bytes a token, once a node. Mapped pages
-are clean: the system may take them back.
+whole to see that it is undamaged, and computes the identity of the data, once with all prompts and
+once with a share held out; all map it, are told what was found, and take prompts. Their memory is
+the sum of their proportional set sizes, in which a page that several share counts once, less that
+of as many ranks with FEW prompts. Ideal: 4 bytes a token, once a node. Mapped pages are clean: the
+system may take them back.
 
 Two tokenizers: the quickstart's, of a token a digit, and one of NUM_WORDS words, with which rows
 are five times as long in text.
@@ -211,6 +212,8 @@ def measure(args: argparse.Namespace, folder: Path, tokenizer: str) -> dict[str,
     for ranks in args.ranks:
         held = later_start(context, few, tokenizer, ranks)["memory_mb"]
         found = later_start(context, reading, tokenizer, ranks)
+        split = later_start(context, reading, tokenizer, ranks, SHARE)
+        found["until_ready_with_share_s"] = split["until_ready_s"]
         later.append({**found, "memory_mb": round(found["memory_mb"] - held, 1)})
         print(f"{tokenizer}: {later[-1]}", flush=True)
     return {
@@ -266,7 +269,8 @@ def main() -> None:
     print(json.dumps(result, indent=2))
     for case in cases:
         for later in case["later_starts"]:
-            seconds = case["later_check_s"] + later["until_ready_s"]
+            slower = max(later["until_ready_s"], later["until_ready_with_share_s"])
+            seconds = case["later_check_s"] + slower
             if later["memory_mb"] > 1e3 * args.most_gb or seconds > args.most_s:
                 sys.exit(f"allowed: {args.most_gb} GB, {args.most_s} s")
 

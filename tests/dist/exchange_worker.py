@@ -27,6 +27,7 @@ KNOBS = (f"steps.updates_per_step={UPDATES}", "algorithm.kl_coef=0.1", "log.roll
 WAYS = {
     "replicas of two ranks": (("train.tp=2",), 1),
     "stages": (("train.pp=2",), 1),
+    "contexts": (("train.cp=2",), 1),
     # Once to the policy's ranks, and once to the reference's.
     "reference elsewhere": (("placement.policy=0-1", "placement.reference=2-3"), 2),
     "engines elsewhere": (("placement.policy=0-1", "placement.rollout=2-3"), 1),
@@ -84,11 +85,14 @@ def check_way(folder: Path, name: str, knobs: Sequence[str], num_exchanges: int)
 
 
 def check_gradients(trainer: Trainer, batch: TrainBatch) -> None:
-    """They are those of the whole batch on every rank, bit for bit."""
+    """They and log-probabilities are those of the whole batch on every rank, bit for bit."""
     trainer.enter_training()
     part = batch.select(range(batch.num_samples // 2))
     everywhere = torch.ones(part.num_samples, 4, dtype=torch.bool)
     whole = replace(bring(part, everywhere, trainer.world), holders=None, num_observed_B=None)
+    logps = [trainer.policy.logprobs(one) for one in (part, whole)]
+    places = whole.token_places(part.rows_H)
+    assert torch.equal(logps[0], logps[1][places]) and logps[1].any()
     dealt, at_once = (trainer.policy.gradients(one) for one in (part, whole))
     assert repr(dealt.metrics) == repr(at_once.metrics), (dealt.metrics, at_once.metrics)
     assert dealt.grad_norm > 0

@@ -302,3 +302,15 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path) -> None
     assert cache_folder() == Path("/c/hybridrl/prompts")
     monkeypatch.setenv("HYBRIDRL_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path / "hybridrl" / "prompts"
+
+
+def test_what_follows_from_all_prompts_is_computed_on_one_rank() -> None:
+    first, follower = PromptStore(letters()), PromptStore(letters())
+    assert [first.once(lambda n=n: n * 10) for n in range(3)] == [0, 10, 20]
+    follower.follow(first.files, first.found)
+
+    def again() -> int:
+        raise AssertionError("computed again")
+
+    assert [follower.once(again) for _ in range(3)] == [0, 10, 20]
+    assert follower.once(lambda: 30) == 30  # beyond what was told
