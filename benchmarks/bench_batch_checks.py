@@ -32,7 +32,8 @@ import torch
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import Algorithm
-from hybridrl.batch import (
+from hybridrl.config.schema import GrpoConfig
+from hybridrl.contracts.batch import (
     BatchError,
     Producer,
     Prompt,
@@ -41,7 +42,6 @@ from hybridrl.batch import (
     ScoredBatch,
     TrainBatch,
 )
-from hybridrl.config.schema import GrpoConfig
 from hybridrl.trainer.gathered import table_of, told
 
 LIMIT = 0.01
@@ -85,7 +85,7 @@ def without_checks() -> Iterator[None]:
         return
 
     with (
-        patch("hybridrl.batch.check", nothing),
+        patch("hybridrl.contracts.batch.check", nothing),
         patch.object(RolloutBatch, "__post_init__", nothing),
         patch.object(ScoredBatch, "__post_init__", nothing),
     ):

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.batch import Producer, Prompt, RolloutBatch, ScoredBatch, TrainBatch
-from hybridrl.batch_checks import columns_of
 from hybridrl.config.schema import GrpoConfig
+from hybridrl.contracts.batch import Producer, Prompt, RolloutBatch, ScoredBatch, TrainBatch
+from hybridrl.contracts.checks import columns_of
 from hybridrl.data.packing import even_sizes
 from hybridrl.data.sharing import schedule_samples
 from hybridrl.parallel.exchange import Route, bring

@@ -20,8 +20,8 @@ from reshard_clock import Clock, attempted, matmul_rate
 from reshard_gpu_case import ROOT, machine
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.load import load_config_dict
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.data.balance import Schedule
 from hybridrl.data.packing import even_sizes, round_up
 from hybridrl.metrics.flops import forward_flops, train_flops

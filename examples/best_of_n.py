@@ -11,8 +11,8 @@ import sys
 
 from hybridrl import Trainer
 from hybridrl.algorithms import make_algorithm
-from hybridrl.batch import Producer, ScoredBatch
 from hybridrl.config.schema import SftConfig
+from hybridrl.contracts.batch import Producer, ScoredBatch
 from hybridrl.trainer.policy import Policy
 
 

@@ -6,7 +6,7 @@ python examples/custom_loop.py CONFIG [KEY=VALUE ...], or under torchrun with th
 import sys
 
 from hybridrl import Trainer
-from hybridrl.batch import Producer
+from hybridrl.contracts.batch import Producer
 
 trainer = Trainer.from_config(sys.argv[1], sys.argv[2:])
 policy, engine, algorithm = trainer.policy, trainer.engine, trainer.algorithm

@@ -8,8 +8,8 @@ import torch
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import LossOutput
-from hybridrl.batch import MicroBatch
 from hybridrl.config.load import load_config_dict
+from hybridrl.contracts.batch import MicroBatch
 
 
 class Poisoned:

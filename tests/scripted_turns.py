@@ -8,9 +8,9 @@ from typing import Any
 
 from own_environments import Numbers
 
-from hybridrl.batch import Prompt
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.reward import RewardConfig
+from hybridrl.contracts.batch import Prompt
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout

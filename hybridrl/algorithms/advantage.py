@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.surrogate import KlEstimator, kl_estimate
-from hybridrl.batch import RolloutBatch, TrainBatch
+from hybridrl.contracts.batch import RolloutBatch, TrainBatch
 
 Keys = Callable[[Tensor], Tensor]
 """Returns for each of these response tokens, by index, a number that looks random."""

@@ -15,8 +15,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from hybridrl.batch import MicroBatch, ScoredBatch, TrainBatch
 from hybridrl.config.needs import Needs
+from hybridrl.contracts.batch import MicroBatch, ScoredBatch, TrainBatch
 
 
 @dataclass(frozen=True)

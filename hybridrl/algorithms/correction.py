@@ -15,8 +15,8 @@ from torch import Tensor
 from hybridrl.algorithms.advantage import response_values
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.surrogate import importance_ratio
-from hybridrl.batch import RolloutBatch
 from hybridrl.config.correction import CorrectionConfig, Level
+from hybridrl.contracts.batch import RolloutBatch
 
 Sum = Callable[[Tensor], Tensor]
 """Returns at each token the sum over its response."""

@@ -21,9 +21,9 @@ from hybridrl.algorithms.advantage import (
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
-from hybridrl.batch import MicroBatch, Producer, TrainBatch
 from hybridrl.config.algorithm import OnPolicyDistillationConfig
 from hybridrl.config.distillation import DistillationConfig, GkdConfig
+from hybridrl.contracts.batch import MicroBatch, Producer, TrainBatch
 
 # Probability that all other tokens together have at least: what fp32 log-probabilities leave of
 # 1 - sum(p) is rounding below it.

@@ -31,8 +31,15 @@ from hybridrl.algorithms.advantage import (
 )
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
-from hybridrl.batch import GREEDY, BatchError, MicroBatch, Producer, ScoredBatch, TrainBatch
 from hybridrl.config.schema import GrpoConfig
+from hybridrl.contracts.batch import (
+    GREEDY,
+    BatchError,
+    MicroBatch,
+    Producer,
+    ScoredBatch,
+    TrainBatch,
+)
 
 
 class Grpo(PolicyGradient):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantage import uniform_groups
 from hybridrl.algorithms.preference import Dpo
-from hybridrl.batch import Producer, ScoredBatch, TrainBatch
 from hybridrl.config.supervised import OnlineDpoConfig
+from hybridrl.contracts.batch import Producer, ScoredBatch, TrainBatch
 
 
 class OnlineDpo(Dpo):

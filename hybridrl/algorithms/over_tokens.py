@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.batch import RolloutBatch
+from hybridrl.contracts.batch import RolloutBatch
 
 
 class OverTokens:

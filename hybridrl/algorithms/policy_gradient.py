@@ -15,8 +15,8 @@ from hybridrl.algorithms import correction, surrogate
 from hybridrl.algorithms.advantage import overlong_penalty, sequence_kl, token_kl
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.algorithms.kl_control import AdaptiveKl
-from hybridrl.batch import MicroBatch, TrainBatch
 from hybridrl.config.algorithm import PolicyGradientConfig
+from hybridrl.contracts.batch import MicroBatch, TrainBatch
 from hybridrl.errors import UserError
 
 

@@ -22,8 +22,8 @@ from hybridrl.algorithms.base import LossOutput
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.algorithms.surrogate import clipped_value_loss
-from hybridrl.batch import MicroBatch, Producer, TrainBatch
 from hybridrl.config.schema import PpoConfig
+from hybridrl.contracts.batch import MicroBatch, Producer, TrainBatch
 
 
 class Ppo(PolicyGradient):

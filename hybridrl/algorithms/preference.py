@@ -20,9 +20,9 @@ from torch.nn.functional import logsigmoid
 from hybridrl.algorithms.advantage import response_values, sample_column
 from hybridrl.algorithms.base import LossOutput
 from hybridrl.algorithms.over_tokens import OverTokens
-from hybridrl.batch import MISMATCHED, BatchError, MicroBatch, Producer, TrainBatch
 from hybridrl.config.needs import Needs
 from hybridrl.config.supervised import DpoConfig, KtoConfig, OnlineDpoConfig
+from hybridrl.contracts.batch import MISMATCHED, BatchError, MicroBatch, Producer, TrainBatch
 
 # Parts of the reward that `advantages` adds for the metrics: beta times the (mean) log-ratio, the
 # sample's share of the loss, and KTO's estimate of the KL.

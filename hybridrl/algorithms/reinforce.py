@@ -17,8 +17,8 @@ from hybridrl.algorithms.advantage import (
 )
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
-from hybridrl.batch import Producer, TrainBatch
 from hybridrl.config.algorithm import ReinforceConfig
+from hybridrl.contracts.batch import Producer, TrainBatch
 
 
 class ReinforcePlusPlus(PolicyGradient):

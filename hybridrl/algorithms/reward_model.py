@@ -17,9 +17,9 @@ from torch.nn.functional import logsigmoid
 
 from hybridrl.algorithms.base import LossOutput
 from hybridrl.algorithms.preference import IMPLICIT, LOSS, pairs
-from hybridrl.batch import MicroBatch, Producer, TrainBatch
 from hybridrl.config.needs import Needs
 from hybridrl.config.supervised import PAIR_MARGIN, RewardModelConfig
+from hybridrl.contracts.batch import MicroBatch, Producer, TrainBatch
 
 
 class RewardModel:

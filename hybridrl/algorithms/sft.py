@@ -7,9 +7,9 @@ from functools import cached_property
 from torch import Tensor
 
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
-from hybridrl.batch import MicroBatch, TrainBatch
 from hybridrl.config.needs import Needs
 from hybridrl.config.schema import SftConfig
+from hybridrl.contracts.batch import MicroBatch, TrainBatch
 
 
 class Sft:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.batch import MicroBatch, RolloutBatch
+from hybridrl.contracts.batch import MicroBatch, RolloutBatch
+from hybridrl.contracts.micro_batch import LOSS_COLUMNS
 from hybridrl.data.packing import packed_bounds
 from hybridrl.data.sharing import shared_prefix
-from hybridrl.micro_batch import LOSS_COLUMNS
 
 
 def micro_batch(

@@ -14,10 +14,10 @@ from functools import partial
 from itertools import pairwise
 
 from hybridrl.config.schema import DataConfig
+from hybridrl.contracts.samples import Prompt
 from hybridrl.data.prompt_file import chosen, token_texts
 from hybridrl.data.prompts import LoadedPrompts, Once, PromptSource, at_once, saved_count
 from hybridrl.errors import DataError
-from hybridrl.samples import Prompt
 
 
 class MixedPrompts(PromptSource):

@@ -29,8 +29,8 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridrl.contracts.samples import Prompt
 from hybridrl.data.tuple_texts import TupleTexts, runs
-from hybridrl.samples import Prompt
 
 MAGIC = b"hybridrl prompts 1\n"
 _TRAILER = struct.Struct("=QI")  # the footer's length and CRC-32

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import DataConfig
+from hybridrl.contracts.samples import Prompt
 from hybridrl.data.prompt_file import (
     DamagedError,
     MappedPrompts,
@@ -39,7 +40,6 @@ from hybridrl.data.prompt_file import (
 from hybridrl.data.prompts import LeftOut, LoadedPrompts, Reading, TextEncoder, in_memory
 from hybridrl.data.sets import source_identity
 from hybridrl.errors import said
-from hybridrl.samples import Prompt
 
 ENDING = ".prompts"
 CHECKED = ".checked"  # of the marks of checked_rows.py

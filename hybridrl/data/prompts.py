@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from hybridrl.config.needs import Feedback
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.supervised import PAIR_MARGIN
+from hybridrl.contracts.samples import Prompt
 from hybridrl.data.chats import as_chats, chat_column
 from hybridrl.data.feedback import (
     check_classes,
@@ -31,7 +32,6 @@ from hybridrl.data.feedback import (
 from hybridrl.data.prompt_file import NONE, identities
 from hybridrl.data.rows import Row, read_rows, validate_file
 from hybridrl.errors import DataError, said, short
-from hybridrl.samples import Prompt
 
 __all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts", "validate_file"]
 

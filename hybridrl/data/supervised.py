@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from hybridrl.batch import MISMATCHED, Producer, Prompt, TrainBatch
 from hybridrl.config.needs import Feedback
+from hybridrl.contracts.batch import MISMATCHED, Producer, Prompt, TrainBatch
 
 
 def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> TrainBatch:

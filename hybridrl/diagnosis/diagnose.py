@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.schema import Config, PlacementConfig
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.diagnosis.reference import reference_streams
 from hybridrl.diagnosis.residual import engine_streams, stages, trainer_logits, trainer_streams
 from hybridrl.diagnosis.verdicts import (

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridrl.batch import TrainBatch
+from hybridrl.contracts.batch import TrainBatch
 from hybridrl.models.heads import LanguageModel, TokenStats
 from hybridrl.rollout.build import ComputingEngine
 from hybridrl.rollout.engine import Request, SamplingParams, generate

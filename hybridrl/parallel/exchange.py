@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.batch import RolloutBatch
-from hybridrl.batch_checks import columns_of
-from hybridrl.holders import Holders
+from hybridrl.contracts.batch import RolloutBatch
+from hybridrl.contracts.checks import columns_of
+from hybridrl.contracts.holders import Holders
 from hybridrl.parallel.groups import World
 
 Array = np.ndarray[Any, Any]

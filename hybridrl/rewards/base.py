@@ -20,9 +20,9 @@ from typing import Protocol
 
 import torch
 
-from hybridrl.batch import BatchError, Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
+from hybridrl.contracts.batch import BatchError, Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.errors import UserError
 from hybridrl.rewards.functions import (
     NOT_CALLED,

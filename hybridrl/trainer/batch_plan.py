@@ -13,14 +13,14 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridrl.batch import TrainBatch
 from hybridrl.config.schema import TrainConfig
+from hybridrl.contracts.batch import TrainBatch
+from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.data.balance import Schedule, schedule_hash
 from hybridrl.data.collate import context_positions, micro_batch, unpack
 from hybridrl.data.packing import round_up
 from hybridrl.data.sharing import schedule_samples
 from hybridrl.metrics.flops import attention_length
-from hybridrl.micro_batch import MicroBatch
 from hybridrl.models.attention import PackedSequences, SharedPrompts
 from hybridrl.models.family import ModelShape
 from hybridrl.models.layers import LayerKind

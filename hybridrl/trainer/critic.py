@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 
 from hybridrl.algorithms.base import CriticAlgorithm, LossOutput
-from hybridrl.batch import TrainBatch
-from hybridrl.micro_batch import MicroBatch
+from hybridrl.contracts.batch import TrainBatch
+from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.update import Gradients, Share, kept, take
 

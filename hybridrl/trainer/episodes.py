@@ -18,8 +18,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from hybridrl.batch import Prompt, Rollout
 from hybridrl.config.environment import EnvironmentConfig
+from hybridrl.contracts.batch import Prompt, Rollout
 from hybridrl.environments.base import Answer, Play
 from hybridrl.environments.chat import ObservationEncoder, text_of_turn
 from hybridrl.environments.stage import Stages

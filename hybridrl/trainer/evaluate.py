@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from hybridrl.batch import Prompt, ScoredBatch
 from hybridrl.config.reward import RewardConfig
+from hybridrl.contracts.batch import Prompt, ScoredBatch
 from hybridrl.errors import UserError
 from hybridrl.trainer.sampler import Sampler
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.batch import GREEDY, LENGTHS, Producer, Prompt, ScoredBatch
-from hybridrl.batch_checks import columns_of
-from hybridrl.holders import Holders, Ranks
+from hybridrl.contracts.batch import GREEDY, LENGTHS, Producer, Prompt, ScoredBatch
+from hybridrl.contracts.checks import columns_of
+from hybridrl.contracts.holders import Holders, Ranks
 
 Table = dict[str, Any]
 """The per-sample columns of a batch, as arrays by name."""

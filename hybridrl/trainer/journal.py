@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from hybridrl.batch import ScoredBatch
 from hybridrl.config.identity import changed_knobs, run_folder, saved_config, write_config
 from hybridrl.config.schema import Config
+from hybridrl.contracts.batch import ScoredBatch
 from hybridrl.data.packing import even_sizes
 from hybridrl.metrics.flops import peak_flops_per_s
 from hybridrl.metrics.sinks import (

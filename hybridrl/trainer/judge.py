@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hybridrl.batch import Producer, ScoredBatch
 from hybridrl.config.placement import REWARD
 from hybridrl.config.reward import SERVED
 from hybridrl.config.schema import Config, ModelConfig
+from hybridrl.contracts.batch import Producer, ScoredBatch
 from hybridrl.errors import UserError
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.trainer import setup

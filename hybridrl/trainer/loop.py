@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
 from hybridrl.algorithms.preference import feedback_metrics
-from hybridrl.batch import ScoredBatch, TrainBatch
 from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.engines import ENGINES
@@ -27,6 +26,7 @@ from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import as_config
 from hybridrl.config.own_code import contained, make_working_folder_importable
 from hybridrl.config.schema import Config
+from hybridrl.contracts.batch import ScoredBatch, TrainBatch
 from hybridrl.data.packing import even_sizes
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError

@@ -19,7 +19,7 @@ from hybridrl.algorithms.correction import off_policy_metrics
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.algorithms.surrogate import bounded_log_ratio
-from hybridrl.batch import RolloutBatch
+from hybridrl.contracts.batch import RolloutBatch
 
 MEAN = "mismatch/logprob_diff_mean"
 WARN_EVERY_STEPS = 50

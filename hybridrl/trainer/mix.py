@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.algorithms import make_algorithm, not_a_term
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
-from hybridrl.batch import TrainBatch
 from hybridrl.config.schema import Config
+from hybridrl.contracts.batch import TrainBatch
 from hybridrl.data.mixture import prompt_source
 from hybridrl.data.prompt_store import PromptStore
 from hybridrl.data.supervised import supervised_batch

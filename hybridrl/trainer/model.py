@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from hybridrl.batch import TrainBatch
 from hybridrl.checkpoint.writing import ModelFiles
 from hybridrl.config.schema import TrainConfig
+from hybridrl.contracts.batch import TrainBatch
+from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.hybrid_engine.engine import gather_layouts
 from hybridrl.hybrid_engine.owned import owned_layout
-from hybridrl.micro_batch import MicroBatch
 from hybridrl.models.build import build_chunks, named_weights, transformer_config
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.heads import head_temperature

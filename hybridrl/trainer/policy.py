@@ -13,8 +13,8 @@ import torch
 
 from hybridrl.algorithms.base import Algorithm, LossOutput
 from hybridrl.algorithms.preference import feedback_metrics
-from hybridrl.batch import TrainBatch
-from hybridrl.micro_batch import MicroBatch
+from hybridrl.contracts.batch import TrainBatch
+from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.models.heads import LanguageModel, TokenStats
 from hybridrl.trainer.mismatch import behaviour_metrics
 from hybridrl.trainer.model import Loss, ParallelModel

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hybridrl.batch import Producer, Prompt, TrainBatch
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.models.family import ModelShape
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.trainer.mismatch import BOUNDS

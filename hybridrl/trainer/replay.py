@@ -18,12 +18,12 @@ from yaml import safe_load
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
-from hybridrl.batch import TrainBatch
 from hybridrl.checkpoint.random_states import set_rng_state
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
+from hybridrl.contracts.batch import TrainBatch
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform, start_kernels_in_order

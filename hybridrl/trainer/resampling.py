@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from hybridrl.algorithms.base import Algorithm, GroupAlgorithm
-from hybridrl.batch import Prompt, ScoredBatch
+from hybridrl.contracts.batch import Prompt, ScoredBatch
 from hybridrl.data.prompts import PromptSource
 from hybridrl.metrics.timing import PhaseTimer
 from hybridrl.trainer.sampler import Sampler

@@ -13,9 +13,9 @@ from types import MappingProxyType
 import torch
 
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, SelectiveAlgorithm
-from hybridrl.batch import BatchError, Producer, ScoredBatch, TrainBatch
 from hybridrl.config.roles import run_models
 from hybridrl.config.schema import Config, PpoConfig
+from hybridrl.contracts.batch import BatchError, Producer, ScoredBatch, TrainBatch
 from hybridrl.errors import UserError
 from hybridrl.metrics.flops import (
     GeneratedLengths,

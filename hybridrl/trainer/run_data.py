@@ -14,8 +14,8 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.algorithms.base import Needs
-from hybridrl.batch import Prompt
 from hybridrl.config.schema import Config
+from hybridrl.contracts.batch import Prompt
 from hybridrl.data.mixture import prompt_source
 from hybridrl.data.prompt_store import PromptStore
 from hybridrl.data.prompts import LoadedPrompts, PromptSource

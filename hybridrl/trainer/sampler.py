@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.batch import GREEDY, Producer, Prompt, RolloutBatch, ScoredBatch
+from hybridrl.contracts.batch import GREEDY, Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.data.spread import ResponseLengths, group_work, spread
 from hybridrl.errors import UserError
 from hybridrl.metrics.flops import GeneratedLengths, num_generated

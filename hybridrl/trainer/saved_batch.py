@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from yaml import YAMLError, safe_load
 
-from hybridrl.batch import LENGTHS, BatchError, Producer, Prompt, TrainBatch
-from hybridrl.batch_checks import columns_of
+from hybridrl.contracts.batch import LENGTHS, BatchError, Producer, Prompt, TrainBatch
+from hybridrl.contracts.checks import columns_of
 from hybridrl.errors import DataError
 
 FILE_NAME = re.compile(r"step_\d{6,}_update_\d{3,}\.safetensors")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hybridrl.batch import Prompt
+from hybridrl.contracts.batch import Prompt
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 from hybridrl.trainer.episodes import restored
 

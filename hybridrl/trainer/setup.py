@@ -17,7 +17,6 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.algorithms.base import Needs
-from hybridrl.batch import Prompt
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.identity import pinned
@@ -28,6 +27,7 @@ from hybridrl.config.schema import Config, DataConfig, ModelConfig, RolloutConfi
 from hybridrl.config.source import model_directory, read_model_config, tokenizer_directory
 from hybridrl.config.teacher import is_scored, teacher_rules
 from hybridrl.config.tokenizer import check_token_numbers, check_tokenizer_files
+from hybridrl.contracts.batch import Prompt
 from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompt_file import largest_token
 from hybridrl.data.prompt_store import PromptStore

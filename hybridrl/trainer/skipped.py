@@ -14,10 +14,10 @@ from types import MappingProxyType
 
 import torch
 
-from hybridrl.batch import TrainBatch
 from hybridrl.checkpoint.random_states import rng_state
 from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
+from hybridrl.contracts.batch import TrainBatch
 from hybridrl.errors import UserError
 from hybridrl.metrics.values import SKIPPED
 from hybridrl.parallel.exchange import collect

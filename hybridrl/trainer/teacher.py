@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from hybridrl.algorithms.base import Needs
-from hybridrl.batch import TrainBatch
 from hybridrl.config.schema import Config
 from hybridrl.config.teacher import teacher_model
+from hybridrl.contracts.batch import TrainBatch
 from hybridrl.errors import UserError
 from hybridrl.models.heads import LanguageModel, TokenStats
 from hybridrl.parallel.mesh import Mesh

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
-from hybridrl.batch import TrainBatch
+from hybridrl.contracts.batch import TrainBatch
 from hybridrl.metrics.values import SKIPPED
 from hybridrl.trainer.batch_plan import Work
 from hybridrl.trainer.model import ParallelModel

@@ -27,17 +27,6 @@ from hybridrl.algorithms.base import (
     SelectiveAlgorithm,
 )
 from hybridrl.algorithms.preference import feedback_metrics
-from hybridrl.batch import (
-    GREEDY,
-    MISMATCHED,
-    BatchError,
-    MicroBatch,
-    Producer,
-    Prompt,
-    Rollout,
-    RolloutBatch,
-    TrainBatch,
-)
 from hybridrl.config.algorithm import (
     PRESETS,
     OnPolicyDistillationConfig,
@@ -55,6 +44,17 @@ from hybridrl.config.schema import (
     SftConfig,
 )
 from hybridrl.config.supervised import PAIR_PRESETS
+from hybridrl.contracts.batch import (
+    GREEDY,
+    MISMATCHED,
+    BatchError,
+    MicroBatch,
+    Producer,
+    Prompt,
+    Rollout,
+    RolloutBatch,
+    TrainBatch,
+)
 from hybridrl.data.collate import micro_batch
 from hybridrl.errors import UserError
 from hybridrl.parallel.exchange import bring

@@ -10,8 +10,8 @@ import torch
 from tiny_models import tiny_model
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.schema import SftConfig, TrainConfig
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.weights import hf_shapes

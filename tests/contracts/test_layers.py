@@ -15,11 +15,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import tiny_model
 
-from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.model_state import _make_states, load_model
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.errors import UserError
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights

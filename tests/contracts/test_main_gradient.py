@@ -14,8 +14,8 @@ import torch
 from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.schema import TrainConfig
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.models import heads
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hybridrl.batch import Prompt
+from hybridrl.contracts.batch import Prompt
 from hybridrl.errors import UserError
 from hybridrl.parallel.groups import PeerError
 from hybridrl.rollout import vllm

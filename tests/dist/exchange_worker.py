@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from small_runs import small_run
 
-from hybridrl.batch import TrainBatch
+from hybridrl.contracts.batch import TrainBatch
 from hybridrl.data.packing import even_sizes
 from hybridrl.parallel.exchange import bring
 from hybridrl.trainer.loop import Trainer

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from hybridrl.algorithms.grpo import Grpo
-from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
 from hybridrl.config.schema import GrpoConfig, TrainConfig
+from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
 from hybridrl.diagnosis.diagnose import diagnose
 from hybridrl.diagnosis.residual import stages
 from hybridrl.diagnosis.verdicts import Finding

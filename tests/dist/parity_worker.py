@@ -15,8 +15,8 @@ import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 
-from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.schema import TrainConfig
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes

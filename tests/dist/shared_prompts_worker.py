@@ -15,8 +15,8 @@ import torch
 from megatron.core import parallel_state
 from parity_worker import FAMILY_KEYS, gradients_in_hf_names, objective
 
-from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.schema import TrainConfig
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.errors import UserError
 from hybridrl.models.attention import PackedAttention
 from hybridrl.models.family import resolve_family

@@ -22,7 +22,7 @@ import torch
 from command_line import QUICKSTART
 
 from hybridrl import Trainer
-from hybridrl.batch import TrainBatch
+from hybridrl.contracts.batch import TrainBatch
 from hybridrl.errors import UserError
 from hybridrl.metrics.timing import PhaseTimer, Span
 from hybridrl.metrics.values import SKIPPED

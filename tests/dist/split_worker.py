@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
 from test_algorithms import CASES, prepare  # noqa: E402
 
 from hybridrl.algorithms.base import CriticAlgorithm  # noqa: E402
-from hybridrl.batch import TrainBatch  # noqa: E402
 from hybridrl.config.schema import TrainConfig  # noqa: E402
+from hybridrl.contracts.batch import TrainBatch  # noqa: E402
 from hybridrl.models.family import resolve_family  # noqa: E402
 from hybridrl.models.hf import load_hf  # noqa: E402
 from hybridrl.models.init import init_weights  # noqa: E402

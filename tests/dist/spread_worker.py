@@ -15,8 +15,8 @@ import torch
 from command_line import QUICKSTART
 
 from hybridrl import Trainer
-from hybridrl.batch import GREEDY, Prompt, ScoredBatch
 from hybridrl.config.reward import RewardConfig
+from hybridrl.contracts.batch import GREEDY, Prompt, ScoredBatch
 from hybridrl.data.spread import PROMPT_TOKEN_WORK
 from hybridrl.errors import UserError
 from hybridrl.parallel.exchange import collect

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import Needs
-from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.config.algorithm import OnPolicyDistillationConfig
 from hybridrl.config.distillation import DistillationConfig
 from hybridrl.config.schema import TrainConfig
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes

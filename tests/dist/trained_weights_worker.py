@@ -22,11 +22,11 @@ from tiny_models import tiny_model
 from torch.distributed import distributed_c10d
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.model_state import load_model
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import SftConfig, TrainConfig
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.packed import PackedTransport

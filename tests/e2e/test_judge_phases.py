@@ -14,7 +14,7 @@ from small_runs import small_run
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hybridrl import Trainer
-from hybridrl.batch import ScoredBatch
+from hybridrl.contracts.batch import ScoredBatch
 from hybridrl.hybrid_engine.phases import Phase
 
 

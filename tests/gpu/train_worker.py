@@ -25,11 +25,11 @@ from megatron.core import parallel_state
 from parity_worker import gradients_in_hf_names, objective
 from safetensors.torch import load_file, save_file
 
-from hybridrl.batch import Producer, Prompt, TrainBatch
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.model_state import load_model
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.weights import hf_shapes

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
-from hybridrl.batch_checks import RESPONSE, columns_of
 from hybridrl.config.needs import Feedback
+from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
+from hybridrl.contracts.checks import RESPONSE, columns_of
 from hybridrl.data.supervised import supervised_batch
 
 LOGP_COLUMNS = tuple(

@@ -20,8 +20,8 @@ from hybridrl.algorithms.advantage import (
     overlong_penalty,
     whiten,
 )
-from hybridrl.batch import BatchError, TrainBatch
 from hybridrl.config.schema import GrpoConfig, PpoConfig
+from hybridrl.contracts.batch import BatchError, TrainBatch
 
 F32 = 1e-6  # columns are stored as float32; everything before that is float64
 

@@ -17,9 +17,9 @@ from test_algorithms_advantage import responses
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.correction import off_policy_metrics
-from hybridrl.batch import TrainBatch
 from hybridrl.config.correction import CorrectionConfig
 from hybridrl.config.schema import GrpoConfig
+from hybridrl.contracts.batch import TrainBatch
 from hybridrl.data.collate import micro_batch
 
 NUM_BATCHES = 200

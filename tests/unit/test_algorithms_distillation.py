@@ -12,10 +12,10 @@ from test_algorithms_advantage import responses
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.distillation import LEAST_REST, forward_kl
-from hybridrl.batch import Producer, TrainBatch
 from hybridrl.config.algorithm import OnPolicyDistillationConfig
 from hybridrl.config.distillation import DistillationConfig, GkdConfig
 from hybridrl.config.load import load_config_dict
+from hybridrl.contracts.batch import Producer, TrainBatch
 from hybridrl.data.collate import micro_batch
 from hybridrl.errors import ConfigError
 

@@ -15,8 +15,8 @@ from batches import train_batch
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import GroupAlgorithm, SelectiveAlgorithm
 from hybridrl.algorithms.preference import IMPLICIT, feedback_metrics
-from hybridrl.batch import TrainBatch
 from hybridrl.config.schema import OnlineDpoConfig
+from hybridrl.contracts.batch import TrainBatch
 from hybridrl.data.collate import micro_batch, unpack
 
 NUM_BATCHES = 200

@@ -16,8 +16,8 @@ from batches import feedback_batch
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.preference import IMPLICIT, feedback_metrics
-from hybridrl.batch import MISMATCHED, BatchError, TrainBatch
 from hybridrl.config.schema import AlgorithmConfig, DpoConfig, KtoConfig
+from hybridrl.contracts.batch import MISMATCHED, BatchError, TrainBatch
 from hybridrl.data.collate import micro_batch, unpack
 
 NUM_BATCHES = 200

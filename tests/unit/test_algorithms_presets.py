@@ -17,10 +17,10 @@ from batches import train_batch
 from test_algorithms_advantage import gae_by_definition, responses
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.batch import GREEDY, BatchError, Producer, TrainBatch
 from hybridrl.config.algorithm import CRITIC_PRESETS, PRESETS, ReinforceConfig
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import GrpoConfig, PpoConfig
+from hybridrl.contracts.batch import GREEDY, BatchError, Producer, TrainBatch
 from hybridrl.data.collate import micro_batch
 from hybridrl.errors import ConfigError
 

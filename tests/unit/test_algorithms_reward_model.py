@@ -14,9 +14,9 @@ from batches import feedback_batch
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.preference import feedback_metrics
-from hybridrl.batch import BatchError, Producer, TrainBatch
 from hybridrl.config.schema import RewardModelConfig
 from hybridrl.config.supervised import PAIR_MARGIN
+from hybridrl.contracts.batch import BatchError, Producer, TrainBatch
 from hybridrl.data.collate import micro_batch
 
 NUM_BATCHES = 200

@@ -18,8 +18,8 @@ from hybridrl.algorithms.surrogate import (
     kl_estimate,
     soft_gated,
 )
-from hybridrl.batch import MicroBatch
 from hybridrl.config.schema import GrpoConfig
+from hybridrl.contracts.batch import MicroBatch
 
 LOGP = st.floats(-6, 0)
 NUMBER = st.floats(-3, 3)

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 from hybridrl.algorithms import ALGORITHMS, make_algorithm
 from hybridrl.algorithms.base import CriticAlgorithm, Needs
-from hybridrl.batch import GREEDY, MISMATCHED, Producer, Prompt, RolloutBatch, TrainBatch
 from hybridrl.config.algorithm import AlgorithmConfig
+from hybridrl.contracts.batch import GREEDY, MISMATCHED, Producer, Prompt, RolloutBatch, TrainBatch
 from hybridrl.data.collate import micro_batch
 
 NUM_SAMPLES, NUM_TOKENS, GROUP = 1024, 1024 * 1024, 8

@@ -37,7 +37,7 @@ LEVELS = {
     "models": 3,
     "parallel": 2,
     "ops": 2,
-    "batch": 1,
+    "contracts": 1,
     "config": 1,
     "platform": 1,
     "errors": 0,
@@ -45,8 +45,6 @@ LEVELS = {
     "_C": 0,
     "": 0,  # hybridrl/__init__.py: the version
 }
-# Modules beside batch.py that it is made of.
-PARTS_OF_BATCH = {"batch_checks", "holders", "micro_batch", "samples"}
 EXTRA = {
     ("rollout", "hybridrl.hybrid_engine.target"),
     ("rollout", "hybridrl.hybrid_engine.alias"),
@@ -153,7 +151,7 @@ def part_of_file(file: str) -> str:
 
 
 def part(name: str) -> str:
-    return "batch" if name in PARTS_OF_BATCH else name.replace("__init__", "")
+    return name.replace("__init__", "")
 
 
 def part_of_import(name: str) -> str:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import on_ranks
 
-from hybridrl.batch import (
+from hybridrl.contracts.batch import (
     LENGTHS,
     BatchError,
     Producer,
@@ -23,8 +23,8 @@ from hybridrl.batch import (
     ScoredBatch,
     TrainBatch,
 )
-from hybridrl.batch_checks import RESPONSE, columns_of, holds
-from hybridrl.micro_batch import LOSS_COLUMNS, MicroBatch
+from hybridrl.contracts.checks import RESPONSE, columns_of, holds
+from hybridrl.contracts.micro_batch import LOSS_COLUMNS, MicroBatch
 from hybridrl.parallel.exchange import collect
 from hybridrl.trainer.gathered import table_of, told
 

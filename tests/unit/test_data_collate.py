@@ -8,9 +8,9 @@ from batches import rollout_batch, train_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.batch import BatchError, MicroBatch, RolloutBatch
+from hybridrl.contracts.batch import BatchError, MicroBatch, RolloutBatch
+from hybridrl.contracts.micro_batch import LOSS_COLUMNS
 from hybridrl.data.collate import micro_batch, unpack
-from hybridrl.micro_batch import LOSS_COLUMNS
 
 COLUMNS = tuple(name.removesuffix("_S") for name in LOSS_COLUMNS if name.endswith("_S"))
 

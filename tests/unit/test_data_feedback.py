@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.batch import MISMATCHED
 from hybridrl.config.schema import DataConfig
+from hybridrl.contracts.batch import MISMATCHED
 from hybridrl.data.prompts import PromptSource, load_prompts
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import DataError

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.schema import DataConfig
+from hybridrl.contracts.samples import Prompt
 from hybridrl.data.prompts import PromptSource, load_prompts, validate_file
 from hybridrl.errors import DataError
-from hybridrl.samples import Prompt
 
 
 class Letters:

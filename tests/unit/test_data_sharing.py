@@ -10,10 +10,10 @@ from batches import train_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrl.contracts.micro_batch import LOSS_COLUMNS
 from hybridrl.data.balance import schedule
 from hybridrl.data.collate import micro_batch, unpack
 from hybridrl.data.sharing import PART_OF_BUDGET, UNITS_A_RANK, make_units
-from hybridrl.micro_batch import LOSS_COLUMNS
 
 COLUMNS = tuple(name.removesuffix("_S") for name in LOSS_COLUMNS if name.endswith("_S"))
 

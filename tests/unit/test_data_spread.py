@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from hybridrl.contracts.samples import Prompt
 from hybridrl.data.spread import PROMPT_TOKEN_WORK, ResponseLengths, group_work, spread
-from hybridrl.samples import Prompt
 
 
 def prompt(number: int, length: int = 3) -> Prompt:

@@ -13,8 +13,8 @@ import torch
 from own_environments import SPECIAL, Sums
 from scripted_turns import SAMPLING, SEED, STEP, STOP, answer, make_sampler, prompts
 
-from hybridrl.batch import BatchError, Prompt, ScoredBatch
 from hybridrl.config.environment import EnvironmentConfig
+from hybridrl.contracts.batch import BatchError, Prompt, ScoredBatch
 from hybridrl.environments.base import Answer, Play, Turn
 from hybridrl.environments.stage import Stages
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group

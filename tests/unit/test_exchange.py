@@ -10,9 +10,9 @@ import torch
 from batches import observed_batch, train_batch
 from thread_ranks import ThreadRank, on_ranks
 
-from hybridrl.batch import BatchError, Producer, RolloutBatch, TrainBatch
-from hybridrl.batch_checks import columns_of
-from hybridrl.holders import Holders
+from hybridrl.contracts.batch import BatchError, Producer, RolloutBatch, TrainBatch
+from hybridrl.contracts.checks import columns_of
+from hybridrl.contracts.holders import Holders
 from hybridrl.parallel.exchange import Route, bring, collect
 
 PER_TOKEN = [name for name, column in columns_of(TrainBatch).items() if column.per_token]

@@ -14,12 +14,12 @@ from command_line import QUICKSTART
 from small_runs import SMALL, small_run
 from test_rewards_pool import Words
 
-from hybridrl.batch import BatchError
 from hybridrl.cli import main
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.own_code import contained
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.config.schema import RewardConfig
+from hybridrl.contracts.batch import BatchError
 from hybridrl.environments.base import Play
 from hybridrl.environments.parsers import ToolCall
 from hybridrl.environments.stage import Stages

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.batch import Producer, Prompt, TrainBatch
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.metrics.flops import (
     attention_length,
     forward_flops,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from batches import rollout_batch
 
-from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch
+from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch
 from hybridrl.diagnosis.residual import engine_streams, stages
 from hybridrl.diagnosis.verdicts import (
     Answer,

@@ -19,10 +19,10 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.advantage import gae, last_token_rewards
 from hybridrl.algorithms.base import num_response_tokens
 from hybridrl.algorithms.correction import off_policy_metrics
-from hybridrl.batch import BatchError, Producer, Prompt, Rollout, RolloutBatch, TrainBatch
 from hybridrl.config.algorithm import GrpoConfig, PpoConfig, ReinforceConfig
 from hybridrl.config.correction import CorrectionConfig
 from hybridrl.config.load import load_config_dict, to_yaml
+from hybridrl.contracts.batch import BatchError, Producer, Prompt, Rollout, RolloutBatch, TrainBatch
 from hybridrl.data.collate import micro_batch, unpack
 from hybridrl.trainer.mismatch import mismatch_metrics
 from hybridrl.trainer.saved_batch import SavedBatch, file_name

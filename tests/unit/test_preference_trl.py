@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.preference import feedback_metrics, response_sums
-from hybridrl.batch import MISMATCHED, TrainBatch
 from hybridrl.config.schema import AlgorithmConfig, DpoConfig, KtoConfig
+from hybridrl.contracts.batch import MISMATCHED, TrainBatch
 
 pytest.importorskip("trl")
 

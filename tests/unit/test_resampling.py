@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.batch import Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
 from hybridrl.config.schema import GrpoConfig
+from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
 from hybridrl.data.prompts import PromptSource
 from hybridrl.trainer.resampling import UNIFORM, UniformGroupsWarning, resampled
 

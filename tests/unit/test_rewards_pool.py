@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from batches import rollout_batch
 
-from hybridrl.batch import BatchError, RolloutBatch
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.config.schema import RewardConfig
+from hybridrl.contracts.batch import BatchError, RolloutBatch
 from hybridrl.errors import ConfigError, DataError, UserError
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import check_rewards

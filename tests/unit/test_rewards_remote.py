@@ -16,8 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from batches import rollout_batch
 
-from hybridrl.batch import BatchError
 from hybridrl.config.schema import RewardConfig
+from hybridrl.contracts.batch import BatchError
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.remote import Remote, RemoteError
 

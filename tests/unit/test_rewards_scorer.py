@@ -10,8 +10,8 @@ import pytest
 import torch
 from batches import rollout_batch, rollouts
 
-from hybridrl.batch import BatchError
 from hybridrl.config.schema import RewardConfig
+from hybridrl.contracts.batch import BatchError
 from hybridrl.errors import DataError
 from hybridrl.rewards.base import Scorer
 

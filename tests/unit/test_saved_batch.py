@@ -16,10 +16,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hybridrl.batch import TrainBatch
 from hybridrl.checkpoint.random_states import rng_state, set_rng_state
 from hybridrl.cli.replay import replay_text
 from hybridrl.config.load import load_config_dict, to_yaml
+from hybridrl.contracts.batch import TrainBatch
 from hybridrl.errors import DataError
 from hybridrl.platform import Platform
 from hybridrl.trainer.replay import changed

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.batch import Prompt
+from hybridrl.contracts.batch import Prompt
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 from hybridrl.trainer.saved_rollouts import (
     Found,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.contracts.samples import Rollout
 from hybridrl.errors import UserError
-from hybridrl.samples import Rollout
 
 
 @dataclass(frozen=True)

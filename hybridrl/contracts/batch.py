@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.batch_checks import (
+from hybridrl.contracts.checks import (
     FLAG,
     INTEGER,
     NO_MASK,
@@ -47,9 +47,9 @@ from hybridrl.batch_checks import (
     columns_of,
     holds,
 )
-from hybridrl.holders import Holders
-from hybridrl.micro_batch import MicroBatch
-from hybridrl.samples import Prompt, Rollout
+from hybridrl.contracts.holders import Holders
+from hybridrl.contracts.micro_batch import MicroBatch
+from hybridrl.contracts.samples import Prompt, Rollout
 
 __all__ = [
     "GREEDY",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.batch_checks import BatchError, Producer
+from hybridrl.contracts.checks import BatchError, Producer
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,0 +1,1 @@
+"""What flows through a step, as frozen types that check what enters them."""
