@@ -128,7 +128,7 @@ def step(world: ThreadRank, prompts: list[Prompt], case: argparse.Namespace) -> 
     with clock.part("schedule"):
         want_BW, first_BW = tables(batch, world.size, case.tp, case.budget)
     with clock.part("bring"):
-        batch = bring(batch, want_BW, world, UPDATES)  # type: ignore[arg-type]
+        batch = bring(batch, want_BW, world, UPDATES)
     most = max(most, held(scored, batch))
     mine = (batch.tokens_T % 50_000 + 1).float() / -50_000 * batch.response_mask_T
     if not torch.equal(batch.behaviour_logp_T, mine):
@@ -137,7 +137,7 @@ def step(world: ThreadRank, prompts: list[Prompt], case: argparse.Namespace) -> 
     for name in ("old_logp_T", "reference_logp_T"):
         with clock.part("columns"):
             given = batch.lengths_B, first_BW, want_BW, world, batch.rows_H
-            found_T = Route(*given)(column_T)  # type: ignore[arg-type]
+            found_T = Route(*given)(column_T)
             batch = batch.join_columns(HERE, **{name: found_T})
         if not torch.equal(found_T, mine):
             raise AssertionError(f"rank {world.rank}: another column came than was computed")

@@ -32,7 +32,7 @@ class ThreadRank:
         self._meeting.barrier.wait()
         return found
 
-    def sum_over_world(self, values: Tensor) -> Tensor:
+    def sum_on_host(self, values: Tensor) -> Tensor:
         return torch.stack(self.gather_objects(values)).sum(0)
 
     def all_to_all(

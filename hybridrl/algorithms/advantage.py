@@ -101,7 +101,7 @@ def _sum_to_come(value_R: Tensor, lengths_B: Tensor, decay: float | Tensor) -> T
     behind multiplied by decay^l.
     """
     decay_B = torch.as_tensor(decay, dtype=torch.float64).expand(len(lengths_B))
-    if not bool(decay_B.any()):  # there may be no sample
+    if not bool(decay_B.any()):  # also where this rank has no sample
         return value_R
     if bool((decay_B == 1).all()):
         total_R = value_R.cumsum(0)

@@ -7,13 +7,17 @@ Collective where ranks have the tokens of some samples only.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hybridrl.contracts.batch import RolloutBatch
+
+NUM_MARKS = 256  # by which a rank says where its first tokens stand, before it names them
+Array = np.ndarray[Any, Any]
 
 
 class OverTokens:
@@ -68,26 +72,60 @@ class OverTokens:
             speaks_N = holders.speaks_H[torch.searchsorted(ends_H, index_N, right=True)]
             own = named.at(speaks_N.numpy())
         own = own.first(count)
-        if holders is not None:
-            parts = holders.ranks.gather_objects((own.order_N, own.key_N))
-            own = _Named(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-            own = own.first(count)
+        if holders is not None and holders.ranks.size > 1:
+            own = own.cut(_bound(holders.ranks.gather_objects(own.marks()), count))
+            own = _joined(holders.ranks.gather_objects(own)).first(count)
         if not len(own.order_N):
             return torch.zeros(len(index_N), dtype=torch.bool)
-        order, key = own.order_N[-1], own.key_N[-1]
-        is_tied_N = (named.order_N == order) & (named.key_N <= key)
-        return torch.from_numpy((named.order_N < order) | is_tied_N)
+        return torch.from_numpy(named.are_up_to((own.order_N[-1], own.key_N[-1])))
 
 
-class _Named:
-    """Tokens by what they are ordered by."""
+class _Named(NamedTuple):
+    """Tokens by what they are ordered by; of marks (see `marks`) also how many tokens of their rank
+    each stands for: itself and those between it and the mark before.
+    """
 
-    def __init__(self, order_N: np.ndarray, key_N: np.ndarray) -> None:  # type: ignore[type-arg]
-        self.order_N, self.key_N = order_N, key_N
+    order_N: Array
+    key_N: Array
+    counts_N: Array | None = None
 
-    def at(self, which: np.ndarray) -> _Named:  # type: ignore[type-arg]
-        return _Named(self.order_N[which], self.key_N[which])
+    def at(self, which: Array) -> _Named:
+        """Returns some of the tokens."""
+        return _Named(*(column_N[which] for column_N in self if column_N is not None))
 
     def first(self, count: int) -> _Named:
         """Returns the `count` first, in order."""
         return self.at(np.lexsort((self.key_N, self.order_N))[:count])
+
+    def are_up_to(self, bound: tuple[Any, Any]) -> Array:
+        """Returns which do not come behind a token of this order and key: (N,) bool."""
+        order, key = bound
+        found: Array = (self.order_N < order) | ((self.order_N == order) & (self.key_N <= key))
+        return found
+
+    def cut(self, bound: tuple[Any, Any]) -> _Named:
+        """Returns those that do not come behind the bound."""
+        return self.at(self.are_up_to(bound))
+
+    def marks(self) -> _Named:
+        """Returns NUM_MARKS of these tokens, which are in order, evenly far apart, and the last."""
+        ends = np.unique(np.linspace(0, len(self.order_N), NUM_MARKS + 1).astype(np.int64))[1:]
+        return self.at(ends - 1)._replace(counts_N=np.diff(ends, prepend=0))
+
+
+def _joined(parts: Sequence[_Named]) -> _Named:
+    columns = zip(*parts, strict=True)
+    return _Named(*(np.concatenate(one) for one in columns if one[0] is not None))
+
+
+def _bound(marks: Sequence[_Named], count: int) -> tuple[Any, Any]:
+    """Returns order and key of a token that `count` tokens of all ranks, or all that there are, do
+    not come behind, from the marks of each rank.
+    """
+    found = _joined(marks)
+    found = found.first(len(found.order_N))
+    if found.counts_N is None or not len(found.counts_N):
+        return 0.0, 0
+    known = found.counts_N.cumsum()
+    place = int(np.searchsorted(known, min(count, known[-1])))
+    return found.order_N[place], found.key_N[place]

@@ -124,9 +124,28 @@ class RolloutBatch:
             prompt, total = int(self.prompt_lengths_B[i]), int(self.lengths_B[i])
             got = f"returned {prompt} prompt and {total - prompt} response tokens for sample {i}"
             raise BatchError(self.producer, "lengths_B", got, "1 or more of each")
+        self._check_observed_counts()
         if self.observed_T is not None:
             sizes = self.lengths_H, self.of_held(self.prompt_lengths_B)
             check_observed(self.observed_T, *sizes, self.producer)
+
+    def _check_observed_counts(self) -> None:
+        counts_B, expected = self.num_observed_B, "how many tokens of a response were observed"
+        if counts_B is None:
+            return
+        check(counts_B, "num_observed_B", INTEGER, self.num_samples, self.producer, NO_MASK)
+        if self.holders is None:
+            got = "returned it for a batch whose observed_T says it"
+            raise BatchError(self.producer, "num_observed_B", got, "None")
+        most_B = self.lengths_B - self.prompt_lengths_B
+        if bool(((counts_B < 0) | (counts_B >= most_B)).any()):
+            got = f"returned {counts_B.tolist()[:8]} for responses of {most_B.tolist()[:8]} tokens"
+            raise BatchError(self.producer, "num_observed_B", got, expected)
+        if self.observed_T is not None:
+            found_B = torch.bincount(self.sample_index_T[self.observed_T], minlength=len(counts_B))
+            if not torch.equal(found_B[self.rows_H], counts_B[self.rows_H]):
+                got = "returned other numbers than observed_T says"
+                raise BatchError(self.producer, "num_observed_B", got, expected)
 
     def _check_column(self, name: str, value: object, producer: Producer) -> None:
         column = columns_of(type(self))[name]
@@ -262,12 +281,12 @@ class RolloutBatch:
                     producer, name, "returned an unknown column", ", ".join(allowed), remedy
                 )
             self._check_column(name, value, producer)
-        if "tokens_T" in columns or "observed_T" in columns:
+        if not columns.keys().isdisjoint({"tokens_T", "observed_T", "num_observed_B"}):
             return replace(self, **columns)  # type: ignore[arg-type]
         return self._with(**columns)
 
     def _with(self, **checked: Any) -> Self:
-        # The rest has passed its checks, and what is cached follows from the lengths alone.
+        # The rest has passed its checks, and what is cached follows from lengths and observations.
         made = copy(self)
         made.__dict__.update(checked)
         return made

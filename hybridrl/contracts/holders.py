@@ -18,13 +18,21 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """All ranks of the job, as `parallel.groups.World` has them; both calls are collective."""
+    """All ranks of the job, as `parallel.groups.World` has them; calls are collective, on the host,
+    and wait for a slow rank.
+    """
 
     rank: int
     size: int
 
-    def sum_over_world(self, values: Tensor) -> Tensor:
+    def sum_on_host(self, values: Tensor) -> Tensor:
         """Returns the sum of `values` over all ranks."""
+        ...
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, received_W: Sequence[int], sent_W: Sequence[int]
+    ) -> None:
+        """Fills `received` with what each rank sends to this one, rank after rank."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -40,8 +48,8 @@ class Holders:
         by_rank_BW: (B, W) bool, of each sample and each of the W ranks, whether it has the tokens;
             some rank has those of each sample.
         ranks: how they talk.
-        num_parts: tokens lie where they are trained on when the samples are cut into this many
-            mini-batches, one after the other (data/packing.py, `even_sizes`).
+        num_parts: optimizer steps that the samples are to be trained on in; their tokens lie with
+            the replica that trains on them in its own.
     """
 
     by_rank_BW: Tensor
@@ -74,6 +82,8 @@ class Holders:
         Args:
             value_H: (H,) or (H, K) floats.
         """
+        if self.ranks.size == 1:
+            return value_H
         value_B = torch.zeros(len(self.by_rank_BW), *value_H.shape[1:], dtype=value_H.dtype)
         value_B[self.rows_H[self.speaks_H]] = value_H[self.speaks_H]
-        return self.ranks.sum_over_world(value_B)  # all others are zero
+        return self.ranks.sum_on_host(value_B)  # all others are zero

@@ -83,8 +83,8 @@ def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: Rollo
         batch: where the samples come from.
 
     Returns:
-        (T,) or (T, K) float32 on the CPU, zero on prompt tokens and on samples that no micro-batch
-        holds, so that the sum over data-parallel ranks is the column of the whole batch.
+        (T,) or (T, K) float32 on the CPU, of the tokens that `batch` has; zero on prompt tokens and
+        on samples that no micro-batch holds.
     """
     column_T = torch.zeros(batch.num_tokens, *columns[0].shape[1:])
     for micro, column_S in zip(micros, columns, strict=True):

@@ -89,6 +89,45 @@ def schedule_samples(
     return found
 
 
+@lru_cache(maxsize=8)
+def schedule_lookups(
+    lengths: tuple[int, ...],
+    groups: tuple[int, ...],
+    prompt_lengths: tuple[int, ...] | None,
+    num_parts: int,
+    num_ranks: int,
+    token_budget: int,
+    multiple: int,
+    attention_length: int,
+) -> Schedule:
+    """Deals samples to ranks as `schedule_samples` does, and to micro-batches without regard to
+    parts: the same on a rank, in fewer and fuller ones. Arguments as there.
+    """
+    given = num_parts, num_ranks, token_budget, multiple, attention_length
+    dealt = schedule_samples(lengths, groups, prompt_lengths, *given)
+    if num_parts == 1:
+        return dealt
+    rows = [sorted(chain.from_iterable(micro_batches)) for micro_batches in dealt]
+
+    def packed(rank: int, multiple: int) -> list[tuple[int, ...]]:
+        own = rows[rank]
+        shared = None if prompt_lengths is None else [prompt_lengths[i] for i in own]
+        (found,) = _schedule_part(
+            [lengths[i] for i in own],
+            [groups[i] for i in own],
+            shared,
+            1,
+            token_budget,
+            multiple,
+            attention_length,
+        )
+        return [tuple(own[i] for i in indices) for indices in found]
+
+    # All ranks have the same number, as many as the fullest needs.
+    most = max(len(packed(rank, multiple)) for rank in range(num_ranks))
+    return [packed(rank, most) for rank in range(num_ranks)]
+
+
 def _schedule_part(
     lengths: Sequence[int],
     groups: Sequence[int],

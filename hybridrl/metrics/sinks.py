@@ -196,10 +196,12 @@ class RolloutDump:
         """Writes the samples of a step, each as a JSON object, as they come."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"step_{step:06d}.jsonl"
+        partial = path.with_name(path.name + ".partial")
         # Half of a surrogate pair, which has no UTF-8, becomes the escape that JSON has for it.
-        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for sample in samples:
                 file.write(json.dumps(dict(sample), ensure_ascii=False) + "\n")
+        partial.replace(path)
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:

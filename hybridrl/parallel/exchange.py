@@ -22,8 +22,7 @@ from torch import Tensor
 
 from hybridrl.contracts.batch import RolloutBatch
 from hybridrl.contracts.checks import columns_of
-from hybridrl.contracts.holders import Holders
-from hybridrl.parallel.groups import World
+from hybridrl.contracts.holders import Holders, Ranks
 
 Array = np.ndarray[Any, Any]
 B = TypeVar("B", bound=RolloutBatch)
@@ -46,14 +45,14 @@ class Route:
         lengths_B: Tensor,
         have_BW: Tensor,
         want_BW: Tensor,
-        world: World,
+        world: Ranks,
         rows_H: Tensor | None = None,
     ) -> None:
         self._world, self._lengths_B = world, lengths_B.numpy()
         have_B, want_B = have_BW[:, world.rank].numpy(), want_BW[:, world.rank].numpy()
         samples_P, receivers_P = (want_BW & ~have_BW).numpy().nonzero()
         senders_P = _senders(have_BW.numpy(), samples_P, receivers_P)
-        self._moves = len(samples_P) > 0
+        self.moves = len(samples_P) > 0
         self._rows = np.flatnonzero(have_B) if rows_H is None else rows_H.numpy()
         self._kept = np.flatnonzero(have_B & want_B)
         self._sent = _in_order(samples_P, receivers_P, senders_P == world.rank)
@@ -65,10 +64,12 @@ class Route:
         Args:
             column_T: of the samples that it gives: (T,) or (T, K), on the CPU.
         """
+        if not self.moves and len(self._kept) == len(self._rows):
+            return column_T  # it is as it is wanted
         parts = column_T.split(self._lengths_B[self._rows].tolist())
         own = dict(zip(self._rows.tolist(), parts, strict=True))
         found = {sample: own[sample] for sample in self._kept.tolist()}
-        if self._moves:
+        if self.moves:
             sent, received = self._sent[0].tolist(), self._received[0].tolist()
             sent_T = _joined([own[sample] for sample in sent], column_T)
             sent_W, received_W = self._counts(self._sent), self._counts(self._received)
@@ -85,7 +86,7 @@ class Route:
         return [int(count) for count in counts_W]
 
 
-def bring(batch: B, want_BW: Tensor, world: World, num_parts: int = 1) -> B:
+def bring(batch: B, want_BW: Tensor, world: Ranks, num_parts: int = 1) -> B:
     """Returns the batch with the tokens of each sample on the ranks that want them, and no others.
 
     Args:
@@ -102,16 +103,15 @@ def bring(batch: B, want_BW: Tensor, world: World, num_parts: int = 1) -> B:
     for name, value in batch.columns().items():
         if declared[name].per_token:
             # Token numbers travel as 32 bits.
-            is_long = value.dtype == torch.int64
-            found = route(value.int() if is_long else value)
-            moved[name] = found.long() if is_long else found
+            is_packed = route.moves and value.dtype == torch.int64
+            moved[name] = route(value.int()).long() if is_packed else route(value)
     if batch.observed_T is not None and batch.num_observed_B is None:
         lengths_B = batch.lengths_B - batch.prompt_lengths_B
         moved["num_observed_B"] = lengths_B - batch.response_lengths_B
     return replace(batch, holders=wanted, **moved)
 
 
-def collect(batch: B, world: World, rank: int = 0) -> B | None:
+def collect(batch: B, world: Ranks, rank: int = 0) -> B | None:
     """Returns the whole batch on one rank, None on the others."""
     if batch.holders is None:
         return batch if world.rank == rank else None

@@ -129,6 +129,18 @@ class World:
         dist.all_reduce(on_device, op=op)
         return on_device.cpu()
 
+    def sum_on_host(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of `values` over all ranks, on the CPU as they are; over gloo.
+
+        Raises:
+            PeerError: a rank is lost, died or stays away.
+        """
+        what, total = "an exchange of sums", values.clone()
+        with self._explained(what):
+            work = dist.all_reduce(total, group=self._cpu_group, async_op=True)
+            self.heartbeat.wait(work, what)
+        return total
+
     def all_to_all(
         self,
         received: torch.Tensor,

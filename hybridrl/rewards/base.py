@@ -366,8 +366,9 @@ def _comparable(groups: Sequence[int], failed: set[int], fewest: int) -> list[in
 
 
 def _responses(batch: RolloutBatch) -> list[tuple[list[int], list[bool] | None]]:
-    """Returns each sample's response, and which of its tokens were observed."""
-    starts, ends = (batch.offsets[:-1] + batch.prompt_lengths_B).tolist(), batch.offsets[1:]
+    """Returns the response of each sample on this rank, and which of its tokens were observed."""
+    prompt_lengths_H, ends = batch.of_held(batch.prompt_lengths_B), batch.offsets[1:]
+    starts = (batch.offsets[:-1] + prompt_lengths_H).tolist()
     bounds = [slice(*bound) for bound in zip(starts, ends.tolist(), strict=True)]
     tokens, observed_T = batch.tokens_T.tolist(), batch.observed_T
     observed = None if observed_T is None else observed_T.tolist()

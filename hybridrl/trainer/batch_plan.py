@@ -19,7 +19,7 @@ from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.data.balance import Schedule, schedule_hash
 from hybridrl.data.collate import context_positions, micro_batch, unpack
 from hybridrl.data.packing import round_up
-from hybridrl.data.sharing import schedule_samples
+from hybridrl.data.sharing import schedule_lookups, schedule_samples
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.attention import PackedSequences, SharedPrompts
 from hybridrl.models.family import ModelShape
@@ -134,7 +134,7 @@ class BatchPlanner:
             DataError: a sample is longer than a micro-batch.
         """
         holders, world = batch.holders, self.mesh.world
-        dealt = self._schedule(batch, 1 if holders is None else holders.num_parts)
+        dealt = self._schedule(batch, 1 if holders is None else holders.num_parts, is_lookup=True)
         same_on_all_ranks(world, "the micro-batch schedule", schedule_hash(dealt))
         wanted_BW, here = self._on_ranks(dealt), batch
         if holders is not None and bool((wanted_BW & ~holders.by_rank_BW).any()):
@@ -161,10 +161,12 @@ class BatchPlanner:
         )
         return Work(whole, local, index_S, scored_N, packed, temperature)
 
-    def _schedule(self, batch: TrainBatch, num_parts: int) -> Schedule:
-        """Returns the micro-batches of all mini-batches, those of the first part first."""
-        layout = self.mesh.layout
-        return schedule_samples(
+    def _schedule(self, batch: TrainBatch, num_parts: int, is_lookup: bool = False) -> Schedule:
+        """Returns the micro-batches of all ranks; where the batch is cut into several mini-batches,
+        of each one, or as a lookup takes them.
+        """
+        layout, schedule = self.mesh.layout, schedule_lookups if is_lookup else schedule_samples
+        return schedule(
             tuple(round_up(length, self._pad_each) for length in batch.lengths_B.tolist()),
             tuple(batch.group_B.tolist()),
             tuple(batch.prompt_lengths_B.tolist()) if self.shares_prompts else None,

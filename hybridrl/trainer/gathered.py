@@ -81,7 +81,7 @@ def told(
         {name: torch.from_numpy(np.concatenate(one)[order]) for name, one in given.items()}
         for given in (columns, {name: [part[name] for part in parts] for name in parts[0]})
     )
-    if own is not None:
+    if own is not None and bool((own.sample_ids_B.diff() < 0).any()):
         own = own.select(own.sample_ids_B.argsort())
     return ScoredBatch(
         prompts=tuple(prompts[group] for group in tensors["group_B"].tolist()),

@@ -176,10 +176,11 @@ class Journal:
         if not self.dump.is_due(step):
             return
         samples = self._samples(batch, scorer)
-        if self.is_writer:
-            self.dump.write(step, samples)
-        else:
-            collections.deque(samples, 0)  # there are none here, but tokens to be sent
+        with self.world.all_agree("writing samples"):
+            if self.is_writer:
+                self.dump.write(step, samples)
+            else:
+                collections.deque(samples, 0)  # there are none here, but tokens to be sent
 
     def _samples(self, batch: ScoredBatch, scorer: Scorer) -> Iterator[dict[str, object]]:
         """Yields each sample as it is written, on rank 0."""

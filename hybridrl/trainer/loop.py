@@ -1,6 +1,7 @@
 """The loop: generate, score, look up log-probabilities, estimate advantages, update, reshard.
 
-SPMD: every rank runs this same code on the same values; there is no controller. A step is
+SPMD: every rank runs this same code on the same samples, each with the tokens of its own; there is
+no controller. A step is
 `Trainer.train_step`, on one screen; what it calls is public, so another dataflow is another script
 over the same parts.
 """
@@ -50,7 +51,7 @@ from hybridrl.trainer.run_data import make_data
 from hybridrl.trainer.schedule import is_due, last_step
 from hybridrl.trainer.setup import Rows
 from hybridrl.trainer.skipped import SkippedSteps
-from hybridrl.trainer.stopping import StopAsked, agree_to_go_on, check_stop, stops_on_signals
+from hybridrl.trainer.stopping import StopAsked, check_stop, stops_on_signals
 
 
 class Trainer:
@@ -305,7 +306,7 @@ class Trainer:
             batch = self.add_columns(scored)
         with timer.phase("advantages"), self.world.all_agree("estimating advantages"):
             batch = self.algorithm.advantages(batch)
-        agree_to_go_on(self.world)
+        check_stop(self.world)  # of which the agreement above has told
         with timer.phase("update"):
             metrics = self.update(batch) | sampled
         if isinstance(self.algorithm, AdaptiveAlgorithm):

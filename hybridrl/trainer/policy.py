@@ -1,7 +1,8 @@
 """The policy: per-token log-probabilities of a batch, and the update that an algorithm's loss asks
 for.
 
-Collective: every rank calls with the same batch (all samples of the step) and gets the same answer.
+Collective: every rank calls with the same samples, wherever their tokens are, and gets the same
+metrics, and columns of the tokens that it has (contracts/holders.py).
 """
 
 from __future__ import annotations

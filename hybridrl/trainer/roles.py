@@ -6,6 +6,7 @@ of its role (`placement`), by default all; collective like them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from hybridrl.metrics.flops import (
 from hybridrl.models.family import ModelShape
 from hybridrl.models.weights import Head
 from hybridrl.parallel.exchange import bring
-from hybridrl.parallel.groups import World
+from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.trainer import setup
 from hybridrl.trainer.critic import Critic
@@ -115,6 +116,10 @@ class Roles:
             columns["values_T"] = self.critic.values(batch)
         if self.teacher is not None and needs.has_teacher:
             columns |= self.teacher.columns(batch)
+        if not columns:
+            return batch
+        # What all_agree gives up after, a lookup may take longer on another rank.
+        self.world.arrive("looking up log-probabilities")
         try:
             with self.world.all_agree("looking up log-probabilities"):
                 return batch.join_columns(Producer.here("the trainer"), **columns)
@@ -130,10 +135,11 @@ class Roles:
 
     def brought(self, batch: TrainBatch, num_updates: int) -> TrainBatch:
         """Returns the batch with the tokens on the ranks that train on them."""
-        wanted = [model.planner.wanted(batch, num_updates) for model in self.trained.values()]
-        want_BW = torch.stack(wanted or [self.policy.model.planner.wanted(batch, num_updates)]).any(
-            0
-        )
+        models = list(self.trained.values()) or [self.policy.model]
+        wanted = [model.planner.wanted(batch, num_updates) for model in models]
+        want_BW = torch.stack(wanted).any(0)
+        digest = hashlib.sha256(want_BW.numpy().tobytes()).hexdigest()
+        same_on_all_ranks(self.world, "the micro-batch schedule", digest)
         return bring(batch, want_BW, self.world, num_updates)
 
     def flops(

@@ -54,12 +54,6 @@ def check_stop(world: World) -> None:
         raise StopAsked(world.stop_signal)
 
 
-def agree_to_go_on(world: World) -> None:
-    """Raises StopAsked if a rank was asked to stop until now; collective."""
-    world.gather_objects(None)
-    check_stop(world)
-
-
 @contextmanager
 def stops_on_signals(world: World, save: Callable[[StopAsked], None]) -> Iterator[None]:
     """Notes SIGINT and SIGTERM for `StopAsked`, in the main thread; a second one ends the process.

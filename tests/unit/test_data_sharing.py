@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS
 from hybridrl.data.balance import schedule
 from hybridrl.data.collate import micro_batch, unpack
-from hybridrl.data.sharing import PART_OF_BUDGET, UNITS_A_RANK, make_units
+from hybridrl.data.sharing import (
+    PART_OF_BUDGET,
+    UNITS_A_RANK,
+    make_units,
+    schedule_lookups,
+    schedule_samples,
+)
 
 COLUMNS = tuple(name.removesuffix("_S") for name in LOSS_COLUMNS if name.endswith("_S"))
 
@@ -110,3 +116,32 @@ def test_a_shared_prompt_lies_once_and_positions_go_on_from_it(seed, tp, data):
         plain = micro_batch(batch, indices, 1, tp)
         wanted = unpack([plain], [getattr(plain, f"{name}_S")], batch)
         assert torch.equal(unpack([micro], [noisy], batch), wanted)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("num_parts", [1, 3, 16])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_lookups_are_of_a_ranks_own_samples_in_fewer_micro_batches(
+    shares: bool, num_parts: int, multiple: int
+) -> None:
+    groups, prompts, lengths = tokens_of(num_parts, 16, 4)
+    budget, num_ranks, shown = 400, 4, tuple(prompts) if shares else None
+    given = tuple(lengths), tuple(groups), shown, num_parts, num_ranks, budget, multiple, 1000
+    updates, lookups = schedule_samples(*given), schedule_lookups(*given)
+    for one, other in zip(updates, lookups, strict=True):
+        rows = [sorted(row for micro in micros for row in micro) for micros in (one, other)]
+        assert rows[0] == rows[1]
+        assert len(other) == len(lookups[0]) and len(other) % multiple == 0
+        for micro in other:
+            assert sum(lengths[row] for row in micro) <= budget or shares
+    assert sorted(row for micros in lookups for micro in micros for row in micro) == list(range(64))
+    # A part of the samples is dealt as it is by itself: its tokens are there in the update.
+    if num_parts == 1:
+        assert lookups == updates
+    else:
+        assert len(lookups[0]) <= len(updates[0]) - 12 * (num_parts == 16)
+        size = 64 // num_parts if num_parts == 16 else 22
+        alone = schedule_samples(
+            tuple(lengths[:size]), tuple(groups[:size]), shown and shown[:size], 1, *given[4:]
+        )
+        assert [micros[: len(alone[0])] for micros in updates] == alone

@@ -54,13 +54,13 @@ def test_a_batch_is_wherever_it_is_wanted(seed: int) -> None:
     order = rng.sample(range(whole.num_samples), rng.randint(1, whole.num_samples))
 
     def walk(world: ThreadRank) -> None:
-        batch = bring(whole, tables[0], world)  # type: ignore[arg-type]
+        batch = bring(whole, tables[0], world)
         assert world.sent_bytes == 0  # each rank had all
         assert_is_part(batch, whole, world.rank)
         for table_BW in tables[1:]:
             lacking_BW = table_BW & ~batch.holders.by_rank_BW
             before = sum(world.gather_objects(world.sent_bytes))
-            batch = bring(batch, table_BW, world)  # type: ignore[arg-type]
+            batch = bring(batch, table_BW, world)
             assert_is_part(batch, whole, world.rank)
             # Token numbers travel as 4 bytes; nothing goes where it is already.
             columns = [whole.columns()[name] for name in PER_TOKEN if name in whole.columns()]
@@ -75,7 +75,7 @@ def test_a_batch_is_wherever_it_is_wanted(seed: int) -> None:
             TrainBatch.concat([whole.select(order[: len(order) // 2 + 1]), whole.select(order)]),
             world.rank,
         )
-        found = collect(batch, world, size - 1)  # type: ignore[arg-type]
+        found = collect(batch, world, size - 1)
         assert (found is None) == (world.rank != size - 1)
         if found is not None:
             assert found.holders is None and found.num_observed_B is None
@@ -93,12 +93,12 @@ def test_a_column_comes_from_the_ranks_that_computed_it() -> None:
     seen_BW = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 1, 0]]).bool()
 
     def move(world: ThreadRank) -> None:
-        seen = bring(whole, seen_BW, world)  # type: ignore[arg-type]
+        seen = bring(whole, seen_BW, world)
         # What another rank computed is wrong here.
         is_own_T = have_BW[:, world.rank][seen.sample_index_T]
         column_T = torch.where(is_own_T, seen.values_T, 99.0)
-        route = Route(whole.lengths_B, have_BW, want_BW, world, seen.rows_H)  # type: ignore[arg-type]
-        expected = bring(whole, want_BW, world).values_T  # type: ignore[arg-type]
+        route = Route(whole.lengths_B, have_BW, want_BW, world, seen.rows_H)
+        expected = bring(whole, want_BW, world).values_T
         assert torch.equal(route(column_T), expected)
 
     on_ranks(3, move)
@@ -110,7 +110,7 @@ def test_ranks_that_have_the_same_samples_send_alike() -> None:
     want_BW = torch.tensor([[0, 0, 0, 1]] * 24).bool()
 
     def move(world: ThreadRank) -> list[int]:
-        bring(bring(whole, have_BW, world), want_BW, world)  # type: ignore[arg-type]
+        bring(bring(whole, have_BW, world), want_BW, world)
         return world.gather_objects(world.sent_bytes)
 
     sent = on_ranks(4, move)[0]
@@ -125,7 +125,7 @@ def test_samples_that_no_rank_has_are_named() -> None:
 
     def move(world: ThreadRank) -> None:
         with pytest.raises(ValueError, match="no rank has the tokens of sample 2"):
-            Route(whole.lengths_B, have_BW, want_BW, world)  # type: ignore[arg-type]
+            Route(whole.lengths_B, have_BW, want_BW, world)
 
     on_ranks(2, move)
 
@@ -151,10 +151,12 @@ def test_what_ranks_know_of_their_samples_is_completed_from_the_first_that_has_i
 
 def test_columns_are_checked_against_the_tokens_of_this_rank() -> None:
     whole, here = train_batch(2, 2), Producer.here("test")
+    watched = observed_batch(2, 2)
     table_BW = torch.tensor([[1, 0], [1, 0], [0, 1], [0, 1]]).bool()
 
     def check(world: ThreadRank) -> None:
-        batch = bring(whole, table_BW, world)  # type: ignore[arg-type]
+        batch, seen = bring(whole, table_BW, world), bring(watched, table_BW, world)
+        assert seen.num_observed_B.any()
         size = batch.num_tokens
         assert size < whole.num_tokens
         with pytest.raises(BatchError, match=rf"expected \({size},\) floats"):
@@ -163,6 +165,12 @@ def test_columns_are_checked_against_the_tokens_of_this_rank() -> None:
             batch.join_columns(here, values_T=torch.ones(size))
         with pytest.raises(BatchError, match=rf"expected \({size},\) integers"):
             replace(batch, tokens_T=whole.tokens_T)
+        for wrong in (-2000, 1, 10**6):
+            counts_B = seen.num_observed_B + wrong
+            with pytest.raises(BatchError, match="num_observed_B"):
+                replace(seen, num_observed_B=counts_B)
+            with pytest.raises(BatchError, match="num_observed_B"):
+                seen.join_columns(here, num_observed_B=counts_B)
         with pytest.raises(BatchError, match="holders"):
             RolloutBatch.concat([batch, whole])
 

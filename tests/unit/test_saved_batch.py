@@ -134,6 +134,9 @@ ONE = torch.zeros(1, dtype=torch.int64)
         (of_tensors(column__surprise=ONE), "surprise"),
         (without("column.tokens_T"), "tokens_T"),
         (of_tensors(column__reward_B=torch.zeros(1)), "reward_B"),
+        # Lengths that are not those of the tokens, by which memory would be read.
+        (of_tensors(column__num_observed_B=torch.full((6,), -2000)), "num_observed_B"),
+        (of_tensors(column__num_observed_B=torch.zeros(6, dtype=torch.int64)), "num_observed_B"),
     ],
 )
 def test_what_is_no_saved_batch_is_refused(
