@@ -223,6 +223,11 @@ class RolloutBatch:
         observed_N = self.sample_index_T[self.observed_T]
         return lengths_B - torch.bincount(observed_N, minlength=self.num_samples)
 
+    @property
+    def observed_lengths_B(self) -> Tensor:
+        """How many tokens of each response an environment gave: (B,) int64."""
+        return self.lengths_B - self.prompt_lengths_B - self.response_lengths_B
+
     @cached_property
     def offsets(self) -> Tensor:
         """Where each sample on this rank starts in `tokens_T`, and at last T: (H + 1,) int64."""

@@ -106,8 +106,7 @@ def bring(batch: B, want_BW: Tensor, world: Ranks, num_parts: int = 1) -> B:
             is_packed = route.moves and value.dtype == torch.int64
             moved[name] = route(value.int()).long() if is_packed else route(value)
     if batch.observed_T is not None and batch.num_observed_B is None:
-        lengths_B = batch.lengths_B - batch.prompt_lengths_B
-        moved["num_observed_B"] = lengths_B - batch.response_lengths_B
+        moved["num_observed_B"] = batch.observed_lengths_B
     return replace(batch, holders=wanted, **moved)
 
 

@@ -42,8 +42,7 @@ def table_of(batch: ScoredBatch) -> Table:
     table: Table = {name: getattr(batch, name).numpy() for name in (*names, *LENGTHS)}
     table["num_observed_B"] = None
     if batch.observed_T is not None:
-        lengths_B = batch.lengths_B - batch.prompt_lengths_B
-        table["num_observed_B"] = (lengths_B - batch.response_lengths_B).numpy()
+        table["num_observed_B"] = batch.observed_lengths_B.numpy()
     table["reward_parts"] = {name: part.numpy() for name, part in batch.reward_parts.items()}
     return table
 
