@@ -212,7 +212,7 @@ def share_of_digits(prompt: str, response: str, columns: Mapping[str, object]) -
 
 def measure_steps(trainer: Any, num_steps: int) -> dict[str, Any]:
     """Takes training steps; medians leave the first one out, which warms up."""
-    engine, records = trainer.raw_engine, []
+    engine, records = trainer.engine, []
     names = ("sleep", "begin_update", "finish_update")
     with timed_calls(engine, names, trainer.platform.synchronize) as spent:
         for _ in range(num_steps):
@@ -265,7 +265,7 @@ def measure_throughput(trainer: Any, repeats: int = 5) -> dict[str, Any]:
     the slowest replica, all replicas together, in medians.
     """
     prompts = trainer.prompts.take(trainer.config.steps.prompts_per_step)
-    sampler, engine = trainer.engine, trainer.raw_engine
+    sampler, engine = trainer.sampler, trainer.engine
     seconds: dict[str, list[float]] = {"loop": [], "plain": [], "plain_without_logprobs": []}
     num_tokens = 0
     for repeat in range(repeats + 1):
@@ -300,7 +300,7 @@ def plain_generation(trainer: Any, prompts: Any, with_logprobs: bool) -> None:
     """The samples of this replica, straight through vLLM."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    sampler, llm = trainer.engine, trainer.raw_engine._live.llm
+    sampler, llm = trainer.sampler, trainer.engine._live.llm
     replica = sampler.layout.assignment[trainer.world.rank][0]
     number, stops = 0, list(sampler.sampling.stop_token_ids)
     for group, prompt in enumerate(prompts):
@@ -331,7 +331,7 @@ def measure_interruption(trainer: Any) -> dict[str, float]:
     from hybridrl.trainer.mismatch import MEAN, mismatch_metrics
 
     prompts = trainer.prompts.take(trainer.config.steps.prompts_per_step)
-    sampler, found = trainer.engine, {}
+    sampler, found = trainer.sampler, {}
     for name, stops_after in (("mismatch_mean", 0), ("mismatch_mean_interrupted", 5)):
         sampler.submit(prompts, sampler.samples_per_prompt, step=10**6)
         for _ in range(stops_after):

@@ -104,15 +104,15 @@ class Case(CaseRecord):
         self.clock = Clock(trainer.platform.device, self.world.gather_objects)
         self.save("trainer and engine made")
         trainer.reshard()
-        self.live = trainer.raw_engine.tensors()
-        raw_engine: Any = trainer.raw_engine  # a VllmEngine
+        self.live = trainer.engine.tensors()
+        raw_engine: Any = trainer.engine  # a VllmEngine
         shared = raw_engine.shared
         self.own = {name: tensor for name, tensor in self.live.items() if name not in shared}
         plan = self.engine.plan
         shared_bytes = sum(self.live[name].nbytes for name in shared)
         self.result |= {
             "machine": machine(self.world.size),
-            "assignment": [list(place) for place in trainer.engine.layout.assignment],
+            "assignment": [list(place) for place in trainer.sampler.layout.assignment],
             "receive_bytes": list(plan.receive_bytes),
             "send_bytes": list(plan.send_bytes),
             "local_bytes": list(plan.local_bytes),
@@ -172,7 +172,7 @@ class Case(CaseRecord):
 
     def gathering_way(self, bucket_bytes: int) -> dict[str, Any]:
         """Checks and times a way that gathers full tensors."""
-        model, layout = self.trainer.policy.model, self.trainer.engine.layout
+        model, layout = self.trainer.policy.model, self.trainer.sampler.layout
         rank = self.world.rank
         place = Place(
             rank=rank,
@@ -200,7 +200,7 @@ class Case(CaseRecord):
         return mbridge_way(self.trainer, self.own)
 
     def megatron(self) -> AbstractContextManager[Way]:
-        return megatron_way(self.trainer, self.trainer.engine.layout.tp)
+        return megatron_way(self.trainer, self.trainer.sampler.layout.tp)
 
     def rival(self, run: Callable[[], object], check: Callable[[], None]) -> dict[str, Any]:
         """Checks and times another's way."""
@@ -255,7 +255,7 @@ class Case(CaseRecord):
             )
             found["planned_ms"] = planned_ms(plan.traffic, cluster)
             if self.job["kind"] != "fused":  # whose sources are not the training layouts
-                source, layout = self.trainer.source, self.trainer.engine.layout
+                source, layout = self.trainer.source, self.trainer.sampler.layout
                 sources = [model.layout_of(rank) for rank in range(self.world.size)]
                 targets = [
                     fused_layout(source.family, source.shape, layout.tp, tp_rank)

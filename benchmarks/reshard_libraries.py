@@ -76,8 +76,8 @@ def mbridge_way(trainer: Any, own: Mapping[str, Tensor]) -> Iterator[Way]:
     from mbridge import AutoBridge  # type: ignore[import-not-found]
     from transformers import AutoConfig
 
-    live = trainer.raw_engine.tensors()
-    kept = {name: live[name].clone() for name in trainer.raw_engine.shared}
+    live = trainer.engine.tensors()
+    kept = {name: live[name].clone() for name in trainer.engine.shared}
     fields = dict(trainer.source.hf_config)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     if not hasattr(config, "rope_theta"):  # transformers 5 moved it, mbridge 0.15.1 reads it
@@ -90,7 +90,7 @@ def mbridge_way(trainer: Any, own: Mapping[str, Tensor]) -> Iterator[Way]:
 
         def run() -> None:
             with torch.no_grad():
-                trainer.raw_engine.model.load_weights(bridge.export_weights(model))
+                trainer.engine.model.load_weights(bridge.export_weights(model))
 
         yield run, lambda: check_overwritten(own)
     finally:

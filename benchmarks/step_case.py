@@ -345,7 +345,7 @@ def used_bytes() -> int:
 
 def force_lengths(trainer: Any, lengths: Sequence[int]) -> None:
     """Makes every response as long as `lengths` says of its sample number."""
-    engine, submit = trainer.raw_engine, trainer.raw_engine.submit
+    engine, submit = trainer.engine, trainer.engine.submit
 
     def submit_forced(requests: Sequence[Any]) -> None:
         submit(

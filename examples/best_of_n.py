@@ -27,7 +27,7 @@ def best_of_groups(scored: ScoredBatch) -> list[int]:
 
 
 trainer = Trainer.from_config(sys.argv[1], sys.argv[2:])
-steps, engine, loop = trainer.config.steps, trainer.engine, Producer.here("best of n")
+steps, engine, loop = trainer.config.steps, trainer.sampler, Producer.here("best of n")
 # The same weights under another loss.
 student = Policy(trainer.policy.model, make_algorithm(SftConfig()), steps.num_steps)
 trainer.hybrid_engine.to_rollout()

@@ -9,7 +9,7 @@ from hybridrl import Trainer
 from hybridrl.contracts.batch import Producer
 
 trainer = Trainer.from_config(sys.argv[1], sys.argv[2:])
-policy, engine, algorithm = trainer.policy, trainer.engine, trainer.algorithm
+policy, engine, algorithm = trainer.policy, trainer.sampler, trainer.algorithm
 steps, loop = trainer.config.steps, Producer.here("the custom loop")
 trainer.hybrid_engine.to_rollout()
 for step in range(steps.num_steps):

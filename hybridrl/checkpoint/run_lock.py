@@ -20,11 +20,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from hybridrl.config.files import parse_json
 from hybridrl.errors import UserError
+
+if TYPE_CHECKING:  # the launcher, which imports no torch, holds folders too
+    from hybridrl.parallel.groups import World
 
 LOCK_FILE = "run.lock"
 LOCK_TOKEN = "HYBRIDRL_LOCK_TOKEN"  # environment variable: the lock that the launcher holds
@@ -129,6 +133,21 @@ class RunLock:
         self._ended.clear()
         touching.start()
         return True
+
+    @contextlib.contextmanager
+    def held(self, world: World, tell: Tell) -> Iterator[None]:
+        """Holds the folder on rank 0 within the block, unless it is held already; collective.
+
+        Raises:
+            UserError: another run is in the folder.
+        """
+        with world.all_agree("taking the run folder"):
+            is_taken = world.rank == 0 and self.acquire(tell)
+        try:
+            yield
+        finally:
+            if is_taken:
+                self.release()
 
     def _replace(self, found: Holder | None) -> None:
         """Writes the file in place of a stale one, or where there is none.

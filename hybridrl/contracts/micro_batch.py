@@ -35,10 +35,11 @@ class MicroBatch:
     `loss_mask_S`, or None; those that end in `_SK` are (S, K), `teacher_tokens_SK` int32. They are
     what losses read of a TrainBatch's columns, which have the same names with `_T` for `_S`.
 
-    Where samples share their prompt (data/sharing.py), `continues` has for each sequence the index
-    of the one that it goes on from, -1 for none: the prompt without its last token is a sequence of
-    its own, and each sample's begins with that last token. Positions count from the prompt's
-    start, and `max_seqlen` is the longest prompt and response together. None: nothing is shared.
+    Where samples share their prompt (data/sharing.py), `prefix_sequences` has for each sequence the
+    index of the one that it goes on from, -1 for none: the prompt without its last token is a
+    sequence of its own, and each sample's begins with that last token. Positions count from the
+    prompt's start, and `max_seqlen` is the longest prompt and response together. None: nothing is
+    shared.
 
     `max_seqlen` is the longest of the padded sequences, never the token budget: Megatron's rotary
     embedding for packed sequences (rope_utils.py, `freqs.size(0) == cu_seqlens[-1]`,
@@ -57,7 +58,7 @@ class MicroBatch:
     cu_seqlens: Tensor
     max_seqlen: int
     sample_indices: tuple[int, ...]
-    continues: tuple[int, ...] | None = None
+    prefix_sequences: tuple[int, ...] | None = None
     old_logp_S: Tensor | None = None
     reference_logp_S: Tensor | None = None
     behaviour_logp_S: Tensor | None = None
@@ -74,7 +75,7 @@ class MicroBatch:
         return len(self.tokens_S)
 
     @property
-    def asked(self) -> Tensor:
+    def labels(self) -> Tensor:
         """The tokens whose log-probabilities a model is asked for at each position: the targets,
         (S,), or beside them those of the teacher, (S, 1 + K).
         """

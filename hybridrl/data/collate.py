@@ -68,7 +68,7 @@ def micro_batch(
         cu_seqlens=laid.cu_seqlens,
         max_seqlen=laid.max_seqlen,
         sample_indices=tuple(index_B.tolist()),
-        continues=laid.continues,
+        prefix_sequences=laid.prefix_sequences,
         **columns,
     )
 
@@ -112,7 +112,7 @@ class _Layout(NamedTuple):
     positions_S: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
-    continues: tuple[int, ...] | None
+    prefix_sequences: tuple[int, ...] | None
 
 
 def _lay_out(
@@ -120,7 +120,7 @@ def _lay_out(
 ) -> _Layout:
     lengths = batch.lengths_B[index_B].tolist()
     prefixes, leads = _shared(batch, index_B.tolist(), shares_prompts)
-    segments, own_B, prefix_B, continues = _segments(lengths, prefixes, leads)
+    segments, own_B, prefix_B, prefix_sequences = _segments(lengths, prefixes, leads)
     bounds = packed_bounds(segments, pad_each, pad_total)
     source_N, within_N, sample_N = _tokens_of(batch, index_B)
     starts = torch.tensor(bounds.starts, dtype=torch.int64)
@@ -134,7 +134,7 @@ def _lay_out(
     read = torch.zeros(len(counts), dtype=torch.int64)  # tokens of the sequence that one goes on
     read[own_B] = torch.tensor(prefixes, dtype=torch.int64)
     first_S = torch.repeat_interleave(cu_seqlens[:-1].long() - read, counts)
-    is_shared, num_padding = any(prefixes), len(counts) - len(continues)
+    is_shared, num_padding = any(prefixes), len(counts) - len(prefix_sequences)
     return _Layout(
         source_N[held_N],
         sample_N[held_N],
@@ -142,7 +142,7 @@ def _lay_out(
         torch.arange(bounds.total) - first_S,
         cu_seqlens,
         max(bounds.max_seqlen, *lengths) if is_shared else bounds.max_seqlen,
-        (*continues, *[-1] * num_padding) if is_shared else None,
+        (*prefix_sequences, *[-1] * num_padding) if is_shared else None,
     )
 
 
@@ -181,17 +181,17 @@ def _segments(
     from (its own, if it shares nothing); and of each sequence the latter, -1 for none.
     """
     segments: list[int] = []
-    own, prefix_of, continues = [], [], []
+    own, prefix_of, prefix_sequences = [], [], []
     for length, prefix, leads_run in zip(lengths, prefixes, leads, strict=True):
         if prefix and leads_run:
             first = len(segments)
             segments.append(prefix)
-            continues.append(-1)
+            prefix_sequences.append(-1)
         own.append(len(segments))
         prefix_of.append(first if prefix else len(segments))
-        continues.append(first if prefix else -1)
+        prefix_sequences.append(first if prefix else -1)
         segments.append(length - prefix)
-    return segments, own, prefix_of, continues
+    return segments, own, prefix_of, prefix_sequences
 
 
 def context_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:

@@ -116,7 +116,7 @@ def _ask(trainer: Trainer, prompts: Sequence[tuple[int, ...]]) -> tuple[list[Ans
     """Returns this rank's answers, greedy ones and those sampled as in the run, or what kept its
     replica from going on.
     """
-    given = trainer.engine.sampling
+    given = trainer.sampler.sampling
     num_tokens = min(NEW_TOKENS, given.max_new_tokens)
     greedy = SamplingParams(0.0, max_new_tokens=num_tokens)
     sampled = SamplingParams(given.temperature, given.top_p, given.top_k, num_tokens)
@@ -129,7 +129,7 @@ def _ask(trainer: Trainer, prompts: Sequence[tuple[int, ...]]) -> tuple[list[Ans
     error, answers = "", []
     with trainer.world.all_agree("generation"):
         try:
-            done = generate(trainer.raw_engine, requests)
+            done = generate(trainer.engine, requests)
         except TokensDifferError as caught:
             error = str(caught)
         else:
@@ -147,8 +147,8 @@ def _compare(
     with_reference: bool,
 ) -> dict[str, Finding]:
     """Lets the engine, then the trainer compute the same tokens, and compares."""
-    model, layout, sampling = trainer.policy.model, trainer.engine.layout, trainer.engine.sampling
-    engine = trainer.raw_engine
+    model, layout, sampling = trainer.policy.model, trainer.sampler.layout, trainer.sampler.sampling
+    engine = trainer.engine
     assert isinstance(engine, ComputingEngine)  # the command refuses others
     with trainer.world.all_agree("reading the engine's residual stream"):
         theirs = engine_streams(engine, prompts)
@@ -160,7 +160,7 @@ def _compare(
             for number, prompt in enumerate(prompts)
         ]
     )
-    ours, norm_TD, plain_T = trainer_streams(model, batch, wanted_N)
+    ours, norm_TD, plain_T = trainer_streams(model, batch, wanted_N, trainer.policy.temperature)
     ends_N = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
     ours["logits"] = trainer_logits(model, ours["norm"][ends_N])
     said = _tokenwise(trainer, batch, norm_TD, plain_T)
@@ -212,7 +212,7 @@ def _tokenwise(trainer: Trainer, batch: TrainBatch, norm_TD: Tensor, plain_T: Te
     for part_R in where_R.split(ROWS):
         logits_RV = trainer_logits(trainer.policy.model, norm_TD[part_R - 1])
         logp_RV = logits_RV.log_softmax(-1)
-        cut_RV = log_distribution(logits_RV, [trainer.engine.sampling] * len(part_R))
+        cut_RV = log_distribution(logits_RV, [trainer.sampler.sampling] * len(part_R))
         token_R1 = batch.tokens_T[part_R, None]
         best[part_R], choice[part_R] = logp_RV.max(-1)
         own[part_R] = logp_RV.gather(1, token_R1)[:, 0]

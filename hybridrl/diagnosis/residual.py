@@ -24,7 +24,7 @@ from hybridrl.contracts.batch import TrainBatch
 from hybridrl.models.heads import LanguageModel, TokenStats
 from hybridrl.rollout.build import ComputingEngine
 from hybridrl.rollout.engine import Request, SamplingParams, generate
-from hybridrl.trainer.batch_plan import Work
+from hybridrl.trainer.batch_plan import ModelInput
 from hybridrl.trainer.model import ParallelModel
 
 Keep = Callable[[str, Tensor], None]
@@ -114,19 +114,20 @@ def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
 
 
 def trainer_streams(
-    model: ParallelModel, batch: TrainBatch, wanted_N: Tensor
+    model: ParallelModel, batch: TrainBatch, wanted_N: Tensor, temperature: float
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Runs the batch forward once; in the training phase.
 
     Args:
         batch: whole samples.
         wanted_N: the tokens of it whose rows are kept, ascending.
+        temperature: of the log-probabilities.
 
     Returns:
         The stages (N, D) without `logits`; the final norm of all tokens (T, D); and the
-        log-probability of each response token at the head's temperature, (T,).
+        log-probability of each response token, (T,).
     """
-    plan = model.plan(batch)
+    plan = model.plan(batch, temperature)
     size, num_tokens = model.source.shape.hidden_size, batch.num_tokens
     slot_T = torch.full((num_tokens,), -1)
     slot_T[wanted_N] = torch.arange(len(wanted_N))
@@ -134,7 +135,7 @@ def trainer_streams(
     calls: Counter[str] = Counter()
 
     def keep(stage: str, hidden: Tensor) -> None:
-        index = _local_tokens(model, batch, plan.works[calls[stage]])
+        index = _local_tokens(model, batch, plan.inputs[calls[stage]])
         calls[stage] += 1
         slots = index if stage == "norm" else slot_T[index].where(index >= 0, -1)
         is_kept = slots >= 0
@@ -144,7 +145,7 @@ def trainer_streams(
         column[slots[is_kept]] = rows[is_kept.to(rows.device)].to("cpu", torch.float32)
 
     with _megatron_hooks(model, keep):
-        outputs: list[TokenStats] = model.forward_all(plan.works)
+        outputs: list[TokenStats] = model.forward_all(plan.inputs)
     logp_T = plan.column([output.logp_S for output in outputs])
     streams = {}
     for stage in stages(model.source.shape.num_layers):
@@ -154,12 +155,12 @@ def trainer_streams(
     return streams | {"norm": norm_TD[wanted_N]}, norm_TD, logp_T
 
 
-def _local_tokens(model: ParallelModel, batch: TrainBatch, work: Work) -> Tensor:
+def _local_tokens(model: ParallelModel, batch: TrainBatch, one: ModelInput) -> Tensor:
     """Returns which token of the batch each position is that this rank computes; -1 for padding."""
-    whole, where, layout = work.whole, model.mesh.place, model.mesh.layout
+    whole, where, layout = one.whole, model.mesh.place, model.mesh.layout
     sample_S = torch.tensor([*whole.sample_indices, -1])[whole.sequence_index_S]
     token_S = batch.offsets[sample_S] + whole.positions_S
-    held_S = token_S.where(whole.sequence_index_S >= 0, -1)[work.held_S]
+    held_S = token_S.where(whole.sequence_index_S >= 0, -1)[one.held_S]
     return held_S.chunk(layout.tp)[where.tp]  # sequence parallel is on whenever tp > 1
 
 

@@ -6,8 +6,9 @@ takes both. Sequences of one micro-batch are brought to rows of equal length, a 
 power of two, so that padding at most doubles the work and one `scaled_dot_product_attention` call
 serves a whole bucket. Rows are padded at their end, where causal attention never looks.
 
-Samples of one prompt may share its positions (MicroBatch.continues): a sequence then attends to
-the one that it goes on from, and causally to itself, by keys and values that are gathered for it.
+Samples of one prompt may share its positions (MicroBatch.prefix_sequences): a sequence then
+attends to the one that it goes on from, and causally to itself, by keys and values that are
+gathered for it.
 
 Context parallel: rank r of n holds the chunks r and 2n-1-r of each sequence's 2n chunks (Megatron's
 order, which balances causal work). Keys and values are gathered over the context-parallel group;
@@ -55,12 +56,12 @@ class SharedPrompts:
 
     Args:
         cu_seqlens: where each sequence starts, and at last the number of positions.
-        continues: of each sequence, the one that it goes on from, -1 for none.
+        prefix_sequences: of each sequence, the one that it goes on from, -1 for none.
         positions_S: of each token, from its prompt's start; on the model's device.
     """
 
     cu_seqlens: tuple[int, ...]
-    continues: tuple[int, ...]
+    prefix_sequences: tuple[int, ...]
     positions_S: torch.Tensor
 
     @cached_property
@@ -68,7 +69,7 @@ class SharedPrompts:
         """Start and length of what each sequence goes on from, and its own."""
         own = list(zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False))
         found = []
-        for (start, end), number in zip(own, self.continues, strict=True):
+        for (start, end), number in zip(own, self.prefix_sequences, strict=True):
             first, last = own[number] if number >= 0 else (start, start)
             found.append((first, last - first, start, end - start))
         return found

@@ -9,8 +9,7 @@ through the head's products.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl import ops
 from hybridrl.models.attention import PackedSequences
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """What the vocabulary head is to compute for the S positions of a micro-batch.
+
+    Args:
+        tokens: whose log-probabilities are wanted at each position: the target, (S,), or beside it
+            K further ones, (S, 1 + K), int64.
+        rows_N: the positions, ascending, that are wanted; the head computes no others.
+        temperature: divides the logits.
+    """
+
+    tokens: torch.Tensor
+    rows_N: torch.Tensor
+    temperature: float
 
 
 class TokenStats(NamedTuple):
@@ -209,7 +224,6 @@ class LanguageModel(PackedModel):
     def __init__(self, *, num_tokens: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.num_tokens = num_tokens
-        self.temperature = 1.0
         self.num_top = 0
 
     def output_weight(self) -> torch.Tensor:
@@ -221,15 +235,12 @@ class LanguageModel(PackedModel):
     def _postprocess(  # type: ignore[override]  # of GPTModel's arguments only these matter here
         self,
         hidden_states: torch.Tensor,
-        labels: torch.Tensor,
-        loss_mask: torch.Tensor,
+        labels: HeadInput,
         **_: Any,
     ) -> torch.Tensor | TokenStats:
-        # GPTModel passes its loss_mask through. Ours are the positions themselves: of a mask the
-        # device would have to be asked how many there are.
-        rows_N = loss_mask
         if not self.post_process:
             return hidden_states
+        rows_N = labels.rows_N
         group, weight = self.pg_collection.tp, self.output_weight()
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
@@ -237,9 +248,8 @@ class LanguageModel(PackedModel):
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         start = group.rank() * weight.size(0)
         num_columns = min(max(self.num_tokens - start, 0), weight.size(0))
-        hidden_SD, head = hidden_states.flatten(0, 1), (self.temperature, num_columns, group)
-        # The target, and the tokens chosen beside it, (1, S) or (1, S, 1 + K).
-        tokens_NC = labels[0].view(hidden_SD.size(0), -1).index_select(0, rows_N)
+        hidden_SD, head = hidden_states.flatten(0, 1), (labels.temperature, num_columns, group)
+        tokens_NC = labels.tokens.view(hidden_SD.size(0), -1).index_select(0, rows_N)
         if self.num_top:
             top_NK = self._likeliest(hidden_SD.detach()[rows_N], weight.detach()[:num_columns])
             tokens_NC = torch.cat((tokens_NC[:, :1], top_NK), 1)
@@ -271,21 +281,6 @@ class LanguageModel(PackedModel):
             dist.all_gather(parts, part_NK.contiguous(), group=group)
             found.append(torch.cat(parts, 1))
         return found[1].gather(1, found[0].topk(self.num_top).indices)
-
-
-@contextmanager
-def head_temperature(chunk: torch.nn.Module, temperature: float | None) -> Iterator[None]:
-    """Divides the logits of a chunk, wrapped or not, by this within the block; None: by its own."""
-    modules = [] if temperature is None else chunk.modules()  # the outer ones come first
-    head = next((module for module in modules if isinstance(module, LanguageModel)), None)
-    if head is None or temperature is None:
-        yield
-        return
-    own, head.temperature = head.temperature, temperature
-    try:
-        yield
-    finally:
-        head.temperature = own
 
 
 class ValueHead(MegatronModule):

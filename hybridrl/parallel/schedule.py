@@ -14,15 +14,15 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-Work = TypeVar("Work")
-Forward = Callable[[torch.nn.Module, Work], Any]
+Item = TypeVar("Item")
+Forward = Callable[[torch.nn.Module, Item], Any]
 
 
 def forward_backward(
     chunks: Sequence[torch.nn.Module],
-    micro_batches: Sequence[Work],
-    forward: Forward[Work],
-    loss: Callable[[Any, Work], tuple[torch.Tensor, Any]],
+    micro_batches: Sequence[Item],
+    forward: Forward[Item],
+    loss: Callable[[Any, Item], tuple[torch.Tensor, Any]],
 ) -> list[Any]:
     """Accumulates gradients over all micro-batches and reduces them over the replicas.
 
@@ -37,7 +37,7 @@ def forward_backward(
         On the last stage what `loss` returned beside each loss, in order; elsewhere an empty list.
     """
 
-    def step(data: Iterator[Work], chunk: torch.nn.Module) -> tuple[Any, Callable[[Any], Any]]:
+    def step(data: Iterator[Item], chunk: torch.nn.Module) -> tuple[Any, Callable[[Any], Any]]:
         work = next(data)
 
         def loss_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -52,7 +52,7 @@ def forward_backward(
 
 
 def forward_only(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[Work], forward: Forward[Work]
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[Item], forward: Forward[Item]
 ) -> list[Any]:
     """Runs all micro-batches without gradients.
 
@@ -60,7 +60,7 @@ def forward_only(
         On the last stage the outputs of the last chunk, in order; elsewhere an empty list.
     """
 
-    def step(data: Iterator[Work], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+    def step(data: Iterator[Item], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         def output_itself(output: Any, non_loss_data: bool = True) -> Any:
             return output
 
@@ -81,7 +81,7 @@ def finalize_summed_gradients(
 
 def _run(
     chunks: Sequence[torch.nn.Module],
-    micro_batches: Sequence[Work],
+    micro_batches: Sequence[Item],
     step: Callable[..., Any],
     forward_only: bool,
 ) -> list[Any]:

@@ -23,6 +23,7 @@ from hybridrl.data.sharing import schedule_lookups, schedule_samples
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.attention import PackedSequences, SharedPrompts
 from hybridrl.models.family import ModelShape
+from hybridrl.models.heads import HeadInput
 from hybridrl.models.layers import LayerKind
 from hybridrl.parallel.exchange import Route, bring
 from hybridrl.parallel.groups import same_on_all_ranks
@@ -32,19 +33,22 @@ FP8_TOKENS = 16  # FP8 matrix products take multiples of this
 
 
 @dataclass(frozen=True)
-class Work:
-    """One micro-batch: whole, and the positions of it that this context-parallel rank computes.
+class ModelInput:
+    """One micro-batch as this rank's part of a model takes it in.
 
-    `scored_N` are those of its own positions, ascending, whose outputs are read: they predict a
-    response token, and the vocabulary head computes no others; its temperature, None: its own.
+    Args:
+        whole: with all its positions.
+        local: the positions that this context-parallel rank computes, on its device.
+        held_S: which of the whole's they are.
+        head: what the vocabulary head computes: log-probabilities of response tokens.
+        packed: where sequences begin, for attention.
     """
 
     whole: MicroBatch
     local: MicroBatch
     held_S: Tensor
-    scored_N: Tensor
+    head: HeadInput
     packed: PackedSequences
-    temperature: float | None = None
 
     def expand(self, local_S: Tensor) -> Tensor:
         """Returns this rank's results at their places in the whole micro-batch, zero elsewhere."""
@@ -60,14 +64,14 @@ class BatchPlan:
     Args:
         batch: that was planned.
         here: the same, with the tokens that this rank's micro-batches are made of.
-        works: the micro-batches, none outside of the mesh.
+        inputs: the micro-batches, none outside of the mesh.
         mesh: that computes with them.
         reported_BW: (B, W) bool, which rank has the results of a sample in the end.
     """
 
     batch: TrainBatch
     here: TrainBatch
-    works: list[Work]
+    inputs: list[ModelInput]
     mesh: Mesh
     reported_BW: Tensor
 
@@ -82,8 +86,9 @@ class BatchPlan:
         here, mesh = self.here, self.mesh
         column_T = torch.zeros(here.num_tokens, *width)
         if mesh.reports:
-            wholes = [work.expand(output) for work, output in zip(self.works, outputs, strict=True)]
-            column_T = unpack([work.whole for work in self.works], wholes, here)
+            pairs = zip(self.inputs, outputs, strict=True)
+            wholes = [one.expand(output) for one, output in pairs]
+            column_T = unpack([one.whole for one in self.inputs], wholes, here)
         if self.batch.holders is None:
             return mesh.sum_over_world(column_T)
         if mesh.reports and mesh.layout.cp > 1:
@@ -121,13 +126,13 @@ class BatchPlanner:
         """
         return self._on_ranks(self._schedule(batch, num_parts))
 
-    def plan(self, batch: TrainBatch, temperature: float | None = None) -> BatchPlan:
+    def plan(self, batch: TrainBatch, temperature: float = 1.0) -> BatchPlan:
         """Cuts a batch into the micro-batches of this rank's replica, and brings it the tokens that
         it lacks. All ranks compute the same schedule; its hash is compared before any pass.
 
         Args:
             batch: the same samples on all ranks, their tokens anywhere.
-            temperature: of log-probabilities; None: the model's own.
+            temperature: of log-probabilities.
 
         Raises:
             RuntimeError: ranks have different schedules.
@@ -141,10 +146,10 @@ class BatchPlanner:
             here = bring(batch, wanted_BW, world)
         where = self.mesh.where
         mine = [] if where is None else dealt[where.dp]
-        works = [self._work(here, indices, temperature) for indices in mine]
-        return BatchPlan(batch, here, works, self.mesh, self._on_ranks(dealt, reports=True))
+        inputs = [self._input(here, indices, temperature) for indices in mine]
+        return BatchPlan(batch, here, inputs, self.mesh, self._on_ranks(dealt, reports=True))
 
-    def _work(self, batch: TrainBatch, indices: Sequence[int], temperature: float | None) -> Work:
+    def _input(self, batch: TrainBatch, indices: Sequence[int], temperature: float) -> ModelInput:
         layout, where = self.mesh.layout, self.mesh.place
         pad_total = layout.tp * self._pad_each * (1 if self._train.fp8 == "none" else FP8_TOKENS)
         whole = micro_batch(batch, indices, self._pad_each, pad_total, self.shares_prompts)
@@ -152,14 +157,15 @@ class BatchPlanner:
         local = whole if layout.cp == 1 else whole.take_positions(index_S)
         device = self.mesh.platform.device
         # Counted on the host: on a GPU it would be a sync point.
-        scored_N = local.loss_mask_S.nonzero()[:, 0].to(device, non_blocking=True)
+        rows_N = local.loss_mask_S.nonzero()[:, 0].to(device, non_blocking=True)
         local = local.to(device)
         # transformer-engine reads the bounds on the device, torch's layers on the host.
         bounds = local if self._layers == "transformer_engine" else whole
         packed = PackedSequences.of(
             bounds.cu_seqlens, whole.max_seqlen, shared_prompts(whole, local.positions_S)
         )
-        return Work(whole, local, index_S, scored_N, packed, temperature)
+        head = HeadInput(local.labels, rows_N, temperature)
+        return ModelInput(whole, local, index_S, head, packed)
 
     def _schedule(self, batch: TrainBatch, num_parts: int, is_lookup: bool = False) -> Schedule:
         """Returns the micro-batches of all ranks; where the batch is cut into several mini-batches,
@@ -192,6 +198,6 @@ class BatchPlanner:
 
 def shared_prompts(micro: MicroBatch, positions_S: Tensor) -> SharedPrompts | None:
     """Returns which sequences of a whole micro-batch go on from others; None if none does."""
-    if micro.continues is None:
+    if micro.prefix_sequences is None:
         return None
-    return SharedPrompts(tuple(micro.cu_seqlens.tolist()), micro.continues, positions_S)
+    return SharedPrompts(tuple(micro.cu_seqlens.tolist()), micro.prefix_sequences, positions_S)

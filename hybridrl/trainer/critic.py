@@ -10,7 +10,7 @@ from hybridrl.algorithms.base import CriticAlgorithm, LossOutput
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.trainer.model import ParallelModel
-from hybridrl.trainer.update import Gradients, Share, kept, take
+from hybridrl.trainer.update import Gradients, LossPart, detached, optimizer_step
 
 
 class Critic:
@@ -33,7 +33,7 @@ class Critic:
         on prompts.
         """
         plan = self.model.plan(batch)
-        values_T = plan.column(self.model.forward_all(plan.works))
+        values_T = plan.column(self.model.forward_all(plan.inputs))
         return values_T * batch.response_mask_T
 
     def gradients(self, batch: TrainBatch, denominator: float | None = None) -> Gradients:
@@ -45,13 +45,13 @@ class Critic:
 
         def loss(values_S: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
             result = self.algorithm.value_loss(values_S, micro, denominator)
-            return result.loss, kept(result)
+            return result.loss, detached(result)
 
-        works = self.model.plan(batch).works
-        results: list[LossOutput] = self.model.accumulate(works, loss)
-        share = Share.of("critic", self.model, batch, works, results)
+        inputs = self.model.plan(batch).inputs
+        results: list[LossOutput] = self.model.accumulate(inputs, loss)
+        share = LossPart.of("critic", self.model, batch, inputs, results)
         return Gradients.of("critic", self.model, [share], self.num_updates_in_run)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """Takes one optimizer step, or none if loss or gradient is not finite; returns metrics."""
-        return take([self.gradients(batch)])
+        return optimizer_step([self.gradients(batch)])

@@ -10,9 +10,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from hybridrl.config.reward import RewardConfig
+from hybridrl.config.schema import StepsConfig
 from hybridrl.contracts.batch import Prompt, ScoredBatch
 from hybridrl.errors import UserError
 from hybridrl.trainer.sampler import Sampler
+from hybridrl.trainer.schedule import is_due
 
 # Enters the seeds in place of a step number: evaluation at a temperature samples the same way every
 # time.
@@ -50,10 +52,41 @@ class Evaluation:
             found["eval/scored_share"] = self.num_scored / self.num_prompts
         return found
 
-    def kept(self) -> dict[str, float]:
+    def record(self) -> dict[str, float]:
         """Returns what a run keeps of it: `reward`, and `accuracy` if there is one."""
         accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
         return {"reward": self.reward, **accuracy}
+
+
+class Evaluations:
+    """What a run's evaluations found, and when the next one is due.
+
+    Attributes:
+        by_step: `reward`, and `accuracy` if there is one, by the number of finished steps.
+
+    Args:
+        steps: says how often.
+        has_prompts: whether there is anything to evaluate on.
+    """
+
+    def __init__(self, steps: StepsConfig, has_prompts: bool) -> None:
+        self.by_step: dict[str, dict[str, float]] = {}
+        self._steps, self._has_prompts = steps, has_prompts
+
+    def are_due(self, step: int, last: int) -> bool:
+        """Whether one is due after `step` of `last`, the first of all or a later one, and was not
+        made, perhaps as a signal came.
+        """
+        if not self._has_prompts or str(step) in self.by_step:
+            return False
+        is_first = not self.by_step or step == 0
+        return is_first or is_due(self._steps.eval_every, step, last)
+
+    def reach_goal(self, step: int) -> bool:
+        """Whether the one of this step has found the accuracy that a run may stop at."""
+        goal = self._steps.stop_at_accuracy
+        newest = self.by_step.get(str(step), {}).get("accuracy")
+        return goal is not None and newest is not None and newest >= goal
 
 
 def evaluate(

@@ -9,8 +9,7 @@ over the same parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +17,9 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
+from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm, GroupAlgorithm
 from hybridrl.algorithms.preference import feedback_metrics
+from hybridrl.checkpoint.random_states import rng_state
 from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.engines import ENGINES
@@ -27,31 +27,32 @@ from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import as_config
 from hybridrl.config.own_code import contained, make_working_folder_importable
 from hybridrl.config.schema import Config
-from hybridrl.contracts.batch import ScoredBatch, TrainBatch
+from hybridrl.contracts.batch import Prompt, ScoredBatch, TrainBatch
 from hybridrl.data.packing import even_sizes
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
 from hybridrl.hybrid_engine.phases import Phase
-from hybridrl.metrics.values import average
+from hybridrl.metrics.values import SKIPPED, average
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.parallel.layout import DEFAULT_ORDER
 from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.rewards.functions import RewardFunction
 from hybridrl.rollout.engine import Holding
-from hybridrl.trainer import ledger, probe, setup
-from hybridrl.trainer.evaluate import Evaluation, evaluate
+from hybridrl.trainer import ledger, probe, rollout_setup, setup
+from hybridrl.trainer.evaluate import Evaluation, Evaluations, evaluate
 from hybridrl.trainer.journal import Journal
 from hybridrl.trainer.mismatch import MismatchWarning, behaviour_metrics
 from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.position import Position
-from hybridrl.trainer.resampling import UniformGroupsWarning, sample_step
+from hybridrl.trainer.resampling import UniformGroupsWarning, resampled
 from hybridrl.trainer.roles import make_roles
 from hybridrl.trainer.run_data import make_data
 from hybridrl.trainer.schedule import is_due, last_step
 from hybridrl.trainer.setup import Rows
 from hybridrl.trainer.skipped import SkippedSteps
 from hybridrl.trainer.stopping import StopAsked, check_stop, stops_on_signals
+from hybridrl.trainer.update import optimizer_step
 
 
 class Trainer:
@@ -116,7 +117,6 @@ class Trainer:
         self.step, self.seconds, self._started = 0, 0.0, time.monotonic()
         self._has_begun = False  # a checkpoint was loaded, or a step taken
         self._saved_step = 0  # of the checkpoint that was saved or loaded last
-        self.evaluations: dict[str, dict[str, float]] = {}  # by step
         self._lock = RunLock(self.journal.folder)
         replay = self.journal.folder / "replay"
         self.skipped = SkippedSteps(config, self.world, replay, self.journal.say)
@@ -126,6 +126,7 @@ class Trainer:
         self.tokenizer, self.scorer, self.mix = data.tokenizer, data.scorer, data.mix
         self.prompts, self.eval_prompts = data.prompts, data.eval_prompts
         self._position = Position(self.prompts, self.mix)
+        self.evaluations = Evaluations(config.steps, bool(self.eval_prompts))
         parts = (config, meshes, self.algorithm, self.models, self.journal.say)
         roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
@@ -181,38 +182,26 @@ class Trainer:
                 next `fit` goes on from it.
         """
         self._started = time.monotonic()
-        with self._using_run_folder():
-            if not self._has_begun and (found := self._checkpoint(resume)) is not None:
+        with self._lock.held(self.world, self.journal.say):
+            newest = self.store.previous if resume == "previous" else self.store.newest
+            if not self._has_begun and (found := newest()) is not None:
                 self.load_checkpoint(found)
             default, first = self.config.steps.num_steps, self.step
             last = last_step(num_steps, until, first, default)
-            is_done = 0 < last <= first or (first and self._has_reached_goal())
-            if is_done and not self._lacks_evaluation(last):
-                return self.journal.nothing_to_do(first, last, self.evaluations, self.seconds)
+            is_done = 0 < last <= first or (first and self.evaluations.reach_goal(self.step))
+            if is_done and not self.evaluations.are_due(self.step, last):
+                return self.journal.nothing_to_do(
+                    first, last, self.evaluations.by_step, self.seconds
+                )
             self.journal.start(first, last)
             try:
                 save = partial(self._save_at_stop, last, resume)
                 with stops_on_signals(self.world, save), ledger.explained(self.memory_table):
                     self._train_to(last)
                 self.seconds += time.monotonic() - self._started
-                return self.journal.finish(first, self.step, self.evaluations, self.seconds)
+                return self.journal.finish(first, self.step, self.evaluations.by_step, self.seconds)
             finally:
                 self.journal.close()
-
-    def _checkpoint(self, which: str) -> Path | None:
-        """Returns the checkpoint of the run folder to go on from, if it has one."""
-        return self.store.previous() if which == "previous" else self.store.newest()
-
-    @contextmanager
-    def _using_run_folder(self) -> Iterator[None]:
-        """Holds the run folder against other runs; may be nested."""
-        with self.world.all_agree("taking the run folder"):
-            is_taken = self.world.rank == 0 and self._lock.acquire(self.journal.say)
-        try:
-            yield
-        finally:
-            if is_taken:
-                self._lock.release()
 
     def _train_to(self, last: int) -> None:
         """Takes the steps up to `last`, with the evaluations and checkpoints that are due."""
@@ -220,47 +209,38 @@ class Trainer:
             self.check_engine()
         elif self.algorithm.needs.rollouts:
             self.enter_rollout()
-        if self._lacks_evaluation(last):
+        if self.evaluations.are_due(self.step, last):
             found = self._keep_evaluation(self.evaluate())
             if self.step:
                 self.journal.log(self.step, found)
                 self.save_checkpoint()  # or every start would evaluate again
-        while self.step < last and not self._has_reached_goal():
+        while self.step < last and not self.evaluations.reach_goal(self.step):
             with self.journal.traced(self.step + 1):
                 metrics = self.train_step()
             try:
                 check_stop(self.world)
-                if self._lacks_evaluation(last):
+                if self.evaluations.are_due(self.step, last):
                     metrics |= self._keep_evaluation(self.evaluate())
             finally:
                 self.journal.log(self.step, metrics)
             for warning in self._warnings:
                 if (text := warning.text(self.step, metrics)) is not None:
                     self.journal.say(text)
-            ends = last if not self._has_reached_goal() else self.step
+            ends = last if not self.evaluations.reach_goal(self.step) else self.step
             if is_due(self.config.checkpoint.every, self.step, ends):
                 self.save_checkpoint()
-
-    def _lacks_evaluation(self, last: int) -> bool:
-        """Whether one is due where the run stands, the first of all or one after a step, and was
-        not made, perhaps as a signal came.
-        """
-        if not self.eval_prompts or str(self.step) in self.evaluations:
-            return False
-        is_first = not self.evaluations or self.step == 0
-        return is_first or is_due(self.config.steps.eval_every, self.step, last)
 
     def _save_at_stop(self, last: int, resume: str, stop: StopAsked) -> None:
         """Saves what no checkpoint has, with what a step under way has generated."""
         self.enter_training()
-        rollouts, saved = self.engine.has_rollouts, "nothing is new since the last checkpoint"
+        rollouts, saved = self.sampler.has_rollouts, "nothing is new since the last checkpoint"
         self._position.rewind()
         try:
             if rollouts or self.step != self._saved_step:
                 saved = f"saved to {self.save_checkpoint()}"
                 self._has_begun = False  # another `fit` begins with this checkpoint
         finally:
-            self.engine.drop()
+            self.sampler.drop()
         saved += f", with the responses of step {self.step + 1} so far" if rollouts else ""
         again = "The same command" + (" without --resume" if resume == "previous" else "")
         done = f"{stop} after step {self.step} of {last}"
@@ -279,7 +259,7 @@ class Trainer:
         if not self._trains:
             raise UserError("trains", False, "a Trainer with trains=True", "Make another to train.")
         if self._position.is_in_step:  # it has failed before
-            self.engine.drop()
+            self.sampler.drop()
             self._position.rewind()
         timer = self.journal.timer
         timer.start_step(self.step + 1)
@@ -288,16 +268,7 @@ class Trainer:
         prompts = self.prompts.take(self.config.steps.prompts_per_step)
         sampled: dict[str, float] = {}
         if self.algorithm.needs.rollouts:
-            scored, sampled = sample_step(
-                self.algorithm,
-                self.engine,
-                self.prompts,
-                prompts,
-                self.step,
-                timer,
-                self.enter_training,
-                self.enter_rollout,
-            )
+            scored, sampled = self.sample(prompts)
         else:
             self.enter_training()
             scored = supervised_batch(prompts, self.algorithm.needs.feedback)
@@ -313,15 +284,48 @@ class Trainer:
             metrics |= self.algorithm.after_step(batch)
         self.step += 1
         self._position.end_step()
-        self.engine.end_step()
+        self.sampler.end_step()
         if self.algorithm.needs.rollouts:
             metrics |= self.reshard()
             self.journal.dump_samples(self.step, scored, self.scorer)
-            metrics |= self.journal.describe(scored) | self.engine.metrics()
+            metrics |= self.journal.describe(scored) | self.sampler.metrics()
         metrics |= feedback_metrics(batch) if self.algorithm.needs.feedback else {}
-        flops = self.roles.flops(batch, self.step - 1, self.engine.generated, self.mix.taken)
+        flops = self.roles.flops(batch, self.step - 1, self.sampler.generated, self.mix.taken)
         shown = scored if self.algorithm.needs.rollouts else batch
         return self.journal.summarize(shown, metrics, flops)
+
+    def sample(self, prompts: Sequence[Prompt]) -> tuple[ScoredBatch, dict[str, float]]:
+        """Returns the scored samples of the step's prompts, and metrics; where the algorithm asks
+        for it, groups of equal rewards are replaced by further prompts'.
+
+        Raises:
+            UserError: no response to the prompts has a score.
+        """
+        if (scored := self._respond(prompts, 0)) is None:
+            raise self.scorer.nothing_left()
+        metrics: dict[str, float] = {}
+        if isinstance(self.algorithm, GroupAlgorithm):
+            parts = self.prompts, self._respond, len(prompts)
+            scored, metrics = resampled(self.algorithm, scored, *parts)
+        self.enter_training()
+        return scored, metrics
+
+    def _respond(self, prompts: Sequence[Prompt], first_group: int) -> ScoredBatch | None:
+        """Returns the scored samples of prompts, whose first group has this number; None where no
+        response has a score.
+        """
+        algorithm, sampler, timer = self.algorithm, self.sampler, self.journal.timer
+        self.enter_rollout()
+        with timer.phase("generate"):
+            local = sampler.generate(
+                prompts, step=self.step, first_group=first_group, greedy=algorithm.needs.greedy
+            )
+        has_rounds = isinstance(algorithm, GroupAlgorithm) and algorithm.max_resampling > 0
+        # A reward model's pass needs the memory that the engine has while it generates.
+        if sampler.reward_models or not has_rounds:
+            self.enter_training()
+        with timer.phase("reward"):
+            return sampler.score_left(local)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
         """Returns the samples that the algorithm learns from, each rank with the tokens of those
@@ -339,15 +343,21 @@ class Trainer:
         Raises:
             UserError: too many in a row could not be.
         """
-        take, roles = self.skipped.update, self.roles
+        roles = self.roles
         # Responses may have been dropped.
         sizes = even_sizes(batch.num_samples, self.config.steps.updates_per_step)
         mixed = self.mix.batches(roles, len(sizes), roles.trains_policy(self.step))
         found, end = [], 0
         for number, (size, terms) in enumerate(zip(sizes, mixed, strict=True)):
             part, end = batch.select(range(end, end + size)), end + size
-            gradients = partial(roles.gradients, part, self.step, terms)
-            found.append(take(self.step + 1, number, part, gradients, terms))
+            random_states = rng_state()  # a pass draws from them
+            gradients = roles.gradients(part, self.step, terms)
+            found.append(optimizer_step(gradients))
+            if found[-1][SKIPPED]:
+                where = self.step + 1, number
+                self.skipped.add(*where, part, terms, gradients, random_states)
+            else:
+                self.skipped.in_a_row = 0
         metrics = average(found)
         if self.algorithm.needs.rollouts and batch.old_logp_T is not None:
             # Correlations have no mean.
@@ -371,7 +381,7 @@ class Trainer:
         self._is_engine_checked = True
         if not ENGINES[self.config.rollout.engine].computes:
             return
-        answers = probe.ask(self.engine, self.source.shape, self.config.data.max_prompt_tokens)
+        answers = probe.ask(self.sampler, self.source.shape, self.config.data.max_prompt_tokens)
         self.enter_training()
         gap = probe.compare(self.policy, answers)
         self.journal.say(f"engine and trainer agree within {gap:.1e} nats a token")
@@ -398,16 +408,16 @@ class Trainer:
         """
         self.enter_rollout()
         # A reward model's pass needs the memory that the engine has while it generates.
-        end_rollout = self.enter_training if self.engine.judges else None
-        parts = self.engine, self.eval_prompts, self.config.reward
+        end_rollout = self.enter_training if self.sampler.reward_models else None
+        parts = self.sampler, self.eval_prompts, self.config.reward
         with self.journal.timer.phase("evaluate"):
             return evaluate(*parts, temperature, end_rollout)
 
     def _keep_evaluation(self, found: Evaluation) -> dict[str, float]:
         """Notes an evaluation of this step; returns its metrics."""
-        if found.note and not self.evaluations:
+        if found.note and not self.evaluations.by_step:
             self.journal.say(f"evaluations report the reward and no accuracy: {found.note}")
-        self.evaluations[str(self.step)] = found.kept()
+        self.evaluations.by_step[str(self.step)] = found.record()
         return found.metrics()
 
     def save_checkpoint(self) -> Path:
@@ -417,7 +427,7 @@ class Trainer:
             CheckpointError: a file could not be written.
             UserError: another run has taken the run folder over.
         """
-        with self._using_run_folder():
+        with self._lock.held(self.world, self.journal.say):
             return self._save_checkpoint()
 
     def _save_checkpoint(self) -> Path:
@@ -425,9 +435,9 @@ class Trainer:
         state = {
             "step": self.step,
             **self._position.state(),
-            "rollouts": self.engine.state(),
+            "rollouts": self.sampler.state(),
             "algorithm": algorithm.state() if isinstance(algorithm, AdaptiveAlgorithm) else {},
-            "evaluations": self.evaluations,
+            "evaluations": self.evaluations.by_step,
             "seconds": self.seconds + time.monotonic() - self._started,
             "num_updates": {name: model.num_updates for name, model in self.trained.items()},
         }
@@ -453,11 +463,11 @@ class Trainer:
         assert state.step is not None  # the store refuses weights alone
         self._has_begun = True
         self.step, self.seconds, self._saved_step = state.step, state.seconds, state.step
-        self.evaluations = dict(state.evaluations)
+        self.evaluations.by_step = dict(state.evaluations)
         self._position.load({"prompts": state.prompts, "mix": state.mix})
         for name, model in self.trained.items():
             model.num_updates = state.num_updates[name]
-        self.engine.load_state(state.rollouts)
+        self.sampler.load_state(state.rollouts)
         if isinstance(self.algorithm, AdaptiveAlgorithm):
             self.algorithm.load_state(state.algorithm)
         self.reshard()
@@ -466,30 +476,24 @@ class Trainer:
         """Ends the journal and leaves the process group."""
         self.journal.close()
         self._lock.release()
-        self.engine.close()
+        self.sampler.close()
         self.hybrid_engine.close()
-        self.raw_engine.close()
+        self.engine.close()
         for model in self.models.values():
             model.close()
         stop_process_group()
 
     def _make_engine(self, ranks: Sequence[int]) -> None:
         """Builds the engine on its ranks and the plan that brings the policy's weights into it."""
-        config, model = self.config, self.policy.model
+        make, config, model = rollout_setup, self.config, self.policy.model
         sources = model.source_layouts()
-        layout = setup.rollout_layout(model, config.rollout.tp, sources, ranks)
-        memories, copies = setup.training_memories(self.trained.values())
-        self.raw_engine = setup.start_engine(config, model, layout, memories, copies)
-        self._engine_bytes = self.raw_engine.memory
-        scoring = self.scorer, self.tokenizer
-        self.engine = setup.make_sampler(config, model, layout, self.raw_engine, *scoring)
-        self.engine.judges = self.roles.judges
-        parts = model, sources, self.raw_engine, memories, copies
-        self.hybrid_engine = setup.make_hybrid_engine(config, *parts)
+        layout = make.rollout_layout(model, config.rollout.tp, sources, ranks)
+        memories, copies = make.training_memories(self.trained.values())
+        self.engine = make.start_engine(config, model, layout, memories, copies)
+        self._engine_bytes = self.engine.memory
+        scoring = self.scorer, self.tokenizer, self.roles.reward_models
+        self.sampler = make.make_sampler(config, model, layout, self.engine, *scoring)
+        parts = model, sources, self.engine, memories, copies
+        self.hybrid_engine = make.make_hybrid_engine(config, *parts)
         self._keeps_memory = lambda: self.hybrid_engine.keeps_memory
         self._is_engine_checked = False
-
-    def _has_reached_goal(self) -> bool:
-        goal = self.config.steps.stop_at_accuracy
-        newest = self.evaluations.get(str(self.step), {}).get("accuracy")
-        return goal is not None and newest is not None and newest >= goal

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Term:
+class AuxiliaryLoss:
     """What a term is, without its rows.
 
     Args:
@@ -46,7 +46,7 @@ class Term:
     weight: float
 
 
-def make_terms(config: Config) -> dict[str, Term]:
+def make_auxiliary_losses(config: Config) -> dict[str, AuxiliaryLoss]:
     """Makes the terms of the section `mix` that have a weight, by name.
 
     Raises:
@@ -58,7 +58,7 @@ def make_terms(config: Config) -> dict[str, Term]:
             algorithm = make_algorithm(section.algorithm)
         if not algorithm.needs.fits_term or isinstance(algorithm, AdaptiveAlgorithm):
             raise not_a_term(name, section.algorithm.name)
-        terms[name] = Term(algorithm, section.weight)
+        terms[name] = AuxiliaryLoss(algorithm, section.weight)
     return terms
 
 
@@ -86,7 +86,7 @@ class Mix:
         say: Callable[[str], None],
         given: Mapping[str, Rows],
     ) -> None:
-        self.terms, self._sections = make_terms(config), config.mix
+        self.terms, self._sections = make_auxiliary_losses(config), config.mix
         self._sources = {}
         _check_given(config, given)
         for name, term in self.terms.items():

@@ -22,7 +22,6 @@ from hybridrl.hybrid_engine.engine import gather_layouts
 from hybridrl.hybrid_engine.owned import owned_layout
 from hybridrl.models.build import build_chunks, named_weights, transformer_config
 from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.heads import head_temperature
 from hybridrl.models.layers import choose_layers, shares_prompts
 from hybridrl.models.weights import (
     NOTHING,
@@ -35,7 +34,7 @@ from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.peer_memory import PeerMemory
 from hybridrl.parallel.schedule import forward_backward, forward_only
-from hybridrl.trainer.batch_plan import BatchPlan, BatchPlanner, Work
+from hybridrl.trainer.batch_plan import BatchPlan, BatchPlanner, ModelInput
 from hybridrl.trainer.memory import TrainedModelMemory
 from hybridrl.trainer.optimizer import (
     apply_gradients,
@@ -121,7 +120,7 @@ class ParallelModel:
         self.memory: TrainedModelMemory | None = None
         self.trained_weights: TrainedWeights | None = None
         self.num_updates = 0
-        self._home: PeerWeights | None = None
+        self._peer_weights: PeerWeights | None = None
 
     def _build(self) -> list[torch.nn.Module]:
         source, train, kind = self.source, self.train, self.layers.kind
@@ -206,18 +205,20 @@ class ParallelModel:
         """
         return named_weights(self._chunks)
 
-    def make_trainable(self, peak_learning_rate: float, home: PeerWeights | None = None) -> None:
+    def make_trainable(
+        self, peak_learning_rate: float, peer_weights: PeerWeights | None = None
+    ) -> None:
         """Adds gradient buffers and the optimizer; weights must be in place.
 
         Args:
-            peak_learning_rate: of the course that `learning_rate` describes.
-            home: where the parameters go; None: where Megatron allocates them.
+            peak_learning_rate: of the schedule that `learning_rate` describes.
+            peer_weights: where the parameters go; None: where Megatron allocates them.
         """
         self.peak_learning_rate = peak_learning_rate
-        self._home = home
+        self._peer_weights = peer_weights
         if not self.mesh.is_member:
-            if home is not None:
-                home.move([])
+            if peer_weights is not None:
+                peer_weights.move([])
             return
         with self.mesh.active(), self.world.platform.megatron_phase():
             self._forward_chunks, self._optimizer = wrap_for_training(
@@ -226,7 +227,7 @@ class ParallelModel:
                 self.train,
                 peak_learning_rate,
                 self.mesh,
-                home,
+                peer_weights,
             )
         self.memory = TrainedModelMemory(
             self._forward_chunks,
@@ -246,39 +247,39 @@ class ParallelModel:
     @property
     def peers(self) -> PeerMemory | None:
         """The memory in which all ranks can read the parameters, if they are in such."""
-        return None if self._home is None else self._home.memory
+        return None if self._peer_weights is None else self._peer_weights.memory
 
     def freeze(self) -> None:
         """Makes the model forward-only."""
         for chunk in self._chunks:
             chunk.requires_grad_(False).eval()
 
-    def plan(self, batch: TrainBatch, temperature: float | None = None) -> BatchPlan:
+    def plan(self, batch: TrainBatch, temperature: float = 1.0) -> BatchPlan:
         """Cuts a batch into this rank's micro-batches, as `BatchPlanner.plan`."""
         return self.planner.plan(batch, temperature)
 
-    def forward_all(self, works: Sequence[Work]) -> list[Any]:
+    def forward_all(self, inputs: Sequence[ModelInput]) -> list[Any]:
         """Runs every micro-batch forward; outputs on the last stage, else an empty list."""
         if not self.mesh.is_member:
             return []
         with self.mesh.active():
-            return forward_only(self.forward_chunks, works, _forward)
+            return forward_only(self.forward_chunks, inputs, _forward)
 
     def accumulate(
-        self, works: Sequence[Work], loss: Loss, *more: tuple[Sequence[Work], Loss]
+        self, inputs: Sequence[ModelInput], loss: Loss, *more: tuple[Sequence[ModelInput], Loss]
     ) -> list[Any]:
         """Runs forward and backward over every micro-batch, and `more` with losses of their own,
         into the same cleared gradients; returns the losses' extras.
         """
         if not self.mesh.is_member:
             return []
-        chunks, passes = self.forward_chunks, [(works, loss), *more]
+        chunks, passes = self.forward_chunks, [(inputs, loss), *more]
         for chunk in chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
         self._optimizer.zero_grad()  # forgets views of gradients; the state may still be on its way
-        pairs = [(work, loss) for works, loss in passes for work in works]
+        pairs = [(one, loss) for some, loss in passes for one in some]
         assert self.memory is not None  # a model without does not learn
-        most = max((work.whole.num_positions for work, _ in pairs), default=0)
+        most = max((one.whole.num_positions for one, _ in pairs), default=0)
         with self.mesh.active(), self.memory.watching(most):
             return forward_backward(
                 chunks,
@@ -329,14 +330,11 @@ class ParallelModel:
         return None
 
 
-def _forward(chunk: torch.nn.Module, work: Work) -> Any:
-    local = work.local
-    with head_temperature(chunk, work.temperature):
-        return chunk(
-            input_ids=local.tokens_S[None],
-            position_ids=local.positions_S[None],
-            attention_mask=None,
-            labels=local.asked[None],
-            loss_mask=work.scored_N,
-            packed_seq_params=work.packed,
-        )
+def _forward(chunk: torch.nn.Module, one: ModelInput) -> Any:
+    return chunk(
+        input_ids=one.local.tokens_S[None],
+        position_ids=one.local.positions_S[None],
+        attention_mask=None,
+        labels=one.head,  # Megatron hands them to the head
+        packed_seq_params=one.packed,
+    )

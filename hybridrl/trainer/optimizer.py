@@ -28,13 +28,13 @@ def wrap_for_training(
     train: TrainConfig,
     peak_learning_rate: float,
     mesh: Mesh,
-    home: PeerWeights | None = None,
+    peer_weights: PeerWeights | None = None,
 ) -> tuple[list[torch.nn.Module], MegatronOptimizer]:
     """Gives the chunks gradient buffers and a distributed Adam whose state is shared out over the
     replicas.
 
     Weights must be in place: the optimizer copies them into its fp32 masters where the model is in
-    bf16. They are moved to `home` first, if there is one.
+    bf16. They are moved to `peer_weights` first, if there is one.
 
     Returns:
         The wrapped chunks, which training must call, and the optimizer.
@@ -61,8 +61,8 @@ def wrap_for_training(
     if train.fuse_param_gather:
         for chunk in wrapped:
             chunk.disable_forward_pre_hook(param_sync=False)  # type: ignore[operator]
-    if home is not None:
-        home.move(wrapped)
+    if peer_weights is not None:
+        peer_weights.move(wrapped)
     options = OptimizerConfig(
         optimizer="adam",
         lr=peak_learning_rate,

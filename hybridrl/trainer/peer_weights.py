@@ -7,11 +7,13 @@ the same size on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from hybridrl.config.schema import Config
+from hybridrl.errors import UserError
 from hybridrl.parallel import peer_memory
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.peer_memory import PeerMemory
@@ -50,6 +52,39 @@ class PeerWeights:
         own = self.memory.of(self._world.rank)
         for buffer, start in zip(buffers, starts, strict=True):
             _move(buffer, own[start : start + buffer.param_data.nbytes])
+
+
+def peer_weights(config: Config, world: World, say: Callable[[str], None]) -> PeerWeights | None:
+    """Returns where the policy's parameters go, None where weights travel as packed messages.
+
+    Args:
+        say: tells the user, once, why 'auto' did not choose 'peer'.
+
+    Raises:
+        UserError: on every rank, if `rollout.transport` is 'peer' but ranks cannot reach others.
+    """
+    wanted = config.rollout.transport
+    released = config.train.release_weights_in_rollout
+    if wanted == "packed" or world.size == 1 or (wanted == "auto" and released):
+        return None
+    if wanted == "auto" and world.platform.is_cpu:
+        return None  # nothing is gained there
+    device, hosts = world.platform.device, world.gather_objects(peer_memory.host_id())
+    reasons = world.gather_objects(peer_memory.why_unreachable(device, hosts))
+    if not any(reasons):
+        reasons = world.gather_objects(peer_memory.why_unusable(device, world.timeout_s))
+    found = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+    if not found:
+        return PeerWeights(world)
+    if wanted == "peer":
+        raise UserError(
+            "rollout.transport",
+            "peer",
+            "packed or auto here",
+            f"Set rollout.transport=auto. {found[0]}.",
+        )
+    say(f"weights travel as packed messages: {found[0]}")
+    return None
 
 
 def _move(buffer: Any, place: torch.Tensor) -> None:

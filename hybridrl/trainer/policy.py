@@ -16,10 +16,10 @@ from hybridrl.algorithms.base import Algorithm, LossOutput
 from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
-from hybridrl.models.heads import LanguageModel, TokenStats
+from hybridrl.models.heads import TokenStats
 from hybridrl.trainer.mismatch import behaviour_metrics
 from hybridrl.trainer.model import Loss, ParallelModel
-from hybridrl.trainer.update import Gradients, Share, kept, take
+from hybridrl.trainer.update import Gradients, LossPart, detached, optimizer_step
 
 TERM_TEMPERATURE = 1.0
 """The temperature of what is not sampled: a term's likelihood is the model's own."""
@@ -63,16 +63,13 @@ class Policy:
     ) -> None:
         self.model, self.algorithm = model, algorithm
         self.num_updates_in_run, self.temperature = num_updates_in_run, temperature
-        for chunk in model.chunks:
-            if isinstance(chunk, LanguageModel):
-                chunk.temperature = temperature
 
     def logprobs(self, batch: TrainBatch, temperature: float | None = None) -> torch.Tensor:
         """Returns the log-probability of each response token, nats, (T,) fp32, zero on prompt
         tokens; at the policy's own temperature, or at this one.
         """
         plan = self.model.plan(batch, self.temperature if temperature is None else temperature)
-        outputs: list[TokenStats] = self.model.forward_all(plan.works)
+        outputs: list[TokenStats] = self.model.forward_all(plan.inputs)
         logp_T = plan.column([output.logp_S for output in outputs])
         return logp_T * batch.response_mask_T
 
@@ -88,7 +85,7 @@ class Policy:
             `mismatch/*` (of sampled responses) and the algorithm's own metrics, over all ranks;
             those of terms, `NAME/loss` among them.
         """
-        return take([self.gradients(batch, terms=terms)])
+        return optimizer_step([self.gradients(batch, terms=terms)])
 
     def gradients(
         self,
@@ -107,14 +104,14 @@ class Policy:
         logps: list[torch.Tensor] = []
         plan = self.model.plan(batch, self.temperature)
         plans = [self.model.plan(term.batch, TERM_TEMPERATURE) for term in terms]
-        more = [(of.works, _loss_of_term(term)) for of, term in zip(plans, terms, strict=True)]
+        more = [(of.inputs, _loss_of_term(term)) for of, term in zip(plans, terms, strict=True)]
         main = _loss(self.algorithm, denominator, logps)
-        results: list[LossOutput] = self.model.accumulate(plan.works, main, *more)
-        done = len(plan.works)
-        shares = [Share.of("policy", self.model, batch, plan.works, results[:done])]
+        results: list[LossOutput] = self.model.accumulate(plan.inputs, main, *more)
+        done = len(plan.inputs)
+        shares = [LossPart.of("policy", self.model, batch, plan.inputs, results[:done])]
         for term, of in zip(terms, plans, strict=True):
-            part, done = results[done : done + len(of.works)], done + len(of.works)
-            shares.append(Share.of(term.name, self.model, term.batch, of.works, part))
+            part, done = results[done : done + len(of.inputs)], done + len(of.inputs)
+            shares.append(LossPart.of(term.name, self.model, term.batch, of.inputs, part))
         found = Gradients.of("policy", self.model, shares, self.num_updates_in_run)
         if self.algorithm.needs.rollouts:
             # Without the column this forward's log-probabilities are those of the step's start.
@@ -142,7 +139,7 @@ def _loss(
         result = algorithm.loss(logp, output.entropy_S, micro, denominator)
         if logps is not None:
             logps.append(output.logp_S.detach())
-        return result.loss if weight == 1 else weight * result.loss, kept(result)
+        return result.loss if weight == 1 else weight * result.loss, detached(result)
 
     return loss
 
@@ -151,7 +148,7 @@ def _loss_of_term(term: LossTerm) -> Loss:
     return _loss(term.algorithm, term.algorithm.denominator(term.batch), weight=term.weight)
 
 
-def _term_metrics(term: LossTerm, share: Share) -> dict[str, float]:
+def _term_metrics(term: LossTerm, share: LossPart) -> dict[str, float]:
     """Returns a term's metrics under its own name: `policy/kl` becomes `NAME/kl`."""
     found = {**share.metrics}
     if term.algorithm.needs.feedback is not None:

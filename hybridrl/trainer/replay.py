@@ -32,7 +32,7 @@ from hybridrl.trainer.policy import TERM_TEMPERATURE, Policy
 from hybridrl.trainer.roles import Roles, make_roles
 from hybridrl.trainer.saved_batch import SavedBatch
 from hybridrl.trainer.skipped import first_cause
-from hybridrl.trainer.update import Gradients, Share
+from hybridrl.trainer.update import Gradients, LossPart
 
 MAX_ROWS = 8  # found before the search ends
 
@@ -70,7 +70,9 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
         saved = SavedBatch.read(file)
     algorithm = make_algorithm(config.algorithm)
     plain = config.model_copy(update={"rollout": rollout})
-    roles = make_roles(plain, meshes, algorithm, {}, print, has_reference=False, has_judges=False)
+    roles = make_roles(
+        plain, meshes, algorithm, {}, print, has_reference=False, has_reward_models=False
+    )
     folder = _load_before(config, meshes, roles, saved.step)
     is_set = len(saved.rng) == world.size and set_rng_state(saved.rng[world.rank])
     report = replay(world, roles, saved)
@@ -139,7 +141,7 @@ def _load_before(config: Config, meshes: Meshes, roles: Roles, step: int) -> Pat
     return found
 
 
-def _told(world: World, one: Gradients, share: Share) -> dict[str, Any]:
+def _told(world: World, one: Gradients, share: LossPart) -> dict[str, Any]:
     """Returns the loss of every micro-batch, by rank, their sum, and the model's gradient norm."""
     mine = [
         {"rank": world.rank, "micro_batch": index, "loss": result.loss.item()}

@@ -1,6 +1,5 @@
-"""The samples of a step: generated, scored, and, where an algorithm asks for it, groups of equal
-rewards replaced by further prompts' (dynamic sampling, DAPO, Yu et al. 2025, arXiv 2503.14476,
-sec. 3.2).
+"""Groups of equal rewards replaced by further prompts' (dynamic sampling, DAPO, Yu et al. 2025,
+arXiv 2503.14476, sec. 3.2).
 
 Collective: every rank sees the same rewards, so all replace the same groups by the same prompts,
 which are the next ones of the source. A step always has as many groups as without: what is still
@@ -13,11 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from hybridrl.algorithms.base import Algorithm, GroupAlgorithm
+from hybridrl.algorithms.base import GroupAlgorithm
 from hybridrl.contracts.batch import Prompt, ScoredBatch
 from hybridrl.data.prompts import PromptSource
-from hybridrl.metrics.timing import PhaseTimer
-from hybridrl.trainer.sampler import Sampler
 
 UNIFORM = "reward/uniform_groups"
 UNIFORM_STEPS = 10  # in a row, from which on a run is warned
@@ -26,50 +23,6 @@ WARN_EVERY_STEPS = 50
 Respond = Callable[[Sequence[Prompt], int], ScoredBatch | None]
 """Returns the scored samples of prompts, the first of which has this group number; None where no
 response has a score."""
-
-
-def sample_step(
-    algorithm: Algorithm,
-    sampler: Sampler,
-    source: PromptSource,
-    prompts: Sequence[Prompt],
-    step: int,
-    timer: PhaseTimer,
-    enter_training: Callable[[], None],
-    enter_rollout: Callable[[], None],
-) -> tuple[ScoredBatch, dict[str, float]]:
-    """Returns the samples of a step and their metrics; afterwards the engine is at rest.
-
-    Args:
-        source: of further prompts.
-        prompts: of the step.
-        enter_training: ends the rollout phase, if it is the current one; called before the reward
-            where nothing is generated after it, or where reward models need the engine's memory.
-        enter_rollout: begins the rollout phase, if it is not the current one.
-
-    Raises:
-        UserError: no response to the step's own prompts has a score.
-    """
-    has_rounds = isinstance(algorithm, GroupAlgorithm) and algorithm.max_resampling > 0
-
-    def respond(prompts: Sequence[Prompt], first_group: int) -> ScoredBatch | None:
-        greedy = algorithm.needs.greedy
-        enter_rollout()
-        with timer.phase("generate"):
-            local = sampler.generate(prompts, step=step, first_group=first_group, greedy=greedy)
-        if sampler.judges or not has_rounds:
-            enter_training()
-        with timer.phase("reward"):
-            return sampler.score_left(local)
-
-    metrics: dict[str, float] = {}
-    scored = respond(prompts, 0)
-    if scored is None:
-        raise sampler.scorer.nothing_left()
-    if isinstance(algorithm, GroupAlgorithm):
-        scored, metrics = resampled(algorithm, scored, source, respond, len(prompts))
-    enter_training()
-    return scored, metrics
 
 
 def resampled(

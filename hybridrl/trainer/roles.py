@@ -32,10 +32,11 @@ from hybridrl.parallel.mesh import Meshes
 from hybridrl.trainer import setup
 from hybridrl.trainer.critic import Critic
 from hybridrl.trainer.exploded import explosion_of
-from hybridrl.trainer.judge import Judge, make_judges
-from hybridrl.trainer.mix import Term, make_terms
+from hybridrl.trainer.mix import AuxiliaryLoss, make_auxiliary_losses
 from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.trainer.peer_weights import peer_weights
 from hybridrl.trainer.policy import LossTerm, Policy
+from hybridrl.trainer.reward_models import RewardModel, make_reward_models
 from hybridrl.trainer.teacher import Teacher, make_teacher
 from hybridrl.trainer.update import Gradients
 
@@ -49,7 +50,7 @@ class Roles:
         policy, reference, critic: None where the algorithm has no such role.
         trained: the trained models by name.
         num_critic_warmup_steps: steps in which only the critic is trained.
-        judges: reward models that score what is sampled.
+        reward_models: reward models that score what is sampled.
         terms: further terms of the policy's loss, by name.
         teacher: that a distillation learns from.
     """
@@ -60,8 +61,8 @@ class Roles:
     critic: Critic | None
     trained: dict[str, ParallelModel]
     num_critic_warmup_steps: int
-    judges: Sequence[Judge] = ()
-    terms: Mapping[str, Term] = field(default_factory=dict)
+    reward_models: Sequence[RewardModel] = ()
+    terms: Mapping[str, AuxiliaryLoss] = field(default_factory=dict)
     teacher: Teacher | None = None
 
     def trains_policy(self, num_steps_done: int) -> bool:
@@ -190,8 +191,8 @@ def make_roles(
     models: dict[str, ParallelModel],
     say: Callable[[str], None],
     has_reference: bool = True,
-    has_judges: bool = True,
-    terms: Mapping[str, Term] | None = None,
+    has_reward_models: bool = True,
+    terms: Mapping[str, AuxiliaryLoss] | None = None,
 ) -> Roles:
     """Builds the models and fills in their first weights.
 
@@ -203,14 +204,14 @@ def make_roles(
         say: tells the user, once.
         has_reference: False leaves out the reference and the teacher, where their columns are known
             already, or nothing is trained.
-        has_judges: False leaves out reward models.
+        has_reward_models: False leaves out reward models.
         terms: further ones of the policy's loss; None: made as the section `mix` says.
 
     Raises:
         UserError: there are terms, and no policy is trained.
     """
     world, needs = meshes.world, algorithm.needs
-    terms = make_terms(config) if terms is None else terms
+    terms = make_auxiliary_losses(config) if terms is None else terms
     _check_terms(terms, algorithm)
     held = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
     source, chosen = setup.model_source(config.model, world.platform), config.algorithm
@@ -222,8 +223,7 @@ def make_roles(
     models["policy"] = model = _build(meshes, "policy", source, config)
     say(model.layers.said)
     if held.trains_policy:
-        home = setup.weights_home(config, world, say)
-        model.make_trainable(config.train.learning_rate, home)
+        model.make_trainable(config.train.learning_rate, peer_weights(config, world, say))
     else:
         model.freeze()
     policy = Policy(model, algorithm, num_policy_updates, temperature)
@@ -237,12 +237,12 @@ def make_roles(
     if held.has_critic and isinstance(algorithm, CriticAlgorithm):
         models["critic"] = trained["critic"] = _build(meshes, "critic", source, config)
         critic = _make_critic(config, trained["critic"], algorithm, num_updates)
-    served = held.reward_models if has_judges else {}
-    judges = make_judges(config, meshes, source, models, served, needs.greedy)
+    served = held.reward_models if has_reward_models else {}
+    reward_models = make_reward_models(config, meshes, source, models, served, needs.greedy)
     teacher = None
     if held.has_teacher and has_reference:
         teacher = make_teacher(config, meshes.of("teacher"), source, models, needs, temperature)
-    return Roles(source, policy, reference, critic, trained, warmup, judges, terms, teacher)
+    return Roles(source, policy, reference, critic, trained, warmup, reward_models, terms, teacher)
 
 
 def _build(meshes: Meshes, role: str, source: ModelSource, config: Config) -> ParallelModel:

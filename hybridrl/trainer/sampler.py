@@ -75,6 +75,7 @@ class Sampler:
         samples_per_prompt: responses to each prompt.
         seed: of the run.
         episodes: with the environment, if there is one.
+        reward_models: of this world: each adds its scores to a batch.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Sampler:
         samples_per_prompt: int,
         seed: int,
         episodes: Episodes | None = None,
+        reward_models: Sequence[Callable[[ScoredBatch], ScoredBatch]] = (),
     ) -> None:
         self.episodes = episodes
         self._episode_counts: dict[str, int] = {}  # since the last `score`
@@ -107,8 +109,7 @@ class Sampler:
         # `generate` call of the step, their mean and the longest.
         self._busy_s = 0.0
         self._busy_of_calls: list[tuple[float, float]] = []
-        # Reward models of this world: each adds its scores to a batch.
-        self.judges: Sequence[Callable[[ScoredBatch], ScoredBatch]] = ()
+        self.reward_models = reward_models
         self._reward_counts: dict[str, int] = {}  # of the step, all ranks together
         # What was generated for the last step, on all replicas, with greedy responses and those
         # that were replaced or dropped; not for evaluations.
@@ -323,8 +324,8 @@ class Sampler:
         if not any(tables):
             return None
         batch = told(tables, scored, self._prompts, self.world)
-        for judge in self.judges:
-            batch = judge(batch)
+        for model in self.reward_models:
+            batch = model(batch)
         self._observe(batch)
         return batch
 

@@ -8,16 +8,15 @@ ranks build the same parts in the same order.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.algorithms.base import Needs
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.identity import pinned
 from hybridrl.config.placement import Machines, Placement
@@ -32,34 +31,19 @@ from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompt_file import largest_token
 from hybridrl.data.prompt_store import PromptStore
 from hybridrl.data.prompts import LoadedPrompts, Reading
-from hybridrl.environments.chat import ObservationEncoder
-from hybridrl.environments.table import check_environment, observes_messages
-from hybridrl.errors import ConfigError, ModelError, UserError
-from hybridrl.hybrid_engine.alias import TrainingShard
-from hybridrl.hybrid_engine.assign import assign
-from hybridrl.hybrid_engine.engine import HybridEngine
+from hybridrl.errors import ConfigError, ModelError
 from hybridrl.hybrid_engine.order import is_settled, lay_out, order_layout
 from hybridrl.models.family import read_model
 from hybridrl.models.hf import load_hf
 from hybridrl.models.init import init_weights
-from hybridrl.models.weights import VALUE_HEAD, Head, RankLayout, fused_layout, hf_shapes
-from hybridrl.parallel import peer_memory
+from hybridrl.models.weights import VALUE_HEAD, Head, hf_shapes
 from hybridrl.parallel.groups import World, from_rank_0, same_on_all_ranks
-from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh, Meshes
-from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.platform import Platform
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction, no_reward
-from hybridrl.rollout.absent import AbsentEngine
-from hybridrl.rollout.build import EngineAdapter, EngineInputs, build
-from hybridrl.rollout.engine import RolloutEngine, SamplingParams
-from hybridrl.trainer.episodes import Episodes
-from hybridrl.trainer.memory import TrainedModelMemory, released
 from hybridrl.trainer.model import ModelSource, ParallelModel
-from hybridrl.trainer.peer_weights import PeerWeights
-from hybridrl.trainer.sampler import Sampler
-from hybridrl.trainer.trained_weights import TrainedWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -271,30 +255,6 @@ def load_rows(
     return store.load(Reading(data, rows, max_response_tokens=limit, feedback=feedback))
 
 
-def rollout_layout(
-    model: ParallelModel,
-    tp: int,
-    sources: Sequence[RankLayout],
-    ranks: Sequence[int] | None = None,
-) -> RolloutLayout:
-    """Returns which part of which engine replica each of these ranks is, None: of all, so that the
-    fewest bytes move.
-    """
-    source, node = model.source, ranks_per_node(model.world)
-    parts = [fused_layout(source.family, source.shape, tp, tp_rank) for tp_rank in range(tp)]
-    return assign(sources, parts, node, ranks=ranks).layout
-
-
-def training_memories(
-    models: Collection[ParallelModel],
-) -> tuple[list[TrainedModelMemory], list[TrainedWeights]]:
-    """Returns what trained models give up before an engine gets their weights, and afterwards."""
-    return (
-        [model.memory for model in models if model.memory is not None],
-        [m.trained_weights for m in models if m.trained_weights is not None],
-    )
-
-
 def ranks_per_node(world: World) -> int:
     """Returns how many consecutive ranks are of one node; collective."""
     found = _local_ranks(world.size)
@@ -304,178 +264,3 @@ def ranks_per_node(world: World) -> int:
 
 def _local_ranks(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # unset where nothing launched this
-
-
-def start_engine(
-    config: Config,
-    model: ParallelModel,
-    layout: RolloutLayout,
-    memories: Sequence[TrainedModelMemory],
-    copies: Sequence[TrainedWeights],
-) -> EngineAdapter:
-    """Builds the engine, which finds the memory that will be free while it generates; on a rank
-    without one what stands for it.
-    """
-    world, engine = model.world, cast(EngineAdapter, AbsentEngine())
-    to_come = sum(memory.bytes_to_come() for memory in memories)
-    with (
-        released([*memories, *copies]),
-        world.all_agree("starting the rollout engine", is_unbounded=True),
-    ):
-        if world.rank in layout.ranks:
-            engine = build_engine(config, model, layout, to_come)
-    if len(layout.ranks) < world.size:
-        world.count_groups_alike()
-    return engine
-
-
-def weights_home(config: Config, world: World, say: Callable[[str], None]) -> PeerWeights | None:
-    """Returns where the policy's parameters go, None where weights travel as packed messages.
-
-    Args:
-        say: tells the user, once, why 'auto' did not choose 'peer'.
-
-    Raises:
-        UserError: on every rank, if `rollout.transport` is 'peer' but ranks cannot reach others.
-    """
-    wanted = config.rollout.transport
-    released = config.train.release_weights_in_rollout
-    if wanted == "packed" or world.size == 1 or (wanted == "auto" and released):
-        return None
-    if wanted == "auto" and world.platform.is_cpu:
-        return None  # nothing is gained there
-    device, hosts = world.platform.device, world.gather_objects(peer_memory.host_id())
-    reasons = world.gather_objects(peer_memory.why_unreachable(device, hosts))
-    if not any(reasons):
-        reasons = world.gather_objects(peer_memory.why_unusable(device, world.timeout_s))
-    found = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
-    if not found:
-        return PeerWeights(world)
-    if wanted == "peer":
-        raise UserError(
-            "rollout.transport",
-            "peer",
-            "packed or auto here",
-            f"Set rollout.transport=auto. {found[0]}.",
-        )
-    say(f"weights travel as packed messages: {found[0]}")
-    return None
-
-
-def build_engine(
-    config: Config, model: ParallelModel, layout: RolloutLayout, reserved_bytes: int = 0
-) -> EngineAdapter:
-    """Builds this rank's part of the engine replica that generates with `model`'s weights.
-
-    Args:
-        reserved_bytes: of the device, which the trainer takes only later but holds during rollout.
-    """
-    source, world, rollout = model.source, model.world, config.rollout
-    shard = None
-    # Weights that are released would be freed with the trainer's.
-    if ENGINES[rollout.engine].shares_memory and not config.train.release_weights_in_rollout:
-        shard = TrainingShard(model.layout(), model.weights_in_place())
-    return build(
-        EngineInputs(
-            rollout,
-            source.hf_config,
-            source.family,
-            source.dtype,
-            layout,
-            world.rank,
-            world.platform.device,
-            max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
-            reserved_bytes=reserved_bytes,
-            timeout_s=config.run.collective_timeout_s,
-            shard=shard,
-        )
-    )
-
-
-def make_sampler(
-    config: Config,
-    model: ParallelModel,
-    layout: RolloutLayout,
-    engine: RolloutEngine,
-    scorer: Scorer,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Sampler:
-    """Builds what samples responses with this rank's engine and its peers; collective."""
-    world, source = model.world, model.source
-    sampling = sampling_params(config.rollout, source, tokenizer)
-    replica = ReplicaGroup(layout, world.rank, world.heartbeat)
-    episodes = make_episodes(config, world, replica, source, tokenizer)
-    parts = world, layout, replica, engine, scorer, sampling
-    return Sampler(*parts, config.steps.samples_per_prompt, config.run.seed, episodes)
-
-
-def make_hybrid_engine(
-    config: Config,
-    model: ParallelModel,
-    sources: list[RankLayout],
-    engine: EngineAdapter,
-    memories: Sequence[TrainedModelMemory],
-    copies: Sequence[TrainedWeights],
-) -> HybridEngine:
-    """Plans how the policy's weights come into the engine; collective.
-
-    Args:
-        sources: the policy's layout on every rank.
-        memories, copies: of `training_memories`.
-    """
-    return HybridEngine(
-        sources,
-        model.weights_in_place(),
-        engine,
-        staging_bytes=config.rollout.staging_mib << 20,
-        verify_every=config.rollout.verify,
-        training=memories,
-        training_weights=copies,
-        domain_size=ranks_per_node(model.world),
-        peer_memory=model.peers,
-        timeout_s=config.run.collective_timeout_s,
-    )
-
-
-def sampling_params(
-    config: RolloutConfig, source: ModelSource, tokenizer: PreTrainedTokenizerBase
-) -> SamplingParams:
-    """Returns how training samples are drawn; a response ends at the end token of tokenizer or
-    model.
-    """
-    return SamplingParams(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_new_tokens=config.max_new_tokens,
-        stop_token_ids=stop_token_ids(source.hf_config, tokenizer),
-    )
-
-
-def make_episodes(
-    config: Config,
-    world: World,
-    replica: ReplicaGroup,
-    source: ModelSource,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Episodes | None:
-    """Builds what goes between the turns of responses, if there is an environment; collective."""
-    if config.environment.name is None:
-        return None
-    stops = stop_token_ids(source.hf_config, tokenizer)
-    encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, stops)
-    with world.all_agree("finding the environment"):
-        if found := check_environment(config.environment):
-            raise ConfigError(found)
-        if observes_messages(config.environment):  # else found out at the first call of a tool
-            encoder([{"role": "tool", "content": "-"}])
-        return Episodes(config.environment, replica, tokenizer, encoder, config.run.seed)
-
-
-def stop_token_ids(
-    hf_config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, ...]:
-    """Returns the end tokens that the tokenizer and the model's config name, in ascending order."""
-    named = hf_config.get("eos_token_id")
-    ids: Iterable[int | None] = named if isinstance(named, list) else [named]
-    return tuple(sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None}))

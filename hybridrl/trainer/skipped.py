@@ -1,4 +1,5 @@
-"""Optimizer steps that cannot be trusted: skipped, counted, said, and their batches saved.
+"""Optimizer steps that were not taken, as a loss or a gradient is not finite: counted, said, and
+their batches saved.
 
 Who waits for whom: whether a step is skipped all ranks know by themselves (update.py); what was not
 finite they tell each other only then, and rank 0 whether it could save the batch; a run does not
@@ -10,25 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
-from hybridrl.checkpoint.random_states import rng_state
 from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.errors import UserError
-from hybridrl.metrics.values import SKIPPED
 from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World
 from hybridrl.trainer.exploded import explosion_of
 from hybridrl.trainer.saved_batch import FILE_NAME, SavedBatch, file_name
-from hybridrl.trainer.update import Gradients, take
+from hybridrl.trainer.update import Gradients
 
 
 class SkippedSteps:
-    """Takes a run's optimizer steps, but for those that cannot be trusted.
+    """Counts a run's skipped optimizer steps, and ends it when there are too many in a row.
+
+    Attributes:
+        in_a_row: how many were skipped since the last one that was taken.
 
     Args:
         config: of the run, saved with each batch.
@@ -44,36 +45,34 @@ class SkippedSteps:
         self._allowed = config.train.max_skipped_steps
         self.in_a_row = 0
 
-    def update(
+    def add(
         self,
         step: int,
         update: int,
         part: TrainBatch,
-        gradients: Callable[[], list[Gradients]],
-        terms: Mapping[str, TrainBatch] = MappingProxyType({}),
-    ) -> dict[str, float]:
-        """Takes one optimizer step of all models, or of none; returns the metrics.
+        terms: Mapping[str, TrainBatch],
+        found: Sequence[Gradients],
+        random_states: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Takes in an optimizer step that was skipped; collective.
 
         Args:
             step: number of the step, from 1.
             update: number of the optimizer step within it, from 0.
             part: its mini-batch.
-            gradients: accumulates them.
             terms: the mini-batches of further terms of the policy's loss, by name.
+            found: its gradients, some of them not finite.
+            random_states: this rank's, of before its passes.
 
         Raises:
             UserError: `train.max_skipped_steps` in a row were skipped; it names the learning rate
                 where weights have exploded.
         """
-        before = rng_state()
-        found = gradients()
-        metrics = take(found)
-        if not metrics[SKIPPED]:
-            self.in_a_row = 0
-            return metrics
         self.in_a_row += 1
         reason = first_cause(self._world, found)
-        rng = self._world.gather_objects({name: state.numpy() for name, state in before.items()})
+        rng = self._world.gather_objects(
+            {name: state.numpy() for name, state in random_states.items()}
+        )
         states = [{name: torch.from_numpy(state) for name, state in one.items()} for one in rng]
         whole = collect(part, self._world)
         of_terms = {name: collect(batch, self._world) for name, batch in terms.items()}
@@ -98,7 +97,6 @@ class SkippedSteps:
                 "The weights are those of before the first of them. "
                 + (why if fault is None else f"The batch is {told}"),
             )
-        return metrics
 
     def _save(self, saved: SavedBatch | None, file: Path) -> str | None:
         """Writes the batch, which rank 0 has, in place of the oldest; returns why it could not, on

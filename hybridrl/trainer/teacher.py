@@ -32,16 +32,15 @@ class Teacher:
     def __init__(
         self, model: ParallelModel, needs: Needs, num_tokens: int, temperature: float
     ) -> None:
-        self.model, self.needs = model, needs
+        self.model, self.needs, self._temperature = model, needs, temperature
         for chunk in model.chunks:
             if isinstance(chunk, LanguageModel):
-                chunk.temperature, chunk.num_top = temperature, needs.teacher_top
-                chunk.num_tokens = num_tokens
+                chunk.num_top, chunk.num_tokens = needs.teacher_top, num_tokens
 
     def columns(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Returns `teacher_logp_T`, or `teacher_tokens_TK` and `teacher_logp_TK`, as needed."""
-        plan = self.model.plan(batch)
-        outputs: list[TokenStats] = self.model.forward_all(plan.works)
+        plan = self.model.plan(batch, self._temperature)
+        outputs: list[TokenStats] = self.model.forward_all(plan.inputs)
         found, mask_T = {}, batch.response_mask_T
         if self.needs.teacher:
             logp_T = plan.column([output.logp_S for output in outputs])

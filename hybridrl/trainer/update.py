@@ -1,7 +1,7 @@
 """One optimizer step of one model or of several: gradients first, then all are applied, or none.
 
 A step that cannot be trusted, because a loss or a gradient is not finite, leaves weights, optimizer
-states and the learning-rate course of all its models as they were. Every rank decides by the same
+states and the learning-rate schedule of all its models as they were. Every rank decides by the same
 numbers, which are on the host anyway: the loss over all ranks, and the norm that clipping needs.
 """
 
@@ -16,23 +16,23 @@ import torch
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.metrics.values import SKIPPED
-from hybridrl.trainer.batch_plan import Work
+from hybridrl.trainer.batch_plan import ModelInput
 from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.optimizer import learning_rate
 
 
 @dataclass(frozen=True)
-class Share:
+class LossPart:
     """What one batch gives to the loss of a model.
 
     Args:
         name: first part of its metrics' names: the model's, or of a further term of its loss.
-        works, results: micro-batches of this rank; what losses returned, on the last stage.
+        inputs, results: micro-batches of this rank; what losses returned, on the last stage.
         metrics: the same on all ranks, `NAME/loss` among them.
     """
 
     name: str
-    works: Sequence[Work]
+    inputs: Sequence[ModelInput]
     results: Sequence[LossOutput]
     metrics: Mapping[str, float]
 
@@ -41,12 +41,12 @@ class Share:
         name: str,
         model: ParallelModel,
         batch: TrainBatch,
-        works: Sequence[Work],
+        inputs: Sequence[ModelInput],
         results: Sequence[LossOutput],
-    ) -> Share:
+    ) -> LossPart:
         """Combines the losses of all ranks; arguments as above, `batch` the whole mini-batch."""
         metrics = reduce_losses(model, f"{name}/loss", results, num_response_tokens(batch))
-        return Share(name, works, results, metrics)
+        return LossPart(name, inputs, results, metrics)
 
     @property
     def loss(self) -> float:
@@ -60,7 +60,7 @@ class Share:
 
     def rows(self, index: int) -> tuple[int, ...]:
         """Returns which samples of the mini-batch a micro-batch holds."""
-        return self.works[index].whole.sample_indices
+        return self.inputs[index].whole.sample_indices
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class Gradients:
 
     name: str
     model: ParallelModel
-    shares: Sequence[Share]
+    shares: Sequence[LossPart]
     metrics: dict[str, float]
     rate: float
 
     @staticmethod
     def of(
-        name: str, model: ParallelModel, shares: Sequence[Share], num_updates_in_run: int
+        name: str, model: ParallelModel, shares: Sequence[LossPart], num_updates_in_run: int
     ) -> Gradients:
         """Takes the gradients' norm; the metrics are the first share's.
 
@@ -112,7 +112,7 @@ class Gradients:
         return self.metrics[f"{self.name}/grad_norm"]
 
 
-def take(found: Sequence[Gradients]) -> dict[str, float]:
+def optimizer_step(found: Sequence[Gradients]) -> dict[str, float]:
     """Applies the gradients of all models if all are finite, else of none; returns all metrics,
     `train/skipped_steps` among them.
     """
@@ -124,7 +124,7 @@ def take(found: Sequence[Gradients]) -> dict[str, float]:
     return metrics | {SKIPPED: float(not are_finite)}
 
 
-def kept(result: LossOutput) -> LossOutput:
+def detached(result: LossOutput) -> LossOutput:
     """Returns the result with a loss of its own memory: Megatron frees the one that it was given
     as soon as the backward pass has it (`deallocate_pipeline_outputs`).
     """

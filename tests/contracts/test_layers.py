@@ -71,15 +71,14 @@ def kept_bytes(model: ParallelModel) -> int:
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
-    (work,) = model.plan(a_batch()).works
+    (one,) = model.plan(a_batch()).inputs
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
         model.forward_chunks[0](
-            input_ids=work.local.tokens_S[None],
-            position_ids=work.local.positions_S[None],
+            input_ids=one.local.tokens_S[None],
+            position_ids=one.local.positions_S[None],
             attention_mask=None,
-            labels=work.local.targets_S[None],
-            loss_mask=work.scored_N,
-            packed_seq_params=work.packed,
+            labels=one.head,
+            packed_seq_params=one.packed,
         )
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -93,8 +92,8 @@ def test_selective_recompute_keeps_no_output_of_activations(mesh: Mesh) -> None:
     assert saved >= outputs
     gradients = []
     for model in models.values():
-        works = model.plan(a_batch()).works
-        model.accumulate(works, lambda output, _: (output.logp_S.sum(), None))
+        inputs = model.plan(a_batch()).inputs
+        model.accumulate(inputs, lambda output, _: (output.logp_S.sum(), None))
         gradients.append([p.main_grad.clone() for p in model.chunks[0].parameters()])  # type: ignore[attr-defined]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 

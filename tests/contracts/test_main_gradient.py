@@ -24,7 +24,7 @@ from hybridrl.parallel.groups import World, start_process_group, stop_process_gr
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.trainer.batch_plan import Work
+from hybridrl.trainer.batch_plan import ModelInput
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
 # Kinds of output weights: tied, to which autograd brings the lookup's gradient too, and alone.
@@ -70,9 +70,9 @@ def a_batch(is_taught: bool = False) -> TrainBatch:
     return batch.join_columns(Producer.here("the test"), teacher_tokens_TK=tokens_TK)
 
 
-def main_gradients(model: ParallelModel, works: list[Work]) -> dict[str, torch.Tensor]:
-    assert len(works) > 1
-    model.accumulate(works, loss)
+def main_gradients(model: ParallelModel, inputs: list[ModelInput]) -> dict[str, torch.Tensor]:
+    assert len(inputs) > 1
+    model.accumulate(inputs, loss)
     return {
         name: parameter.main_grad.clone()
         for chunk in model.chunks
@@ -87,13 +87,13 @@ def test_micro_batches_add_up_as_through_autograd(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, is_taught: bool
 ) -> None:
     model = make(mesh, kind, dtype)
-    works = model.plan(a_batch(is_taught)).works
+    inputs = model.plan(a_batch(is_taught)).inputs
 
     torch.use_deterministic_algorithms(True)  # uninitialised memory is filled with what is none
-    found = [main_gradients(model, works) for _ in range(2)]
+    found = [main_gradients(model, inputs) for _ in range(2)]
     torch.use_deterministic_algorithms(False)
     monkeypatch.setattr(heads, "_main_grad", lambda weight: None)
-    wanted = main_gradients(model, works)
+    wanted = main_gradients(model, inputs)
     head = "embedding.word_embeddings.weight" if kind == "llama" else "output_layer.weight"
     assert any(name.endswith(head) for name in wanted)
     # Autograd rounds every micro-batch's gradient to the weight's type before they are added.
@@ -133,7 +133,7 @@ def test_stand_in_for_the_gradient_takes_no_memory_and_the_hook_runs(
     mesh: Mesh, is_taught: bool
 ) -> None:
     model = make(mesh, "qwen2", torch.bfloat16)
-    wanted = main_gradients(model, model.plan(a_batch(is_taught)).works)
+    wanted = main_gradients(model, model.plan(a_batch(is_taught)).inputs)
     (chunk,), (wrapped,) = model.chunks, model.forward_chunks
     # As with more than one replica: Megatron's hook refuses a missing gradient, and the reduction
     # begins when it has run for every parameter.
@@ -141,7 +141,7 @@ def test_stand_in_for_the_gradient_takes_no_memory_and_the_hook_runs(
     weight = chunk.output_weight()
     before = weight.detach().clone()
     with MadeTensors(weight) as made:
-        found = main_gradients(model, model.plan(a_batch(is_taught)).works)
+        found = main_gradients(model, model.plan(a_batch(is_taught)).inputs)
     # Beside the stand-in this type and shape has only the embedding's gradient: the head's sums are
     # fp32.
     assert set(made.makers) == {"aten.embedding_dense_backward.default"}
@@ -155,10 +155,10 @@ def test_rows_that_nobody_reads_are_not_computed_and_have_no_gradient(
     mesh: Mesh, kind: str
 ) -> None:
     model = make(mesh, kind, torch.float32)
-    works = model.plan(a_batch()).works
-    for work in works:
-        assert torch.equal(work.scored_N, work.local.loss_mask_S.nonzero()[:, 0])
-        assert 0 < len(work.scored_N) < work.local.num_positions
+    inputs = model.plan(a_batch()).inputs
+    for one in inputs:
+        assert torch.equal(one.head.rows_N, one.local.loss_mask_S.nonzero()[:, 0])
+        assert 0 < len(one.head.rows_N) < one.local.num_positions
     gradients: list[torch.Tensor] = []
 
     def watch(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
@@ -166,18 +166,20 @@ def test_rows_that_nobody_reads_are_not_computed_and_have_no_gradient(
 
     # This file's loss reads every position.
     hook = model.chunks[0].decoder.register_forward_hook(watch)
-    computed = main_gradients(model, works)
+    computed = main_gradients(model, inputs)
     hook.remove()
-    assert len(gradients) == len(works)
-    for work, gradient_SD in zip(works, gradients, strict=True):
+    assert len(gradients) == len(inputs)
+    for one, gradient_SD in zip(inputs, gradients, strict=True):
         has_gradient = gradient_SD.abs().amax(-1) > 0
-        assert torch.equal(has_gradient, work.local.loss_mask_S)
+        assert torch.equal(has_gradient, one.local.loss_mask_S)
 
-    every = [replace(w, scored_N=torch.arange(w.local.num_positions)) for w in works]
-    for some, whole, work in zip(
-        model.forward_all(works), model.forward_all(every), works, strict=True
+    every = [
+        replace(w, head=replace(w.head, rows_N=torch.arange(w.local.num_positions))) for w in inputs
+    ]
+    for some, whole, one in zip(
+        model.forward_all(inputs), model.forward_all(every), inputs, strict=True
     ):
-        mask_S = work.local.loss_mask_S
+        mask_S = one.local.loss_mask_S
         for own, other in zip(some[:2], whole[:2], strict=True):
             assert not own[~mask_S].any() and other[~mask_S].all()
             # Matrix products of other sizes may sum in another order.
@@ -200,6 +202,6 @@ def test_micro_batch_without_a_row_to_read_has_no_gradient(
     mesh: Mesh, kind: str, is_taught: bool
 ) -> None:
     model = make(mesh, kind, torch.bfloat16)
-    planned = model.plan(a_batch(is_taught)).works
-    works = [replace(work, scored_N=work.scored_N[:0]) for work in planned]
-    assert not any(gradient.any() for gradient in main_gradients(model, works).values())
+    planned = model.plan(a_batch(is_taught)).inputs
+    inputs = [replace(one, head=replace(one.head, rows_N=one.head.rows_N[:0])) for one in planned]
+    assert not any(gradient.any() for gradient in main_gradients(model, inputs).values())

@@ -37,7 +37,7 @@ def make_trainer(model: str, folder: Path, rollout_tp: int) -> Trainer:
 def check_request_too_long(trainer: Trainer) -> None:
     """One replica gets a prompt that its engine was not started for; the other has work to do."""
     trainer.check_engine()
-    sampler, rank = trainer.engine, trainer.world.rank
+    sampler, rank = trainer.sampler, trainer.world.rank
     short, long = (Prompt(number, "", (3,) * length) for number, length in ((0, 4), (1, 7)))
     try:
         sampler.generate([short, long], step=0)
@@ -72,7 +72,7 @@ def main() -> None:
     torch.manual_seed(0)
     trainer = make_trainer(model, folder, 1)
     check_request_too_long(trainer)
-    trainer.raw_engine.close()
+    trainer.engine.close()
     check_cache_too_small(model, folder)
 
 

@@ -61,7 +61,7 @@ def check_places(trainer: Trainer, batch: TrainBatch) -> None:
         part, end = batch.select(range(end, end + size)), end + size
         plan = trainer.policy.model.plan(part)
         assert plan.here is part  # nothing had to be brought
-        mine = {i for work in plan.works for i in work.whole.sample_indices}
+        mine = {i for work in plan.inputs for i in work.whole.sample_indices}
         assert mine == set(part.rows_H.tolist())
 
 

@@ -20,7 +20,7 @@ from hybridrl.hybrid_engine.packed import PackedTransport
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.weights import RankLayout, fused_layout
 from hybridrl.rollout import vllm as vllm_engine
-from hybridrl.trainer import setup
+from hybridrl.trainer import rollout_setup
 from hybridrl.trainer.loop import Trainer
 from hybridrl.trainer.probe import EngineDiffersError
 
@@ -108,14 +108,14 @@ def make_trainer(model: str, folder: Path, name: str) -> Trainer:
 
 def main() -> None:
     model, folder = sys.argv[1], Path(sys.argv[2])
-    run_transport, build_engine = PackedTransport.run, setup.build_engine
+    run_transport, build_engine = PackedTransport.run, rollout_setup.build_engine
     trainer = make_trainer(model, folder, "sent-wrong")
     for parameter, plant in SENT_WRONG.items():
 
         def run_and_plant(self: PackedTransport, plant: Any = plant) -> Any:
             traffic = run_transport(self)
             if trainer.world.rank == 1:
-                plant(trainer.raw_engine.tensors())
+                plant(trainer.engine.tensors())
             return traffic
 
         with replaced(PackedTransport, "run", run_and_plant):
@@ -123,7 +123,7 @@ def main() -> None:
         assert message.startswith(parameter) and "on rank 1" in message, message
     trainer.fit()
     assert trainer.step == 1
-    trainer.raw_engine.close()
+    trainer.engine.close()
 
     def with_other_positions(config: Any, model: Any, *arguments: Any) -> Any:
         positions = {"rope_theta": 77.0, "rope_type": "default"}
@@ -133,11 +133,11 @@ def main() -> None:
         )
         return build_engine(config, other, *arguments)
 
-    with replaced(setup, "build_engine", with_other_positions):
+    with replaced(rollout_setup, "build_engine", with_other_positions):
         trainer = make_trainer(model, folder, "read-otherwise")
     message = refused(trainer, EngineDiffersError)
     assert "replica 0" in message and "position" in message, message
-    trainer.raw_engine.close()
+    trainer.engine.close()
 
     with replaced(vllm_engine, "fused_layout", forget_biases):
         try:

@@ -39,7 +39,8 @@ from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.trainer.model import ModelSource, ParallelModel
-from hybridrl.trainer.setup import find_machines, make_meshes, rollout_layout
+from hybridrl.trainer.rollout_setup import rollout_layout
+from hybridrl.trainer.setup import find_machines, make_meshes
 
 TIMEOUT_S = 120.0
 STAGING_BYTES = 1 << 16

@@ -32,7 +32,7 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.rollout.process_state import replaced
-from hybridrl.trainer import setup
+from hybridrl.trainer import rollout_setup
 from hybridrl.trainer.loop import Trainer
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.policy import Policy
@@ -223,12 +223,12 @@ def check_diagnosis(engine: str, model: str, folder: Path) -> None:
     assert all(max(row["trainer_error"], row["engine_error"]) < 5e-6 for row in table), table
     assert clean["numerics"].details["first_errors"] == {"trainer": None, "engine": None}
     check_reference(trainer, agree)
-    assert clean["tokens"].details["num_greedy"] == 8 * 6 * trainer.engine.layout.replicas
+    assert clean["tokens"].details["num_greedy"] == 8 * 6 * trainer.sampler.layout.replicas
 
     def stale_layer() -> None:
         """A layer as it would be after an update that was not sent."""
         if trainer.world.rank == 1:
-            for name, tensor in trainer.raw_engine.tensors().items():
+            for name, tensor in trainer.engine.tensors().items():
                 if name.startswith("model.layers.2.") and tensor.ndim == 2:
                     tensor.mul_(1.0 + 1e-2)
 
@@ -237,7 +237,7 @@ def check_diagnosis(engine: str, model: str, folder: Path) -> None:
     assert stale["weights"].found.startswith("model.layers.2."), stale["weights"]
     assert stale["numerics"].details["first"] == "layers.2.attention", stale["numerics"]
 
-    sampler = trainer.engine
+    sampler = trainer.sampler
     sampler.sampling = replace(sampler.sampling, top_p=0.5)
     cut = look(trainer)
     assert verdicts(cut) == {**agree, "sampling": False}, cut
@@ -245,9 +245,9 @@ def check_diagnosis(engine: str, model: str, folder: Path) -> None:
     assert cut["sampling"].details["diff_mean_with_same_truncation"] < 1e-4, cut["sampling"]
     sampler.sampling = replace(sampler.sampling, top_p=1.0)
     check_step(trainer)
-    trainer.raw_engine.close()
+    trainer.engine.close()
 
-    build_engine = setup.build_engine
+    build_engine = rollout_setup.build_engine
 
     def with_other_positions(config: Any, model: Any, *arguments: Any) -> Any:
         positions = {"rope_theta": 7.0, "rope_type": "default"}
@@ -257,7 +257,7 @@ def check_diagnosis(engine: str, model: str, folder: Path) -> None:
         )
         return build_engine(config, other, *arguments)
 
-    with replaced(setup, "build_engine", with_other_positions):
+    with replaced(rollout_setup, "build_engine", with_other_positions):
         trainer = make_trainer(engine, model, folder)
     turned = look(trainer)
     assert turned["weights"].agrees and turned["sampling"].agrees, turned
@@ -265,7 +265,7 @@ def check_diagnosis(engine: str, model: str, folder: Path) -> None:
     assert turned["numerics"].details["first"] == "layers.0.attention", turned["numerics"]
     assert turned["numerics"].details["stages"][0]["difference"] < 1e-6
     assert "rope" in turned["numerics"].remedy
-    trainer.raw_engine.close()
+    trainer.engine.close()
 
 
 def check_reference(trainer: Trainer, agree: dict[str, bool]) -> None:

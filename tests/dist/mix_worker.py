@@ -105,7 +105,7 @@ def trainer_of(
     if trainer.algorithm.needs.rollouts:
         trainer.reshard()
     yield trainer
-    for part in (trainer.journal, trainer.hybrid_engine, trainer.raw_engine):
+    for part in (trainer.journal, trainer.hybrid_engine, trainer.engine):
         part.close()
 
 
@@ -123,7 +123,7 @@ def check_gradients(folder: Path, name: str, **changes: Any) -> None:
         assert abs(first["pairs/loss"] - math.log(2)) < 1e-5, first
         assert abs(first["labels/preference/kl"]) < 1e-5, first
         policy, roles = trainer.policy, trainer.roles
-        scored = trainer.engine.score(trainer.engine.generate(trainer.prompts.take(4)))
+        scored = trainer.sampler.score(trainer.sampler.generate(trainer.prompts.take(4)))
         trainer.enter_training()
         batch = trainer.algorithm.advantages(trainer.add_columns(scored))
         before_T = policy.logprobs(batch)

@@ -76,11 +76,11 @@ def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor,
     return found
 
 
-def logits_of(model: ParallelModel, works) -> list[torch.Tensor]:
+def logits_of(model: ParallelModel, inputs) -> list[torch.Tensor]:
     """Returns the logits of each micro-batch in one process, from the decoder's own output."""
     found: list[torch.Tensor] = []
     hook = model.chunks[0].decoder.register_forward_hook(lambda _, __, out: found.append(out[:, 0]))
-    model.forward_all(works)
+    model.forward_all(inputs)
     hook.remove()
     tied = model.source.shape.tied_embeddings
     name = "0/embedding.word_embeddings.weight" if tied else "0/output_layer.weight"
@@ -88,18 +88,18 @@ def logits_of(model: ParallelModel, works) -> list[torch.Tensor]:
     return [(hidden @ head.T).cpu() for hidden in found]
 
 
-def check_against_transformers(folder: Path, model, batch, works, logp_T, gradients) -> None:
+def check_against_transformers(folder: Path, model, batch, inputs, logp_T, gradients) -> None:
     """Compares logits, log-probabilities and gradients with the HF model's, sample by sample."""
     from transformers import AutoModelForCausalLM
 
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    logits = logits_of(model, works)
+    logits = logits_of(model, inputs)
     loss, worst = torch.zeros(()), 0.0
     expected_T = torch.zeros(batch.num_tokens)
     offsets = batch.offsets.tolist()
-    for work, found in zip(works, logits, strict=True):
-        starts = work.whole.cu_seqlens.tolist()
-        for index, sample in enumerate(work.whole.sample_indices):
+    for one, found in zip(inputs, logits, strict=True):
+        starts = one.whole.cu_seqlens.tolist()
+        for index, sample in enumerate(one.whole.sample_indices):
             prompt, response = LENGTHS[sample]
             tokens = batch.tokens_T[offsets[sample] : offsets[sample + 1]]
             full = oracle(tokens[None]).logits[0]
@@ -121,9 +121,12 @@ def check_against_transformers(folder: Path, model, batch, works, logp_T, gradie
     print(f"{folder.name}: logits within {worst:.1e} of transformers", flush=True)
 
 
-def check_nothing_read(model: ParallelModel, works) -> None:
+def check_nothing_read(model: ParallelModel, inputs) -> None:
     """Micro-batches without a row for the head: no gradient, and no rank waits for another."""
-    model.accumulate([replace(work, scored_N=work.scored_N[:0]) for work in works], objective)
+    model.accumulate(
+        [replace(one, head=replace(one.head, rows_N=one.head.rows_N[:0])) for one in inputs],
+        objective,
+    )
     for chunk in model.chunks:
         assert not any(parameter.main_grad.any() for parameter in chunk.parameters())
 
@@ -158,23 +161,23 @@ def run(
     model.make_trainable(1e-3)
     batch = sample_batch(hf_config["vocab_size"])
     plan = model.plan(batch)
-    works = plan.works
-    outputs = model.forward_all(works)
+    inputs = plan.inputs
+    outputs = model.forward_all(inputs)
     logp_T = plan.column([output.logp_S for output in outputs])
-    model.accumulate(works, objective)
+    model.accumulate(inputs, objective)
     gradients = gradients_in_hf_names(model)
     # From the second time on Megatron's hooks reduce gradients while the backward pass runs.
-    model.accumulate(works, objective)
+    model.accumulate(inputs, objective)
     for name, (again, held) in gradients_in_hf_names(model).items():
         assert torch.equal(again[held], gradients[name][0][held]), (
             f"{name}: the second time differs"
         )
     if layout.world_size == 1:
         masked_T = logp_T * batch.response_mask_T
-        check_against_transformers(folder, model, batch, works, masked_T, gradients)
+        check_against_transformers(folder, model, batch, inputs, masked_T, gradients)
     norm = model.grad_norm()
     model.apply(1e-3, norm)
-    check_nothing_read(model, works)
+    check_nothing_read(model, inputs)
     if layout.world_size > 1:
         check_disagreement(model, hf_config["vocab_size"])
     return gradients, logp_T * batch.response_mask_T, norm

@@ -50,12 +50,12 @@ def check(model: str, folder: Path, name: str, placement: dict[str, str]) -> Non
         metrics.append(trainer.train_step())
     gaps = [step["mismatch/logprob_diff_mean"] for step in metrics]
     assert max(gaps) < 1e-4, (name, gaps)  # the engine samples with the weights of this step
-    engines = trainer.engine.layout.ranks
+    engines = trainer.sampler.layout.ranks
     assert engines == ENGINES[placement["rollout"]], (name, engines)
     # vLLM has made groups on some ranks; all of them still make the same ones together.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
     dist.all_reduce(torch.ones(1), group=group)
-    assert bool(trainer.raw_engine.tensors()) is (trainer.world.rank in engines), name
+    assert bool(trainer.engine.tensors()) is (trainer.world.rank in engines), name
     assert metrics[-1]["generate/tokens"] > 0
     trainer.close()
 

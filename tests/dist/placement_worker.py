@@ -73,8 +73,8 @@ def check_parts(trainer: Trainer) -> None:
     for model in trainer.models.values():
         names = model.layout().shapes if model.mesh.is_member else {}
         assert set(model.weights_in_place()) == set(names), (trainer.world.rank, names)
-    has_engine = trainer.world.rank in trainer.engine.layout.ranks
-    assert bool(trainer.raw_engine.tensors()) is has_engine
+    has_engine = trainer.world.rank in trainer.sampler.layout.ranks
+    assert bool(trainer.engine.tensors()) is has_engine
 
 
 def compare(name: str, one: Found, other: Found, tolerance: float) -> None:

@@ -87,17 +87,17 @@ def run(
     model.make_trainable(1e-3)
     batch = a_batch(source.shape.vocab_size)
     plan = model.plan(batch)
-    works = plan.works
-    outputs = model.forward_all(works)
+    inputs = plan.inputs
+    outputs = model.forward_all(inputs)
     columns = [output.logp_S if head == "lm" else output for output in outputs]
     found_T = plan.column(columns) * batch.response_mask_T
-    model.accumulate(works, objective if head == "lm" else value_objective)
+    model.accumulate(inputs, objective if head == "lm" else value_objective)
     gradients = gradients_in_hf_names(model) if head == "lm" else {}
     norm = model.grad_norm()
-    packed = [sample for work in works for sample in work.whole.sample_indices]
+    packed = [sample for one in inputs for sample in one.whole.sample_indices]
     assert sorted(set(packed)) == sorted(packed)
-    held = sum(int((work.whole.sequence_index_S >= 0).sum()) for work in works)
-    assert all(work.whole.num_positions <= BUDGET + mesh.layout.tp for work in works)
+    held = sum(int((one.whole.sequence_index_S >= 0).sum()) for one in inputs)
+    assert all(one.whole.num_positions <= BUDGET + mesh.layout.tp for one in inputs)
     return gradients, norm, found_T, held
 
 

@@ -22,6 +22,7 @@ import torch
 from command_line import QUICKSTART
 
 from hybridrl import Trainer
+from hybridrl.checkpoint.random_states import rng_state
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.errors import UserError
 from hybridrl.metrics.timing import PhaseTimer, Span
@@ -33,6 +34,7 @@ from hybridrl.platform import Platform
 from hybridrl.trainer.replay import replay
 from hybridrl.trainer.saved_batch import SavedBatch
 from hybridrl.trainer.trace import CLOCK, StepTraces
+from hybridrl.trainer.update import optimizer_step
 
 NINE = 11  # its token
 PER_STEP = 4
@@ -102,7 +104,7 @@ def trainer_of(case: Case, folder: Path, **train: Any) -> Iterator[Trainer]:
     scored: Callable[..., float] = reward if case.is_bad_reward else digits
     trainer = Trainer.from_config(config, prompts=prompts, reward=scored)
     yield trainer
-    for part in (trainer.journal, trainer.hybrid_engine, trainer.raw_engine):
+    for part in (trainer.journal, trainer.hybrid_engine, trainer.engine):
         part.close()
 
 
@@ -242,7 +244,9 @@ def check_end(folder: Path) -> None:
         trainer.world.gather_objects(None)
         saved = SavedBatch.read(replays / name)  # a fifth would leave no room for the first
         trainer.skipped.in_a_row = 0
-        trainer.skipped.update(5, 0, saved.batch, lambda: trainer.roles.gradients(saved.batch, 4))
+        found, states = trainer.roles.gradients(saved.batch, 4), rng_state()
+        assert optimizer_step(found)[SKIPPED] == 1
+        trainer.skipped.add(5, 0, saved.batch, {}, found, states)
         assert len(list(replays.iterdir())) == 3 + len(OWN_FILES)
         trainer.world.gather_objects(None)
 

@@ -39,15 +39,15 @@ OVERRIDES = (
 
 def shares(trainer: Trainer, prompts: list[Prompt], first_group: int = 0) -> list[list[int]]:
     """Submits and returns the groups of each replica; then finishes them."""
-    trainer.engine.submit(prompts, 3, 0, first_group)
-    owners: Any = trainer.engine._owners
+    trainer.sampler.submit(prompts, 3, 0, first_group)
+    owners: Any = trainer.sampler._owners
     return trainer.world.gather_objects(sorted({group for _, group in owners.values()}))
 
 
 def finish(trainer: Trainer) -> ScoredBatch:
-    while trainer.engine.engine.has_unfinished:
-        trainer.engine.advance()
-    return trainer.engine.score(trainer.engine.collect())
+    while trainer.sampler.engine.has_unfinished:
+        trainer.sampler.advance()
+    return trainer.sampler.score(trainer.sampler.collect())
 
 
 def same(trainer: Trainer, one: ScoredBatch, two: ScoredBatch) -> bool:
@@ -73,7 +73,7 @@ def check_division(found: list[list[int]], batch: ScoredBatch, prompts: list[Pro
 
 def check_dropped_groups(trainer: Trainer, prompts: list[Prompt]) -> None:
     """Every rank counts the groups that lost all samples, and goes on where all of them did."""
-    sampler, scorer = trainer.engine, trainer.engine.scorer
+    sampler, scorer = trainer.sampler, trainer.sampler.scorer
     lost = {prompts[0].text, prompts[4].text}
 
     def refuses(prompt: str, response: str, columns: Mapping[str, object]) -> float:
@@ -105,7 +105,7 @@ def main() -> None:
     trainer = Trainer.from_config(
         QUICKSTART / "grpo.yaml", [*OVERRIDES, f"run.dir={Path(sys.argv[1])}"]
     )
-    sampler, world = trainer.engine, trainer.world
+    sampler, world = trainer.sampler, trainer.world
     trainer.hybrid_engine.to_rollout(0)
     prompts = trainer.prompts.take(7)
     assert shares(trainer, prompts) == [[0, 2, 4, 6], [1, 3, 5]], "nothing is known yet: in turns"

@@ -40,7 +40,7 @@ from hybridrl.parallel.groups import World, start_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.trainer import ledger, setup
+from hybridrl.trainer import ledger, rollout_setup, setup
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.policy import Policy
 
@@ -165,12 +165,12 @@ class Run:
         self.policy = Policy(model, make_algorithm(SftConfig(name="sft")), 99)
         sources = model.source_layouts()
         check_coverage(sources, shapes)
-        layout = setup.rollout_layout(model, case.rollout_tp, sources)
+        layout = rollout_setup.rollout_layout(model, case.rollout_tp, sources)
         _, tp_rank = layout.assignment[mesh.world.rank]
         target = fused_layout(family, source.shape, case.rollout_tp, tp_rank)
         shard = TrainingShard(model.layout(), model.weights()) if case.is_aliased else None
         self.engine = Engine(target, case.dtype, mesh.platform.device, shard)
-        self.memories, self.copies = setup.training_memories([model])
+        self.memories, self.copies = rollout_setup.training_memories([model])
         self.hybrid = HybridEngine(
             sources,
             model.weights_in_place(),

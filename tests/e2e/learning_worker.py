@@ -69,7 +69,7 @@ class ComparedTrainer(Trainer):
         world, model = self.world, self.policy.model
         requests = self.requests()
         with world.all_agree("greedy generation"):
-            done = generate(self.raw_engine, requests)
+            done = generate(self.engine, requests)
         everyone = world.gather_objects(done)
         directory = self.folder / f"hf_{len(self.syncs)}"
         layouts = [model.layout_of(rank) for rank in range(world.size)]
@@ -83,7 +83,7 @@ class ComparedTrainer(Trainer):
             self.syncs.append(sync)
 
     def requests(self) -> list[Request]:
-        greedy = replace(self.engine.sampling, temperature=0.0)
+        greedy = replace(self.sampler.sampling, temperature=0.0)
         prompts = [
             prompt.tokens[:length]
             for prompt, length in zip(self.eval_prompts[::16], PROMPT_LENGTHS, strict=False)
@@ -97,8 +97,8 @@ class ComparedTrainer(Trainer):
         oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         for rank, done in enumerate(everyone):
             assert {completion.version for completion in done} == {version}, rank
-            replica = self.engine.layout.assignment[rank][0]
-            first = [place[0] for place in self.engine.layout.assignment].index(replica)
+            replica = self.sampler.layout.assignment[rank][0]
+            first = [place[0] for place in self.sampler.layout.assignment].index(replica)
             assert done == everyone[first], f"ranks {first} and {rank} are one replica"
         asked = [request for _ in everyone for request in requests]
         answers = [completion for done in everyone for completion in done]
@@ -146,11 +146,11 @@ def main() -> None:
     )
     trainer.syncs, trainer.folder, trainer.every = [], folder, every
     trainer.check_engine()
-    greedy = replace(trainer.engine.sampling, temperature=0.0)
-    answers = trainer.engine.generate(
+    greedy = replace(trainer.sampler.sampling, temperature=0.0)
+    answers = trainer.sampler.generate(
         trainer.eval_prompts, samples_per_prompt=1, step=0, sampling=greedy
     )
-    scored = collect(trainer.engine.score(answers), trainer.world)
+    scored = collect(trainer.sampler.score(answers), trainer.world)
     if scored is not None:
         found = {
             "tokens": scored.tokens_T,

@@ -70,17 +70,17 @@ def test_what_is_trained_on_is_what_the_engine_was_fed(warm: Path) -> None:
     more = ("run.name=exact", "algorithm.kl_coef=0.1", "steps.prompts_per_step=8")
     trainer = Trainer.from_config(CALCULATOR / "grpo.yaml", settings(warm, *more))
     fed: dict[int, list[Request]] = {}
-    submit = trainer.raw_engine.submit
+    submit = trainer.engine.submit
 
     def recorded(requests: list[Request]) -> None:
         submit(requests)
         for request in requests:
             fed.setdefault(request.request_id, []).append(request)
 
-    trainer.raw_engine.submit = recorded  # type: ignore[method-assign,assignment]
+    trainer.engine.submit = recorded  # type: ignore[method-assign,assignment]
     trainer.check_engine()
     fed.clear()
-    batch = trainer.engine.score(trainer.engine.generate(trainer.prompts.take(8), step=0))
+    batch = trainer.sampler.score(trainer.sampler.generate(trainer.prompts.take(8), step=0))
     assert batch.observed_T is not None and int(batch.observed_T.sum()) > 20
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     trained_T = trainer.policy.logprobs(batch.to_train(batch.producer))

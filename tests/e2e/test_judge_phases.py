@@ -30,13 +30,13 @@ def reward_model(folder: Path) -> Path:
 
 def watched(trainer: Trainer) -> list[Phase]:
     """Makes the trainer's judge note the phase that it is called in."""
-    (judge,), phases = trainer.engine.judges, []
+    (judge,), phases = trainer.sampler.reward_models, []
 
     def note(batch: ScoredBatch) -> ScoredBatch:
         phases.append(trainer.hybrid_engine.phases.phase)
         return judge(batch)
 
-    trainer.engine.judges = [note]
+    trainer.sampler.reward_models = [note]
     return phases
 
 

@@ -87,7 +87,7 @@ def test_a_step_that_failed_is_taken_again_with_the_same_prompts(tmp_path: Path)
         expected = [p.detach().clone() for p in trainer.policy.model.weights().values()]
     with small_run(tmp_path / "failed", "steps.num_steps=3") as trainer:
         trainer.fit(num_steps=1)
-        for owner, method in ((trainer.engine, "advance"), (trainer.algorithm, "advantages")):
+        for owner, method in ((trainer.sampler, "advance"), (trainer.algorithm, "advantages")):
             setattr(owner, method, lambda *given: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 trainer.fit()

@@ -71,7 +71,7 @@ def records(folder: Path) -> dict[int, dict[str, Any]]:
 
 def moments(trainer: Trainer) -> list[tuple[str, Any, str, int]]:
     """(what is said to be saved, object, method, which of its calls)."""
-    t, sampler, begun = trainer, trainer.engine, "with the responses"
+    t, sampler, begun = trainer, trainer.sampler, "with the responses"
     return [
         ("nothing is new", sampler, "generate", 1),  # the first evaluation
         (begun, sampler, "score", 1),  # of its responses
@@ -119,7 +119,9 @@ def test_at_any_moment_a_run_saves_and_goes_on_bit_by_bit(
         again = trainer.fit()
         assert {**again, "seconds": 0} == {**expected, "seconds": 0}
         found = weights(trainer)
-        assert trainer.step == 12 and sorted(map(int, trainer.evaluations)) == list(range(13))
+        assert trainer.step == 12 and sorted(map(int, trainer.evaluations.by_step)) == list(
+            range(13)
+        )
     assert all(torch.equal(found[name], whole[name]) for name in whole)
     assert records(tmp_path / "cut") == records(tmp_path / "whole")
 
@@ -127,7 +129,7 @@ def test_at_any_moment_a_run_saves_and_goes_on_bit_by_bit(
 def test_another_process_goes_on_with_what_was_generated(tmp_path: Path) -> None:
     knobs = ("rollout.engine=hf", "rollout.max_new_tokens=6", "steps.num_steps=2")
     with small_run(tmp_path, *knobs) as trainer:
-        signal_in(trainer.engine, "advance", signal.SIGTERM, 3)
+        signal_in(trainer.sampler, "advance", signal.SIGTERM, 3)
         with pytest.raises(SystemExit):
             trainer.fit()
     state = json.loads((tmp_path / NAME / "checkpoints/step_0/state.json").read_text())["rollouts"]
@@ -136,7 +138,7 @@ def test_another_process_goes_on_with_what_was_generated(tmp_path: Path) -> None
     with small_run(tmp_path, *knobs) as trainer:
         trainer.fit()
         assert trainer.step == 2
-        assert trainer.engine.state()["requests"] == trainer.engine.state()["completions"] == []
+        assert trainer.sampler.state()["requests"] == trainer.sampler.state()["completions"] == []
 
 
 def test_a_run_that_began_without_evaluations_is_not_evaluated_at_every_start(
@@ -153,7 +155,7 @@ def test_a_run_that_began_without_evaluations_is_not_evaluated_at_every_start(
                 trainer.fit()
     with small_run(tmp_path, *more) as trainer:
         trainer.fit()
-        assert set(trainer.evaluations) == {"2", "6"}
+        assert set(trainer.evaluations.by_step) == {"2", "6"}
 
 
 def test_a_second_signal_ends_the_process_at_once(

@@ -30,7 +30,7 @@ OVERRIDES = (
 def main() -> None:
     mode, folder = sys.argv[1], Path(sys.argv[2])
     trainer = Trainer.from_config(QUICKSTART / "grpo.yaml", [*OVERRIDES, f"run.dir={folder}"])
-    engine = trainer.engine
+    engine = trainer.sampler
     if mode == "save":
         trainer.hybrid_engine.to_rollout(0)
         prompts = trainer.prompts.take(4)

@@ -104,12 +104,12 @@ class Run:
         """Returns what parity_worker does, and the log-probabilities of response tokens."""
         batch = a_batch(self.model.source.shape.vocab_size)
         plan = self.model.plan(batch)
-        works = plan.works
-        outputs = self.model.forward_all(works)
+        inputs = plan.inputs
+        outputs = self.model.forward_all(inputs)
         logp_T = plan.column([output.logp_S for output in outputs])
         # Twice: from the second time on gradients are reduced while the backward pass runs.
         for _ in range(2):
-            self.model.accumulate(works, objective)
+            self.model.accumulate(inputs, objective)
         return gradients_in_hf_names(self.model), logp_T * batch.response_mask_T
 
 
@@ -199,7 +199,7 @@ def check_checkpoints(name: str, mesh: Mesh, folder: Path) -> None:
     for kinds in (("torch", "auto"), ("auto", "torch")):
         saved, loaded = (Run(name, mesh, torch.bfloat16, layers=kind).model for kind in kinds)
         saved.accumulate(
-            saved.plan(a_batch(saved.source.shape.vocab_size)).works,
+            saved.plan(a_batch(saved.source.shape.vocab_size)).inputs,
             objective,
         )
         saved.apply(1e-3, saved.grad_norm())

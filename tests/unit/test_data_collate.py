@@ -101,7 +101,7 @@ def test_several_values_a_token_go_the_way_of_one(shares_prompts):
     assert tokens_SK.dtype == torch.int32
     assert torch.equal(tokens_SK.ne(0).all(1), micro.loss_mask_S)
     asked = torch.cat((micro.targets_S[:, None], tokens_SK), 1)
-    assert torch.equal(micro.asked, asked) and asked.dtype == torch.int64
+    assert torch.equal(micro.labels, asked) and asked.dtype == torch.int64
     part = micro.take_positions(torch.arange(1, micro.num_positions, 3))
     assert torch.equal(part.teacher_tokens_SK, tokens_SK[1::3])
     held_T = torch.isin(batch.sample_index_T, torch.tensor(order))[:, None]

@@ -76,7 +76,7 @@ def test_a_shared_prompt_lies_once_and_positions_go_on_from_it(seed, tp, data):
     micro = micro_batch(batch, indices, 1, tp, shares_prompts=True)
     cu, offsets = micro.cu_seqlens.tolist(), batch.offsets.tolist()
     assert micro.sample_indices == tuple(indices)
-    continues = micro.continues or (-1,) * (len(cu) - 1)
+    prefix_sequences = micro.prefix_sequences or (-1,) * (len(cu) - 1)
     seen = torch.zeros(micro.num_positions, dtype=torch.bool)
     number = 0
     for k, i in enumerate(indices):
@@ -90,10 +90,10 @@ def test_a_shared_prompt_lies_once_and_positions_go_on_from_it(seed, tp, data):
             assert micro.positions_S[held].tolist() == list(range(prefix))
             assert not micro.loss_mask_S[held].any()
             seen[held], shared = True, number
-            assert continues[number] == -1
+            assert prefix_sequences[number] == -1
             number += 1
         held = slice(cu[number], cu[number + 1])
-        assert continues[number] == (shared if prefix else -1)
+        assert prefix_sequences[number] == (shared if prefix else -1)
         assert micro.tokens_S[held].tolist() == tokens[prefix:].tolist()
         assert micro.positions_S[held].tolist() == list(range(prefix, length))
         assert micro.sequence_index_S[held].tolist() == [k] * (length - prefix)

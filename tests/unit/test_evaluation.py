@@ -47,7 +47,7 @@ def test_two_judges_of_weight_1_are_not_added_up() -> None:
     scored = batch({"a": 1.0, "b": 1.0}, a=[1, 1.0], b=[1, 1.0])
     found = summarized(scored, 2, config)
     assert found.accuracy is None and found.reward == 2 and "reward.accuracy" in found.note
-    assert "eval/accuracy" not in found.metrics() and found.kept() == {"reward": 2.0}
+    assert "eval/accuracy" not in found.metrics() and found.record() == {"reward": 2.0}
     assert evaluation_lines(vars(found))[0].startswith("no accuracy: ")
     named = section("b", a=("exact_match", 1.0), b=("math", 1.0))
     assert summarized(scored, 2, named).accuracy == 1

@@ -16,7 +16,7 @@ from hybridrl.models.family import resolve_family
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout import vllm
 from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, EngineSettings, engine_arguments
-from hybridrl.trainer import setup
+from hybridrl.trainer import rollout_setup
 
 GIB = 1 << 30
 QWEN_7B: dict[str, Any] = json.loads(
@@ -90,5 +90,5 @@ def test_the_trainer_tells_the_engine_what_it_will_take(monkeypatch: pytest.Monk
         layout=lambda: None,
         weights_in_place=dict,
     )
-    setup.build_engine(config, model, RolloutLayout.consecutive(1, 1), reserved_bytes=7)
+    rollout_setup.build_engine(config, model, RolloutLayout.consecutive(1, 1), reserved_bytes=7)
     assert (made[0].reserved_bytes, made[0].eager) == (7, True)

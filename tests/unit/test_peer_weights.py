@@ -12,8 +12,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.parallel import peer_memory
-from hybridrl.trainer import setup
-from hybridrl.trainer.peer_weights import PeerWeights
+from hybridrl.trainer.peer_weights import PeerWeights, peer_weights
 
 
 def config(transport: str, *, releases: bool = False) -> Config:
@@ -69,8 +68,8 @@ def test_auto_takes_peer_memory_where_gpus_reach_each_other(
     is_peer: bool,
 ) -> None:
     said: list[str] = []
-    home = setup.weights_home(config(transport, releases=releases), world(kind, size), said.append)
-    assert isinstance(home, PeerWeights) == is_peer
+    found = peer_weights(config(transport, releases=releases), world(kind, size), said.append)
+    assert isinstance(found, PeerWeights) == is_peer
     assert said == []
 
 
@@ -80,12 +79,12 @@ def test_where_a_peer_is_out_of_reach_auto_says_so_once_and_peer_is_refused(
 ) -> None:
     reachable[why] = "GPU 0 cannot read the memory of GPUs [1]"
     said: list[str] = []
-    assert setup.weights_home(config("auto"), world("cuda"), said.append) is None
+    assert peer_weights(config("auto"), world("cuda"), said.append) is None
     assert said == [
         "weights travel as packed messages: rank 0: GPU 0 cannot read the memory of GPUs [1]"
     ]
     with pytest.raises(UserError) as caught:
-        setup.weights_home(config("peer"), world("cuda"), said.append)
+        peer_weights(config("peer"), world("cuda"), said.append)
     for part in ("rollout.transport", "peer", "packed or auto", "rank 0: GPU 0 cannot read"):
         assert part in str(caught.value)
     assert len(said) == 1

@@ -22,7 +22,7 @@ from hybridrl.trainer.model import ModelSource, ParallelModel
 
 
 @dataclass(frozen=True)
-class Judge:
+class RewardModel:
     """A scorer of the reward's sum that is a model.
 
     Args:
@@ -39,21 +39,21 @@ class Judge:
         """Returns the batch with the score added to its rewards and among their parts."""
         producer = Producer.here(f"reward {self.name!r}")
         plan = self.model.plan(batch.to_train(producer))
-        values_T = plan.column(self.model.forward_all(plan.works))
+        values_T = plan.column(self.model.forward_all(plan.inputs))
         score_B = batch.completed(values_T[batch.offsets[1:] - 1])
         reward_B = (batch.reward_B.double() + self.weight * score_B.double()).float()
         scored = batch.join_columns(producer, reward_B=reward_B)
         return replace(scored.with_parts({self.name: score_B}), producer=producer)
 
 
-def make_judges(
+def make_reward_models(
     config: Config,
     meshes: Meshes,
     policy: ModelSource,
     models: dict[str, ParallelModel],
     served: Mapping[str, ModelConfig],
     needs_greedy: bool,
-) -> Sequence[Judge]:
+) -> Sequence[RewardModel]:
     """Builds the reward models.
 
     Args:
@@ -66,7 +66,7 @@ def make_judges(
     Raises:
         UserError: one has another vocabulary, or the algorithm's baseline would lack its score.
     """
-    judges = []
+    reward_models = []
     for name, section in served.items():
         if needs_greedy:
             raise UserError(
@@ -82,8 +82,8 @@ def make_judges(
         with mesh.world.all_agree("loading the reward model"):
             setup.load_weights(model, section)
         model.freeze()
-        judges.append(Judge(name, config.reward.scorers()[name].weight, model))
-    return judges
+        reward_models.append(RewardModel(name, config.reward.scorers()[name].weight, model))
+    return reward_models
 
 
 def _check_vocabulary(path: str, own: Mapping[str, object], policy: Mapping[str, object]) -> None:
