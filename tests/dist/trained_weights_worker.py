@@ -40,7 +40,7 @@ from hybridrl.parallel.groups import World, start_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.trainer import ledger, rollout_setup, setup
+from hybridrl.trainer import ledger, rollout_setup
 from hybridrl.trainer.model import ModelSource, ParallelModel
 from hybridrl.trainer.policy import Policy
 
@@ -342,7 +342,7 @@ def check_freed(mesh: Mesh, case: Case, folder: Path, knobs: dict[str, Any]) -> 
     assert_equal(freed.weights(), plain.weights())
     if knobs.get("offload_optimizer"):
         check_offloaded(case, freed, plain, folder)
-    with setup.released([*freed.memories, *freed.copies]):  # as around the engine's start
+    with rollout_setup.released([*freed.memories, *freed.copies]):  # as around the engine's start
         assert freed.freed()
     assert_equal(freed.weights(), plain.weights())
     if mesh.world.rank == 0:
