@@ -38,9 +38,12 @@ def pytest_sessionfinish() -> None:
 
 
 def starts_ranks(file: str) -> bool:
-    """Whether some test of a file, named from the project's root, starts several ranks."""
+    """Whether some test of a file, named from the project's root, starts several ranks that do more
+    than wait.
+    """
     path = Path(__file__).parents[1] / file
-    return path.parent.name == "dist" or "mark.dist" in path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    return (path.parent.name == "dist" or "mark.dist" in text) and "mark.waits" not in text
 
 
 @pytest.hookimpl(optionalhook=True)

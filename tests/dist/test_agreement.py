@@ -12,6 +12,7 @@ WORKER = str(Path(__file__).with_name("agreement_worker.py"))
 
 
 @pytest.mark.dist
+@pytest.mark.waits
 def test_ranks_agree_on_failures_and_a_stuck_peer_is_let_go(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exit 3"):
         run_ranks(2, WORKER, [str(tmp_path)], timeout_s=100)

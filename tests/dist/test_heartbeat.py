@@ -16,6 +16,7 @@ WORKER = str(Path(__file__).with_name("heartbeat_worker.py"))
 
 
 @pytest.mark.dist
+@pytest.mark.waits
 def test_late_and_busy_ranks_are_waited_for_and_a_stopped_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

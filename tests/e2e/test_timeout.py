@@ -10,6 +10,7 @@ from command_line import QUICKSTART, run
 
 
 @pytest.mark.dist
+@pytest.mark.waits
 def test_hanging_rank_is_named_after_the_stall_timeout_with_its_stack(tmp_path: Path) -> None:
     started = time.monotonic()
     output = run(
