@@ -29,6 +29,7 @@ from hybridrl.models.family import ModelShape
 from hybridrl.parallel.groups import start_process_group
 from hybridrl.platform import Platform
 from hybridrl.trainer import setup
+from hybridrl.trainer.build import build_model, model_source
 from hybridrl.trainer.policy import Policy
 
 WARMUPS = 2
@@ -75,8 +76,8 @@ class Case(CaseRecord):
         self.world = meshes.world
         platform.seed(config.run.seed)
         self.clock = Clock(platform.device, self.world.gather_objects)
-        source = setup.model_source(config.model, platform)
-        model = setup.build_model(meshes.of("policy"), source, "lm", config)
+        source = model_source(config.model, platform)
+        model = build_model(meshes.of("policy"), source, "lm", config)
         model.make_trainable(config.train.learning_rate)
         self.policy = Policy(model, make_algorithm(config.algorithm), 1 << 20)
         self.result |= {

@@ -23,12 +23,13 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.schema import DataConfig
+from hybridrl.config.needs import Needs
+from hybridrl.config.schema import DataConfig, RolloutConfig
 from hybridrl.contracts.samples import Prompt
 from hybridrl.data.prompt_file import (
     DamagedError,
@@ -47,6 +48,8 @@ KEPT_DAYS = 30
 # Of the section `data`, what chooses among prompts that are there.
 _CHOOSES = {"prompts", "weights", "shuffle", "eval_prompts", "eval_share", "eval_limit"}
 _READERS = ("prompts", "prompt_file", "prompt_store", "rows", "chats", "feedback", "sets")
+
+Rows = Iterable[Mapping[str, object]]
 
 
 def cache_folder() -> Path:
@@ -278,3 +281,17 @@ def tokenizer_identity(tokenizer: Any, has_chats: bool) -> str | None:
     ]
     text = json.dumps(decides, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def load_rows(
+    data: DataConfig,
+    rollout: RolloutConfig,
+    store: PromptStore,
+    needs: Needs,
+    rows: Rows | None = None,
+) -> LoadedPrompts:
+    """Loads prompts, or `rows` in their place, with the responses that an algorithm needs."""
+    if needs.rollouts:
+        return store.load(Reading(data, rows))
+    limit, feedback = rollout.max_new_tokens, needs.feedback
+    return store.load(Reading(data, rows, max_response_tokens=limit, feedback=feedback))

@@ -29,6 +29,7 @@ from hybridrl.config.own_code import contained, make_working_folder_importable
 from hybridrl.config.schema import Config
 from hybridrl.contracts.batch import Prompt, ScoredBatch, TrainBatch
 from hybridrl.data.packing import even_sizes
+from hybridrl.data.prompt_store import Rows
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
 from hybridrl.hybrid_engine.phases import Phase
@@ -47,9 +48,8 @@ from hybridrl.trainer.model import ParallelModel
 from hybridrl.trainer.position import Position
 from hybridrl.trainer.resampling import UniformGroupsWarning, resampled
 from hybridrl.trainer.roles import make_roles
-from hybridrl.trainer.run_data import make_data
+from hybridrl.trainer.run_data import Given, make_data
 from hybridrl.trainer.schedule import is_due, last_step
-from hybridrl.trainer.setup import Rows
 from hybridrl.trainer.skipped import SkippedSteps
 from hybridrl.trainer.stopping import StopAsked, check_stop, stops_on_signals
 from hybridrl.trainer.update import optimizer_step
@@ -93,7 +93,7 @@ class Trainer:
         self._keeps_memory: Callable[[], bool] = bool
         try:
             with contained(), ledger.explained(self.memory_table):
-                self._build(setup.Given(prompts, reward, tokenizer, mix or {}))
+                self._build(Given(prompts, reward, tokenizer, mix or {}))
         except BaseException as error:
             # A corrected attempt can start; after other errors NCCL might wait for lost ranks, and
             # so would gloo for a rank that does not answer.
@@ -102,7 +102,7 @@ class Trainer:
                 stop_process_group()
             raise
 
-    def _build(self, given: setup.Given) -> None:
+    def _build(self, given: Given) -> None:
         config = self.config = setup.pinned_on_all_ranks(self.config)
         machines = setup.find_machines(self.platform)
         setup.check_rules(config, machines, self._trains)

@@ -22,12 +22,10 @@ from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
 from hybridrl.config.schema import Config
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.data.mixture import prompt_source
-from hybridrl.data.prompt_store import PromptStore
+from hybridrl.data.prompt_store import PromptStore, Rows, load_rows
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
-from hybridrl.trainer import setup
 from hybridrl.trainer.policy import TERM_TEMPERATURE
-from hybridrl.trainer.setup import Rows
 
 if TYPE_CHECKING:
     from hybridrl.trainer.roles import Roles
@@ -94,7 +92,7 @@ class Mix:
             data, seed = config.mix[name].data, config.run.seed + zlib.crc32(name.encode())
             with _named(name):
                 needs, rows = term.algorithm.needs, given.get(name)
-                loaded = setup.load_rows(data, config.rollout, store, needs, rows)
+                loaded = load_rows(data, config.rollout, store, needs, rows)
                 self._sources[name] = prompt_source(loaded, data, seed, store.once)
             say(f"mix.{name}: {loaded.report()}")
         self.taken: list[TrainBatch] = []

@@ -17,7 +17,7 @@ from hybridrl.config.schema import Config, ModelConfig
 from hybridrl.contracts.batch import Producer, ScoredBatch
 from hybridrl.errors import UserError
 from hybridrl.parallel.mesh import Meshes
-from hybridrl.trainer import setup
+from hybridrl.trainer.build import load_weights, model_source
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
 
@@ -76,11 +76,11 @@ def make_reward_models(
                 "Use grpo or rloo.",
             )
         mesh = meshes.of(REWARD + name)
-        source = setup.model_source(section, mesh.platform)
+        source = model_source(section, mesh.platform)
         _check_vocabulary(str(section.path), source.hf_config, policy.hf_config)
         models[f"reward {name}"] = model = ParallelModel(mesh, source, "value", config.train)
         with mesh.world.all_agree("loading the reward model"):
-            setup.load_weights(model, section)
+            load_weights(model, section)
         model.freeze()
         reward_models.append(RewardModel(name, config.reward.scorers()[name].weight, model))
     return reward_models

@@ -29,7 +29,7 @@ from hybridrl.models.weights import Head
 from hybridrl.parallel.exchange import bring
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.mesh import Meshes
-from hybridrl.trainer import setup
+from hybridrl.trainer.build import build_model, model_source
 from hybridrl.trainer.critic import Critic
 from hybridrl.trainer.exploded import explosion_of
 from hybridrl.trainer.mix import AuxiliaryLoss, make_auxiliary_losses
@@ -214,7 +214,7 @@ def make_roles(
     terms = make_auxiliary_losses(config) if terms is None else terms
     _check_terms(terms, algorithm)
     held = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
-    source, chosen = setup.model_source(config.model, world.platform), config.algorithm
+    source, chosen = model_source(config.model, world.platform), config.algorithm
     warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
     # The length of each model's learning-rate schedule: the updates that it takes itself.
     num_updates = config.steps.num_steps * config.steps.updates_per_step
@@ -247,7 +247,7 @@ def make_roles(
 
 def _build(meshes: Meshes, role: str, source: ModelSource, config: Config) -> ParallelModel:
     head: Head = "value" if role == "critic" else "lm"
-    return setup.build_model(meshes.of(role), source, head, config)
+    return build_model(meshes.of(role), source, head, config)
 
 
 def _make_critic(

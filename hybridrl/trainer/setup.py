@@ -1,62 +1,30 @@
-"""Builds the parts of a run from its configuration: the model source, roles, the engine and the
-data.
-
-Each function makes one part from its own section; `loop.py` puts them together. Collective: all
-ranks build the same parts in the same order.
+"""What a run does before it builds its parts: hub names, rules, machines, and where ranks train.
+Collective.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybridrl.algorithms.base import Needs
 from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.identity import pinned
 from hybridrl.config.placement import Machines, Placement
 from hybridrl.config.rules import check
 from hybridrl.config.rules_placement import placed
-from hybridrl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
-from hybridrl.config.source import model_directory, read_model_config, tokenizer_directory
-from hybridrl.config.teacher import is_scored, teacher_rules
-from hybridrl.config.tokenizer import check_token_numbers, check_tokenizer_files
-from hybridrl.contracts.batch import Prompt
-from hybridrl.data.mixture import hold_out
-from hybridrl.data.prompt_file import largest_token
-from hybridrl.data.prompt_store import PromptStore
-from hybridrl.data.prompts import LoadedPrompts, Reading
-from hybridrl.errors import ConfigError, ModelError
+from hybridrl.config.schema import Config
+from hybridrl.config.source import read_model_config
+from hybridrl.config.teacher import teacher_rules
+from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.order import is_settled, lay_out, order_layout
 from hybridrl.models.family import read_model
-from hybridrl.models.hf import load_hf
-from hybridrl.models.init import init_weights
-from hybridrl.models.weights import VALUE_HEAD, Head, hf_shapes
 from hybridrl.parallel.groups import World, from_rank_0, same_on_all_ranks
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.parallel.mesh import Mesh, Meshes
+from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform
-from hybridrl.rewards.base import Scorer
-from hybridrl.rewards.functions import RewardFunction, no_reward
-from hybridrl.trainer.model import ModelSource, ParallelModel
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-Rows = Iterable[Mapping[str, object]]
-
-
-class Given(NamedTuple):
-    """What a user's script gives in place of sections of the configuration, if it does."""
-
-    prompts: Rows | None
-    reward: RewardFunction | None
-    tokenizer: PreTrainedTokenizerBase | None
-    mix: Mapping[str, Rows]
 
 
 def pinned_on_all_ranks(config: Config) -> Config:
@@ -120,139 +88,6 @@ def training_layout(config: Config, placement: Placement) -> TrainLayout:
     hf_config = read_model_config(config.model)
     family, shape = read_model(config.model.family, hf_config)
     return order_layout(train, family, shape, world_size, tp, _local_ranks(world_size)).layout
-
-
-def model_source(config: ModelConfig, platform: Platform) -> ModelSource:
-    """Reads the model's config.json and finds its family."""
-    hf_config = read_model_config(config)
-    dtype = platform.default_dtype() if config.dtype == "auto" else DTYPES[config.dtype]
-    family, _ = read_model(config.family, hf_config)
-    directory = model_directory(config, weights=False)
-    if config.tokenizer is not None and Path(config.tokenizer).is_dir():
-        directory = Path(config.tokenizer)
-    return ModelSource(family, hf_config, dtype, config.family or family.name, directory)
-
-
-def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> ParallelModel:
-    """Builds a model over a mesh and fills in its weights, from `model.path` or from the seed.
-
-    A critic starts from the policy's weights; its value head, which no language model has, starts
-    at zero.
-    """
-    model = ParallelModel(mesh, source, head, config.train)
-    with mesh.world.all_agree("loading the weights"):
-        if config.model.path is not None:
-            load_weights(model, config.model, missing_ok={VALUE_HEAD} if head == "value" else ())
-        elif mesh.is_member:
-            shapes = hf_shapes(source.family, source.shape, head)
-            init_weights(model.layout(), shapes, model.weights(), source.hf_config, config.run.seed)
-    return model
-
-
-def load_weights(
-    model: ParallelModel, section: ModelConfig, missing_ok: Collection[str] = ()
-) -> None:
-    """Fills in the weights that this rank has a part of, from a HF directory or hub name.
-
-    Args:
-        model: over its mesh.
-        section: says where they are.
-        missing_ok: HF tensors that may be missing there, and stay as they are.
-    """
-    if model.mesh.is_member:
-        shapes = hf_shapes(model.source.family, model.source.shape, model.head)
-        directory = model_directory(section)
-        load_hf(directory, model.layout(), model.weights(), shapes, missing_ok=set(missing_ok))
-
-
-def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer that `model.tokenizer`, or the model's own directory, holds; no remote
-    code.
-
-    Raises:
-        ModelError: it cannot be read, or has tokens beyond the model's `num_tokens`.
-    """
-    check_tokenizer_files(config)
-    where = str(tokenizer_directory(config))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-        vocabulary = tokenizer.get_vocab()
-    except Exception as error:  # damaged files raise whatever transformers stumbles over
-        said = " ".join(str(error).split())[:160]
-        raise ModelError(
-            "model.tokenizer",
-            where,
-            "a directory or hub name with whole tokenizer files",
-            f"Set model.tokenizer. transformers said {type(error).__name__}: {said}.",
-        ) from error
-    check_token_numbers(f"model.tokenizer {where}", vocabulary, num_tokens)
-    return tokenizer
-
-
-def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
-    """Refuses prompts that a user's own tokenizer gave tokens of which the model has none.
-
-    Raises:
-        ModelError: naming the first prompt's number and the token's.
-    """
-    if largest_token(prompts) < num_tokens:
-        return
-    for prompt in prompts:
-        parts = (prompt.tokens, prompt.response_tokens, prompt.rejected_tokens)
-        largest = max(max(tokens, default=0) for tokens in parts if tokens is not None)
-        if largest >= num_tokens:
-            raise ModelError(
-                f"tokenizer: prompt {prompt.prompt_id}",
-                f"token {largest}",
-                f"tokens below the model's vocab_size = {num_tokens}",
-                "Give the model's own tokenizer.",
-            )
-
-
-def make_scorer(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    reward: RewardFunction | None,
-    group_samples: int,
-) -> Scorer:
-    """Makes what scores responses: by `reward`, else by the section, if anything.
-
-    Args:
-        group_samples: as of `Needs`.
-    """
-    unscored = None if is_scored(config) else no_reward
-    function = reward or unscored
-    return Scorer(config.reward, tokenizer, function, group_samples, config.environment)
-
-
-def load_data(
-    config: Config, store: PromptStore, needs: Needs, rows: Rows | None
-) -> tuple[LoadedPrompts, Sequence[Prompt]]:
-    """Loads the prompts to train on, with the responses that the algorithm needs of the data, and
-    those of the evaluation.
-    """
-    data = config.data
-    loaded = load_rows(data, config.rollout, store, needs, rows)
-    if data.eval_share:
-        loaded, held_out = hold_out(loaded, data.eval_share, store.once)
-        return loaded, held_out[: data.eval_limit]
-    if not data.eval_prompts:
-        return loaded, ()
-    return loaded, store.load(Reading(data, data.eval_prompts, limit=data.eval_limit)).prompts
-
-
-def load_rows(
-    data: DataConfig,
-    rollout: RolloutConfig,
-    store: PromptStore,
-    needs: Needs,
-    rows: Rows | None = None,
-) -> LoadedPrompts:
-    """Loads prompts, or `rows` in their place, with the responses that an algorithm needs."""
-    if needs.rollouts:
-        return store.load(Reading(data, rows))
-    limit, feedback = rollout.max_new_tokens, needs.feedback
-    return store.load(Reading(data, rows, max_response_tokens=limit, feedback=feedback))
 
 
 def ranks_per_node(world: World) -> int:

@@ -15,7 +15,7 @@ from hybridrl.contracts.batch import TrainBatch
 from hybridrl.errors import UserError
 from hybridrl.models.heads import LanguageModel, TokenStats
 from hybridrl.parallel.mesh import Mesh
-from hybridrl.trainer import setup
+from hybridrl.trainer.build import load_weights, model_source
 from hybridrl.trainer.model import ModelSource, ParallelModel
 
 
@@ -84,9 +84,9 @@ def make_teacher(
             "an algorithm whose section names the teacher that it needs",
             "Use on_policy_distillation, distillation or gkd.",
         )
-    source = setup.model_source(section, mesh.platform)
+    source = model_source(section, mesh.platform)
     models["teacher"] = model = ParallelModel(mesh, source, "lm", config.train)
     with mesh.world.all_agree("loading the teacher"):
-        setup.load_weights(model, section)
+        load_weights(model, section)
     model.freeze()
     return Teacher(model, needs, policy.shape.vocab_size, temperature)
