@@ -1,6 +1,6 @@
 """Measures what the data contract's checks cost in a step, and their share of a measured step.
 
-The batch goes through what one rank does with it in a step (trainer/loop.py): its share of
+The batch goes through what one rank does with it in a step (loop/loop.py): its share of
 rollouts collected and scored, what the other ranks tell of theirs joined and ordered, columns
 and advantages added, cut into updates and selected. This runs with the checks and with them taken
 out, in turn; the difference is their cost. Ideal: nothing is copied for a check, so the least it
@@ -42,7 +42,7 @@ from hybridrl.contracts.batch import (
     ScoredBatch,
     TrainBatch,
 )
-from hybridrl.trainer.gathered import table_of, told
+from hybridrl.generation.gathered import table_of, told
 
 LIMIT = 0.01
 HERE = Producer.here("benchmark")

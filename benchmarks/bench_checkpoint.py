@@ -45,7 +45,7 @@ from hybridrl.parallel.groups import World, start_process_group, stop_process_gr
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.training.model import ModelSource, ParallelModel
 
 LIMIT = 0.03
 QWEN2 = Path(__file__).parent / "models" / "qwen2.5-0.5b.json"

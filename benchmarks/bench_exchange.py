@@ -36,8 +36,8 @@ from hybridrl.contracts.batch import Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.contracts.checks import columns_of
 from hybridrl.data.packing import even_sizes
 from hybridrl.data.sharing import schedule_samples
+from hybridrl.generation.gathered import table_of, told
 from hybridrl.parallel.exchange import Route, bring
-from hybridrl.trainer.gathered import table_of, told
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 

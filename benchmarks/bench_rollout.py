@@ -140,7 +140,7 @@ def run_case(job: Mapping[str, Any]) -> None:
     """One rank of one case."""
     import torch
 
-    from hybridrl.trainer.loop import Trainer
+    from hybridrl.loop.loop import Trainer
 
     trainer = Trainer.from_config(config_of(job), prompts=prompts_of(job), reward=share_of_digits)
     try:
@@ -328,7 +328,7 @@ def measure_interruption(trainer: Any) -> dict[str, float]:
     """Samples with and without a change of phases in the middle; their distance from the trainer's
     log-probabilities.
     """
-    from hybridrl.trainer.mismatch import MEAN, mismatch_metrics
+    from hybridrl.training.mismatch import MEAN, mismatch_metrics
 
     prompts = trainer.prompts.take(trainer.config.steps.prompts_per_step)
     sampler, found = trainer.sampler, {}

@@ -36,8 +36,8 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.hybrid_engine.cluster import TRANSPORTS as PLANNED
 from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.pieces import join
+from hybridrl.loop.loop import Trainer
 from hybridrl.models.weights import fused_layout
-from hybridrl.trainer.loop import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 Kind = Literal["peer", "packed"]

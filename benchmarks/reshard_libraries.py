@@ -26,7 +26,7 @@ from hybridrl.hybrid_engine.verify import verify
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
-from hybridrl.trainer.model import ParallelModel
+from hybridrl.training.model import ParallelModel
 
 Way = tuple[Callable[[], object], Callable[[], None]]
 """What is timed, and the check of what it wrote, after one run."""

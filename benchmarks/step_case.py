@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridrl.cli.plan import plan_report
 from hybridrl.config.load import load_config_dict
-from hybridrl.trainer.loop import Trainer
+from hybridrl.loop.loop import Trainer
 
 # Of the logarithm of tailed response lengths, whose median is a quarter of the longest: 4 of 100
 # are cut at the longest. Half of the variance is the prompt's, half the sample's.

@@ -13,7 +13,7 @@ from hybridrl import Trainer
 from hybridrl.algorithms import make_algorithm
 from hybridrl.config.schema import SftConfig
 from hybridrl.contracts.batch import Producer, ScoredBatch
-from hybridrl.trainer.policy import Policy
+from hybridrl.roles.policy import Policy
 
 
 def best_of_groups(scored: ScoredBatch) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybridrl.trainer.loop import Trainer
+    from hybridrl.loop.loop import Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Trainer", "__version__"]
@@ -17,7 +17,7 @@ __all__ = ["Trainer", "__version__"]
 
 def __getattr__(name: str) -> object:
     if name == "Trainer":
-        from hybridrl.trainer.loop import Trainer
+        from hybridrl.loop.loop import Trainer
 
         return Trainer
     raise AttributeError(f"module 'hybridrl' has no attribute {name!r}")

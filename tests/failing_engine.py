@@ -19,7 +19,7 @@ __all__ = ["digits"]
 
 
 def plant(step: int) -> None:
-    from hybridrl.trainer.sampler import Sampler
+    from hybridrl.generation.sampler import Sampler
 
     submit = Sampler.submit
 

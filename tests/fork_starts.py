@@ -42,8 +42,8 @@ RANKS = (
     "transformers",
     "hybridrl.cli.validate",
     "hybridrl.cli.plan",
-    "hybridrl.trainer.loop",
-    "hybridrl.trainer.setup",
+    "hybridrl.loop.loop",
+    "hybridrl.loop.setup",
 )
 # vLLM is imported only where it is used: its import changes what other libraries do.
 RANKS_WITH_VLLM = (

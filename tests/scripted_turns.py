@@ -12,14 +12,14 @@ from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.contracts.batch import Prompt
 from hybridrl.environments.chat import ObservationEncoder
+from hybridrl.generation.episodes import Episodes
+from hybridrl.generation.sampler import Sampler
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rewards.base import Scorer
 from hybridrl.rollout.engine import Request, SamplingParams
 from hybridrl.rollout.scripted import ScriptedEngine
-from hybridrl.trainer.episodes import Episodes
-from hybridrl.trainer.sampler import Sampler
 
 STOP, SEED, STEP = 1, 11, 5
 SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(STOP,))

@@ -184,7 +184,7 @@ def train(
         if not is_launched():
             validate_training(loaded, _torchrun_world(world), resume)
             log_to(run_folder(loaded) / "logs")
-        from hybridrl.trainer.run import train_rank
+        from hybridrl.loop.run import train_rank
 
         raise typer.Exit(train_rank(loaded, resume))
     world_size = world or default_world_size(loaded, num_local_gpus())
@@ -247,7 +247,7 @@ def convert(
 ) -> None:
     """Convert weights between HF directories and Megatron checkpoints."""
     if is_rank():
-        from hybridrl.trainer.convert import convert_rank
+        from hybridrl.loop.convert import convert_rank
 
         convert_rank(source, target, to, tp=tp, pp=pp, family=family)
         return
@@ -313,7 +313,7 @@ def _pinned(config: Config) -> Config:
         found = pinned(config)
         os.environ[HUB_NAMES] = names_to_json(hub_names(found))
         return found
-    from hybridrl.trainer.setup import pinned_on_all_ranks
+    from hybridrl.loop.setup import pinned_on_all_ranks
 
     return pinned_on_all_ranks(config)
 
@@ -337,7 +337,7 @@ def _evaluate_rank(
     temperature: float,
     as_json: bool,
 ) -> None:
-    from hybridrl.trainer.run import evaluate_rank
+    from hybridrl.loop.run import evaluate_rank
 
     with _json_only(as_json) as emit:
         result = evaluate_rank(config, checkpoint, prompts, temperature)
@@ -376,7 +376,7 @@ def _check_mismatch(
         if is_rank():
             if not is_launched():
                 validate_training(config, _torchrun_world(world))
-            from hybridrl.diagnosis.diagnose import diagnose_rank
+            from hybridrl.debug.diagnose import diagnose_rank
 
             report = diagnose_rank(config, reference)
             if os.environ["RANK"] != "0" or mismatch.leave_for_parent(report):
@@ -408,7 +408,7 @@ def _replay(
     if is_rank():
         if not is_launched():
             validate_replay(config, _torchrun_world(world))
-        from hybridrl.trainer.replay import replay_rank
+        from hybridrl.debug.replay import replay_rank
 
         report = replay_rank(config, saved)
         if os.environ["RANK"] != "0" or leave_for_parent(report):

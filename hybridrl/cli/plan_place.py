@@ -65,7 +65,7 @@ class Placed:
 def place_models(
     config: Config, placement: Placement, family: Family, shape: ModelShape, node: int
 ) -> Placed:
-    """Returns where policy and engines are, as `trainer/setup.py` lays them.
+    """Returns where policy and engines are, as `loop/setup.py` lays them.
 
     Args:
         config: of the run.

@@ -32,7 +32,7 @@ NOT_CALLED = (SERVED, TURNS)
 
 
 class OfTurns:
-    """The sum of an environment's rewards, which come with the responses (trainer/episodes.py)."""
+    """The sum of an environment's rewards, which come with responses (generation/episodes.py)."""
 
     runs = "world"
 
@@ -42,7 +42,7 @@ class OfTurns:
 
 
 class ServedModel:
-    """A reward model, which the trainer runs in its own world (trainer/judge.py).
+    """A reward model, which the trainer runs in its own world (roles/reward_models.py).
 
     Args:
         path: HF directory with a value head, as `hybridrl convert` makes of a reward_model run.

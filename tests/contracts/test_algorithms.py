@@ -58,7 +58,7 @@ from hybridrl.contracts.batch import (
 from hybridrl.data.collate import micro_batch
 from hybridrl.errors import UserError
 from hybridrl.parallel.exchange import bring
-from hybridrl.trainer.mismatch import behaviour_metrics
+from hybridrl.training.mismatch import behaviour_metrics
 
 CASES = {
     "sft": SftConfig(),

@@ -19,8 +19,8 @@ from hybridrl.parallel.groups import World, start_process_group, stop_process_gr
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.trainer.model import ModelSource, ParallelModel
-from hybridrl.trainer.policy import Policy
+from hybridrl.roles.policy import Policy
+from hybridrl.training.model import ModelSource, ParallelModel
 
 
 @pytest.fixture(scope="module")

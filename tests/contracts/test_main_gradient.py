@@ -24,8 +24,8 @@ from hybridrl.parallel.groups import World, start_process_group, stop_process_gr
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.trainer.batch_plan import ModelInput
-from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.training.batch_plan import ModelInput
+from hybridrl.training.model import ModelSource, ParallelModel
 
 # Kinds of output weights: tied, to which autograd brings the lookup's gradient too, and alone.
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}

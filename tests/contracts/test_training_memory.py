@@ -14,6 +14,7 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.config.schema import SftConfig, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.errors import DeviceMemoryError
+from hybridrl.loop import ledger
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.weights import hf_shapes
@@ -21,10 +22,9 @@ from hybridrl.parallel.groups import World, start_process_group, stop_process_gr
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
+from hybridrl.roles.policy import Policy
 from hybridrl.rollout.engine import Holding
-from hybridrl.trainer import ledger
-from hybridrl.trainer.model import ModelSource, ParallelModel
-from hybridrl.trainer.policy import Policy
+from hybridrl.training.model import ModelSource, ParallelModel
 
 DTYPES = [torch.float32, torch.bfloat16]  # whose masters are the parameters, and copies of them
 

@@ -13,10 +13,10 @@ import torch
 
 from hybridrl.contracts.batch import Prompt
 from hybridrl.errors import UserError
+from hybridrl.loop.loop import Trainer
 from hybridrl.parallel.groups import PeerError
 from hybridrl.rollout import vllm
 from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, EngineSettings
-from hybridrl.trainer.loop import Trainer
 
 
 def make_trainer(model: str, folder: Path, rollout_tp: int) -> Trainer:

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from hybridrl.checkpoint import model_state, sharded_files
-from hybridrl.trainer import optimizer as trainer_optimizer
+from hybridrl.training import optimizer as trainer_optimizer
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from small_runs import small_run
 
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.data.packing import even_sizes
+from hybridrl.loop.loop import Trainer
 from hybridrl.parallel.exchange import bring
-from hybridrl.trainer.loop import Trainer
 
 UPDATES = 2
 KNOBS = (f"steps.updates_per_step={UPDATES}", "algorithm.kl_coef=0.1", "log.rollouts_every=0")

@@ -18,11 +18,11 @@ import torch
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.packed import PackedTransport
 from hybridrl.hybrid_engine.verify import VerifyError
+from hybridrl.loop import rollout_setup
+from hybridrl.loop.loop import Trainer
+from hybridrl.loop.probe import EngineDiffersError
 from hybridrl.models.weights import RankLayout, fused_layout
 from hybridrl.rollout import vllm as vllm_engine
-from hybridrl.trainer import rollout_setup
-from hybridrl.trainer.loop import Trainer
-from hybridrl.trainer.probe import EngineDiffersError
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -31,6 +31,8 @@ from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.packed import PackedTransport
 from hybridrl.hybrid_engine.plan import plan_reshard
 from hybridrl.hybrid_engine.proof import prove
+from hybridrl.loop.rollout_setup import rollout_layout
+from hybridrl.loop.setup import find_machines, make_meshes
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import box_view, load_hf
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
@@ -38,9 +40,7 @@ from hybridrl.parallel.groups import World, start_process_group, stop_process_gr
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.trainer.model import ModelSource, ParallelModel
-from hybridrl.trainer.rollout_setup import rollout_layout
-from hybridrl.trainer.setup import find_machines, make_meshes
+from hybridrl.training.model import ModelSource, ParallelModel
 
 TIMEOUT_S = 120.0
 STAGING_BYTES = 1 << 16

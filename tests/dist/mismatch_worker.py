@@ -20,9 +20,11 @@ import torch
 from hybridrl.algorithms.grpo import Grpo
 from hybridrl.config.schema import GrpoConfig, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
-from hybridrl.diagnosis.diagnose import diagnose
-from hybridrl.diagnosis.residual import stages
-from hybridrl.diagnosis.verdicts import Finding
+from hybridrl.debug.diagnose import diagnose
+from hybridrl.debug.residual import stages
+from hybridrl.debug.verdicts import Finding
+from hybridrl.loop import rollout_setup
+from hybridrl.loop.loop import Trainer
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
@@ -31,11 +33,9 @@ from hybridrl.parallel.groups import World, start_process_group, stop_process_gr
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
+from hybridrl.roles.policy import Policy
 from hybridrl.rollout.process_state import replaced
-from hybridrl.trainer import rollout_setup
-from hybridrl.trainer.loop import Trainer
-from hybridrl.trainer.model import ModelSource, ParallelModel
-from hybridrl.trainer.policy import Policy
+from hybridrl.training.model import ModelSource, ParallelModel
 
 LAYOUTS = [  # tp, pp, cp, vpp
     (2, 2, 1, 1),

@@ -19,13 +19,13 @@ from parity_worker import gradients_in_hf_names
 from skipped_worker import NINE, differing, state_of
 
 from hybridrl import Trainer
+from hybridrl.debug.replay import replay
 from hybridrl.errors import DataError, UserError
+from hybridrl.loop.saved_batch import SavedBatch
 from hybridrl.metrics.values import SKIPPED
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
-from hybridrl.trainer.policy import TERM_TEMPERATURE, LossTerm, Policy
-from hybridrl.trainer.replay import replay
-from hybridrl.trainer.saved_batch import SavedBatch
+from hybridrl.roles.policy import TERM_TEMPERATURE, LossTerm, Policy
 
 # fp32 sums in another order: of the largest gradient.
 GRADIENT_TOLERANCE = 1e-6

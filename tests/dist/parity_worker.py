@@ -24,7 +24,7 @@ from hybridrl.parallel.groups import World, start_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.training.model import ModelSource, ParallelModel
 
 LENGTHS = [(3, 9), (5, 2), (2, 17), (7, 7), (1, 30), (4, 1), (6, 12), (3, 3)]
 # A user's own families, which no architecture name leads to.

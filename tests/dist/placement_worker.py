@@ -16,9 +16,9 @@ from small_runs import small_run
 from torch import Tensor
 
 from hybridrl.hybrid_engine.export import gather_tensors
+from hybridrl.loop.loop import Trainer
 from hybridrl.models.weights import hf_shapes
-from hybridrl.trainer.loop import Trainer
-from hybridrl.trainer.model import ParallelModel
+from hybridrl.training.model import ParallelModel
 
 STEPS = 2
 # With the same number of data-parallel replicas sums are made in the same order: bit for bit.

@@ -26,7 +26,7 @@ from hybridrl.parallel.groups import World, start_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.training.model import ModelSource, ParallelModel
 
 # Tokens of each prompt, and of each response to it: one sample, a prompt of one token, a group that
 # is more than one micro-batch, responses longer than the prompt and shorter.

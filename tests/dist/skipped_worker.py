@@ -24,17 +24,17 @@ from command_line import QUICKSTART
 from hybridrl import Trainer
 from hybridrl.checkpoint.random_states import rng_state
 from hybridrl.contracts.batch import TrainBatch
+from hybridrl.debug.replay import replay
 from hybridrl.errors import UserError
+from hybridrl.loop.saved_batch import SavedBatch
+from hybridrl.loop.trace import CLOCK, StepTraces
 from hybridrl.metrics.timing import PhaseTimer, Span
 from hybridrl.metrics.values import SKIPPED
 from hybridrl.parallel.clock import clock_offset
 from hybridrl.parallel.exchange import bring
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
-from hybridrl.trainer.replay import replay
-from hybridrl.trainer.saved_batch import SavedBatch
-from hybridrl.trainer.trace import CLOCK, StepTraces
-from hybridrl.trainer.update import optimizer_step
+from hybridrl.training.update import optimizer_step
 
 NINE = 11  # its token
 PER_STEP = 4

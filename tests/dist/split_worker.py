@@ -33,9 +33,9 @@ from hybridrl.parallel.groups import World, start_process_group  # noqa: E402
 from hybridrl.parallel.layout import TrainLayout  # noqa: E402
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform  # noqa: E402
-from hybridrl.trainer.critic import Critic  # noqa: E402
-from hybridrl.trainer.model import ModelSource, ParallelModel  # noqa: E402
-from hybridrl.trainer.policy import Policy  # noqa: E402
+from hybridrl.roles.critic import Critic  # noqa: E402
+from hybridrl.roles.policy import Policy  # noqa: E402
+from hybridrl.training.model import ModelSource, ParallelModel  # noqa: E402
 
 # fp32 sums in another order, of tokens that cancel: 2e-6 was seen, of the largest gradient.
 GRADIENT_TOLERANCE = 5e-6

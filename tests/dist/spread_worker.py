@@ -19,9 +19,9 @@ from hybridrl.config.reward import RewardConfig
 from hybridrl.contracts.batch import GREEDY, Prompt, ScoredBatch
 from hybridrl.data.spread import PROMPT_TOKEN_WORK
 from hybridrl.errors import UserError
+from hybridrl.loop.evaluate import evaluate
 from hybridrl.parallel.exchange import collect
 from hybridrl.rewards.base import Scorer
-from hybridrl.trainer.evaluate import evaluate
 
 OVERRIDES = (
     "model.path=null",

@@ -29,9 +29,9 @@ from hybridrl.parallel.groups import World, start_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.trainer.model import ModelSource, ParallelModel
-from hybridrl.trainer.policy import Policy
-from hybridrl.trainer.teacher import Teacher
+from hybridrl.roles.policy import Policy
+from hybridrl.roles.teacher import Teacher
+from hybridrl.training.model import ModelSource, ParallelModel
 
 GROUPS = ((3, (9, 4, 6)), (5, (2,)), (2, (17, 3)), (7, (7,)), (1, (30, 1)), (4, (1, 12)))
 TOP, TEMPERATURE = 7, 1.3

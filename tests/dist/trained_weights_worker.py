@@ -33,6 +33,7 @@ from hybridrl.hybrid_engine.packed import PackedTransport
 from hybridrl.hybrid_engine.phases import PhaseError
 from hybridrl.hybrid_engine.transport import gather_objects
 from hybridrl.hybrid_engine.verify import VerifyError
+from hybridrl.loop import ledger, rollout_setup
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.weights import RankLayout, check_coverage, fused_layout, hf_shapes
@@ -40,9 +41,8 @@ from hybridrl.parallel.groups import World, start_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.trainer import ledger, rollout_setup
-from hybridrl.trainer.model import ModelSource, ParallelModel
-from hybridrl.trainer.policy import Policy
+from hybridrl.roles.policy import Policy
+from hybridrl.training.model import ModelSource, ParallelModel
 
 Tensors = dict[str, torch.Tensor]
 

@@ -31,7 +31,7 @@ from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.rollout.vllm import VllmEngine
 from hybridrl.rollout.vllm_arguments import EngineSettings
-from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.training.model import ModelSource, ParallelModel
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from hybridrl.rollout.agreement import TokensDifferError
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.vllm import VllmEngine
 from hybridrl.rollout.vllm_arguments import EngineSettings
-from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.training.model import ModelSource, ParallelModel
 
 PAIRS = RolloutLayout.consecutive(4, 2)
 INTERLEAVED = RolloutLayout(2, ((0, 0), (1, 0), (0, 1), (1, 1)))  # groups {0, 2} and {1, 3}

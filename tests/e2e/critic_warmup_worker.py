@@ -11,7 +11,7 @@ import torch
 from command_line import QUICKSTART
 
 from hybridrl import Trainer
-from hybridrl.trainer.model import ParallelModel
+from hybridrl.training.model import ParallelModel
 
 OVERRIDES = (
     "model.path=null",

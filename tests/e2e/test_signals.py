@@ -20,7 +20,7 @@ from command_line import QUICKSTART
 from small_runs import small_run
 
 from hybridrl import Trainer
-from hybridrl.trainer import stopping
+from hybridrl.parallel import stopping
 
 NAME = "quickstart-grpo"
 KNOBS = (

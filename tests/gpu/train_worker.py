@@ -37,7 +37,7 @@ from hybridrl.parallel.groups import World, start_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.trainer.model import ModelSource, ParallelModel
+from hybridrl.training.model import ModelSource, ParallelModel
 
 # Of prompts and responses; neighbours of one prompt length have the same prompt.
 LENGTHS = [(30, 170), (30, 61), (30, 5), (100, 412), (1, 1), (250, 300), (250, 13), (3, 700)]

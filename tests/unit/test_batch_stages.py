@@ -25,8 +25,8 @@ from hybridrl.contracts.batch import (
 )
 from hybridrl.contracts.checks import RESPONSE, columns_of, holds
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS, MicroBatch
+from hybridrl.generation.gathered import table_of, told
 from hybridrl.parallel.exchange import collect
-from hybridrl.trainer.gathered import table_of, told
 
 HERE = Producer.here("test")
 THIS_FILE = Path(__file__).name

@@ -17,12 +17,12 @@ from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.contracts.batch import BatchError, Prompt, ScoredBatch
 from hybridrl.environments.base import Answer, Play, Turn
 from hybridrl.environments.stage import Stages
+from hybridrl.generation.sampler import Sampler
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rewards.outcome import ScorerFailure
 from hybridrl.rollout.engine import Request, SamplingParams, request_seed
-from hybridrl.trainer.sampler import Sampler
 
 HERE = {"name": "own_environments:Sums", "isolated": False}
 WORDS = "own_environments:num_words"

@@ -13,7 +13,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rules import check
 from hybridrl.errors import ConfigError, UserError
-from hybridrl.trainer.evaluate import evaluate, summarized
+from hybridrl.loop.evaluate import evaluate, summarized
 
 
 def batch(weights: dict[str, float], **scores: list[float]) -> Any:

@@ -20,8 +20,8 @@ from hybridrl.metrics.flops import (
 )
 from hybridrl.models.families.qwen2 import shape
 from hybridrl.models.family import resolve_family
-from hybridrl.trainer.model import ModelSource
-from hybridrl.trainer.roles import Roles
+from hybridrl.roles.roles import Roles
+from hybridrl.training.model import ModelSource
 
 QWEN25_05B = {
     "num_hidden_layers": 24,

@@ -10,8 +10,8 @@ import torch
 from batches import rollout_batch
 
 from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch
-from hybridrl.diagnosis.residual import engine_streams, stages
-from hybridrl.diagnosis.verdicts import (
+from hybridrl.debug.residual import engine_streams, stages
+from hybridrl.debug.verdicts import (
     Answer,
     Finding,
     Tokenwise,
@@ -25,7 +25,7 @@ from hybridrl.diagnosis.verdicts import (
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, SamplingParams
 from hybridrl.rollout.hf import HfEngine
-from hybridrl.trainer.mismatch import BOUNDS, MEAN, MismatchWarning, mismatch_metrics
+from hybridrl.training.mismatch import BOUNDS, MEAN, MismatchWarning, mismatch_metrics
 
 QWEN2 = {
     "vocab_size": 24,

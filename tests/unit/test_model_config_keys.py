@@ -22,7 +22,7 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.errors import ConfigError, ModelError
 from hybridrl.models.family import read_model
 from hybridrl.platform import Platform
-from hybridrl.trainer.build import model_source
+from hybridrl.training.build import model_source
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 SIZES: dict[str, Any] = {

@@ -24,8 +24,8 @@ from hybridrl.config.correction import CorrectionConfig
 from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.contracts.batch import BatchError, Producer, Prompt, Rollout, RolloutBatch, TrainBatch
 from hybridrl.data.collate import micro_batch, unpack
-from hybridrl.trainer.mismatch import mismatch_metrics
-from hybridrl.trainer.saved_batch import SavedBatch, file_name
+from hybridrl.loop.saved_batch import SavedBatch, file_name
+from hybridrl.training.mismatch import mismatch_metrics
 
 HERE = Producer.here("test")
 COLUMNS = ("old_logp_T", "reference_logp_T", "values_T", "advantages_T", "returns_T")

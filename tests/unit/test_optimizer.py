@@ -10,7 +10,7 @@ import torch
 
 from hybridrl.config.schema import TrainConfig
 from hybridrl.platform import Platform
-from hybridrl.trainer.optimizer import apply_gradients, learning_rate
+from hybridrl.training.optimizer import apply_gradients, learning_rate
 
 PEAK, LEAST, NUM = 1e-3, 1e-4, 12
 

@@ -12,7 +12,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.parallel import peer_memory
-from hybridrl.trainer.peer_weights import PeerWeights, peer_weights
+from hybridrl.training.peer_weights import PeerWeights, peer_weights
 
 
 def config(transport: str, *, releases: bool = False) -> Config:

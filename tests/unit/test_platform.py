@@ -11,9 +11,9 @@ from megatron.core.tensor_parallel import random
 
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
+from hybridrl.debug.replay import replay_rank
+from hybridrl.loop.loop import Trainer
 from hybridrl.platform import Platform, start_kernels_in_order
-from hybridrl.trainer.loop import Trainer
-from hybridrl.trainer.replay import replay_rank
 
 NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
 

@@ -12,7 +12,7 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.config.schema import GrpoConfig
 from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
 from hybridrl.data.prompts import PromptSource
-from hybridrl.trainer.resampling import UNIFORM, UniformGroupsWarning, resampled
+from hybridrl.generation.resampling import UNIFORM, UniformGroupsWarning, resampled
 
 HERE = Producer.here("test")
 NUM_SAMPLES = 3

@@ -12,11 +12,11 @@ import torch
 
 from hybridrl.config.load import load_config_dict
 from hybridrl.errors import UserError
+from hybridrl.loop import rollout_setup
 from hybridrl.models.family import resolve_family
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout import vllm
 from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, EngineSettings, engine_arguments
-from hybridrl.trainer import rollout_setup
 
 GIB = 1 << 30
 QWEN_7B: dict[str, Any] = json.loads(

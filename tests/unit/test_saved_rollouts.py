@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.contracts.batch import Prompt
-from hybridrl.rollout.engine import Completion, Request, SamplingParams
-from hybridrl.trainer.saved_rollouts import (
+from hybridrl.generation.saved_rollouts import (
     Found,
     SavedRollouts,
     digest_of,
     joined,
     rollout_state,
 )
+from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
 PROMPT = Prompt(0, "p", (3, 4, 5), {})
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=8)

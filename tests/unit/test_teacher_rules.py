@@ -17,7 +17,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.config.teacher import is_scored
 from hybridrl.errors import ConfigError, UserError
-from hybridrl.trainer.teacher import make_teacher
+from hybridrl.roles.teacher import make_teacher
 
 SMALL = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -25,10 +25,10 @@ from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.assign import OrderChoice, assign, choose_order
 from hybridrl.hybrid_engine.order import order_layout
 from hybridrl.hybrid_engine.owned import equal_shares
+from hybridrl.loop.setup import training_layout
 from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.models.weights import RankLayout, fused_layout, megatron_layouts
 from hybridrl.parallel.layout import DEFAULT_ORDER, Coordinates, TrainLayout
-from hybridrl.trainer.setup import training_layout
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {

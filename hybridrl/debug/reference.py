@@ -1,0 +1,80 @@
+"""What transformers itself computes: the reference of `hybridrl check --mismatch --reference`.
+
+Owns a model in float32 and its plain forward: eager attention, transformers' own masks and
+positions, one whole sequence at a time, no cache. Nothing of the hf engine's decoding takes part,
+since that engine is one of those that are compared.
+
+Who waits for whom: `reference_streams` is collective over the world. What goes wrong on rank 0,
+which computes, is raised on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.debug.residual import decoder_hooks
+from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.export import gather_tensors
+from hybridrl.models.transformers_model import transformers_model
+from hybridrl.models.weights import check_tensors, hf_layout, hf_shapes
+from hybridrl.training.model import ParallelModel
+
+
+def reference_streams(
+    model: ParallelModel, prompts: Sequence[tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Returns, on rank 0, the stages that transformers computes with the trainer's weights, rows in
+    the order of the prompts' tokens; `logits` has the last position of each prompt. Elsewhere
+    nothing.
+
+    Raises:
+        ModelError: transformers has no such model, or other parameters than the family; on all
+            ranks.
+    """
+    world, source = model.world, model.source
+    shapes = hf_shapes(source.family, source.shape)
+    reference: Any = None
+    with world.all_agree("building the reference"):
+        if world.rank == 0:
+            cpu = torch.device("cpu")
+            reference = transformers_model(source.hf_config, "float32", cpu, "eager")
+            _check_parameters(reference, shapes)
+    layouts = [model.layout_of(rank) for rank in range(world.size)]
+    weights = gather_tensors(layouts, model.weights(), shapes, torch.float32, world.rank)
+    for name, tensor in weights:  # nothing elsewhere
+        reference.get_parameter(name).copy_(tensor)
+    found: dict[str, Tensor] = {}
+    with world.all_agree("computing the reference"):
+        if reference is not None:
+            found = plain_streams(reference, prompts)
+    return found
+
+
+@torch.no_grad()
+def plain_streams(model: Any, prompts: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
+    """Returns the stages of transformers' own forward of each prompt alone."""
+    found: dict[str, list[Tensor]] = {}
+
+    def keep(stage: str, hidden: Tensor) -> None:
+        if stage != "logits":  # as lm_head has them; the model may scale or cap them afterwards
+            found.setdefault(stage, []).append(hidden.detach().flatten(0, -2).float().clone())
+
+    for prompt in prompts:
+        with decoder_hooks(model, keep):
+            output = model(input_ids=torch.tensor([prompt]), use_cache=False)
+        found.setdefault("logits", []).append(output.logits[:, -1].float())
+    return {stage: torch.cat(rows) for stage, rows in found.items()}
+
+
+def _check_parameters(reference: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    live = {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
+    try:
+        check_tensors(hf_layout(shapes), live)
+    except ModelError as error:
+        allowed = error.allowed.replace("its weight table", "the family's weight table")
+        value = str(error.value).replace("the live model", "transformers' model")
+        raise ModelError(error.name, value, allowed, error.remedy) from None

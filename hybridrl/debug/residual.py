@@ -1,0 +1,209 @@
+"""The residual stream of one model in two implementations, by stage, for comparing them.
+
+A stage is a name: `embedding`, `layers.N.attention` (after the attention's addition),
+`layers.N.mlp` (after the layer), `norm` and `logits`. Streams are float32 on the CPU, a row a
+token. Read by forward hooks, from pre-norm decoders: the trainer's by Megatron's names, the
+engine's by those of the HF model, which vLLM has too.
+
+Who waits for whom: what takes a ParallelModel is collective over the world. Its ranks hold
+different layers and different tokens (sequence, context and data parallel); the sum over all ranks
+of columns that are zero elsewhere is the whole stream, exactly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridrl.contracts.batch import TrainBatch
+from hybridrl.models.heads import LanguageModel, TokenStats
+from hybridrl.rollout.build import ComputingEngine
+from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.training.batch_plan import ModelInput
+from hybridrl.training.model import ParallelModel
+
+Keep = Callable[[str, Tensor], None]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1)
+
+
+def stages(num_layers: int) -> list[str]:
+    """Returns the names of the stages whose rows are hidden states, in the order of computation."""
+    parts = [f"layers.{i}.{part}" for i in range(num_layers) for part in ("attention", "mlp")]
+    return ["embedding", *parts, "norm"]
+
+
+def engine_streams(
+    engine: ComputingEngine, prompts: Sequence[tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Returns the stages of an idle engine, rows in the order of the prompts' tokens.
+
+    `logits` has one row a prompt, its last position; a rank that vLLM gives no logits lacks it.
+    Made by every tensor-parallel rank of a replica alike.
+    """
+    found: dict[str, list[Tensor]] = {}
+    decoder: Any = engine.model.get_submodule("model")
+    expected = stages(len(decoder.layers))
+    for number, prompt in enumerate(prompts):
+        # One at a time and with an empty cache, so that every position is computed, here.
+        engine.begin_update()
+        engine.finish_update(engine.version)
+        parts: dict[str, list[Tensor]] = {}
+
+        def keep(stage: str, hidden: Tensor, parts: dict[str, list[Tensor]] = parts) -> None:
+            # A copy at once: vLLM's kernels write over their inputs.
+            rows = hidden.detach().flatten(0, -2).to("cpu", torch.float32, copy=True)
+            parts.setdefault(stage, []).append(rows)
+
+        with decoder_hooks(engine.model, keep):
+            generate(engine, [Request(number, prompt, 0, GREEDY)])
+        for stage in expected:
+            whole = torch.cat(parts.get(stage, [torch.empty(0, 1)]))[: len(prompt)]
+            if len(whole) < len(prompt):
+                raise RuntimeError(
+                    f"{stage} of the engine computed {len(whole)} of {len(prompt)} positions of a "
+                    "prompt; it must start with an empty cache, and vLLM with rollout.eager=true"
+                )
+            found.setdefault(stage, []).append(whole)
+        if "logits" in parts:
+            found.setdefault("logits", []).append(parts["logits"][0][-1:])
+    return {stage: torch.cat(rows) for stage, rows in found.items()}
+
+
+@contextmanager
+def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
+    """Calls `keep` with every stage that a model with HF's module names computes.
+
+    A vLLM layer returns what its MLP adds and the stream so far apart, and so do its norms.
+    """
+    decoder: Any = model.get_submodule("model")
+    modules = dict(model.named_modules())
+
+    def watch(module: nn.Module, stage: str, pick: Callable[[Any, Any], Any]) -> None:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if (stream := pick(inputs, output)) is not None:
+                keep(stage, stream)
+
+        handles.append(module.register_forward_hook(hook))
+
+    def norm_input(inputs: Any, output: Any) -> Any:
+        return output[1] if isinstance(output, tuple) else inputs[0]
+
+    def total(inputs: Any, output: Any) -> Any:
+        return output[0] + output[1] if isinstance(output, tuple) else output
+
+    def first(inputs: Any, output: Any) -> Any:
+        return output[0] if isinstance(output, tuple) else output
+
+    handles: list[Any] = []
+    try:
+        watch(decoder.embed_tokens, "embedding", first)
+        for number, layer in enumerate(decoder.layers):
+            watch(layer.post_attention_layernorm, f"layers.{number}.attention", norm_input)
+            watch(layer, f"layers.{number}.mlp", total)
+        watch(decoder.norm, "norm", first)
+        watch(modules.get("logits_processor") or modules["lm_head"], "logits", first)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def trainer_streams(
+    model: ParallelModel, batch: TrainBatch, wanted_N: Tensor, temperature: float
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Runs the batch forward once; in the training phase.
+
+    Args:
+        batch: whole samples.
+        wanted_N: the tokens of it whose rows are kept, ascending.
+        temperature: of the log-probabilities.
+
+    Returns:
+        The stages (N, D) without `logits`; the final norm of all tokens (T, D); and the
+        log-probability of each response token, (T,).
+    """
+    plan = model.plan(batch, temperature)
+    size, num_tokens = model.source.shape.hidden_size, batch.num_tokens
+    slot_T = torch.full((num_tokens,), -1)
+    slot_T[wanted_N] = torch.arange(len(wanted_N))
+    own: dict[str, Tensor] = {}
+    calls: Counter[str] = Counter()
+
+    def keep(stage: str, hidden: Tensor) -> None:
+        index = _local_tokens(model, batch, plan.inputs[calls[stage]])
+        calls[stage] += 1
+        slots = index if stage == "norm" else slot_T[index].where(index >= 0, -1)
+        is_kept = slots >= 0
+        count = num_tokens if stage == "norm" else len(wanted_N)
+        column = own.setdefault(stage, torch.zeros(count, size))
+        rows = hidden.detach().flatten(0, -2)
+        column[slots[is_kept]] = rows[is_kept.to(rows.device)].to("cpu", torch.float32)
+
+    with _megatron_hooks(model, keep):
+        outputs: list[TokenStats] = model.forward_all(plan.inputs)
+    logp_T = plan.column([output.logp_S for output in outputs])
+    streams = {}
+    for stage in stages(model.source.shape.num_layers):
+        count = num_tokens if stage == "norm" else len(wanted_N)
+        streams[stage] = model.world.sum_over_world(own.pop(stage, torch.zeros(count, size)))
+    norm_TD = streams["norm"]
+    return streams | {"norm": norm_TD[wanted_N]}, norm_TD, logp_T
+
+
+def _local_tokens(model: ParallelModel, batch: TrainBatch, one: ModelInput) -> Tensor:
+    """Returns which token of the batch each position is that this rank computes; -1 for padding."""
+    whole, where, layout = one.whole, model.mesh.place, model.mesh.layout
+    sample_S = torch.tensor([*whole.sample_indices, -1])[whole.sequence_index_S]
+    token_S = batch.offsets[sample_S] + whole.positions_S
+    held_S = token_S.where(whole.sequence_index_S >= 0, -1)[one.held_S]
+    return held_S.chunk(layout.tp)[where.tp]  # sequence parallel is on whenever tp > 1
+
+
+@contextmanager
+def _megatron_hooks(model: ParallelModel, keep: Keep) -> Iterator[None]:
+    handles: list[Any] = []
+
+    def watch(module: nn.Module, stage: str, is_input: bool = False) -> None:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            hidden = inputs[0] if is_input else output
+            keep(stage, hidden[0] if isinstance(hidden, tuple) else hidden)
+
+        handles.append(module.register_forward_hook(hook))
+
+    try:
+        for chunk in model.chunks:
+            decoder: Any = chunk.decoder
+            if chunk.pre_process:
+                watch(chunk.get_submodule("embedding"), "embedding")
+            for layer in decoder.layers:
+                name = f"layers.{layer.layer_number - 1}"
+                watch(layer.pre_mlp_layernorm, f"{name}.attention", is_input=True)
+                watch(layer, f"{name}.mlp")
+            if chunk.post_process:
+                watch(decoder.final_layernorm, "norm")
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def trainer_logits(model: ParallelModel, norm_ND: Tensor) -> Tensor:
+    """Returns the logits (N, V) of rows of the final norm, the same on every rank."""
+    world, source = model.world, model.source
+    logits_NV = torch.zeros(len(norm_ND), source.shape.vocab_size)
+    head = model.chunks[-1]
+    where = model.mesh.where
+    if where is not None and model.mesh.is_last_stage and where.dp == where.cp == 0:
+        assert isinstance(head, LanguageModel)
+        weight_VD = head.output_weight()
+        start = where.tp * len(weight_VD)
+        part_NV = logits_NV[:, start : start + len(weight_VD)]
+        hidden_ND = norm_ND.to(weight_VD.device, weight_VD.dtype)
+        part_NV.copy_((hidden_ND @ weight_VD[: part_NV.shape[1]].T).float())
+    return world.sum_over_world(logits_NV)

@@ -1,0 +1,247 @@
+"""What `hybridrl check --mismatch` concludes from what engine and trainer say of the same tokens.
+
+Owns the four verdicts and their rules; pure, and about tensors on the CPU. Who computes what is
+diagnose.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout.engine import Completion, SamplingParams
+from hybridrl.training.mismatch import Bounds
+
+JUMP = 10.0  # a stage stands out if its difference is so many times that of the stage before
+MAX_OUTSIDE = 0.01  # share of sampled tokens at the edge of top_p and top_k, where rounding decides
+LOOK_AT = {
+    "embedding": "the vocabulary and a scale of the embedding",
+    "attention": "rope (theta, scaling), head sizes, query and key norms and biases",
+    "mlp": "the activation and the sizes of the MLP",
+    "norm": "the epsilon and the kind of the norm",
+    "logits": "the output head: tied weights, scaling, a soft cap",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One verdict.
+
+    Args:
+        agrees: whether engine and trainer do.
+        found: what was compared, in a sentence with its numbers.
+        remedy: what to do or to look at where they do not agree.
+        details: the numbers, for JSON.
+    """
+
+    agrees: bool
+    found: str
+    remedy: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response of an engine to prompt number `prompt`."""
+
+    prompt: int
+    is_greedy: bool
+    completion: Completion
+
+
+Placed = Sequence[Sequence[tuple[Answer, slice]]]
+"""For each replica its answers, each with the place of its tokens in the trainer's columns."""
+
+
+@dataclass(frozen=True)
+class Tokenwise:
+    """What the trainer says of every response token, each (T,).
+
+    Args:
+        choice: its most probable token.
+        best, own: log-probability of that token, and of the token that stands there.
+        cut: the latter under the distribution that the engine samples from.
+        plain: the same as the loss sees it: with temperature, and nothing cut off.
+    """
+
+    choice: Tensor
+    best: Tensor
+    own: Tensor
+    cut: Tensor
+    plain: Tensor
+
+
+def judge_tokens(
+    layout: RolloutLayout,
+    by_rank: Sequence[Sequence[Answer]],
+    placed: Placed,
+    said: Tokenwise,
+    tie: float,
+) -> Finding:
+    """Compares what the ranks of each replica drew, and greedy tokens with the trainer's choice.
+
+    Args:
+        by_rank: the answers of every rank.
+        tie: nats by which the trainer's choice may be likelier than the engine's.
+    """
+    others: list[str] = []
+    drawn = [[answer.completion.tokens for answer in answers] for answers in by_rank]
+    for rank in layout.ranks:
+        first = layout.assignment.index((layout.place(rank)[0], 0))
+        if drawn[rank] != drawn[first]:
+            others.append(f"rank {rank} drew other tokens than rank {first} of its replica")
+    num_greedy = num_ties = 0
+    for replica, answers in enumerate(placed):
+        for answer, span in (pair for pair in answers if pair[0].is_greedy):
+            tokens = torch.tensor(answer.completion.tokens)
+            is_other = tokens != said.choice[span]
+            gap = said.best[span] - said.own[span]
+            num_greedy += len(tokens)
+            num_ties += int((is_other & (gap <= tie)).sum())
+            for place in (is_other & ~(gap <= tie)).nonzero().flatten().tolist():
+                others.append(
+                    f"replica {replica} took token {int(tokens[place])} as number {place} after "
+                    f"prompt {answer.prompt}, the trainer {int(said.choice[span][place])}, "
+                    f"{float(gap[place]):.2g} nats likelier"
+                )
+    details = {"num_greedy": num_greedy, "num_near_ties": num_ties, "num_others": len(others)}
+    if others:
+        found = f"{len(others)} differences in {num_greedy} greedy tokens; first: {others[0]}"
+        return Finding(False, found, "The rows below say why.", details)
+    size = f"{layout.replicas} x tp {layout.tp}"
+    found = f"{num_greedy} greedy tokens of {size} are the trainer's choice, {num_ties} near ties"
+    return Finding(True, found, details=details)
+
+
+def judge_sampling(
+    placed: Placed, said: Tokenwise, sampling: SamplingParams, bound: float
+) -> Finding:
+    """Says how much of the difference comes from what the engine cuts off, and the trainer not.
+
+    Args:
+        bound: nats of it, on average, that are allowed.
+    """
+    sampled = [pair for answers in placed for pair in answers if not pair[0].is_greedy]
+    cut, plain = (torch.cat([column[s] for _, s in sampled]) for column in (said.cut, said.plain))
+    is_inside = cut.isfinite()
+    same = float(_gaps(sampled, said.cut)[is_inside].abs().mean())
+    raw = float(_gaps(sampled, said.plain).abs().mean())
+    share = float((cut - plain)[is_inside].abs().mean())
+    outside = int((~is_inside).sum())
+    details = {
+        "diff_mean": raw,
+        "diff_mean_with_same_truncation": same,
+        "from_truncation": share,
+        "num_outside": outside,
+        "num_sampled": len(cut),
+        "bound": bound,
+    }
+    knobs = f"temperature={sampling.temperature:g} top_p={sampling.top_p:g} top_k={sampling.top_k}"
+    found = f"at {knobs} {len(cut)} sampled tokens differ by {raw:.2g} nats on average; "
+    if sampling.top_p == 1 and not sampling.top_k:
+        return Finding(True, found + "nothing is cut off", details=details)
+    found += (
+        f"what is cut off makes {share:.2g} of it (allowed {bound:g}), {same:.2g} are left where "
+        f"the trainer cuts off the same; {outside} tokens are outside the trainer's support"
+    )
+    if share <= bound and outside <= MAX_OUTSIDE * len(cut):
+        return Finding(True, found, details=details)
+    remedy = "The trainer cuts nothing off: set rollout.top_p=1 rollout.top_k=0."
+    return Finding(False, found, remedy, details)
+
+
+def mean_difference(placed: Placed, said: Tokenwise) -> tuple[float, int]:
+    """Returns the mean absolute difference of all answers of the worst replica, and its number;
+    each token under the distribution that it was drawn from.
+    """
+    totals = []
+    for replica, answers in enumerate(placed):
+        gaps = torch.cat(
+            [_gaps([pair], said.own if pair[0].is_greedy else said.cut) for pair in answers]
+        )
+        totals.append((float(gaps[gaps.isfinite()].abs().mean()), replica))
+    return max(totals)
+
+
+def judge_numerics(
+    table: Sequence[Mapping[str, Any]], total: float, replica: int, bounds: Bounds
+) -> Finding:
+    """Names the first stage that stands out, between the two or from the reference, and judges what
+    is left at the end, in nats.
+
+    Args:
+        table: `stage` and `difference` (relative RMS) of every stage, in order; where there is a
+            reference also `trainer_error` and `engine_error`, from it.
+        total, replica: as of `mean_difference`.
+    """
+    first = standing_out([(row["stage"], row["difference"]) for row in table], bounds.residual)
+    wrong = {who: _first_error(table, who, bounds.residual) for who in ("trainer", "engine")}
+    details = {
+        "first": first,
+        "first_errors": wrong,
+        "diff_mean": total,
+        "bound": bounds.warn,
+        "residual_bound": bounds.residual,
+        "stages": list(table),
+    }
+    found = (
+        f"log-probabilities differ by {total:.2g} nats on average in replica {replica} (allowed "
+        f"{bounds.warn:g}); "
+    )
+    for who, stage in wrong.items():
+        if stage is not None:
+            found += f"the {who} differs from transformers, first after {stage}; "
+    stage = first or wrong["trainer"] or wrong["engine"]
+    if stage is not None:
+        remedy = f"Compare, in config.json and the engine, {LOOK_AT[stage.split('.')[-1]]}."
+        standing = f"{first} is the first stage that stands out"
+        found += standing if first else "engine and trainer agree with each other"
+        return Finding(False, found, remedy, details)
+    largest = max(table, key=lambda row: row["difference"])
+    found += f"no stage stands out, most differs {largest['stage']}: {largest['difference']:.2g}"
+    agrees = total <= bounds.warn
+    remedy = "" if agrees else "Rounding that adds up over the layers: try model.dtype=float32."
+    return Finding(agrees, found, remedy, details)
+
+
+def _first_error(table: Sequence[Mapping[str, Any]], who: str, floor: float) -> str | None:
+    """Returns the first stage at which one side stands out from the reference, where there is
+    one.
+    """
+    errors = [(row["stage"], row[f"{who}_error"]) for row in table if f"{who}_error" in row]
+    return standing_out(errors, floor)
+
+
+def relative_rms(found_ND: Tensor, expected_ND: Tensor) -> float:
+    """Returns the root mean square, over rows, of each row's relative difference.
+
+    By row, or the first token of a sequence, whose stream is often 100 times larger, would count
+    alone.
+    """
+    difference_N = (found_ND - expected_ND).double().norm(dim=-1)
+    ratio_N = difference_N / expected_ND.double().norm(dim=-1).clamp_min(1e-30)
+    return float(ratio_N.square().mean().sqrt())
+
+
+def standing_out(differences: Sequence[tuple[str, float]], floor: float) -> str | None:
+    """Returns the first stage that differs by more than `floor` and than JUMP times the one before.
+
+    Where the difference grows past the floor without a jump, none stands out.
+    """
+    before = 0.0
+    for stage, difference in differences:
+        if not difference <= max(floor, JUMP * before):
+            return stage
+        before = difference
+    return None
+
+
+def _gaps(answers: Sequence[tuple[Answer, slice]], column: Tensor) -> Tensor:
+    """Returns engine minus trainer of every token of these answers."""
+    parts = [torch.tensor(one.completion.logps) - column[span] for one, span in answers]
+    return torch.cat(parts).double()

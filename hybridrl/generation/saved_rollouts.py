@@ -1,0 +1,109 @@
+"""The responses of a step that a checkpoint has, whole and begun ones, and to whom they belong.
+
+A response goes on only where its prompt is the one that it was made for, and its sampling the one
+that it began with; else it is made anew. A step may be taken with other prompts than the one that
+was saved: in a script of the user's own, or where a step failed after it was resumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hybridrl.contracts.batch import Prompt
+from hybridrl.generation.episodes import restored
+from hybridrl.rollout.engine import Completion, Request, SamplingParams
+
+
+class Found(NamedTuple):
+    """What there is of one response.
+
+    Args:
+        whole: the response, if it is finished.
+        request: what the engine is to go on with.
+        turns: of the environment, so far.
+    """
+
+    whole: Completion | None = None
+    request: Request | None = None
+    turns: Mapping[str, Any] | None = None
+
+
+class SavedRollouts:
+    """Looks up responses of a checkpoint.
+
+    Args:
+        state: of `Sampler.state`, after a trip through JSON; None: there are none.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {}
+        self._step: int = state.get("step", -1)
+        self._whole = {one["request_id"]: one for one in state.get("completions", ())}
+        self._requests = {one["request_id"]: one for one in state.get("requests", ())}
+        self._turns = {one["sample_id"]: one for one in state.get("episodes", ())}
+        # Checkpoints of before they were kept have none; then the number of the step must do.
+        self._digests: Mapping[str, str] = state.get("prompts", {})
+
+    def find(self, step: int, sample_id: int, prompt: Prompt, sampling: SamplingParams) -> Found:
+        """Returns what there is of a sample, to this prompt and sampled like this.
+
+        Args:
+            step: its step.
+            sample_id: its number in it.
+            prompt: of its group.
+            sampling: of the whole response, with all its turns.
+        """
+        digest = digest_of(prompt.tokens)
+        if step != self._step or self._digests.get(str(sample_id), digest) != digest:
+            return Found()
+        whole, turns = self._whole.get(sample_id), self._turns.get(sample_id)
+        if whole is not None:
+            fits = len(whole["tokens"]) <= sampling.max_new_tokens
+            return Found(whole=restored(whole)) if fits else Found()
+        if sample_id not in self._requests:
+            return Found(turns=turns)
+        request = Request.from_dict(self._requests[sample_id])
+        limit = request.sampling.max_new_tokens
+        # A later turn has less room than the response.
+        fits = limit <= sampling.max_new_tokens if turns else limit == sampling.max_new_tokens
+        same = dataclasses.replace(sampling, max_new_tokens=limit) == request.sampling
+        return Found(request=request, turns=turns) if fits and same else Found()
+
+
+def digest_of(tokens: Sequence[int]) -> str:
+    """Returns what tells prompts apart in a checkpoint."""
+    return hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes()).hexdigest()[:16]
+
+
+def rollout_state(
+    whole: Collection[Completion],
+    requests: Collection[Request],
+    turns: Sequence[Mapping[str, Any]],
+    digests: Mapping[int, str],
+) -> dict[str, Any]:
+    """Returns a replica's part of what SavedRollouts reads, for JSON.
+
+    Args:
+        whole: finished responses.
+        requests: what the engine has not finished.
+        turns: of environments.
+        digests: of the prompt of each sample.
+    """
+    return {
+        "completions": [dataclasses.asdict(done) for done in whole],
+        "requests": [dataclasses.asdict(request) for request in requests],
+        "episodes": list(turns),
+        "prompts": {str(sample_id): digest for sample_id, digest in digests.items()},
+    }
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the parts of all replicas as one."""
+    lists = ("completions", "requests", "episodes")
+    found: dict[str, Any] = {name: [one for part in parts for one in part[name]] for name in lists}
+    return found | {"prompts": {k: v for part in parts for k, v in part["prompts"].items()}}

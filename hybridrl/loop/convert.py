@@ -1,0 +1,102 @@
+"""`hybridrl convert`: weights between HF directories and Megatron checkpoints, on the CPU or GPUs
+of a few ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hybridrl.checkpoint.folders import HF_FILES, HF_FORMAT, FileFormat, check_family
+from hybridrl.checkpoint.model_state import load_model
+from hybridrl.checkpoint.opening import open_on_all_ranks
+from hybridrl.checkpoint.writing import write_checkpoint
+from hybridrl.config.schema import TrainConfig
+from hybridrl.hybrid_engine.export import export_hf
+from hybridrl.models.directory import read_config
+from hybridrl.models.family import read_model
+from hybridrl.models.hf import HfCheckpoint, load_hf
+from hybridrl.models.weights import Head, hf_shapes
+from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh, layout_name
+from hybridrl.platform import Platform
+from hybridrl.training.model import ModelSource, ParallelModel
+
+TIMEOUT_S = 1800.0
+
+
+def convert_rank(
+    source: Path,
+    target: Path,
+    to: FileFormat,
+    tp: int,
+    pp: int,
+    family: str | None = None,
+) -> None:
+    """Runs one rank of `hybridrl convert`.
+
+    Args:
+        source: HF directory for `to='megatron'`; checkpoint or run folder for `to='hf'`.
+        target: folder to write; new or empty.
+        to: the format to write.
+        tp, pp: layout of the ranks that share the work and the memory; any layout reads the result.
+        family: as `model.family`; None: found from config.json, or the built-in one that the
+            checkpoint names.
+    """
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, TIMEOUT_S)
+    mesh = Mesh(World(platform, TIMEOUT_S), TrainLayout(tp * pp, tp, pp))
+    platform.seed(0)
+    if to == HF_FORMAT:
+        _to_hf(mesh, source, target, family)
+    else:
+        _to_megatron(mesh, source, target, family)
+    stop_process_group()
+
+
+def _to_megatron(mesh: Mesh, source: Path, target: Path, family_key: str | None) -> None:
+    world = mesh.world
+    with world.all_agree("reading the HF directory"):
+        hf_config = read_config(source)
+        family, _ = read_model(family_key, hf_config)
+        dtype = next(iter(HfCheckpoint(source).dtypes.values()))
+        model_source = ModelSource(family, hf_config, dtype, family_key or family.name, source)
+    model = ParallelModel(mesh, model_source, "lm", TrainConfig())
+    shapes = hf_shapes(family, model_source.shape)
+    with world.all_agree("loading the weights"):
+        load_hf(source, model.layout(), model.weights(), shapes)
+    layout, files = layout_name(mesh.layout), model_source.files
+    write_checkpoint(target, world, {"policy": model}, {}, files, layout=layout)
+
+
+def _to_hf(mesh: Mesh, source: Path, target: Path, family_key: str | None) -> None:
+    world = mesh.world
+    checkpoint, state = open_on_all_ranks(source, world)
+    folder = checkpoint.folder
+    with world.all_agree("reading the model's config"):
+        hf_config = read_config(folder / HF_FILES)
+        check_family(state.family, family_key, checkpoint.folder)
+        family, _ = read_model(state.family, hf_config)
+    dtype = getattr(torch, state.dtype)
+    model_source = ModelSource(family, hf_config, dtype, state.family, folder / HF_FILES)
+    # A reward model's checkpoint has no policy; HF's *ForSequenceClassification reads what comes.
+    head: Head = "lm" if (folder / "policy").is_dir() else "value"
+    if head == "value":
+        hf_config = {**hf_config, "num_labels": 1}
+    model = ParallelModel(mesh, model_source, head, TrainConfig())
+    load_model(checkpoint, "policy" if head == "lm" else "critic", model, world)
+    layouts = [model.layout_of(rank) for rank in range(world.size)]
+    with world.all_agree("writing the HF directory", is_unbounded=True):
+        export_hf(
+            target,
+            layouts,
+            model.weights(),
+            hf_shapes(family, model_source.shape, head),
+            dtype,
+            hf_config,
+            rank=world.rank,
+            side_files=folder / HF_FILES,
+        )

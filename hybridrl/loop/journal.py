@@ -1,0 +1,301 @@
+"""The record of a run: its folder, its phase times, its metrics and samples, its summary.
+
+Rank 0 writes; every rank keeps time, because a step is as slow as its slowest rank, and writes its
+own phase file.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from hybridrl.config.identity import changed_knobs, run_folder, saved_config, write_config
+from hybridrl.config.schema import Config
+from hybridrl.contracts.batch import ScoredBatch
+from hybridrl.data.packing import even_sizes
+from hybridrl.loop.trace import StepTraces
+from hybridrl.metrics.flops import peak_flops_per_s
+from hybridrl.metrics.sinks import (
+    ConsoleSink,
+    JsonlSink,
+    LogSink,
+    MetricSink,
+    RolloutDump,
+    TensorBoardSink,
+    read_records,
+)
+from hybridrl.metrics.timing import PhaseTimer
+from hybridrl.metrics.values import GENERATED_TOKENS, recent_mean, step_metrics
+from hybridrl.parallel.exchange import collect
+from hybridrl.parallel.groups import World
+from hybridrl.rewards.base import Scorer
+
+logger = logging.getLogger(__name__)
+
+SUMMARY = "summary.json"
+TOKENS_AT_ONCE = 1 << 20  # that come to rank 0 to be written as text
+
+
+Evaluations = Mapping[str, Mapping[str, float]]
+"""Reward and accuracy by step."""
+
+
+class Journal:
+    """Writes what a run leaves behind.
+
+    Args:
+        config: names the run folder and what is logged.
+        world: rank 0 writes; times and memory are the largest of all ranks.
+    """
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.folder = run_folder(config)
+        is_cpu = world.platform.is_cpu
+        self._synchronize = None if is_cpu else world.platform.synchronize
+        self._take_peak = None if is_cpu else _take_peak_bytes
+        self._peak_rate = None if is_cpu else peak_flops_per_s(torch.cuda.get_device_name())
+        self.timer = PhaseTimer(None, self._synchronize, self._take_peak)
+        self.traces = StepTraces(config.run.profile, self.folder / "traces", world)
+        self.is_writer = world.rank == 0
+        self.sinks: list[MetricSink] = []
+        self.console: ConsoleSink | None = None
+        self.log_file: LogSink | None = None
+        self._said_before: list[str] = []  # there is a log
+        world.heartbeat.phase = lambda: self.timer.current
+        self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
+
+    def say(self, text: str) -> None:
+        """Prints a line for the user, once, and logs it."""
+        if not self.is_writer:
+            return
+        if self.log_file is not None:
+            self.log_file.message(text)
+        else:
+            self._said_before.append(text)
+        if self.config.log.console:
+            if self.console is not None:
+                self.console.message(text)
+            else:
+                print(text, flush=True)
+
+    def start(self, last_step: int, num_steps: int) -> None:
+        """Opens the run folder's files; what they say beyond `last_step` is forgotten.
+
+        Before, nothing is written there: who only evaluates leaves the run as it is.
+        """
+        self.close()
+        phase_file = self.folder / "logs" / f"rank_{self.world.rank}.phase"
+        self.timer = PhaseTimer(phase_file, self._synchronize, self._take_peak)
+        if not self.is_writer:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        changes = self._changes() if last_step else ()
+        write_config(self.config)
+        lines = JsonlSink(self.folder / "metrics.jsonl", last_step)
+        self.log_file = LogSink(self.folder / "logs" / "rank_0.log", num_steps)
+        for text in self._said_before:
+            self.log_file.message(text)
+        self._said_before = []
+        self.sinks = [lines, self.log_file]
+        if self.config.log.tensorboard:
+            self.sinks.append(TensorBoardSink(self.folder / "tensorboard", last_step))
+        if self.config.log.console:
+            self.console = ConsoleSink(num_steps, last_step)
+            self.sinks.append(self.console)
+        if last_step:
+            self.say(f"continuing {self.folder} after step {last_step}, to step {num_steps}")
+        if lines.num_damaged:
+            self.say(f"metrics.jsonl: {lines.num_damaged} damaged lines are beside it now")
+        for change in changes:
+            self.say(f"changed from step {last_step + 1} on: {change}")
+        self.say(self._when_saved(num_steps))
+
+    def _changes(self) -> Sequence[str]:
+        """Returns how knobs differ from those that the run was last trained with."""
+        saved = saved_config(self.config)
+        changed = {} if saved is None else changed_knobs(saved, self.config)
+        return [f"{key} {before!r} -> {now!r}" for key, (before, now) in changed.items()]
+
+    def _when_saved(self, num_steps: int) -> str:
+        section = self.config.checkpoint
+        often = f"every {section.every} steps, " if section.every else ""
+        kept = "the newest stays" if section.keep == 1 else f"the newest {section.keep} stay"
+        return (
+            f"checkpoints: {often}after step {num_steps} and on SIGINT or SIGTERM, in "
+            f"{self.folder / 'checkpoints'}; {kept}"
+        )
+
+    def describe(self, batch: ScoredBatch) -> dict[str, float]:
+        """Returns what there is to say of sampled responses: rewards, and how many were cut off."""
+        rewards, parts = batch.reward_B, batch.reward_parts
+        names = parts if len(parts) > 1 else ()
+        return {
+            **{f"reward/{name}/mean": float(parts[name].mean()) for name in names},
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std(correction=0)),
+            "response_tokens/truncated": float((~batch.finished_B).float().mean()),
+        }
+
+    def traced(self, step: int) -> AbstractContextManager[None]:
+        """Writes a trace of the step in the block, if `run.profile` names it."""
+        return self.traces.step(step, self.timer)
+
+    def summarize(
+        self, batch: ScoredBatch, values: Mapping[str, float], flops: Mapping[str, int]
+    ) -> dict[str, float]:
+        """Adds to a step's values what the batch, the clock and the memory say, and what follows
+        from the model FLOPs of its phases; the same on all ranks.
+        """
+        lengths = batch.response_lengths_B.float()
+        seconds, peaks = self._largest(self.timer.seconds(), self._peaks())
+        return step_metrics(
+            {**values, "response_tokens/mean": float(lengths.mean())},
+            seconds,
+            int(values.get(GENERATED_TOKENS, batch.lengths_B.sum())),
+            self.world.size,
+            {phase: int(size) for phase, size in peaks.items()},
+            flops,
+            self._peak_rate,
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Records a step in every sink."""
+        for sink in self.sinks:
+            sink.write(step, metrics)
+
+    def dump_samples(self, step: int, batch: ScoredBatch, scorer: Scorer) -> None:
+        """Writes the samples of a step to `rollouts/`, when it is due; the scorer knows the text of
+        responses. Collective: tokens come to rank 0, a few samples after the other.
+        """
+        if not self.dump.is_due(step):
+            return
+        samples = self._samples(batch, scorer)
+        with self.world.all_agree("writing samples"):
+            if self.is_writer:
+                self.dump.write(step, samples)
+            else:
+                collections.deque(samples, 0)  # there are none here, but tokens to be sent
+
+    def _samples(self, batch: ScoredBatch, scorer: Scorer) -> Iterator[dict[str, object]]:
+        """Yields each sample as it is written, on rank 0."""
+        num_parts = -(-int(batch.lengths_B.sum()) // TOKENS_AT_ONCE)
+        end = 0
+        for size in even_sizes(batch.num_samples, num_parts):
+            rows, end = range(end, end + size), end + size
+            if (part := collect(batch.select(rows), self.world)) is None:
+                continue
+            for i, response in enumerate(scorer.responses(part)):
+                yield {
+                    "sample": int(part.sample_ids_B[i]),
+                    "prompt": part.prompts[i].text,
+                    "response": response,
+                    "reward": float(part.reward_B[i]),
+                    "finished": bool(part.finished_B[i]),
+                }
+
+    def finish(
+        self, first: int, last: int, evaluations: Evaluations, seconds: float
+    ) -> dict[str, float]:
+        """Writes `summary.json`, prints the table of before and after and where the run lies.
+
+        Args:
+            first: steps that were finished when training began.
+            last: those that are finished now.
+            evaluations: reward, and accuracy if it is known, by step.
+            seconds: of all starts of the run.
+        """
+        summary = self._summary(evaluations, seconds)
+        if self.is_writer:
+            self._write_summary(summary)
+            if self.console is not None and evaluations:
+                self.console.compare(self.config.run.name, _compared(summary))
+            taken = (
+                f"steps {first + 1} to {last} were taken" if last > first else "no step was taken"
+            )
+            self.say(f"{taken}; run folder: {self.folder}  ({seconds:.0f} s)")
+        return summary
+
+    def nothing_to_do(
+        self, done: int, last: int, evaluations: Evaluations, seconds: float
+    ) -> dict[str, float]:
+        """Says that the run has its steps already; writes nothing but a summary that is missing,
+        since a signal came with the last step.
+
+        Args:
+            done: finished steps.
+            last: the step to train to.
+            evaluations, seconds: as of `finish`.
+        """
+        goal = f"step {last}" if done >= last else "steps.stop_at_accuracy"
+        self.say(
+            f"{self.folder} has reached {goal} (finished steps: {done}): nothing is left to train. "
+            "Raise steps.num_steps to train on, or choose another run.name to train anew."
+        )
+        for change in self._changes() if self.is_writer else ():
+            self.say(f"not used: {change}")
+        summary = self._summary(evaluations, seconds)
+        if self.is_writer and not (self.folder / SUMMARY).exists():
+            self._write_summary(summary)
+        return summary
+
+    def _write_summary(self, summary: Mapping[str, float]) -> None:
+        text = json.dumps(summary, indent=1)
+        (self.folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
+
+    def _summary(self, evaluations: Evaluations, seconds: float) -> dict[str, float]:
+        summary = {"seconds": seconds}
+        steps = sorted(evaluations, key=int)
+        for what, name in (("accuracy", "accuracy"), ("reward", "eval_reward")):
+            values = [evaluations[step][what] for step in steps if what in evaluations[step]]
+            if values:
+                summary[f"{name}_before"], summary[f"{name}_after"] = values[0], values[-1]
+        if self.is_writer:
+            file = self.folder / "metrics.jsonl"
+            records = read_records(file) if file.exists() else []
+            if any("reward/mean" in record for record in records):
+                summary["reward_last_10"] = recent_mean(records, "reward/mean")
+        return summary
+
+    def close(self) -> None:
+        """Closes all files; the phase file keeps its last line."""
+        for sink in self.sinks:
+            sink.close()
+        self.sinks, self.console, self.log_file = [], None, None
+        self.timer.close()
+
+    def _peaks(self) -> dict[str, float]:
+        """Returns this rank's most bytes in use, of the run, and by phase where that is known."""
+        known = self.timer.peak_bytes() or {"run": self.world.platform.peak_memory_bytes()}
+        return {phase: float(size) for phase, size in known.items()}
+
+    def _largest(self, *values: Mapping[str, float]) -> list[dict[str, float]]:
+        """Returns the largest of each value over the ranks; waits for one that writes slowly."""
+        ranks = self.world.gather_objects(values)
+        return [
+            {name: max(rank[i][name] for rank in ranks) for name in own}
+            for i, own in enumerate(values)
+        ]
+
+
+def _take_peak_bytes() -> int:
+    most = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return most
+
+
+def _compared(summary: Mapping[str, float]) -> dict[str, tuple[float | None, float | None]]:
+    """Returns what evaluations were before and after, by label; the reward only where it is not
+    the accuracy.
+    """
+    found: dict[str, tuple[float | None, float | None]] = {}
+    for label, name in (("held-out accuracy", "accuracy"), ("held-out reward", "eval_reward")):
+        pair = summary.get(f"{name}_before"), summary.get(f"{name}_after")
+        if None not in pair and pair not in found.values():
+            found[label] = pair
+    return found

@@ -1,0 +1,123 @@
+"""The memory ledger: what each part of a run holds on this rank's device, and in which phase.
+
+Printed once at the start, and with every out-of-memory error, where it says what could be smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hybridrl.errors import DeviceMemoryError
+from hybridrl.parallel.groups import PeerError
+from hybridrl.platform import Platform
+from hybridrl.rollout.engine import Holding
+from hybridrl.training.model import ParallelModel
+
+REMEDIES = (
+    "train.micro_batch_tokens (activations) or set train.recompute=full, the part of each GPU by "
+    "larger train.tp or train.pp, the optimizer by train.offload_optimizer=true, weights during "
+    "rollout by train.release_weights_in_rollout=true, the KV cache by rollout.max_batch or "
+    "rollout.max_new_tokens"
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the ledger.
+
+    Args:
+        name: whose memory, and what for.
+        num_bytes: on this rank.
+        in_training, in_rollout: whether it lies on the device in these phases.
+    """
+
+    name: str
+    num_bytes: int
+    in_training: bool = True
+    in_rollout: bool = True
+
+
+def entries(
+    models: Mapping[str, ParallelModel], engine: Mapping[str, Holding], keeps_memory: bool = False
+) -> list[Entry]:
+    """Returns what models and engine hold; memory that comes later in the run is counted already.
+
+    Args:
+        models: by role.
+        engine: what the rank's engine tells of (`RolloutEngine.memory`).
+        keeps_memory: neither phase frees what only the other needs (`HybridEngine.keeps_memory`).
+    """
+    found = []
+    for role, model in models.items():
+        if (memory := model.memory) is None:
+            found.append(Entry(f"{role} weights", _num_bytes(model.weights_in_place())))
+        else:
+            stays = not model.train.release_weights_in_rollout
+            found.append(Entry(f"{role} weights", memory.weight_bytes(), in_rollout=stays))
+            state, _ = memory.state_bytes()
+            held = memory.gradient_bytes()
+            found.append(Entry(f"{role} gradients", held, in_rollout=keeps_memory))
+            found.append(Entry(f"{role} optimizer", state, in_rollout=not memory.offloads))
+    for name, part in engine.items():
+        if part.num_bytes:
+            # What is shared stands above already, with the model.
+            is_own = not part.is_shared
+            stays = (part.stays or keeps_memory) and is_own
+            found.append(Entry(f"engine {name}", part.num_bytes, stays, is_own))
+    return found
+
+
+def table(found: list[Entry], platform: Platform) -> str:
+    """Returns the ledger as text, in GiB, with what the device says of itself."""
+    lines = [f"{'memory of this rank, GiB':34}{'training':>10}{'rollout':>10}"]
+    for entry in found:
+        cells = (_gib(entry.num_bytes) if there else "-" for there in _phases(entry))
+        lines.append(f"{entry.name:34}" + "".join(f"{cell:>10}" for cell in cells))
+    sums = (sum(e.num_bytes for e in found if _phases(e)[number]) for number in range(2))
+    lines.append(f"{'sum':34}" + "".join(f"{_gib(total):>10}" for total in sums))
+    if not platform.is_cpu:
+        free, size = torch.cuda.mem_get_info()
+        held = torch.cuda.memory_reserved()
+        used = torch.cuda.memory_allocated()
+        lines.append(
+            f"now: {_gib(free)} of {_gib(size)} free; torch holds {_gib(held)}, of which "
+            f"{_gib(used)} in tensors, at most {_gib(torch.cuda.max_memory_allocated())} in this "
+            "phase"
+        )
+    return "\n".join(lines)
+
+
+@contextmanager
+def explained(describe: Callable[[], str]) -> Iterator[None]:
+    """Adds the ledger and what could be smaller to an out-of-memory error of the block.
+
+    Raises:
+        DeviceMemoryError: in place of torch's error, or of vLLM's when it maps its memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        is_told = isinstance(error, DeviceMemoryError | PeerError)  # in the right words already
+        if is_told or "out of memory" not in text.lower():
+            raise
+        first = text.strip().splitlines()[0]
+        raise DeviceMemoryError(f"{first}\n{describe()}\nMake smaller: {REMEDIES}.") from error
+
+
+def _phases(entry: Entry) -> tuple[bool, bool]:
+    return entry.in_training, entry.in_rollout
+
+
+def _num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Returns the bytes of the storages, each once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors.values()}
+    return sum(storages.values())
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f}"

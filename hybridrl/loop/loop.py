@@ -1,0 +1,499 @@
+"""The loop: generate, score, look up log-probabilities, estimate advantages, update, reshard.
+
+SPMD: every rank runs this same code on the same samples, each with the tokens of its own; there is
+no controller. A step is
+`Trainer.train_step`, on one screen; what it calls is public, so another dataflow is another script
+over the same parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.algorithms import make_algorithm
+from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm, GroupAlgorithm
+from hybridrl.algorithms.preference import feedback_metrics
+from hybridrl.checkpoint.random_states import rng_state
+from hybridrl.checkpoint.run_lock import RunLock
+from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.identity import check_run_folder, run_folder
+from hybridrl.config.load import as_config
+from hybridrl.config.own_code import contained, make_working_folder_importable
+from hybridrl.config.schema import Config
+from hybridrl.contracts.batch import Prompt, ScoredBatch, TrainBatch
+from hybridrl.data.packing import even_sizes
+from hybridrl.data.prompt_store import Rows
+from hybridrl.data.supervised import supervised_batch
+from hybridrl.errors import UserError
+from hybridrl.generation.resampling import UniformGroupsWarning, resampled
+from hybridrl.hybrid_engine.phases import Phase
+from hybridrl.loop import ledger, probe, rollout_setup, setup
+from hybridrl.loop.evaluate import Evaluation, Evaluations, evaluate
+from hybridrl.loop.journal import Journal
+from hybridrl.loop.position import Position
+from hybridrl.loop.run_data import Given, make_data
+from hybridrl.loop.schedule import is_due, last_step
+from hybridrl.loop.skipped import SkippedSteps
+from hybridrl.metrics.values import SKIPPED, average
+from hybridrl.parallel.failure import PeerError
+from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.layout import DEFAULT_ORDER
+from hybridrl.parallel.stopping import StopAsked, check_stop, stops_on_signals
+from hybridrl.platform import Platform, start_kernels_in_order
+from hybridrl.rewards.functions import RewardFunction
+from hybridrl.roles.roles import make_roles
+from hybridrl.rollout.engine import Holding
+from hybridrl.training.mismatch import MismatchWarning, behaviour_metrics
+from hybridrl.training.model import ParallelModel
+from hybridrl.training.update import optimizer_step
+
+
+class Trainer:
+    """One training run on this rank.
+
+    Attributes (public, for other dataflows): `policy`, `reference`, `critic`, `engine`,
+    `algorithm`, `hybrid_engine`, `prompts`.
+
+    Args:
+        config: the whole configuration, already validated by itself; rules between knobs are
+            checked here.
+        prompts: rows in place of `data.prompts` (any iterable of mappings, a `datasets.Dataset`
+            too).
+        reward: a function in place of `reward.function`.
+        tokenizer: in place of `model.tokenizer`.
+        mix: rows in place of `mix.NAME.data.prompts`, by NAME.
+        trains: False: only evaluates, and has neither reference nor teacher.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        prompts: Rows | None = None,
+        reward: RewardFunction | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        mix: Mapping[str, Rows] | None = None,
+        trains: bool = True,
+    ) -> None:
+        self.config, self._trains = config, trains
+        make_working_folder_importable()
+        start_kernels_in_order(config.train.tp, config.train.cp)
+        self.platform = Platform.detect()
+        self.platform.activate()
+        start_process_group(self.platform, config.run.collective_timeout_s)
+        self.models: dict[str, ParallelModel] = {}
+        self._engine_bytes: Callable[[], Mapping[str, Holding]] = dict  # until there is an engine
+        self._keeps_memory: Callable[[], bool] = bool
+        try:
+            with contained(), ledger.explained(self.memory_table):
+                self._build(Given(prompts, reward, tokenizer, mix or {}))
+        except BaseException as error:
+            # A corrected attempt can start; after other errors NCCL might wait for lost ranks, and
+            # so would gloo for a rank that does not answer.
+            is_lost = isinstance(error, PeerError) and error.is_lost
+            if isinstance(error, UserError) or (self.platform.is_cpu and not is_lost):
+                stop_process_group()
+            raise
+
+    def _build(self, given: Given) -> None:
+        config = self.config = setup.pinned_on_all_ranks(self.config)
+        machines = setup.find_machines(self.platform)
+        setup.check_rules(config, machines, self._trains)
+        meshes = setup.make_meshes(config, self.platform, machines)
+        self.world = meshes.world
+        self.platform.seed(config.run.seed)
+        with self.world.all_agree("checking the run folder"):
+            check_run_folder(config)
+        self.journal = Journal(config, self.world)
+        if (order := meshes.of("policy").layout.order) not in (config.train.order, DEFAULT_ORDER):
+            self.journal.say(f"train.order=auto: {order}, in which engines receive fewest bytes")
+        self.step, self.seconds, self._started = 0, 0.0, time.monotonic()
+        self._has_begun = False  # a checkpoint was loaded, or a step taken
+        self._saved_step = 0  # of the checkpoint that was saved or loaded last
+        self._lock = RunLock(self.journal.folder)
+        replay = self.journal.folder / "replay"
+        self.skipped = SkippedSteps(config, self.world, replay, self.journal.say)
+        self.algorithm: Algorithm = make_algorithm(config.algorithm)
+        of_run = config, self.world, self.algorithm.needs, given, self.journal.say
+        data = make_data(*of_run, self._trains)
+        self.tokenizer, self.scorer, self.mix = data.tokenizer, data.scorer, data.mix
+        self.prompts, self.eval_prompts = data.prompts, data.eval_prompts
+        self._position = Position(self.prompts, self.mix)
+        self.evaluations = Evaluations(config.steps, bool(self.eval_prompts))
+        parts = (config, meshes, self.algorithm, self.models, self.journal.say)
+        roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
+        self.roles, self.source, self.trained = roles, roles.source, roles.trained
+        self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
+        self._warnings = (MismatchWarning(self.source.dtype), UniformGroupsWarning())
+        self._make_engine(meshes.placement.rollout)
+        checkpoints, keep = run_folder(config) / "checkpoints", config.checkpoint.keep
+        told = self.journal.say, meshes.name
+        self.store = CheckpointStore(checkpoints, self.world, keep, *told)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: str | Path | Mapping[str, Any] | Config,
+        overrides: Sequence[str] = (),
+        **objects: Any,
+    ) -> Trainer:
+        """Builds a trainer from a YAML file, a mapping or a Config.
+
+        Args:
+            config: where the configuration comes from.
+            overrides: `key=value` texts on top.
+            **objects: `prompts`, `reward`, `tokenizer`, `mix` in place of their sections.
+        """
+        return cls(as_config(config, overrides), **objects)
+
+    def fit(
+        self,
+        num_steps: int | None = None,
+        *,
+        until: int | None = None,
+        resume: Literal["newest", "previous"] = "newest",
+    ) -> dict[str, float]:
+        """Trains: `num_steps` more steps, or up to step `until`; without either up to
+        `steps.num_steps`.
+
+        A trainer that has neither loaded a checkpoint nor taken a step goes on from a checkpoint of
+        its run folder, if there is one; `num_steps` counts from there.
+
+        Args:
+            num_steps: how many more steps to take.
+            until: the step to end with.
+            resume: which checkpoint to go on from: the newest, or the newest whole one before it.
+
+        Returns:
+            `seconds`, those of earlier starts of the run included; where there are evaluation
+            prompts `eval_reward_before` and `eval_reward_after`, and where a scorer says how right
+            responses are `accuracy_before` and `accuracy_after`.
+
+        Raises:
+            UserError: both `num_steps` and `until` are given, or one is negative.
+            KeyboardInterrupt, SystemExit: SIGINT or SIGTERM came, and a checkpoint was saved; the
+                next `fit` goes on from it.
+        """
+        self._started = time.monotonic()
+        with self._lock.held(self.world, self.journal.say):
+            newest = self.store.previous if resume == "previous" else self.store.newest
+            if not self._has_begun and (found := newest()) is not None:
+                self.load_checkpoint(found)
+            default, first = self.config.steps.num_steps, self.step
+            last = last_step(num_steps, until, first, default)
+            is_done = 0 < last <= first or (first and self.evaluations.reach_goal(self.step))
+            if is_done and not self.evaluations.are_due(self.step, last):
+                return self.journal.nothing_to_do(
+                    first, last, self.evaluations.by_step, self.seconds
+                )
+            self.journal.start(first, last)
+            try:
+                save = partial(self._save_at_stop, last, resume)
+                with stops_on_signals(self.world, save), ledger.explained(self.memory_table):
+                    self._train_to(last)
+                self.seconds += time.monotonic() - self._started
+                return self.journal.finish(first, self.step, self.evaluations.by_step, self.seconds)
+            finally:
+                self.journal.close()
+
+    def _train_to(self, last: int) -> None:
+        """Takes the steps up to `last`, with the evaluations and checkpoints that are due."""
+        if self.algorithm.needs.rollouts and not self._is_engine_checked:
+            self.check_engine()
+        elif self.algorithm.needs.rollouts:
+            self.enter_rollout()
+        if self.evaluations.are_due(self.step, last):
+            found = self._keep_evaluation(self.evaluate())
+            if self.step:
+                self.journal.log(self.step, found)
+                self.save_checkpoint()  # or every start would evaluate again
+        while self.step < last and not self.evaluations.reach_goal(self.step):
+            with self.journal.traced(self.step + 1):
+                metrics = self.train_step()
+            try:
+                check_stop(self.world)
+                if self.evaluations.are_due(self.step, last):
+                    metrics |= self._keep_evaluation(self.evaluate())
+            finally:
+                self.journal.log(self.step, metrics)
+            for warning in self._warnings:
+                if (text := warning.text(self.step, metrics)) is not None:
+                    self.journal.say(text)
+            ends = last if not self.evaluations.reach_goal(self.step) else self.step
+            if is_due(self.config.checkpoint.every, self.step, ends):
+                self.save_checkpoint()
+
+    def _save_at_stop(self, last: int, resume: str, stop: StopAsked) -> None:
+        """Saves what no checkpoint has, with what a step under way has generated."""
+        self.enter_training()
+        rollouts, saved = self.sampler.has_rollouts, "nothing is new since the last checkpoint"
+        self._position.rewind()
+        try:
+            if rollouts or self.step != self._saved_step:
+                saved = f"saved to {self.save_checkpoint()}"
+                self._has_begun = False  # another `fit` begins with this checkpoint
+        finally:
+            self.sampler.drop()
+        saved += f", with the responses of step {self.step + 1} so far" if rollouts else ""
+        again = "The same command" + (" without --resume" if resume == "previous" else "")
+        done = f"{stop} after step {self.step} of {last}"
+        self.journal.say(f"{done}: {saved}. {again} goes on from there.")
+        self.world.arrive("removing old checkpoints")
+
+    def memory_table(self) -> str:
+        """Returns what this rank's device holds, part by part, in training and in rollout, as the
+        next change of phases leaves it.
+        """
+        held = ledger.entries(self.models, self._engine_bytes(), self._keeps_memory())
+        return ledger.table(held, self.platform)
+
+    def train_step(self) -> dict[str, float]:
+        """Takes one step and returns its metrics, the same on all ranks."""
+        if not self._trains:
+            raise UserError("trains", False, "a Trainer with trains=True", "Make another to train.")
+        if self._position.is_in_step:  # it has failed before
+            self.sampler.drop()
+            self._position.rewind()
+        timer = self.journal.timer
+        timer.start_step(self.step + 1)
+        self._position.begin_step()
+        self._has_begun = True
+        prompts = self.prompts.take(self.config.steps.prompts_per_step)
+        sampled: dict[str, float] = {}
+        if self.algorithm.needs.rollouts:
+            scored, sampled = self.sample(prompts)
+        else:
+            self.enter_training()
+            scored = supervised_batch(prompts, self.algorithm.needs.feedback)
+        check_stop(self.world)
+        with timer.phase("logprobs"):
+            batch = self.add_columns(scored)
+        with timer.phase("advantages"), self.world.all_agree("estimating advantages"):
+            batch = self.algorithm.advantages(batch)
+        check_stop(self.world)  # of which the agreement above has told
+        with timer.phase("update"):
+            metrics = self.update(batch) | sampled
+        if isinstance(self.algorithm, AdaptiveAlgorithm):
+            metrics |= self.algorithm.after_step(batch)
+        self.step += 1
+        self._position.end_step()
+        self.sampler.end_step()
+        if self.algorithm.needs.rollouts:
+            metrics |= self.reshard()
+            self.journal.dump_samples(self.step, scored, self.scorer)
+            metrics |= self.journal.describe(scored) | self.sampler.metrics()
+        metrics |= feedback_metrics(batch) if self.algorithm.needs.feedback else {}
+        flops = self.roles.flops(batch, self.step - 1, self.sampler.generated, self.mix.taken)
+        shown = scored if self.algorithm.needs.rollouts else batch
+        return self.journal.summarize(shown, metrics, flops)
+
+    def sample(self, prompts: Sequence[Prompt]) -> tuple[ScoredBatch, dict[str, float]]:
+        """Returns the scored samples of the step's prompts, and metrics; where the algorithm asks
+        for it, groups of equal rewards are replaced by further prompts'.
+
+        Raises:
+            UserError: no response to the prompts has a score.
+        """
+        if (scored := self._respond(prompts, 0)) is None:
+            raise self.scorer.nothing_left()
+        metrics: dict[str, float] = {}
+        if isinstance(self.algorithm, GroupAlgorithm):
+            parts = self.prompts, self._respond, len(prompts)
+            scored, metrics = resampled(self.algorithm, scored, *parts)
+        self.enter_training()
+        return scored, metrics
+
+    def _respond(self, prompts: Sequence[Prompt], first_group: int) -> ScoredBatch | None:
+        """Returns the scored samples of prompts, whose first group has this number; None where no
+        response has a score.
+        """
+        algorithm, sampler, timer = self.algorithm, self.sampler, self.journal.timer
+        self.enter_rollout()
+        with timer.phase("generate"):
+            local = sampler.generate(
+                prompts, step=self.step, first_group=first_group, greedy=algorithm.needs.greedy
+            )
+        has_rounds = isinstance(algorithm, GroupAlgorithm) and algorithm.max_resampling > 0
+        # A reward model's pass needs the memory that the engine has while it generates.
+        if sampler.reward_models or not has_rounds:
+            self.enter_training()
+        with timer.phase("reward"):
+            return sampler.score_left(local)
+
+    def add_columns(self, scored: ScoredBatch) -> TrainBatch:
+        """Returns the samples that the algorithm learns from, each rank with the tokens of those
+        that it trains on, with what it reads: what the policy and frozen models say of them, and
+        values.
+        """
+        num_updates = self.config.steps.updates_per_step
+        is_reused = self.algorithm.needs.rollouts and num_updates > 1
+        return self.roles.add_columns(self.algorithm, scored, is_reused, num_updates=num_updates)
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """Takes `steps.updates_per_step` optimizer steps over equal parts of the batch, but for
+        those that cannot be trusted, each with its part of further terms; returns mean metrics.
+
+        Raises:
+            UserError: too many in a row could not be.
+        """
+        roles = self.roles
+        # Responses may have been dropped.
+        sizes = even_sizes(batch.num_samples, self.config.steps.updates_per_step)
+        mixed = self.mix.batches(roles, len(sizes), roles.trains_policy(self.step))
+        found, end = [], 0
+        for number, (size, terms) in enumerate(zip(sizes, mixed, strict=True)):
+            part, end = batch.select(range(end, end + size)), end + size
+            random_states = rng_state()  # a pass draws from them
+            gradients = roles.gradients(part, self.step, terms)
+            found.append(optimizer_step(gradients))
+            if found[-1][SKIPPED]:
+                where = self.step + 1, number
+                self.skipped.add(*where, part, terms, gradients, random_states)
+            else:
+                self.skipped.in_a_row = 0
+        metrics = average(found)
+        if self.algorithm.needs.rollouts and batch.old_logp_T is not None:
+            # Correlations have no mean.
+            metrics |= behaviour_metrics(batch, batch.old_logp_T, self.algorithm)
+        return metrics
+
+    def reshard(self, verifies: bool = False) -> dict[str, float]:
+        """Brings the policy's weights into the engine; returns the bytes and the rate."""
+        self.world.arrive("the work before the reshard")  # files may have been written or read
+        with self.journal.timer.phase("reshard"):
+            return self.hybrid_engine.to_rollout(self.step, verifies).metrics()
+
+    def check_engine(self) -> None:
+        """Brings the weights into the engine and proves that it computes what the trainer does.
+
+        Raises:
+            VerifyError, EngineDiffersError: naming the parameter, or the replica that differs.
+        """
+        self.enter_training()
+        self.reshard(verifies=True)
+        self._is_engine_checked = True
+        if not ENGINES[self.config.rollout.engine].computes:
+            return
+        answers = probe.ask(self.sampler, self.source.shape, self.config.data.max_prompt_tokens)
+        self.enter_training()
+        gap = probe.compare(self.policy, answers)
+        self.journal.say(f"engine and trainer agree within {gap:.1e} nats a token")
+        self.journal.say(self.memory_table())
+        self.reshard()
+
+    def enter_training(self, frees_memory: bool = False) -> None:
+        """Ends the rollout phase, if it is the current one; the engine has nothing to generate."""
+        if self.hybrid_engine.phases.phase is Phase.ROLLOUT:
+            self.hybrid_engine.to_train(frees_memory)
+        elif frees_memory:
+            self.hybrid_engine.free_engine()
+
+    def enter_rollout(self) -> None:
+        """Begins the rollout phase with the policy's weights, if it is not the current one."""
+        if self.hybrid_engine.phases.phase is Phase.TRAIN:
+            self.reshard()
+
+    def evaluate(self, temperature: float = 0.0) -> Evaluation:
+        """Scores responses to the evaluation prompts, greedy ones by default.
+
+        Raises:
+            UserError: there are no evaluation prompts.
+        """
+        self.enter_rollout()
+        # A reward model's pass needs the memory that the engine has while it generates.
+        end_rollout = self.enter_training if self.sampler.reward_models else None
+        parts = self.sampler, self.eval_prompts, self.config.reward
+        with self.journal.timer.phase("evaluate"):
+            return evaluate(*parts, temperature, end_rollout)
+
+    def _keep_evaluation(self, found: Evaluation) -> dict[str, float]:
+        """Notes an evaluation of this step; returns its metrics."""
+        if found.note and not self.evaluations.by_step:
+            self.journal.say(f"evaluations report the reward and no accuracy: {found.note}")
+        self.evaluations.by_step[str(self.step)] = found.record()
+        return found.metrics()
+
+    def save_checkpoint(self) -> Path:
+        """Writes `checkpoints/step_N` with everything that the run needs to go on.
+
+        Raises:
+            CheckpointError: a file could not be written.
+            UserError: another run has taken the run folder over.
+        """
+        with self._lock.held(self.world, self.journal.say):
+            return self._save_checkpoint()
+
+    def _save_checkpoint(self) -> Path:
+        algorithm = self.algorithm
+        state = {
+            "step": self.step,
+            **self._position.state(),
+            "rollouts": self.sampler.state(),
+            "algorithm": algorithm.state() if isinstance(algorithm, AdaptiveAlgorithm) else {},
+            "evaluations": self.evaluations.by_step,
+            "seconds": self.seconds + time.monotonic() - self._started,
+            "num_updates": {name: model.num_updates for name, model in self.trained.items()},
+        }
+        was_rollout = self.hybrid_engine.phases.phase is Phase.ROLLOUT
+        # The optimizer's state may be away, and the engine holds memory.
+        self.enter_training(frees_memory=True)
+        with self.journal.timer.phase("checkpoint"):
+            folder = self.store.save(self.step, self.trained, state, self.source.files)
+        self._saved_step = self.step
+        if was_rollout:
+            self.reshard()
+        return folder
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Restores weights, optimizers, prompt cursor, random states and unfinished rollouts.
+
+        Args:
+            path: a `checkpoints/step_N` folder, or a run folder, which stands for its newest.
+        """
+        # The optimizer's state may be away, and the engine holds memory.
+        self.enter_training(frees_memory=True)
+        state = self.store.load(Path(path), self.trained)
+        assert state.step is not None  # the store refuses weights alone
+        self._has_begun = True
+        self.step, self.seconds, self._saved_step = state.step, state.seconds, state.step
+        self.evaluations.by_step = dict(state.evaluations)
+        self._position.load({"prompts": state.prompts, "mix": state.mix})
+        for name, model in self.trained.items():
+            model.num_updates = state.num_updates[name]
+        self.sampler.load_state(state.rollouts)
+        if isinstance(self.algorithm, AdaptiveAlgorithm):
+            self.algorithm.load_state(state.algorithm)
+        self.reshard()
+
+    def close(self) -> None:
+        """Ends the journal and leaves the process group."""
+        self.journal.close()
+        self._lock.release()
+        self.sampler.close()
+        self.hybrid_engine.close()
+        self.engine.close()
+        for model in self.models.values():
+            model.close()
+        stop_process_group()
+
+    def _make_engine(self, ranks: Sequence[int]) -> None:
+        """Builds the engine on its ranks and the plan that brings the policy's weights into it."""
+        make, config, model = rollout_setup, self.config, self.policy.model
+        sources = model.source_layouts()
+        layout = make.rollout_layout(model, config.rollout.tp, sources, ranks)
+        memories, copies = make.training_memories(self.trained.values())
+        self.engine = make.start_engine(config, model, layout, memories, copies)
+        self._engine_bytes = self.engine.memory
+        scoring = self.scorer, self.tokenizer, self.roles.reward_models
+        self.sampler = make.make_sampler(config, model, layout, self.engine, *scoring)
+        parts = model, sources, self.engine, memories, copies
+        self.hybrid_engine = make.make_hybrid_engine(config, *parts)
+        self._keeps_memory = lambda: self.hybrid_engine.keeps_memory
+        self._is_engine_checked = False

@@ -1,0 +1,106 @@
+"""The probe at the start of a run: the engine computes what the trainer computes.
+
+After the first sync every replica answers a few fixed prompts, and the trainer computes the
+log-probabilities of the same tokens. Weights that arrived wrong are found before that, by their
+checksums, and named (`HybridEngine.verify`); this finds what no comparison of weights can: an
+engine that reads them otherwise, with other positions, norms, heads or precision.
+
+Who waits for whom: both functions are collective over the world, and raise on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.generation.sampler import Sampler
+from hybridrl.models.family import ModelShape
+from hybridrl.roles.policy import Policy
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.training.mismatch import BOUNDS
+
+PROMPT_TOKENS, NEW_TOKENS, REQUESTS = 16, 8, 4
+
+
+class EngineDiffersError(RuntimeError):
+    """The engine has the trainer's weights and computes other probabilities with them."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the replicas answered.
+
+    Args:
+        requests: the same of every replica.
+        by_replica: the completions of each replica, in the order of the requests.
+    """
+
+    requests: Sequence[Request]
+    by_replica: Sequence[Sequence[Completion]]
+
+
+def ask(sampler: Sampler, shape: ModelShape, max_prompt_tokens: int) -> Answers:
+    """Lets every replica answer the same fixed prompts; in the rollout phase.
+
+    Args:
+        sampler: over all replicas, idle; its engine has the weights to look at.
+        shape: of the model; prompts are arbitrary tokens of its vocabulary.
+        max_prompt_tokens: the longest prompt that the engine was started for.
+    """
+    rng, world = np.random.default_rng(0), sampler.world
+    length = min(PROMPT_TOKENS, max_prompt_tokens)
+    # The temperature that the policy's log-probabilities are for, and nothing cut off.
+    temperature = sampler.sampling.temperature or 1.0
+    num_tokens = min(NEW_TOKENS, sampler.sampling.max_new_tokens)
+    sampling = SamplingParams(temperature, max_new_tokens=num_tokens)
+    requests = [
+        Request(number, tuple(rng.integers(0, shape.vocab_size, length).tolist()), number, sampling)
+        for number in range(REQUESTS)
+    ]
+    with world.all_agree("the first generation"):
+        has_engine = world.rank in sampler.layout.ranks
+        done = generate(sampler.engine, requests) if has_engine else []
+    place = sampler.layout.assignment[world.rank]
+    mine = (place[0], done) if place is not None and place[1] == 0 else None
+    found = world.gather_objects(mine)
+    by_replica = dict(part for part in found if part is not None)
+    return Answers(requests, [by_replica[number] for number in range(sampler.layout.replicas)])
+
+
+def compare(policy: Policy, answers: Answers) -> float:
+    """Returns the mean absolute difference of the log-probabilities; in the training phase.
+
+    Raises:
+        EngineDiffersError: it is above the bound of the model's dtype; names the replica.
+    """
+    bound = BOUNDS[policy.model.source.dtype].refuse
+    prompts = [
+        Prompt(number, "", request.prompt, {}, completion.tokens)
+        for completions in answers.by_replica
+        for number, (request, completion) in enumerate(
+            zip(answers.requests, completions, strict=True)
+        )
+    ]
+    batch = TrainBatch.supervised(prompts, Producer.here("the probe"))
+    expected = policy.logprobs(batch)[batch.response_mask_T].split(
+        [sum(len(done.tokens) for done in part) for part in answers.by_replica]
+    )
+    gaps = []
+    for replica, (part, trained_T) in enumerate(zip(answers.by_replica, expected, strict=True)):
+        logps = torch.tensor([logp for completion in part for logp in completion.logps])
+        gap_T = (logps - trained_T).abs()
+        gaps.append(float(gap_T.mean()))
+        if not gaps[-1] <= bound:
+            raise EngineDiffersError(
+                f"replica {replica} and the trainer give the same tokens log-probabilities that "
+                f"differ by {gaps[-1]:.2g} on average and {float(gap_T.max()):.2g} at most; "
+                f"allowed is {bound:g} on average. Every engine parameter equals its source, so "
+                "they compute differently: look at the position, norm and head settings of the "
+                "model's config.json, and at the engine's version (hybridrl check); layer by "
+                "layer: hybridrl check --mismatch CONFIG"
+            )
+    return max(gaps)

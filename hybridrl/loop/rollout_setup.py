@@ -1,0 +1,202 @@
+"""Builds what generates: the engine on the ranks of its role, the sampler that drives it, and the
+hybrid engine that brings it the policy's weights. Collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.schema import Config, RolloutConfig
+from hybridrl.environments.chat import ObservationEncoder
+from hybridrl.environments.table import check_environment, observes_messages
+from hybridrl.errors import ConfigError
+from hybridrl.generation.episodes import Episodes
+from hybridrl.generation.sampler import Sampler
+from hybridrl.hybrid_engine.alias import TrainingShard
+from hybridrl.hybrid_engine.assign import assign
+from hybridrl.hybrid_engine.engine import HybridEngine
+from hybridrl.loop.setup import ranks_per_node
+from hybridrl.models.weights import RankLayout, fused_layout
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.parallel.replica import ReplicaGroup
+from hybridrl.rewards.base import Scorer
+from hybridrl.roles.reward_models import RewardModel
+from hybridrl.rollout.absent import AbsentEngine
+from hybridrl.rollout.build import EngineAdapter, EngineInputs, build
+from hybridrl.rollout.engine import RolloutEngine, SamplingParams
+from hybridrl.training.memory import TrainedModelMemory, released
+from hybridrl.training.model import ModelSource, ParallelModel
+from hybridrl.training.trained_weights import TrainedWeights
+
+
+def rollout_layout(
+    model: ParallelModel,
+    tp: int,
+    sources: Sequence[RankLayout],
+    ranks: Sequence[int] | None = None,
+) -> RolloutLayout:
+    """Returns which part of which engine replica each of these ranks is, None: of all, so that the
+    fewest bytes move.
+    """
+    source, node = model.source, ranks_per_node(model.world)
+    parts = [fused_layout(source.family, source.shape, tp, tp_rank) for tp_rank in range(tp)]
+    return assign(sources, parts, node, ranks=ranks).layout
+
+
+def training_memories(
+    models: Collection[ParallelModel],
+) -> tuple[list[TrainedModelMemory], list[TrainedWeights]]:
+    """Returns what trained models give up before an engine gets their weights, and afterwards."""
+    return (
+        [model.memory for model in models if model.memory is not None],
+        [m.trained_weights for m in models if m.trained_weights is not None],
+    )
+
+
+def start_engine(
+    config: Config,
+    model: ParallelModel,
+    layout: RolloutLayout,
+    memories: Sequence[TrainedModelMemory],
+    copies: Sequence[TrainedWeights],
+) -> EngineAdapter:
+    """Builds the engine, which finds the memory that will be free while it generates; on a rank
+    without one what stands for it.
+    """
+    world, engine = model.world, cast(EngineAdapter, AbsentEngine())
+    to_come = sum(memory.bytes_to_come() for memory in memories)
+    with (
+        released([*memories, *copies]),
+        world.all_agree("starting the rollout engine", is_unbounded=True),
+    ):
+        if world.rank in layout.ranks:
+            engine = build_engine(config, model, layout, to_come)
+    if len(layout.ranks) < world.size:
+        world.count_groups_alike()
+    return engine
+
+
+def build_engine(
+    config: Config, model: ParallelModel, layout: RolloutLayout, reserved_bytes: int = 0
+) -> EngineAdapter:
+    """Builds this rank's part of the engine replica that generates with `model`'s weights.
+
+    Args:
+        reserved_bytes: of the device, which the trainer takes only later but holds during rollout.
+    """
+    source, world, rollout = model.source, model.world, config.rollout
+    shard = None
+    # Weights that are released would be freed with the trainer's.
+    if ENGINES[rollout.engine].shares_memory and not config.train.release_weights_in_rollout:
+        shard = TrainingShard(model.layout(), model.weights_in_place())
+    return build(
+        EngineInputs(
+            rollout,
+            source.hf_config,
+            source.family,
+            source.dtype,
+            layout,
+            world.rank,
+            world.platform.device,
+            max_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            reserved_bytes=reserved_bytes,
+            timeout_s=config.run.collective_timeout_s,
+            shard=shard,
+        )
+    )
+
+
+def make_sampler(
+    config: Config,
+    model: ParallelModel,
+    layout: RolloutLayout,
+    engine: RolloutEngine,
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    reward_models: Sequence[RewardModel] = (),
+) -> Sampler:
+    """Builds what samples responses with this rank's engine and its peers; collective."""
+    world, source = model.world, model.source
+    sampling = sampling_params(config.rollout, source, tokenizer)
+    replica = ReplicaGroup(layout, world.rank, world.heartbeat)
+    episodes = make_episodes(config, world, replica, source, tokenizer)
+    parts = world, layout, replica, engine, scorer, sampling
+    of_run = config.steps.samples_per_prompt, config.run.seed
+    return Sampler(*parts, *of_run, episodes, reward_models)
+
+
+def make_hybrid_engine(
+    config: Config,
+    model: ParallelModel,
+    sources: list[RankLayout],
+    engine: EngineAdapter,
+    memories: Sequence[TrainedModelMemory],
+    copies: Sequence[TrainedWeights],
+) -> HybridEngine:
+    """Plans how the policy's weights come into the engine; collective.
+
+    Args:
+        sources: the policy's layout on every rank.
+        memories, copies: of `training_memories`.
+    """
+    return HybridEngine(
+        sources,
+        model.weights_in_place(),
+        engine,
+        staging_bytes=config.rollout.staging_mib << 20,
+        verify_every=config.rollout.verify,
+        training=memories,
+        training_weights=copies,
+        domain_size=ranks_per_node(model.world),
+        peer_memory=model.peers,
+        timeout_s=config.run.collective_timeout_s,
+    )
+
+
+def sampling_params(
+    config: RolloutConfig, source: ModelSource, tokenizer: PreTrainedTokenizerBase
+) -> SamplingParams:
+    """Returns how training samples are drawn; a response ends at the end token of tokenizer or
+    model.
+    """
+    return SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_new_tokens=config.max_new_tokens,
+        stop_token_ids=stop_token_ids(source.hf_config, tokenizer),
+    )
+
+
+def make_episodes(
+    config: Config,
+    world: World,
+    replica: ReplicaGroup,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Episodes | None:
+    """Builds what goes between the turns of responses, if there is an environment; collective."""
+    if config.environment.name is None:
+        return None
+    stops = stop_token_ids(source.hf_config, tokenizer)
+    encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, stops)
+    with world.all_agree("finding the environment"):
+        if found := check_environment(config.environment):
+            raise ConfigError(found)
+        if observes_messages(config.environment):  # else found out at the first call of a tool
+            encoder([{"role": "tool", "content": "-"}])
+        return Episodes(config.environment, replica, tokenizer, encoder, config.run.seed)
+
+
+def stop_token_ids(
+    hf_config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """Returns the end tokens that the tokenizer and the model's config name, in ascending order."""
+    named = hf_config.get("eos_token_id")
+    ids: Iterable[int | None] = named if isinstance(named, list) else [named]
+    return tuple(sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None}))

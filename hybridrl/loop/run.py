@@ -1,0 +1,66 @@
+"""What one rank of each command does."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from hybridrl.config.schema import Config
+from hybridrl.loop.loop import Trainer
+
+
+def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest") -> int:
+    """Runs one rank of `hybridrl train`; arguments as of `Trainer.fit`.
+
+    Returns:
+        The exit code: 0, or 128 + the number of the signal that the run was saved at.
+    """
+    trainer = Trainer(config)
+    try:
+        trainer.fit(resume=resume)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except SystemExit as stop:
+        return int(str(stop.code))
+    trainer.close()
+    return 0
+
+
+def evaluate_rank(
+    config: Config, checkpoint: Path | None, prompts: Sequence[str] | None, temperature: float
+) -> dict[str, Any]:
+    """Runs one rank of `hybridrl eval`.
+
+    Args:
+        config: of the run; its layout need not be the one that saved the checkpoint.
+        checkpoint: a checkpoint or run folder; None: the run's newest, or the initial weights if
+            there is none.
+        prompts: files in place of `data.eval_prompts`.
+        temperature: of the responses; 0 is greedy.
+
+    Returns:
+        `accuracy` (None where no scorer is one), `reward` (the weighted sum), `scores` (of each
+        scorer), `num_prompts`, `num_scored`, `checkpoint` (None for the initial weights).
+    """
+    if prompts is not None:
+        data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
+        config = config.model_copy(update={"data": data})
+    trainer = Trainer(config, trains=False)
+    folder = trainer.store.newest() if checkpoint is None else checkpoint
+    if folder is not None:
+        trainer.load_checkpoint(folder)
+    else:
+        trainer.reshard()
+    found = trainer.evaluate(temperature)
+    trainer.close()
+    return {
+        "accuracy": found.accuracy,
+        "reward": found.reward,
+        "scores": dict(found.scores),
+        "num_prompts": found.num_prompts,
+        "num_scored": found.num_scored,
+        "checkpoint": str(folder) if folder is not None else None,
+        "note": found.note,
+    }

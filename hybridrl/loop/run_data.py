@@ -1,0 +1,174 @@
+"""What a run reads before it begins: tokenizer, prompts and the scorer of responses.
+
+The first rank of each node reads the prompts, and computes what follows from all of them, while the
+node's others wait; these map what it has written, and are told what it has found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hybridrl.algorithms.base import Needs
+from hybridrl.config.schema import Config, ModelConfig
+from hybridrl.config.source import tokenizer_directory
+from hybridrl.config.teacher import is_scored
+from hybridrl.config.tokenizer import check_token_numbers, check_tokenizer_files
+from hybridrl.contracts.batch import Prompt
+from hybridrl.data.mixture import hold_out, prompt_source
+from hybridrl.data.prompt_file import largest_token
+from hybridrl.data.prompt_store import PromptStore, Rows, load_rows
+from hybridrl.data.prompts import LoadedPrompts, PromptSource, Reading
+from hybridrl.errors import ModelError
+from hybridrl.parallel.groups import World
+from hybridrl.rewards.base import Scorer
+from hybridrl.rewards.functions import RewardFunction, no_reward
+from hybridrl.roles.mix import Mix
+from hybridrl.training.build import model_source
+
+
+class Given(NamedTuple):
+    """What a user's script gives in place of sections of the configuration, if it does."""
+
+    prompts: Rows | None
+    reward: RewardFunction | None
+    tokenizer: PreTrainedTokenizerBase | None
+    mix: Mapping[str, Rows]
+
+
+class RunData(NamedTuple):
+    """What a run reads, and what scores its responses."""
+
+    tokenizer: PreTrainedTokenizerBase
+    scorer: Scorer
+    prompts: PromptSource
+    eval_prompts: Sequence[Prompt]
+    mix: Mix
+
+
+def make_data(
+    config: Config,
+    world: World,
+    needs: Needs,
+    given: Given,
+    say: Callable[[str], None],
+    trains: bool = True,
+) -> RunData:
+    """Reads what a run reads; collective.
+
+    Args:
+        needs: of the algorithm.
+        given: by the user's script in place of sections.
+        say: tells the user, once.
+        trains: False leaves out what only training reads.
+    """
+    with world.all_agree("loading the tokenizer"):
+        num_tokens = model_source(config.model, world.platform).shape.vocab_size
+        tokenizer = given.tokenizer or load_tokenizer(config.model, num_tokens)
+    scorer = make_scorer(config, tokenizer, given.reward, needs.group_samples)
+    store = PromptStore(tokenizer)
+    mixed = config if trains else config.model_copy(update={"mix": {}})
+
+    def load() -> tuple[LoadedPrompts, PromptSource, Sequence[Prompt], Mix]:
+        loaded, evaluated = load_data(config, store, needs, given.prompts)
+        for prompts in (loaded.prompts, evaluated):
+            store.once(partial(check_token_range, prompts, num_tokens))
+        source = prompt_source(loaded, config.data, config.run.seed, store.once)
+        return loaded, source, evaluated, Mix(mixed, store, say, given.mix)
+
+    builder = world.mates[0]
+    with contextlib.closing(store):
+        with world.all_agree("reading the prompts") as agreement:
+            if world.rank == builder:
+                loaded, source, evaluated, mix = load()
+                agreement.told = store.files, store.notes, store.found
+        told = agreement.heard
+        for line in dict.fromkeys(line for one in told if one is not None for line in one[1]):
+            say(line)
+        with world.all_agree("mapping the prompts"):
+            if world.rank != builder:
+                files, _, found = told[builder]
+                store.follow(files, found)
+                loaded, source, evaluated, mix = load()
+    say(loaded.report())
+    return RunData(tokenizer, scorer, source, evaluated, mix)
+
+
+def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer that `model.tokenizer`, or the model's own directory, holds; no remote
+    code.
+
+    Raises:
+        ModelError: it cannot be read, or has tokens beyond the model's `num_tokens`.
+    """
+    check_tokenizer_files(config)
+    where = str(tokenizer_directory(config))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+        vocabulary = tokenizer.get_vocab()
+    except Exception as error:  # damaged files raise whatever transformers stumbles over
+        said = " ".join(str(error).split())[:160]
+        raise ModelError(
+            "model.tokenizer",
+            where,
+            "a directory or hub name with whole tokenizer files",
+            f"Set model.tokenizer. transformers said {type(error).__name__}: {said}.",
+        ) from error
+    check_token_numbers(f"model.tokenizer {where}", vocabulary, num_tokens)
+    return tokenizer
+
+
+def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
+    """Refuses prompts that a user's own tokenizer gave tokens of which the model has none.
+
+    Raises:
+        ModelError: naming the first prompt's number and the token's.
+    """
+    if largest_token(prompts) < num_tokens:
+        return
+    for prompt in prompts:
+        parts = (prompt.tokens, prompt.response_tokens, prompt.rejected_tokens)
+        largest = max(max(tokens, default=0) for tokens in parts if tokens is not None)
+        if largest >= num_tokens:
+            raise ModelError(
+                f"tokenizer: prompt {prompt.prompt_id}",
+                f"token {largest}",
+                f"tokens below the model's vocab_size = {num_tokens}",
+                "Give the model's own tokenizer.",
+            )
+
+
+def make_scorer(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    reward: RewardFunction | None,
+    group_samples: int,
+) -> Scorer:
+    """Makes what scores responses: by `reward`, else by the section, if anything.
+
+    Args:
+        group_samples: as of `Needs`.
+    """
+    unscored = None if is_scored(config) else no_reward
+    function = reward or unscored
+    return Scorer(config.reward, tokenizer, function, group_samples, config.environment)
+
+
+def load_data(
+    config: Config, store: PromptStore, needs: Needs, rows: Rows | None
+) -> tuple[LoadedPrompts, Sequence[Prompt]]:
+    """Loads the prompts to train on, with the responses that the algorithm needs of the data, and
+    those of the evaluation.
+    """
+    data = config.data
+    loaded = load_rows(data, config.rollout, store, needs, rows)
+    if data.eval_share:
+        loaded, held_out = hold_out(loaded, data.eval_share, store.once)
+        return loaded, held_out[: data.eval_limit]
+    if not data.eval_prompts:
+        return loaded, ()
+    return loaded, store.load(Reading(data, data.eval_prompts, limit=data.eval_limit)).prompts

@@ -1,0 +1,268 @@
+"""The models of a run: the policy, and what its algorithm needs beside it.
+
+Owns who is trained and whose gradients make one optimizer step. Every model is cut over the ranks
+of its role (`placement`), by default all; collective like them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+
+from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, SelectiveAlgorithm
+from hybridrl.config.roles import run_models
+from hybridrl.config.schema import Config, PpoConfig
+from hybridrl.contracts.batch import BatchError, Producer, ScoredBatch, TrainBatch
+from hybridrl.errors import UserError
+from hybridrl.metrics.flops import (
+    GeneratedLengths,
+    forward_flops,
+    generate_flops,
+    train_flops,
+)
+from hybridrl.models.family import ModelShape
+from hybridrl.models.weights import Head
+from hybridrl.parallel.exchange import bring
+from hybridrl.parallel.groups import World, same_on_all_ranks
+from hybridrl.parallel.mesh import Meshes
+from hybridrl.roles.auxiliary import AuxiliaryLoss, make_auxiliary_losses
+from hybridrl.roles.critic import Critic
+from hybridrl.roles.policy import LossTerm, Policy
+from hybridrl.roles.reward_models import RewardModel, make_reward_models
+from hybridrl.roles.teacher import Teacher, make_teacher
+from hybridrl.training.build import build_model, model_source
+from hybridrl.training.exploded import explosion_of
+from hybridrl.training.model import ModelSource, ParallelModel
+from hybridrl.training.peer_weights import peer_weights
+from hybridrl.training.update import Gradients
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models that an algorithm needs.
+
+    Args:
+        source: which model they all are.
+        policy, reference, critic: None where the algorithm has no such role.
+        trained: the trained models by name.
+        num_critic_warmup_steps: steps in which only the critic is trained.
+        reward_models: reward models that score what is sampled.
+        terms: further terms of the policy's loss, by name.
+        teacher: that a distillation learns from.
+    """
+
+    source: ModelSource
+    policy: Policy
+    reference: Policy | None
+    critic: Critic | None
+    trained: dict[str, ParallelModel]
+    num_critic_warmup_steps: int
+    reward_models: Sequence[RewardModel] = ()
+    terms: Mapping[str, AuxiliaryLoss] = field(default_factory=dict)
+    teacher: Teacher | None = None
+
+    def trains_policy(self, num_steps_done: int) -> bool:
+        """Whether the policy is trained in the step after so many."""
+        return "policy" in self.trained and num_steps_done >= self.num_critic_warmup_steps
+
+    def gradients(
+        self,
+        part: TrainBatch,
+        num_steps_done: int,
+        terms: Mapping[str, TrainBatch] = MappingProxyType({}),
+    ) -> list[Gradients]:
+        """Accumulates the gradients of every model that learns from this mini-batch, and of the
+        policy from those of further terms, by name.
+        """
+        found = [self.critic.gradients(part)] if self.critic is not None else []
+        if self.trains_policy(num_steps_done):
+            more = [
+                LossTerm(name, self.terms[name].algorithm, self.terms[name].weight, batch)
+                for name, batch in terms.items()
+            ]
+            found.append(self.policy.gradients(part, terms=more))
+        return found
+
+    def add_columns(
+        self,
+        algorithm: Algorithm,
+        scored: ScoredBatch,
+        has_old_logps: bool = False,
+        temperature: float | None = None,
+        num_updates: int = 1,
+    ) -> TrainBatch:
+        """Returns the samples that an algorithm learns from, each rank with the tokens of those
+        that it trains on, with what it reads: what the policy and frozen models say of them, and
+        values.
+
+        Args:
+            has_old_logps: adds the former, even if the algorithm does without.
+            temperature: of log-probabilities; None: that of the main algorithm's samples.
+            num_updates: optimizer steps that they are trained on in.
+        """
+        if isinstance(algorithm, SelectiveAlgorithm):
+            scored = scored.select(algorithm.selected(scored))
+        batch, needs = scored.to_train(Producer.here("the trainer")), algorithm.needs
+        batch = self.brought(batch, num_updates)
+        columns: dict[str, torch.Tensor] = {}
+        if needs.old_logps or has_old_logps:
+            columns["old_logp_T"] = self.policy.logprobs(batch, temperature)
+        if self.reference is not None and needs.reference:
+            columns["reference_logp_T"] = self.reference.logprobs(batch, temperature)
+        if self.critic is not None and needs.values:
+            columns["values_T"] = self.critic.values(batch)
+        if self.teacher is not None and needs.has_teacher:
+            columns |= self.teacher.columns(batch)
+        if not columns:
+            return batch
+        # What all_agree gives up after, a lookup may take longer on another rank.
+        self.world.arrive("looking up log-probabilities")
+        try:
+            with self.world.all_agree("looking up log-probabilities"):
+                return batch.join_columns(Producer.here("the trainer"), **columns)
+        except BatchError as error:  # on all ranks
+            if (reason := explosion_of(self.trained, error)) is None:
+                raise
+            raise reason from error
+
+    @property
+    def world(self) -> World:
+        """All ranks."""
+        return self.policy.model.world
+
+    def brought(self, batch: TrainBatch, num_updates: int) -> TrainBatch:
+        """Returns the batch with the tokens on the ranks that train on them."""
+        models = list(self.trained.values()) or [self.policy.model]
+        wanted = [model.planner.wanted(batch, num_updates) for model in models]
+        want_BW = torch.stack(wanted).any(0)
+        digest = hashlib.sha256(want_BW.numpy().tobytes()).hexdigest()
+        same_on_all_ranks(self.world, "the micro-batch schedule", digest)
+        return bring(batch, want_BW, self.world, num_updates)
+
+    def flops(
+        self,
+        batch: TrainBatch,
+        num_steps_done: int,
+        generated: GeneratedLengths,
+        terms: Sequence[TrainBatch] = (),
+    ) -> dict[str, int]:
+        """Returns the model FLOPs of a step's phases, all ranks together; output heads count for
+        response tokens only, which alone have a loss.
+
+        Args:
+            batch: of the step, with all its columns.
+            num_steps_done: before it.
+            generated: all that was generated for it.
+            terms: batches of further terms, whose columns are made in the update too.
+        """
+        shape = self.source.shape
+        has_critic, trains_policy = self.critic is not None, self.trains_policy(num_steps_done)
+        lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
+        value = forward_flops(shape, lengths, responses, head_size=1)
+        value_update = train_flops(shape, lengths, responses, head_size=1)
+        lookups, update = _lm_flops(shape, batch)
+        if self.teacher is not None:
+            lookups += forward_flops(self.teacher.model.source.shape, lengths, responses)
+        return {
+            "generate": generate_flops(shape, generated),
+            "logprobs": lookups + has_critic * value,
+            "update": trains_policy * update
+            + has_critic * value_update
+            + sum(sum(_lm_flops(shape, term)) for term in terms),
+        }
+
+
+def _lm_flops(shape: ModelShape, batch: TrainBatch) -> tuple[int, int]:
+    """Returns what a batch's columns of log-probabilities took, and its update of the policy."""
+    lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
+    num = sum(column is not None for column in (batch.old_logp_T, batch.reference_logp_T))
+    forward = forward_flops(shape, lengths, responses)
+    return num * forward, train_flops(shape, lengths, responses)
+
+
+def make_roles(
+    config: Config,
+    meshes: Meshes,
+    algorithm: Algorithm,
+    models: dict[str, ParallelModel],
+    say: Callable[[str], None],
+    has_reference: bool = True,
+    has_reward_models: bool = True,
+    terms: Mapping[str, AuxiliaryLoss] | None = None,
+) -> Roles:
+    """Builds the models and fills in their first weights.
+
+    Args:
+        config: of the run.
+        meshes: that they are cut over, by role.
+        algorithm: says which are needed.
+        models: gets each as soon as it is there, by name, for the table of an out-of-memory error.
+        say: tells the user, once.
+        has_reference: False leaves out the reference and the teacher, where their columns are known
+            already, or nothing is trained.
+        has_reward_models: False leaves out reward models.
+        terms: further ones of the policy's loss; None: made as the section `mix` says.
+
+    Raises:
+        UserError: there are terms, and no policy is trained.
+    """
+    world, needs = meshes.world, algorithm.needs
+    terms = make_auxiliary_losses(config) if terms is None else terms
+    _check_terms(terms, algorithm)
+    held = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
+    source, chosen = model_source(config.model, world.platform), config.algorithm
+    warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
+    # The length of each model's learning-rate schedule: the updates that it takes itself.
+    num_updates = config.steps.num_steps * config.steps.updates_per_step
+    num_policy_updates = max(num_updates - warmup * config.steps.updates_per_step, 0)
+    temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
+    models["policy"] = model = _build(meshes, "policy", source, config)
+    say(model.layers.said)
+    if held.trains_policy:
+        model.make_trainable(config.train.learning_rate, peer_weights(config, world, say))
+    else:
+        model.freeze()
+    policy = Policy(model, algorithm, num_policy_updates, temperature)
+    trained: dict[str, ParallelModel] = {"policy": model} if held.trains_policy else {}
+    reference = None
+    if held.has_reference and has_reference:
+        models["reference"] = frozen = _build(meshes, "reference", source, config)
+        frozen.freeze()
+        reference = Policy(frozen, algorithm, num_policy_updates, temperature)
+    critic = None
+    if held.has_critic and isinstance(algorithm, CriticAlgorithm):
+        models["critic"] = trained["critic"] = _build(meshes, "critic", source, config)
+        critic = _make_critic(config, trained["critic"], algorithm, num_updates)
+    served = held.reward_models if has_reward_models else {}
+    reward_models = make_reward_models(config, meshes, source, models, served, needs.greedy)
+    teacher = None
+    if held.has_teacher and has_reference:
+        teacher = make_teacher(config, meshes.of("teacher"), source, models, needs, temperature)
+    return Roles(source, policy, reference, critic, trained, warmup, reward_models, terms, teacher)
+
+
+def _build(meshes: Meshes, role: str, source: ModelSource, config: Config) -> ParallelModel:
+    head: Head = "value" if role == "critic" else "lm"
+    return build_model(meshes.of(role), source, head, config)
+
+
+def _make_critic(
+    config: Config, model: ParallelModel, algorithm: CriticAlgorithm, num_updates: int
+) -> Critic:
+    rate = config.train.critic_learning_rate
+    model.make_trainable(config.train.learning_rate if rate is None else rate)
+    return Critic(model, algorithm, num_updates)
+
+
+def _check_terms(terms: Collection[str], algorithm: Algorithm) -> None:
+    if terms and not algorithm.needs.policy:
+        raise UserError(
+            "mix",
+            f"terms {', '.join(terms)}",
+            f"nothing with algorithm {algorithm.name}, which trains no policy",
+            "Remove mix.",
+        )

@@ -1,0 +1,340 @@
+"""One Megatron model over all ranks: its weights, its passes over micro-batches, and its optimizer
+step.
+
+The policy, the reference, the critic and a reward model are each one `ParallelModel`; what differs
+is the head, whether it is trained, and the loss. Every method is collective over the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrl.checkpoint.writing import ModelFiles
+from hybridrl.config.schema import TrainConfig
+from hybridrl.contracts.batch import TrainBatch
+from hybridrl.contracts.micro_batch import MicroBatch
+from hybridrl.hybrid_engine.engine import gather_layouts
+from hybridrl.hybrid_engine.owned import owned_layout
+from hybridrl.models.build import build_chunks, named_weights, transformer_config
+from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.layers import choose_layers, shares_prompts
+from hybridrl.models.weights import (
+    NOTHING,
+    Head,
+    RankLayout,
+    megatron_layout,
+    megatron_layouts,
+)
+from hybridrl.parallel.groups import same_on_all_ranks
+from hybridrl.parallel.mesh import Mesh
+from hybridrl.parallel.peer_memory import PeerMemory
+from hybridrl.parallel.schedule import forward_backward, forward_only
+from hybridrl.training.batch_plan import BatchPlan, BatchPlanner, ModelInput
+from hybridrl.training.memory import TrainedModelMemory
+from hybridrl.training.optimizer import (
+    apply_gradients,
+    gradient_norm,
+    owned_ranges,
+    set_step_options,
+    wrap_for_training,
+)
+from hybridrl.training.peer_weights import PeerWeights
+from hybridrl.training.trained_weights import TrainedWeights
+
+Loss = Callable[[Any, MicroBatch], tuple[torch.Tensor, Any]]  # of the last chunk's output
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Which model.
+
+    Args:
+        family: describes it.
+        hf_config: content of its config.json.
+        dtype: that it trains in.
+        family_key: what `model.family` has to say to find the family.
+        directory: where its tokenizer files may lie.
+    """
+
+    family: Family
+    hf_config: Mapping[str, Any]
+    dtype: torch.dtype
+    family_key: str
+    directory: Path
+
+    @property
+    def files(self) -> ModelFiles:
+        """What a checkpoint keeps of the model's HF directory."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return ModelFiles(self.hf_config, self.family_key, dtype, self.directory)
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the model."""
+        return self.family.shape(self.hf_config)
+
+
+class ParallelModel:
+    """A model cut over the ranks of a mesh; its methods are collective over the world.
+
+    Args:
+        mesh: the ranks that hold it, and how it is cut over them; others have no part of it, and
+            take part in what is collective.
+        source: which model.
+        head: 'lm' or 'value'.
+        train: micro-batch budget, recompute and optimizer knobs.
+    """
+
+    def __init__(self, mesh: Mesh, source: ModelSource, head: Head, train: TrainConfig) -> None:
+        world = mesh.world
+        self.mesh, self.world = mesh, world
+        self.source, self.head, self.train = source, head, train
+        with world.all_agree("choosing what layers are made of"):
+            self.layers = choose_layers(
+                train.layers,
+                source.family,
+                source.dtype,
+                world.platform,
+                train.fp32_residual,
+                train.fp8,
+            )
+        same_on_all_ranks(world, "what layers are made of", self.layers.kind, mesh.ranks)
+        self._chunks: list[torch.nn.Module] = self._build() if mesh.is_member else []
+        shares = shares_prompts(
+            train.share_prompts,
+            mesh.layout.cp,
+            self.layers.kind,
+            world.platform.is_cpu,
+            self._chunks,
+        )
+        same_on_all_ranks(world, "sharing of prompts", str(shares), mesh.ranks)
+        # Ranks outside know the schedule too.
+        self.planner = BatchPlanner(mesh, source.shape, train, self.layers.kind, mesh.told(shares))
+        self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
+        self._optimizer: Any = None
+        self.memory: TrainedModelMemory | None = None
+        self.trained_weights: TrainedWeights | None = None
+        self.num_updates = 0
+        self._peer_weights: PeerWeights | None = None
+
+    def _build(self) -> list[torch.nn.Module]:
+        source, train, kind = self.source, self.train, self.layers.kind
+        with self.mesh.active(), self.mesh.platform.megatron_phase():
+            self.config = transformer_config(
+                source.family,
+                source.hf_config,
+                self.mesh.layout,
+                source.dtype,
+                self.mesh.platform,
+                train.recompute,
+                train.fp32_residual,
+                kind,
+                train.fp8,
+            )
+            parts = source.family, source.hf_config, self.config, self.head
+            return build_chunks(*parts, kind, train.recompute)
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        """The model's modules on this rank, their parameters whole."""
+        self.complete_weights()
+        return self._chunks
+
+    @property
+    def forward_chunks(self) -> Sequence[torch.nn.Module]:
+        """What passes must call: the same in Megatron's wrappers, if the model is trained."""
+        self.complete_weights()
+        return self._forward_chunks
+
+    def complete_weights(self) -> None:
+        """Makes the parameters whole if a step has left that to do (`train.fuse_param_gather`).
+
+        Raises:
+            RuntimeError: they are freed until training goes on.
+        """
+        if self.trained_weights is not None:
+            with self.mesh.active():
+                self.trained_weights.complete()
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer, its state in place; None for a frozen model."""
+        if self.memory is not None:
+            self.memory.wait()
+        return self._optimizer
+
+    def layout(self) -> RankLayout:
+        """Returns which rectangles of which HF tensors this rank holds."""
+        return self.layout_of(self.world.rank)
+
+    def layout_of(self, rank: int) -> RankLayout:
+        """Returns the same of any rank."""
+        if rank not in self.mesh.ranks:
+            return NOTHING
+        family, shape, place = self.source.family, self.source.shape, self.mesh.ranks.index(rank)
+        return megatron_layout(
+            family, shape, self.mesh.layout, place, self.head, self.layers.fuses_norms
+        )
+
+    def source_layouts(self) -> list[RankLayout]:
+        """Returns what an engine may be written from right after a step, by rank."""
+        if not self.train.fuse_param_gather:
+            family, shape = self.source.family, self.source.shape
+            parts = megatron_layouts(
+                family, shape, self.mesh.layout, self.head, self.layers.fuses_norms
+            )
+            of_ranks = dict(zip(self.mesh.ranks, parts, strict=True))
+            return [of_ranks.get(rank, NOTHING) for rank in range(self.world.size)]
+        ranges = owned_ranges(self._chunks, self._optimizer)
+        return gather_layouts(owned_layout(self.layout(), ranges))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's parameters under their local names, whole until the next step;
+        writing to them changes the model.
+        """
+        return named_weights(self.chunks)
+
+    def weights_in_place(self) -> dict[str, torch.Tensor]:
+        """Returns the same as they are; not collective. Where other ranks own them they may be of
+        before the step, and with `train.release_weights_in_rollout` they may be freed.
+        """
+        return named_weights(self._chunks)
+
+    def make_trainable(
+        self, peak_learning_rate: float, peer_weights: PeerWeights | None = None
+    ) -> None:
+        """Adds gradient buffers and the optimizer; weights must be in place.
+
+        Args:
+            peak_learning_rate: of the schedule that `learning_rate` describes.
+            peer_weights: where the parameters go; None: where Megatron allocates them.
+        """
+        self.peak_learning_rate = peak_learning_rate
+        self._peer_weights = peer_weights
+        if not self.mesh.is_member:
+            if peer_weights is not None:
+                peer_weights.move([])
+            return
+        with self.mesh.active(), self.world.platform.megatron_phase():
+            self._forward_chunks, self._optimizer = wrap_for_training(
+                self._chunks,
+                self.config,
+                self.train,
+                peak_learning_rate,
+                self.mesh,
+                peer_weights,
+            )
+        self.memory = TrainedModelMemory(
+            self._forward_chunks,
+            self._optimizer,
+            self.weights_in_place().values(),
+            self.train.offload_optimizer,
+            self.world.platform.device,
+            self.train.micro_batch_tokens,
+        )
+        self.trained_weights = TrainedWeights(
+            self._forward_chunks,
+            lambda: self.optimizer,
+            self.train.fuse_param_gather,
+            self.train.release_weights_in_rollout,
+        )
+
+    @property
+    def peers(self) -> PeerMemory | None:
+        """The memory in which all ranks can read the parameters, if they are in such."""
+        return None if self._peer_weights is None else self._peer_weights.memory
+
+    def freeze(self) -> None:
+        """Makes the model forward-only."""
+        for chunk in self._chunks:
+            chunk.requires_grad_(False).eval()
+
+    def plan(self, batch: TrainBatch, temperature: float = 1.0) -> BatchPlan:
+        """Cuts a batch into this rank's micro-batches, as `BatchPlanner.plan`."""
+        return self.planner.plan(batch, temperature)
+
+    def forward_all(self, inputs: Sequence[ModelInput]) -> list[Any]:
+        """Runs every micro-batch forward; outputs on the last stage, else an empty list."""
+        if not self.mesh.is_member:
+            return []
+        with self.mesh.active():
+            return forward_only(self.forward_chunks, inputs, _forward)
+
+    def accumulate(
+        self, inputs: Sequence[ModelInput], loss: Loss, *more: tuple[Sequence[ModelInput], Loss]
+    ) -> list[Any]:
+        """Runs forward and backward over every micro-batch, and `more` with losses of their own,
+        into the same cleared gradients; returns the losses' extras.
+        """
+        if not self.mesh.is_member:
+            return []
+        chunks, passes = self.forward_chunks, [(inputs, loss), *more]
+        for chunk in chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
+        self._optimizer.zero_grad()  # forgets views of gradients; the state may still be on its way
+        pairs = [(one, loss) for some, loss in passes for one in some]
+        assert self.memory is not None  # a model without does not learn
+        most = max((one.whole.num_positions for one, _ in pairs), default=0)
+        with self.mesh.active(), self.memory.watching(most):
+            return forward_backward(
+                chunks,
+                pairs,
+                lambda chunk, pair: _forward(chunk, pair[0]),
+                lambda output, pair: pair[1](output, pair[0].local),
+            )
+
+    def grad_norm(self) -> float:
+        """Returns the accumulated gradients' global norm before clipping, as `gradient_norm`."""
+        norm = 0.0
+        if self.mesh.is_member:
+            with self.mesh.active(), self.world.platform.megatron_phase():
+                norm = gradient_norm(self.optimizer)
+        return float(self.mesh.told(norm))
+
+    def apply(self, learning_rate: float, grad_norm: float) -> None:
+        """Takes the optimizer's step with the accumulated gradients, of this finite norm."""
+        if self.mesh.is_member:
+            set_step_options(self.optimizer, self.train, learning_rate)
+            with self.mesh.active(), self.world.platform.megatron_phase():
+                apply_gradients(self.optimizer, grad_norm)
+        if self.trained_weights is not None:
+            self.trained_weights.stepped()
+        if self.memory is not None:
+            self.memory.stepped()
+        self.num_updates += 1
+
+    def close(self) -> None:
+        """Ends the training of the model: its memory is freed with the last reference to it.
+
+        Megatron's wrapper holds autograd nodes whose hooks hold the wrapper: circles that Python's
+        collector does not see. So it is emptied.
+        """
+        wrapped, self._forward_chunks = self._forward_chunks, self._chunks
+        if self._optimizer is not None:
+            for chunk in wrapped:
+                vars(chunk).clear()
+
+    def bad_gradient(self) -> str | None:
+        """Returns the first of this rank's parameters whose gradient is not finite, if any."""
+        for index, chunk in enumerate(self._chunks):
+            for name, parameter in chunk.named_parameters():
+                gradient = getattr(parameter, "main_grad", None)  # a frozen one has none
+                # A sync point, after a bad step only.
+                if gradient is not None and not bool(gradient.isfinite().all()):
+                    return f"{index}/{name}"
+        return None
+
+
+def _forward(chunk: torch.nn.Module, one: ModelInput) -> Any:
+    return chunk(
+        input_ids=one.local.tokens_S[None],
+        position_ids=one.local.positions_S[None],
+        attention_mask=None,
+        labels=one.head,  # Megatron hands them to the head
+        packed_seq_params=one.packed,
+    )
