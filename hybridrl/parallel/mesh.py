@@ -175,7 +175,7 @@ class Mesh:
         """
         if self.is_whole_world:
             return value
-        return self.world.gather_objects(value)[self.ranks[0]]
+        return self.world.broadcast_object(value, self.ranks[0])
 
     def _check_descriptors(self, others: Sequence[TrainLayout]) -> None:
         lacking = None
