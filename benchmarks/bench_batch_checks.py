@@ -18,7 +18,6 @@ import json
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from case_record import commit
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import Algorithm
@@ -132,18 +132,6 @@ def summary(values: list[float]) -> dict[str, float]:
     tenths = statistics.quantiles(values, n=10)
     found = {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1]}
     return {name: round(value, 4) for name, value in found.items()}
-
-
-def commit() -> str | None:
-    """Returns the commit that was measured, marked where the tree has changes."""
-    asked = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return asked.stdout.strip() or None
 
 
 def options() -> argparse.Namespace:

@@ -18,7 +18,6 @@ import os
 import platform as host
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from unittest.mock import patch
 
 import torch
 import xxhash
+from case_record import commit
 
 from hybridrl.checkpoint import manifest, sharded_files
 from hybridrl.checkpoint.folders import Checkpoint
@@ -144,14 +144,6 @@ def hash_rates() -> dict[str, float]:
             digest.update(content[first : first + manifest.BLOCK_BYTES])
         rates[name] = round(len(content) / 1e9 / (time.perf_counter() - began), 2)
     return rates
-
-
-def commit() -> str | None:
-    """Returns the commit that was measured, marked where the tree has changes."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-    folder = Path(__file__).parent
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 def main() -> int:

@@ -19,7 +19,6 @@ import argparse
 import json
 import platform
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from case_record import commit
 from torch import Tensor
 
 from hybridrl.algorithms import make_algorithm
@@ -35,7 +35,7 @@ from hybridrl.config.schema import GrpoConfig
 from hybridrl.contracts.batch import Producer, Prompt, RolloutBatch, ScoredBatch, TrainBatch
 from hybridrl.contracts.checks import columns_of
 from hybridrl.data.packing import even_sizes
-from hybridrl.data.sharing import schedule_samples
+from hybridrl.data.sharing import ScheduleInputs, schedule_samples
 from hybridrl.generation.gathered import table_of, told
 from hybridrl.parallel.exchange import Route, bring
 
@@ -101,7 +101,8 @@ def made(prompts: list[Prompt], rank: int, size: int, samples: int, length: int)
 def tables(batch: TrainBatch, size: int, tp: int, budget: int) -> tuple[Tensor, Tensor]:
     """Returns which ranks train on which samples, and which has the results, (B, W) each."""
     lengths, groups = tuple(batch.lengths_B.tolist()), tuple(batch.group_B.tolist())
-    dealt = schedule_samples(lengths, groups, None, UPDATES, size // tp, budget, 1, 24_576)
+    inputs = ScheduleInputs(lengths, groups, None, UPDATES, size // tp, budget, 1, 24_576)
+    dealt = schedule_samples(inputs)
     want_BW = torch.zeros(len(lengths), size, dtype=torch.bool)
     first_BW = torch.zeros_like(want_BW)
     for dp, micro_batches in enumerate(dealt):
@@ -152,19 +153,6 @@ def step(world: ThreadRank, prompts: list[Prompt], case: argparse.Namespace) -> 
         end += size
         most = max(most, held(scored, batch, part))
     return {"seconds": clock.seconds, "held_bytes": most, "share_bytes": share}
-
-
-def commit() -> str | None:
-    """Returns the commit that was measured, marked where the tree has changes."""
-    try:
-        told = subprocess.check_output(
-            ["git", "describe", "--always", "--dirty", "--abbrev=9"],
-            cwd=Path(__file__).parent,
-            text=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return told.strip()
 
 
 def main() -> int:

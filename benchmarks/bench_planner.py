@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from case_record import commit
 from paper_models import deepseek_v3, engine_parts, qwen3_235b_a22b, train_layouts
 
 from hybridrl.hybrid_engine.assign import assign
@@ -141,18 +141,6 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
         "prediction": {**rounded, "planned_ms": round(planned_ms(plan.traffic, cluster), 3)},
         "over_bound": round(found["predicted_ms"] / found["bound_ms"], 4),
     }
-
-
-def commit() -> str | None:
-    """Returns the commit that was measured, marked where the tree has changes."""
-    asked = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return asked.stdout.strip() or None
 
 
 def main() -> None:

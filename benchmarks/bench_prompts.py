@@ -28,7 +28,6 @@ import os
 import platform
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +36,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from case_record import commit
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -182,18 +182,6 @@ def later_start(
         for name in ("until_mapped", "until_ready")
     }
     return {"ranks": ranks, **slowest, "memory_mb": sum(one["memory_mb"] for one in found)}
-
-
-def commit() -> str | None:
-    """Returns the commit that was measured, marked where the tree has changes."""
-    asked = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return asked.stdout.strip() or None
 
 
 def measure(args: argparse.Namespace, folder: Path, tokenizer: str) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from case_record import commit
 from reshard_ways import (
     BUCKET_BYTES,
     CASES,
@@ -52,6 +52,9 @@ from reshard_ways import (
     small_shape,
 )
 from torch import Tensor
+
+from hybridrl.parallel.groups import World, stop_process_group
+from hybridrl.platform import Platform
 
 # Measuring
 
@@ -164,6 +167,7 @@ def run_rank(out: Path, cases: Sequence[str], measure: str) -> None:
     if is_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_gpu else "gloo")
+    world = World(Platform.detect(), timeout_s=600)
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def groups(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -171,7 +175,7 @@ def run_rank(out: Path, cases: Sequence[str], measure: str) -> None:
 
     found = []
     for name in cases:
-        job = Job(name, rank, device, groups)
+        job = Job(name, world, device, groups)
         for axis in ("tp", "pp"):
             for ranks in map(tuple, job.train.groups(axis)):
                 if ranks not in made:
@@ -180,14 +184,7 @@ def run_rank(out: Path, cases: Sequence[str], measure: str) -> None:
     if rank == 0:
         out.write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()
-
-
-def commit() -> str | None:
-    """Returns the commit that was measured, marked where the tree has changes."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or None
+    stop_process_group()
 
 
 def table(cases: Sequence[Mapping[str, Any]]) -> Iterator[str]:

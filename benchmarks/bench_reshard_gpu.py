@@ -41,8 +41,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bench_rollout import commit
-from case_record import PROGRESS
+from case_record import PROGRESS, commit
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = re.compile(r"^(?P<model>[\w.]+)/(?P<train>(?:(?:tp|pp|cp|dp)\d+)+)/tp(?P<rollout>\d+)$")

@@ -37,6 +37,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from case_record import commit
+
 ROOT = Path(__file__).resolve().parents[1]
 CASE = re.compile(r"^(?P<size>[\w.]+)/(?P<train>(?:(?:tp|pp|cp)\d+)+)/tp(?P<rollout>\d+)$")
 PROMPT_LETTERS = "0123456789+,"
@@ -396,12 +398,6 @@ def machine(num_gpus: int) -> dict[str, Any]:
         "gpus": f"{num_gpus} x {torch.cuda.get_device_name(0)}",
         **{name: version(name) for name in names},
     }
-
-
-def commit() -> str:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 def command_of(argv: Sequence[str]) -> str:

@@ -36,8 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from bench_reshard_gpu import CASE, ROOT, check_gpus
-from bench_rollout import command_of, commit
+from bench_rollout import command_of
 from bench_train import launch
+from case_record import commit
 
 # Most tokens in a micro-batch: where a GPU holds a whole large model, and elsewhere; of a small
 # model, whose kernels are over before the next are launched, all that each of 4 replicas has in the

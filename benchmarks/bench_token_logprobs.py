@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_rollout import commit
+from case_record import commit
 from reshard_clock import WARMUPS, percentile
 
 from hybridrl import ops

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from bench_reshard_gpu import ROOT, check_gpus, run_showing_progress
-from bench_rollout import command_of, commit
-from case_record import PROGRESS
+from bench_rollout import command_of
+from case_record import PROGRESS, commit
 
 CASE = re.compile(r"^(?P<model>[\w.]+)/(?P<train>(?:(?:tp|pp|vpp|cp|dp)\d+)+)$")
 

@@ -1,4 +1,4 @@
-"""What a benchmark's case keeps of itself while it runs in the processes of its ranks.
+"""What a benchmark says of what it measures: the commit, and a case what it knows of itself so far.
 
 Rank 0 writes the result anew after each part, so that what was measured stays if a later part ends
 the processes.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -16,6 +17,20 @@ from pathlib import Path
 from typing import Any
 
 PROGRESS = "[bench]"
+
+
+def commit() -> str | None:
+    """Returns the commit that is measured, marked where the tree has changes; None without git."""
+    try:
+        found = subprocess.check_output(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=Path(__file__).parent,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.strip() or None
 
 
 @dataclass

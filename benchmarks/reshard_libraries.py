@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from reshard_clock import NotInstalledError
 from torch import Tensor
 
@@ -130,7 +129,7 @@ def megatron_way(trainer: Any, tp: int) -> Iterator[Way]:
         targets = [after.layout_of(rank) for rank in ranks]
         dtype = next(iter(weights.values())).dtype
         plan = plan_reshard(sources, targets, dtype.itemsize)
-        verify(plan, dist.get_rank(), before.weights(), weights, dtype)
+        verify(plan, mesh.world, before.weights(), weights, dtype)
 
     try:
         yield run, check

@@ -34,6 +34,7 @@ from hybridrl.hybrid_engine.packed import PackedTransport  # noqa: E402
 from hybridrl.hybrid_engine.plan import plan_reshard  # noqa: E402
 from hybridrl.models.family import ModelShape, resolve_family  # noqa: E402
 from hybridrl.models.weights import fused_layout, hf_shapes, megatron_layout  # noqa: E402
+from hybridrl.parallel.groups import World  # noqa: E402
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout  # noqa: E402
 
 WORLD = 4
@@ -82,10 +83,14 @@ class Job:
     """One case on one rank: layouts, weights, and what the engine must hold in the end."""
 
     name: str
-    rank: int
+    world: World
     device: torch.device
     groups: Callable[[Sequence[int]], dist.ProcessGroup]
     shape: ModelShape = field(default_factory=small_shape)
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
 
     def __post_init__(self) -> None:
         train, _, rollout = self.name.partition("/")
@@ -167,7 +172,7 @@ class HybridEngineWay:
         self.aliased_bytes = sum(view.nbytes for view in views.values())
         self.plan = plan_reshard(job.sources, job.targets, DTYPE.itemsize)
         staging = shrunken(STAGING_BYTES)
-        args = (self.plan, job.rank, job.trained, self.engine, staging, DTYPE)
+        args = (self.plan, job.world, job.trained, self.engine, staging, DTYPE)
         self._transport = PackedTransport(*args)
         self.staging_bytes = 0
 
@@ -189,7 +194,9 @@ class HfStreamWay(FullTensors):
         job = self._job
         for name, array in job.hf.items():
             shapes = {name: array.shape}
-            made = [t for _, t in gather_tensors(job.sources, job.trained, shapes, DTYPE, job.rank)]
+            made = [
+                t for _, t in gather_tensors(job.sources, job.trained, shapes, DTYPE, job.world)
+            ]
             tensor = made[0] if made else torch.empty(array.shape, dtype=DTYPE, device=job.device)
             self.hold(tensor)
             dist.broadcast(tensor.view(torch.uint8), 0)

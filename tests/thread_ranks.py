@@ -32,6 +32,9 @@ class ThreadRank:
         self._meeting.barrier.wait()
         return found
 
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        return self.gather_objects(value)[source]
+
     def sum_on_host(self, values: Tensor) -> Tensor:
         return torch.stack(self.gather_objects(values)).sum(0)
 
@@ -43,6 +46,11 @@ class ThreadRank:
         places = received.split(list(received_W))
         for place, part in zip(places, [of[self.rank] for of in parts], strict=True):
             place.copy_(part)
+
+
+def only_rank() -> ThreadRank:
+    """Returns the rank of a job of one."""
+    return ThreadRank(0, 1, _Meeting(1))
 
 
 def on_ranks(size: int, call: Callable[[ThreadRank], Any]) -> list[Any]:

@@ -68,6 +68,7 @@ from hybridrl.checkpoint.manifest import (
     verify_piece,
 )
 from hybridrl.errors import CheckpointError
+from hybridrl.parallel.groups import World
 
 INDEX = ".metadata"
 FILES_PER_RANK = 2  # as Megatron; each is written by a thread
@@ -109,7 +110,7 @@ _Bucket = list[tuple[WriteItem, Any]]
 
 
 def write_sharded(
-    state: ShardedStateDict, folder: Path, ranks: Sequence[int]
+    state: ShardedStateDict, folder: Path, ranks: Sequence[int], world: World
 ) -> dict[str, FileEntry]:
     """Writes a state into a folder; collective over the world.
 
@@ -117,13 +118,14 @@ def write_sharded(
         state: to write; empty on ranks that have no part of it.
         folder: where to.
         ranks: that have a part of it, ascending.
+        world: all ranks.
 
     Returns:
         What the manifest says of the files that this rank wrote, by name.
     """
-    writer, all_have_a_part = _Writer(), len(ranks) == torch.distributed.get_world_size()
+    writer, all_have_a_part = _Writer(), len(ranks) == world.size
     dist_checkpointing.save(
-        state if ranks[0] == 0 else _with_plain_values(state, ranks[0]),
+        state if ranks[0] == 0 else _with_plain_values(state, ranks[0], world),
         str(folder),
         sharded_strategy=writer,
         # Megatron compares the plain values of all ranks; some have none.
@@ -132,14 +134,13 @@ def write_sharded(
     return writer.entries
 
 
-def _with_plain_values(state: ShardedStateDict, first: int) -> ShardedStateDict:
+def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> ShardedStateDict:
     """Returns, on rank 0, which has no part of the state, what is no tensor of the first rank that
     has: rank 0 writes it, as Megatron's reader expects. Elsewhere the state; collective.
     """
-    rank = torch.distributed.get_rank()
-    told: list[Any] = [extract_sharded_base(state)[1] if rank == first else None]
-    torch.distributed.broadcast_object_list(told, src=first)
-    return told[0] if rank == 0 else state
+    own = extract_sharded_base(state)[1] if world.rank == first else None
+    plain = world.broadcast_object(own, first)
+    return plain if world.rank == 0 else state
 
 
 class _Writer(SaveShardedStrategy):

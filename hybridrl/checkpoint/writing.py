@@ -91,7 +91,7 @@ def write_checkpoint(
             for name, model in models.items():
                 with model.mesh.active():
                     state_of_model = sharded_state(model, is_loading=False)
-                    written = write_sharded(state_of_model, partial / name, model.mesh.ranks)
+                    written = write_sharded(state_of_model, partial / name, model.mesh.ranks, world)
                 entries |= {f"{name}/{file}": entry for file, entry in written.items()}
             name = rng_file(world.rank)
             entries[name] = write_digested(partial / name, save_tensors(rng_state()))

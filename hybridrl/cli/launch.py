@@ -418,7 +418,8 @@ def _report(culprits: Sequence[_Rank], ranks: Sequence[_Rank], fault: str | None
 def _order(code: int, failure: Failure | None) -> tuple[bool, bool, float]:
     """Returns what sorts the ends of ranks by how likely they are the cause, likeliest first."""
     is_of_peer = failure is not None and failure.kind in ("peer", "lost")
-    return code >= 0, is_of_peer, float("inf") if failure is None else failure.time
+    # One that ended without a word breaks connections, which others report as errors of their own.
+    return code >= 0, is_of_peer, 0.0 if failure is None else failure.time
 
 
 def _phase(rank: _Rank) -> str:

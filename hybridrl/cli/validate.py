@@ -246,16 +246,13 @@ def _descriptors(config: Config, machines: Machines) -> UserError | None:
     """Judges how many files a process may open here, for layouts that fit the ranks: those of all
     places where models lie, as Mesh counts them.
     """
-    world_size, is_cpu = machines.num_ranks, num_local_gpus() == 0
     placement, misplaced = placed(config, machines)
     found = [] if misplaced else [placement.policy, *placement.named.values()]
     places = list(dict.fromkeys(found))
     layouts = [
         TrainLayout(len(place.ranks), place.tp, place.pp, place.cp, place.ep) for place in places
     ]
-    if len(layouts) != 1 or layouts[0].world_size < world_size:
-        layouts.insert(0, TrainLayout(world_size))
-    return shortage(layouts, is_cpu)
+    return shortage(machines.num_ranks, layouts, is_cpu=num_local_gpus() == 0)
 
 
 def _loaded_models(config: Config, has_teacher: bool) -> Iterator[tuple[ModelConfig, Head]]:

@@ -408,6 +408,8 @@ class CustomAlgorithmConfig(Section):
 
 def _algorithm_tag(value: object) -> str | None:
     name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+    if not isinstance(name, str):
+        return None
     if name in get_args(GroupRelativeName):
         return "grpo"
     if name in CRITIC_PRESETS:
@@ -415,8 +417,8 @@ def _algorithm_tag(value: object) -> str | None:
     if name in PAIR_PRESETS:
         return "dpo"
     if name in ALGORITHM_NAMES:
-        return str(name)
-    return "custom" if isinstance(name, str) and ":" in name else None
+        return name
+    return "custom" if ":" in name else None
 
 
 AlgorithmConfig = Annotated[

@@ -281,13 +281,16 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             "Lower it.",
         )
     needs = algorithm.needs
-    has_critic = needs is None or (needs.values and needs.policy)
-    if config.train.critic_learning_rate is not None and not has_critic:
+    if (
+        config.train.critic_learning_rate is not None
+        and needs is not None
+        and not (needs.values and needs.policy)
+    ):
         yield UserError(
             "train.critic_learning_rate",
             config.train.critic_learning_rate,
-            f"nothing with algorithm {algorithm.name}, which has no critic",
-            "Remove it, or use ppo.",
+            f"nothing with algorithm {algorithm.name}, which trains no critic beside a policy",
+            "Remove it, and set train.learning_rate." if needs.values else "Remove it, or use ppo.",
         )
     if isinstance(algorithm, PpoConfig) and 0 < steps.num_steps < algorithm.critic_warmup_steps:
         yield UserError(

@@ -223,7 +223,7 @@ class TrainConfig(Section):
     critic_learning_rate: float | None = Field(
         None,
         ge=0,
-        description="Learning rate of the critic (PPO). None: the policy's, one knob fewer to set.",
+        description="Learning rate of the critic beside a policy (PPO); reward_model trains with train.learning_rate. None: the policy's, one knob fewer to set.",
     )
 
 

@@ -8,7 +8,7 @@ for its own response. A unit is packed and dealt to ranks as one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain
 
@@ -52,96 +52,85 @@ def shared_prefix(prompt_length: int, count: int) -> int:
     return max(prompt_length - 1, 0) if count > 1 else 0
 
 
-@lru_cache(maxsize=8)  # models that lie alike, and a step's lookups and its update, ask the same
-def schedule_samples(
-    lengths: tuple[int, ...],
-    groups: tuple[int, ...],
-    prompt_lengths: tuple[int, ...] | None,
-    num_parts: int,
-    num_ranks: int,
-    token_budget: int,
-    multiple: int,
-    attention_length: int,
-) -> Schedule:
-    """Deals samples to data-parallel ranks and micro-batches (balance.py).
+@dataclass(frozen=True)
+class ScheduleInputs:
+    """What a schedule follows from, the same on every rank.
 
     Args:
         lengths: tokens of each sample.
         groups: of each, what is equal exactly where prompts are.
-        prompt_lengths: tokens of each prompt, where samples of one share it; None: they do not.
+        prompt_lengths: tokens of each sample's prompt, where samples of one share it; None: they do
+            not.
         num_parts: mini-batches that the samples are cut into, one after the other; each is dealt
             for itself, so that a rank has its samples of all of them.
         num_ranks, token_budget, multiple, attention_length: as of `balance.schedule`.
+    """
+
+    lengths: tuple[int, ...]
+    groups: tuple[int, ...]
+    prompt_lengths: tuple[int, ...] | None
+    num_parts: int
+    num_ranks: int
+    token_budget: int
+    multiple: int
+    attention_length: int
+
+    def of_samples(self, rows: Sequence[int]) -> ScheduleInputs:
+        """Returns the inputs for some samples alone, by their indices, in one part."""
+        shared = self.prompt_lengths
+        return replace(
+            self,
+            lengths=tuple(self.lengths[i] for i in rows),
+            groups=tuple(self.groups[i] for i in rows),
+            prompt_lengths=None if shared is None else tuple(shared[i] for i in rows),
+            num_parts=1,
+        )
+
+
+@lru_cache(maxsize=8)  # models that lie alike, and a step's lookups and its update, ask the same
+def schedule_samples(inputs: ScheduleInputs) -> Schedule:
+    """Deals samples to data-parallel ranks and micro-batches (balance.py).
 
     Returns:
         `[dp_rank][micro_batch]` -> indices of its samples, the first part's micro-batches first.
     """
-    sizes = even_sizes(len(lengths), num_parts)
-    found: Schedule = [[] for _ in range(num_ranks)]
+    sizes = even_sizes(len(inputs.lengths), inputs.num_parts)
+    found: Schedule = [[] for _ in range(inputs.num_ranks)]
     for end, size in zip(accumulate(sizes), sizes, strict=True):
-        part = slice(end - size, end)
-        shared = None if prompt_lengths is None else prompt_lengths[part]
-        dealt = _schedule_part(
-            lengths[part], groups[part], shared, num_ranks, token_budget, multiple, attention_length
-        )
+        dealt = _schedule_part(inputs.of_samples(range(end - size, end)))
         for rank, micro_batches in enumerate(dealt):
             found[rank] += [tuple(end - size + i for i in indices) for indices in micro_batches]
     return found
 
 
 @lru_cache(maxsize=8)
-def schedule_lookups(
-    lengths: tuple[int, ...],
-    groups: tuple[int, ...],
-    prompt_lengths: tuple[int, ...] | None,
-    num_parts: int,
-    num_ranks: int,
-    token_budget: int,
-    multiple: int,
-    attention_length: int,
-) -> Schedule:
+def schedule_lookups(inputs: ScheduleInputs) -> Schedule:
     """Deals samples to ranks as `schedule_samples` does, and to micro-batches without regard to
-    parts: the same on a rank, in fewer and fuller ones. Arguments as there.
+    parts: the same on a rank, in fewer and fuller ones. Returns as there.
     """
-    given = num_parts, num_ranks, token_budget, multiple, attention_length
-    dealt = schedule_samples(lengths, groups, prompt_lengths, *given)
-    if num_parts == 1:
+    dealt = schedule_samples(inputs)
+    if inputs.num_parts == 1:
         return dealt
     rows = [sorted(chain.from_iterable(micro_batches)) for micro_batches in dealt]
 
-    def packed(rank: int, multiple: int) -> list[tuple[int, ...]]:
-        own = rows[rank]
-        shared = None if prompt_lengths is None else [prompt_lengths[i] for i in own]
-        (found,) = _schedule_part(
-            [lengths[i] for i in own],
-            [groups[i] for i in own],
-            shared,
-            1,
-            token_budget,
-            multiple,
-            attention_length,
-        )
+    def packed(own: list[int], multiple: int) -> list[tuple[int, ...]]:
+        on_rank = replace(inputs.of_samples(own), num_ranks=1, multiple=multiple)
+        (found,) = _schedule_part(on_rank)
         return [tuple(own[i] for i in indices) for indices in found]
 
     # All ranks have the same number, as many as the fullest needs.
-    most = max(len(packed(rank, multiple)) for rank in range(num_ranks))
-    return [packed(rank, most) for rank in range(num_ranks)]
+    most = max(len(packed(own, inputs.multiple)) for own in rows)
+    return [packed(own, most) for own in rows]
 
 
-def _schedule_part(
-    lengths: Sequence[int],
-    groups: Sequence[int],
-    prompt_lengths: Sequence[int] | None,
-    num_ranks: int,
-    token_budget: int,
-    multiple: int,
-    attention: int,
-) -> Schedule:
-    given = num_ranks, token_budget, multiple
-    if prompt_lengths is None:
+def _schedule_part(inputs: ScheduleInputs) -> Schedule:
+    """Deals samples of one part."""
+    lengths, attention = inputs.lengths, inputs.attention_length
+    given = inputs.num_ranks, inputs.token_budget, inputs.multiple
+    if inputs.prompt_lengths is None:
         return schedule(lengths, *given, attention_length=attention)
-    check_lengths(lengths, token_budget)
-    units = make_units(groups, prompt_lengths, lengths, num_ranks, token_budget)
+    check_lengths(lengths, inputs.token_budget)
+    units = make_units(inputs.groups, inputs.prompt_lengths, lengths, *given[:2])
     tokens, attended = [unit.tokens for unit in units], [unit.attended for unit in units]
     dealt = schedule(tokens, *given, attended=attended, attention_length=attention)
     return [

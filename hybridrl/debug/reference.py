@@ -44,7 +44,7 @@ def reference_streams(
             reference = transformers_model(source.hf_config, "float32", cpu, "eager")
             _check_parameters(reference, shapes)
     layouts = [model.layout_of(rank) for rank in range(world.size)]
-    weights = gather_tensors(layouts, model.weights(), shapes, torch.float32, world.rank)
+    weights = gather_tensors(layouts, model.weights(), shapes, torch.float32, world)
     for name, tensor in weights:  # nothing elsewhere
         reference.get_parameter(name).copy_(tensor)
     found: dict[str, Tensor] = {}

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.hybrid_engine.plan import CopyOp, Plan, Stream
-from hybridrl.hybrid_engine.transport import gather_objects
+from hybridrl.hybrid_engine.transport import Peers
 from hybridrl.models.boxes import Box, volume
 from hybridrl.models.hf import box_view
 
@@ -47,31 +46,29 @@ class Direct:
 
 def agree_direct(
     plan: Plan,
-    rank: int,
+    peers: Peers,
     sources: Mapping[str, Tensor],
     dests: Mapping[str, Tensor],
     wire_dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
 ) -> Direct:
-    """Finds the operations that need no staging; collective over the group.
+    """Finds the operations that need no staging; collective.
 
     Args: as of `PackedTransport`.
     """
-    peers = [stream for stream in plan.streams if len(stream.route) == 1]
-    receives = {s.source: plan.ops_between(s.source, rank) for s in peers if s.route[0] == rank}
-    sends = {s.route[0]: plan.ops_between(rank, s.route[0]) for s in peers if s.source == rank}
+    rank, straight = peers.rank, [stream for stream in plan.streams if len(stream.route) == 1]
+    receives = {s.source: plan.ops_between(s.source, rank) for s in straight if s.route[0] == rank}
+    sends = {s.route[0]: plan.ops_between(rank, s.route[0]) for s in straight if s.source == rank}
 
     def is_block(tensor: Tensor, op: CopyOp, box: Box) -> bool:
         size = volume(op.dest_box) * wire_dtype.itemsize
         is_large = size >= BLOCK_BYTES and op.route == (op.dest_rank,)
         return is_large and tensor.dtype == wire_dtype and box_view(tensor, box).is_contiguous()
 
-    asked = gather_objects(
+    asked = peers.gather_objects(
         {
             peer: [i for i, op in enumerate(ops) if is_block(dests[op.dest], op, op.dest_box)]
             for peer, ops in receives.items()
-        },
-        group,
+        }
     )
     granted = {}
     for peer, ops in sends.items():
@@ -82,7 +79,7 @@ def agree_direct(
         ]
         if numbers:
             granted[peer] = numbers, sum(volume(ops[i].dest_box) for i in numbers)
-    answers = gather_objects(granted, group)
+    answers = peers.gather_objects(granted)
     elements: Counter[Stream] = Counter()
     for source, given in enumerate(answers):
         for dest, (_, total) in given.items():

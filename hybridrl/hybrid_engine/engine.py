@@ -1,6 +1,6 @@
 """The 3D-HybridEngine: writes a training layout's weights into an inference engine's parameters.
 
-Who waits for whom: making one and `to_rollout` are collective over the group. Whatever one rank
+Who waits for whom: making one and `to_rollout` are collective. Whatever one rank
 finds wrong while the plan is made is told to all before any raises. Invariant: a plan runs only if
 it is proven to fill every parameter, by each rank for its own, and only if all hold the same plan.
 """
@@ -33,13 +33,14 @@ from hybridrl.hybrid_engine.proof import prove
 from hybridrl.hybrid_engine.quantized import check_scales
 from hybridrl.hybrid_engine.target import WeightTarget, scales_of
 from hybridrl.hybrid_engine.transport import (
+    Peers,
     Traffic,
     Transport,
     TransportError,
-    gather_objects,
 )
 from hybridrl.hybrid_engine.verify import verify
 from hybridrl.models.weights import RankLayout, check_tensors
+from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.peer_memory import PeerMemory
 
 POLL_S = 2e-5  # how often the host looks whether the weights have arrived
@@ -96,6 +97,7 @@ class HybridEngine:
         layouts: training layout of every rank.
         weights: this rank's training tensors by its layout's names; read in every transition.
         target: this rank's engine.
+        peers: all ranks, and how they talk.
         staging_bytes: bound of the staging buffers together (`rollout.staging_mib`).
         verify_every: compare both ends of every copy each time the version is a multiple of this;
             0: never (`rollout.verify`).
@@ -106,7 +108,6 @@ class HybridEngine:
         peer_memory: holds all ranks' training tensors, which the ranks then read where they lie.
             None: weights travel as packed messages.
         timeout_s: longest that a transition may take, seconds (`run.collective_timeout_s`).
-        group: process group over the layouts' ranks; None: the world.
 
     Attributes:
         transport: what moves the weights.
@@ -121,6 +122,7 @@ class HybridEngine:
         layouts: Sequence[RankLayout],
         weights: Mapping[str, Tensor],
         target: WeightTarget,
+        peers: Peers,
         *,
         staging_bytes: int,
         verify_every: int = 0,
@@ -129,30 +131,28 @@ class HybridEngine:
         domain_size: int | None = None,
         peer_memory: PeerMemory | None = None,
         timeout_s: float = 1800.0,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._weights, self._target, self._group = weights, target, group
+        self._weights, self._target, self._peers = weights, target, peers
         self._verify_every, self._training = verify_every, training
         self._training_weights = training_weights
         self._staging_bytes, self._peer_memory = staging_bytes, peer_memory
         self._timeout_s = timeout_s
-        self._rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.phases = PhaseSwitch()
         self._headroom, self._is_released = Headroom(), False
         self.version = -1
-        targets = gather_layouts(target.layout(), group)
-        wire_dtype = agree_wire_dtype(weights, target.tensors(), group)
+        targets = gather_layouts(target.layout(), peers)
+        wire_dtype = agree_wire_dtype(weights, target.tensors(), peers)
         plan: Plan | None = None
         error = ""
         try:
             plan = plan_reshard(layouts, targets, wire_dtype.itemsize, domain_size)
-            prove(plan, layouts, targets, ranks=[self._rank])
-            check_tensors(layouts[self._rank], _shapes(weights))
-            check_tensors(targets[self._rank], _shapes(target.tensors()))
-            check_scales(plan.ops[self._rank], target.tensors(), scales_of(target))
+            prove(plan, layouts, targets, ranks=[peers.rank])
+            check_tensors(layouts[peers.rank], _shapes(weights))
+            check_tensors(targets[peers.rank], _shapes(target.tensors()))
+            check_scales(plan.ops[peers.rank], target.tensors(), scales_of(target))
         except (PlanError, ModelError) as caught:
             error = str(caught)
-        _agree(error, plan.hash() if plan is not None else "", group)
+        _agree(error, plan.hash() if plan is not None else "", peers)
         assert plan is not None  # otherwise _agree has raised
         self.plan, self._wire_dtype = plan, wire_dtype
         self._block_group: dist.ProcessGroup | None = None
@@ -169,19 +169,19 @@ class HybridEngine:
         Raises:
             ValueError: 'peer', but the engine was made without `peer_memory`.
         """
-        ends = self.plan, self._rank, self._weights, self._target.tensors()
-        scales, dtype, group = scales_of(self._target), self._wire_dtype, self._group
+        ends = self.plan, self._peers, self._weights, self._target.tensors()
+        scales, dtype = scales_of(self._target), self._wire_dtype
         if kind == "packed":
             if self._block_group is None:
-                self._block_group = make_block_group(self._group, self._timeout_s)
+                self._block_group = make_block_group(self._peers, self._timeout_s)
             staging, block_group = self._staging_bytes, self._block_group
-            return PackedTransport(*ends, staging, dtype, group, scales, block_group)
+            return PackedTransport(*ends, staging, dtype, scales, block_group)
         if self._peer_memory is None:
             raise ValueError("transport 'peer' needs peer_memory, where training tensors lie")
-        return PeerTransport(*ends, self._peer_memory, group, scales, dtype)
+        return PeerTransport(*ends, self._peer_memory, scales, dtype)
 
     def to_rollout(self, version: int | None = None, verifies: bool = False) -> ReshardStats:
-        """Enters the rollout phase with the policy's weights; collective over the group.
+        """Enters the rollout phase with the policy's weights; collective.
 
         Args:
             version: what the engine calls these weights; None: one more than the last time.
@@ -192,6 +192,7 @@ class HybridEngine:
         Raises:
             VerifyError: it was time to verify, and a parameter differs from its source.
             TransportError: the weights did not all arrive; the engine generates with none.
+            PeerError: a rank is lost.
         """
         if self.phases.phase is Phase.ROLLOUT:
             self.to_train()
@@ -217,7 +218,7 @@ class HybridEngine:
         moved = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes)
         own = (*moved, traffic.messages, seconds, self._headroom.spare_bytes())
         # A sync point: the sums are metrics, and no rank generates before all are complete.
-        ranks = gather_objects(own, self._group)
+        ranks = self._peers.gather_objects(own)
         self._headroom.decide([rank[5] for rank in ranks])
         slowest = max(ranks, key=lambda rank: rank[4])
         return ReshardStats(
@@ -255,23 +256,33 @@ class HybridEngine:
         A rank that never comes must not leave this one waiting: no watchdog looks after work in
         CUDA graphs, or after copies out of peer memory.
         """
+        said = f"weight version {self.version} did not arrive on rank {self._peers.rank}"
         try:
             traffic = self.transport.run()
             if torch.cuda.is_available():
                 done, start = torch.cuda.Event(), time.monotonic()
                 done.record()
                 while not done.query():
+                    self._peers.check()
                     if time.monotonic() - start > self._timeout_s:
                         raise RuntimeError("no answer from the device")
                     time.sleep(POLL_S)
         except torch.OutOfMemoryError:
             raise  # has its own explanation, and is of this rank
+        except PeerError as error:
+            if error.is_lost:  # says which rank, and why
+                raise
+            raise TransportError(f"{said}: {error}", error.culprit) from error
         except RuntimeError as error:
-            raise TransportError(
-                f"weight version {self.version} did not arrive on rank {self._rank} ({error}). If "
-                "another rank died, or took longer than run.collective_timeout_s="
-                f"{self._timeout_s:g}, its log says why"
-            ) from error
+            dead = self._peers.dead_ranks()
+            why = (
+                f"since ranks {dead} have ended"
+                if dead
+                else "on time. If another rank took longer than run.collective_timeout_s="
+                f"{self._timeout_s:g}, or died, its log says why"
+            )
+            culprit = dead[0] if len(dead) == 1 else None
+            raise TransportError(f"{said} {why} ({error})", culprit) from error
         return traffic
 
     def close(self) -> None:
@@ -294,7 +305,7 @@ class HybridEngine:
             )
         ends = self._weights, self._target.tensors()
         scales = scales_of(self._target)
-        verify(self.plan, self._rank, *ends, self._wire_dtype, self._group, scales)
+        verify(self.plan, self._peers, *ends, self._wire_dtype, scales)
 
     def _timed_verify(self) -> float:
         """Verifies; returns the seconds that it took."""
@@ -342,22 +353,20 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def gather_layouts(own: RankLayout, group: dist.ProcessGroup | None = None) -> list[RankLayout]:
+def gather_layouts(own: RankLayout, peers: Peers) -> list[RankLayout]:
     """Returns every rank's layout; each different one is sent once, by the first that has it."""
     content = own.regions, sorted(own.shapes.items()), own.padding
-    digests = gather_objects(hashlib.sha256(repr(content).encode()).hexdigest(), group)
-    found = {}
-    for digest in dict.fromkeys(digests):
-        sent = [own]
-        if dist.is_initialized():
-            dist.broadcast_object_list(sent, group=group, group_src=digests.index(digest))
-        found[digest] = sent[0]
+    digests = peers.gather_objects(hashlib.sha256(repr(content).encode()).hexdigest())
+    found = {
+        digest: peers.broadcast_object(own, digests.index(digest))
+        for digest in dict.fromkeys(digests)
+    }
     return [found[digest] for digest in digests]
 
 
-def _agree(error: str, plan_hash: str, group: dist.ProcessGroup | None) -> None:
+def _agree(error: str, plan_hash: str, peers: Peers) -> None:
     """Raises PlanError on every rank if any has an error or a plan unlike rank 0's."""
-    outcomes = gather_objects((error, plan_hash), group)
+    outcomes = peers.gather_objects((error, plan_hash))
     for rank, (found, _) in enumerate(outcomes):
         if found:
             raise PlanError(f"rank {rank}: {found}")

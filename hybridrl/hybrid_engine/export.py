@@ -1,6 +1,6 @@
 """Writes weights that are spread over ranks as one HF directory, one tensor in hand at a time.
 
-Who waits for whom: `export_hf` is collective over the group. For each HF tensor in turn its owners
+Who waits for whom: `export_hf` is collective. For each HF tensor in turn its owners
 send their slices to rank 0, which writes it and lets it go. If rank 0 cannot write, it goes on
 receiving, and all ranks raise its error at the end.
 """
@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import CheckpointError, UserError
 from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype
 from hybridrl.hybrid_engine.plan import plan_reshard
-from hybridrl.hybrid_engine.transport import gather_objects
+from hybridrl.hybrid_engine.transport import Peers
 from hybridrl.models.boxes import Shape
 from hybridrl.models.hf import HfWriter
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_layout
@@ -34,11 +33,10 @@ def export_hf(
     dtype: torch.dtype,
     config: Mapping[str, Any],
     *,
-    rank: int,
+    peers: Peers,
     side_files: Path | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes an HF directory from the ranks' shards; collective over the group.
+    """Writes an HF directory from the ranks' shards; collective.
 
     Args:
         directory: where to; must not exist or be empty. Rank 0's disk is the one that matters.
@@ -47,23 +45,22 @@ def export_hf(
         shapes: every HF tensor of the model, as from `hf_shapes`.
         dtype: type of the written tensors.
         config: content of config.json.
-        rank: this rank, in the layouts and in the group.
+        peers: the ranks of the layouts.
         side_files: folder whose tokenizer files are copied along.
-        group: process group over the layouts' ranks; None: the world.
 
     Raises:
         UserError: on every rank, if rank 0 cannot write there.
     """
     writer: HfWriter | None = None
     error: UserError | None = None
-    if rank == 0:
+    if peers.rank == 0:
         try:
             writer = HfWriter(directory, shapes, dtype, config, side_files=side_files)
         except (UserError, OSError) as caught:
             error = _as_user_error(directory, caught)
-    _raise_together(error, group)
+    _raise_together(error, peers)
     try:
-        for name, tensor in gather_tensors(layouts, tensors, shapes, dtype, rank, group):
+        for name, tensor in gather_tensors(layouts, tensors, shapes, dtype, peers):
             if writer is not None and error is None:
                 try:
                     writer.write(name, tensor)
@@ -77,7 +74,7 @@ def export_hf(
     finally:
         if writer is not None:
             writer.discard()
-    _raise_together(error, group)
+    _raise_together(error, peers)
 
 
 def gather_tensors(
@@ -85,16 +82,16 @@ def gather_tensors(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, Shape],
     dtype: torch.dtype,
-    rank: int,
-    group: dist.ProcessGroup | None = None,
+    peers: Peers,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields every HF tensor, whole, on rank 0, one after the other; collective.
 
     The other ranks must run through the iterator too; it yields nothing there.
     """
     regions = [_by_hf_name(layout) for layout in layouts]
+    rank = peers.rank
     out_dtype = {"": torch.empty(0, dtype=dtype)} if rank == 0 else {}
-    wire_dtype = agree_wire_dtype(tensors, out_dtype, group)
+    wire_dtype = agree_wire_dtype(tensors, out_dtype, peers)
     here = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     device = next((tensor.device for tensor in tensors.values()), torch.device(here))
     for name, shape in shapes.items():
@@ -102,7 +99,7 @@ def gather_tensors(
         targets = [hf_layout({name: shape}), *([NOTHING] * (len(layouts) - 1))]
         plan = plan_reshard(sources, targets, wire_dtype.itemsize)
         dests = {name: torch.empty(shape, dtype=dtype, device=device)} if rank == 0 else {}
-        PackedTransport(plan, rank, tensors, dests, STAGING_BYTES, wire_dtype, group).run()
+        PackedTransport(plan, peers, tensors, dests, STAGING_BYTES, wire_dtype).run()
         if rank == 0:
             yield name, dests.pop(name)
 
@@ -122,7 +119,7 @@ def _as_user_error(directory: str | Path, error: Exception) -> UserError:
     )
 
 
-def _raise_together(error: UserError | None, group: dist.ProcessGroup | None) -> None:
-    for found in gather_objects(error, group):
+def _raise_together(error: UserError | None, peers: Peers) -> None:
+    for found in peers.gather_objects(error):
         if found is not None:
             raise found

@@ -1,6 +1,6 @@
 """Runs a plan through bounded staging buffers and grouped exchanges (gloo or NCCL).
 
-Who waits for whom: `run` is collective over the group. In every exchange a rank packs what it
+Who waits for whom: `run` is collective. In every exchange a rank packs what it
 sends, exchanges with its peers of that exchange alone, and unpacks. All ranks go through the same
 exchanges in the same order (chunks.py), so between two ranks there is at most one message each way
 and both know its content. What came from another node for several ranks of this one goes on in the
@@ -41,9 +41,9 @@ from hybridrl.hybrid_engine.plan import CopyOp, Plan, Stream
 from hybridrl.hybrid_engine.quantized import FP8, SENT_AS, Arrivals, Fill, Quantization
 from hybridrl.hybrid_engine.transport import (
     Pair,
+    Peers,
     Traffic,
     addresses,
-    gather_objects,
     is_same_memory,
 )
 from hybridrl.models.boxes import sizes, volume
@@ -82,47 +82,47 @@ class PackedTransport:
 
     Args:
         plan: the same on every rank; its itemsize is `wire_dtype`'s.
-        rank: this rank, in the plan and in the group.
+        peers: the ranks that the plan is for.
         sources: this rank's source tensors by name.
         dests: this rank's destination tensors by name; written in place. Source and destination may
             be the same memory where they hold the same (alias.py); then nothing is copied.
         staging_bytes: bound of all staging buffers together.
         wire_dtype: the type that elements travel in, the same on every rank (`agree_wire_dtype`).
-        group: process group whose ranks the plan counts; None: the world.
         scales: of this rank's block-quantized destinations; written in place.
-        block_group: the same ranks, for large blocks; without it they wait for the exchanges, since
+        block_group: of all ranks, for large blocks; without it they wait for the exchanges, since
             messages of one communicator do.
     """
 
     def __init__(
         self,
         plan: Plan,
-        rank: int,
+        peers: Peers,
         sources: Mapping[str, Tensor],
         dests: Mapping[str, Tensor],
         staging_bytes: int,
         wire_dtype: torch.dtype,
-        group: dist.ProcessGroup | None = None,
         scales: Mapping[str, Tensor] | None = None,
         block_group: dist.ProcessGroup | None = None,
     ) -> None:
         if plan.itemsize != wire_dtype.itemsize:
             raise ValueError(f"plan of {plan.itemsize}-byte elements, but {wire_dtype} on the wire")
-        self._rank, self._group, self._dtype = rank, group, wire_dtype
+        self._rank, self._dtype = peers.rank, wire_dtype
         self._sources, self._dests, self._scales = sources, dests, scales or {}
         self._domain_size = plan.domain_size
         self._programs = PROGRAMS if plan.streams else None
-        self._local_ops = [op for op in plan.ops[rank] if op.source_rank == rank]
-        self._direct = direct = agree_direct(plan, rank, sources, dests, wire_dtype, group)
+        self._local_ops = [op for op in plan.ops[self._rank] if op.source_rank == self._rank]
+        self._direct = direct = agree_direct(plan, peers, sources, dests, wire_dtype)
         capacity = staging_bytes // (2 * SLOTS)
-        self._exchanges = schedule_exchanges(plan, rank, capacity, direct.ops, direct.elements)
+        self._exchanges = schedule_exchanges(
+            plan, self._rank, capacity, direct.ops, direct.elements
+        )
         held = chain(sources.values(), dests.values())
         self._device = next((tensor.device for tensor in held), torch.device("cpu"))
         self._buffers: tuple[list[Tensor], list[Tensor]] | None = None
         self._addresses: tuple[int, ...] | None = None
         self._graph: Any = None
         self._has_run = False
-        self._block_group = block_group or group
+        self._block_group = block_group
         self._copying: torch.cuda.Stream | None = None
         self._directing: torch.cuda.Stream | None = None
         self._unpacking: torch.cuda.Stream | None = None
@@ -151,7 +151,7 @@ class PackedTransport:
 
     @torch.no_grad()
     def run(self) -> Traffic:
-        """Fills the destination tensors; collective over the group."""
+        """Fills the destination tensors; collective."""
         self.prepare()
         if self._device.type == "cpu" or not (self._steps or self._blocks) or not self._has_run:
             self._queue()
@@ -312,7 +312,7 @@ class PackedTransport:
     def _transfer(self, kind: Any, parts: Sequence[tuple[Part, Tensor]], peer: int) -> dist.P2POp:
         message = parts[0][1].as_strided((sum(len(place) for _, place in parts),), (1,))
         # As bytes, so that every backend carries every type.
-        return dist.P2POp(kind, message.view(torch.uint8), group=self._group, group_peer=peer)
+        return dist.P2POp(kind, message.view(torch.uint8), group_peer=peer)
 
     def _block_transfers(self) -> Iterator[dist.P2POp]:
         """Yields the messages of the blocks that need no staging."""
@@ -347,18 +347,17 @@ class PackedTransport:
                 yield staged, box_view(written[op.dest], op.dest_box)
 
 
-def make_block_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup | None:
+def make_block_group(peers: Peers, timeout_s: float) -> dist.ProcessGroup | None:
     """Makes the process group over which large blocks travel beside the exchanges; collective.
 
     Args:
-        group: whose ranks need it; None: the world.
+        peers: the ranks that need it.
         timeout_s: of its collectives, seconds.
 
     Returns:
-        None where there is none to make: on CPU, on one rank, and over part of the world.
+        None where there is none to make: on CPU and on one rank.
     """
-    is_nccl = group is None and torch.cuda.is_available()
-    if not is_nccl or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not torch.cuda.is_available() or peers.size == 1:
         return None
     made = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
     # All ranks take part in a group's first use; messages are between some.
@@ -367,17 +366,15 @@ def make_block_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.
 
 
 def agree_wire_dtype(
-    sources: Mapping[str, Tensor],
-    dests: Mapping[str, Tensor],
-    group: dist.ProcessGroup | None = None,
+    sources: Mapping[str, Tensor], dests: Mapping[str, Tensor], peers: Peers
 ) -> torch.dtype:
     """Returns the type in which all ranks send elements: the narrower of the widest types.
 
     The widest type among all sources, or among all destinations if that is narrower, so that no
     value loses more than its destination's type makes it lose. What is quantized counts as
-    bfloat16. Collective over the group.
+    bfloat16. Collective.
     """
-    gathered = gather_objects((_widest(sources), _widest(dests)), group)
+    gathered = peers.gather_objects((_widest(sources), _widest(dests)))
     held = [source for source, _ in gathered if source is not None]
     wanted = [dest for _, dest in gathered if dest is not None]
     source, dest = _promoted(held), _promoted(wanted)

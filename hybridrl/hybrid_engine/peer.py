@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl import ops
@@ -28,9 +27,9 @@ from hybridrl.hybrid_engine.quantized import SENT_AS, Fill, Quantization
 from hybridrl.hybrid_engine.staging import stage_copies
 from hybridrl.hybrid_engine.transport import (
     Pair,
+    Peers,
     Traffic,
     addresses,
-    gather_objects,
     is_same_memory,
 )
 from hybridrl.models.hf import box_view
@@ -53,12 +52,11 @@ class PeerTransport:
 
     Args:
         plan: the same on every rank.
-        rank: this rank, in the plan and in the group.
+        peers: the ranks that the plan is for.
         sources: this rank's source tensors by name, all in its piece of `memory`.
         dests: this rank's destination tensors by name; written in place. One may be the same
             memory as a source where they hold the same (alias.py); then nothing is copied.
         memory: over the same ranks.
-        group: process group whose ranks the plan counts; None: the world.
         scales: of this rank's block-quantized destinations; written in place.
         wire_dtype: what these are quantized from; other elements do not pass through it.
 
@@ -69,20 +67,20 @@ class PeerTransport:
     def __init__(
         self,
         plan: Plan,
-        rank: int,
+        peers: Peers,
         sources: Mapping[str, Tensor],
         dests: Mapping[str, Tensor],
         memory: PeerMemory,
-        group: dist.ProcessGroup | None = None,
         scales: Mapping[str, Tensor] | None = None,
         wire_dtype: torch.dtype = SENT_AS,
     ) -> None:
+        rank = peers.rank
         self._plan, self._rank, self._dests, self._memory = plan, rank, dests, memory
         self._scales, self._wire_dtype = scales or {}, wire_dtype
         own = memory.of(rank)
         self._device = own.device
-        self._places: list[dict[str, Place | None]] = gather_objects(
-            {name: _place(tensor, own) for name, tensor in sources.items()}, group
+        self._places: list[dict[str, Place | None]] = peers.gather_objects(
+            {name: _place(tensor, own) for name, tensor in sources.items()}
         )
         for other, places in enumerate(self._places):
             outside = sorted(name for name, place in places.items() if place is None)
@@ -115,7 +113,7 @@ class PeerTransport:
 
     @torch.no_grad()
     def run(self) -> Traffic:
-        """Fills the destination tensors; collective over the group."""
+        """Fills the destination tensors; collective."""
         self.prepare()
         if self._plan.streams:
             self._memory.barrier()

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
+
+from hybridrl.contracts.holders import Ranks
+from hybridrl.parallel.failure import PeerError
 
 Pair = tuple[Tensor, Tensor]
 """Views of equal shapes: what is copied, and where to."""
@@ -60,7 +62,23 @@ class Transport(Protocol):
         ...
 
 
-class TransportError(RuntimeError):
+class Peers(Ranks, Protocol):
+    """The ranks that a plan is for, all of the job's, as `parallel.groups.World` has them."""
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """Returns the `value` of rank `source` on every rank."""
+        ...
+
+    def check(self) -> None:
+        """Raises PeerError if a rank is lost, which all ranks are told."""
+        ...
+
+    def dead_ranks(self) -> list[int]:
+        """Returns the ranks that this one sees to have ended."""
+        ...
+
+
+class TransportError(PeerError):
     """The weights did not arrive: the engine has none that may be used."""
 
 
@@ -76,12 +94,3 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
         and one.dtype == other.dtype
         and one.stride() == other.stride()
     )
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns every rank's small picklable `value`, in rank order; collective over the group."""
-    if not dist.is_initialized():
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group)
-    return gathered

@@ -1,6 +1,6 @@
 """Proof on demand that what arrived is what was sent: checksums of both ends of every copy.
 
-Who waits for whom: `verify` is collective over the group. Every rank sums up the slices that it is
+Who waits for whom: `verify` is collective. Every rank sums up the slices that it is
 the source of and those that it received, and all compare. The plan is proven to be right before it
 runs (proof.py); this finds what a proof cannot: a broken transport, a parameter that an engine
 repacked, memory that something else overwrote.
@@ -16,13 +16,12 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl import ops
 from hybridrl.hybrid_engine.plan import CopyOp, Plan
 from hybridrl.hybrid_engine.quantized import blocks_of, blocks_shape, is_whole
-from hybridrl.hybrid_engine.transport import gather_objects
+from hybridrl.hybrid_engine.transport import Peers
 from hybridrl.models.boxes import Box
 from hybridrl.models.hf import box_view
 
@@ -39,11 +38,10 @@ class VerifyError(RuntimeError):
 
 def verify(
     plan: Plan,
-    rank: int,
+    peers: Peers,
     sources: Mapping[str, Tensor],
     dests: Mapping[str, Tensor],
     wire_dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
     scales: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Compares every slice at its source, cast as on its way, with the slice where it arrived.
@@ -53,12 +51,12 @@ def verify(
     Raises:
         VerifyError: on every rank, naming the parameter, the element range and both ranks.
     """
-    scales = scales or {}
-    dtypes: list[dict[str, torch.dtype]] = gather_objects(
-        {name: tensor.dtype for name, tensor in dests.items()}, group
+    scales, rank = scales or {}, peers.rank
+    dtypes: list[dict[str, torch.dtype]] = peers.gather_objects(
+        {name: tensor.dtype for name, tensor in dests.items()}
     )
     quantized = _Quantized(plan, rank, sources, wire_dtype)
-    quantized.agree({name: tuple(dests[name].shape) for name in scales}, group)
+    quantized.agree({name: tuple(dests[name].shape) for name in scales}, peers)
     sent: dict[Key, Tensor] = {}
     summed: dict[tuple[object, ...], Tensor] = {}  # a slice that many receive is summed up once
     for dest_rank, copies in enumerate(plan.ops):
@@ -82,7 +80,7 @@ def verify(
         if op.dest in scales:
             found = _with_scales(found, box_view(scales[op.dest], blocks_of(op.dest_box)))
         arrived[rank, number] = found
-    _compare(plan, gather_objects((_read(sent), _read(arrived)), group))
+    _compare(plan, peers.gather_objects((_read(sent), _read(arrived))))
 
 
 def _compare(plan: Plan, told: list[tuple[dict[Key, int], dict[Key, int]]]) -> None:
@@ -113,15 +111,13 @@ class _Quantized:
         self._shared: dict[tuple[int, str], Tensor] = {}  # scales of blocks in several slices
         self._summed: dict[tuple[object, ...], Tensor] = {}
 
-    def agree(
-        self, shapes: dict[str, tuple[int, ...]], group: dist.ProcessGroup | None = None
-    ) -> None:
+    def agree(self, shapes: dict[str, tuple[int, ...]], peers: Peers) -> None:
         """Tells all what this rank's quantized parameters are, and what its slices of blocks that
         others have slices of too make of their scales; collective.
 
         A scale is 4 bytes for 16384 elements, and is told only where slices are not whole blocks.
         """
-        self.shapes = gather_objects(shapes, group)
+        self.shapes = peers.gather_objects(shapes)
         if not any(self.shapes):
             return
         own: dict[Key, Tensor] = {}
@@ -129,7 +125,7 @@ class _Quantized:
             for number, op in enumerate(copies):
                 if op.source_rank == self._rank and self._is_shared(op):
                     own[dest_rank, number] = self._scales(op).cpu()
-        for part in gather_objects(own, group):
+        for part in peers.gather_objects(own):
             for (dest_rank, number), found in part.items():
                 op = self._plan.ops[dest_rank][number]
                 shape = blocks_shape(self.shapes[dest_rank][op.dest])

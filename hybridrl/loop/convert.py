@@ -97,6 +97,6 @@ def _to_hf(mesh: Mesh, source: Path, target: Path, family_key: str | None) -> No
             hf_shapes(family, model_source.shape, head),
             dtype,
             hf_config,
-            rank=world.rank,
+            peers=world,
             side_files=folder / HF_FILES,
         )

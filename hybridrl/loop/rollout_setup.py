@@ -148,6 +148,7 @@ def make_hybrid_engine(
         sources,
         model.weights_in_place(),
         engine,
+        model.world,
         staging_bytes=config.rollout.staging_mib << 20,
         verify_every=config.rollout.verify,
         training=memories,

@@ -24,42 +24,45 @@ def raise_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def num_needed(layouts: Sequence[TrainLayout], is_cpu: bool) -> int:
+def num_needed(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) -> int:
     """Returns how many descriptors a rank needs, on rank 0, which serves the job's store as well.
 
     Args:
-        layouts: that have groups; of the first, the largest, all ranks of the world are part.
+        world_size: ranks of the job.
+        layouts: of the meshes, over all of these ranks or some; a rank may be of every one.
         is_cpu: gloo carries tensors too.
     """
-    world_size = layouts[0].world_size
+    groups = [world_size] * (2 if is_cpu else 1)  # of torch, of `World`
+    for layout in layouts:
+        groups += _groups(layout, is_cpu)
+        groups += [layout.world_size] if layout.world_size < world_size else []  # of `Mesh`
     of_store = 2 * world_size  # every rank, and its heartbeat
-    return sum(_of_groups(layout, is_cpu) for layout in layouts) + of_store + OTHERS
+    return sum(size + 3 for size in groups) + of_store + OTHERS
 
 
-def _of_groups(layout: TrainLayout, is_cpu: bool) -> int:
-    """Returns the descriptors of a layout's groups, those of megatron-core 0.16 and of `World`."""
+def _groups(layout: TrainLayout, is_cpu: bool) -> list[int]:
+    """Returns the sizes of the gloo groups that megatron-core 0.16 makes of a layout."""
     tp, cp, dp, pp, ep = layout.tp, layout.cp, layout.dp, layout.pp, layout.ep
     expert_dp = layout.world_size // (tp * pp * ep)
-    gloo_beside_nccl = [layout.world_size, dp, dp * cp, expert_dp]
-    others = [layout.world_size, layout.world_size, dp, dp * cp, expert_dp]
+    beside_nccl = [dp, dp * cp, expert_dp]
+    others = [layout.world_size, dp, dp * cp, expert_dp]
     others += [tp * dp, tp * dp * cp, tp * cp, tp, cp, pp, tp * pp]
     others += [min(pp, 2), 1, ep, tp, tp * ep, tp * ep * pp]  # embeddings; experts
-    groups = gloo_beside_nccl + (others if is_cpu else [])
-    return sum(size + 3 for size in groups)
+    return beside_nccl + (others if is_cpu else [])
 
 
-def shortage(layouts: Sequence[TrainLayout], is_cpu: bool) -> UserError | None:
+def shortage(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) -> UserError | None:
     """Returns what is wrong if this process may not open as many files as it needs, else None;
     arguments as of `num_needed`.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = num_needed(layouts, is_cpu)
+    needed = num_needed(world_size, layouts, is_cpu)
     if hard == resource.RLIM_INFINITY or needed <= hard:
         return None
     return UserError(
         "the limit of open files (ulimit -n)",
         hard,
-        f"at least {needed} for {layouts[0].world_size} ranks",
+        f"at least {needed} for {world_size} ranks",
         "Raise the hard limit where the ranks run (ulimit -Hn, limits.conf, LimitNOFILE= of the "
         "service, --ulimit nofile= of the container), or train with fewer ranks.",
     )

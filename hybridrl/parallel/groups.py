@@ -17,6 +17,7 @@ import datetime
 import itertools
 import os
 import pickle
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -31,7 +32,7 @@ from hybridrl.errors import UserError
 from hybridrl.parallel import heartbeat
 from hybridrl.parallel.descriptors import raise_limit
 from hybridrl.parallel.failure import STORE_FD, PeerError
-from hybridrl.parallel.messages import pack, unpack
+from hybridrl.parallel.messages import broadcast_object, pack, unpack
 from hybridrl.parallel.waiting_room import WaitingRoom
 from hybridrl.platform import Platform
 
@@ -40,6 +41,7 @@ SIZE_BITS = 48  # of a message's size; a signal stands above
 UNBOUNDED = datetime.timedelta(days=365)
 # For all processes to start: they import from a disk that may be slow, and have no heartbeat yet.
 START_S = 600.0
+DYING_S = 0.5
 # How NCCL is set unless the user says otherwise. Memory that a CUDA graph names would be registered
 # with all peers: engines unmap theirs when they sleep, and NCCL 2.28 hung on blocks in peer memory.
 # Chunks of point-to-point messages: at 512 KiB one of 64 MiB is cut into too few to be pipelined
@@ -173,6 +175,33 @@ class World:
         """
         return self._gather(pack(value), "an exchange of values")
 
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """Returns the `value` (picklable) of rank `source` on every rank; over gloo.
+
+        Raises:
+            PeerError: a rank is lost, died or stays away.
+        """
+        what = f"a broadcast of rank {source}"
+
+        def wait(work: dist.Work) -> None:
+            self.heartbeat.wait(work, what)
+
+        with self._explained(what):
+            return broadcast_object(value, self.rank == source, source, self._cpu_group, wait)
+
+    def check(self) -> None:
+        """Raises PeerError if a rank is lost, which all ranks are told."""
+        self.heartbeat.check()
+
+    def dead_ranks(self) -> list[int]:
+        """Returns the ranks of this host whose processes have ended. A process that ends closes its
+        connections first: one that is about to is waited for, DYING_S.
+        """
+        deadline = time.monotonic() + DYING_S
+        while not (dead := self.heartbeat.dead_mates()) and time.monotonic() < deadline:
+            time.sleep(DYING_S / 100)
+        return dead
+
     def arrive(self, what: str) -> None:
         """Waits until all ranks have come here, the slowest too: before collectives of tensors,
         whose wait is bounded, where the work before may take one rank longer than another.
@@ -263,7 +292,7 @@ class World:
             raise
         except RuntimeError as lost:
             known = None if room is None else room.first_failure()
-            dead = self.heartbeat.dead_mates()
+            dead = self.dead_ranks()
             who = f"of this host ranks {dead} have ended" if dead else "one has ended"
             said = f"rank {self.rank} had no answer from all ranks after {what}: {who} ({lost})"
             culprit = dead[0] if len(dead) == 1 else None

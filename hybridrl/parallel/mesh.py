@@ -175,14 +175,12 @@ class Mesh:
         """
         if self.is_whole_world:
             return value
-        return self.world.gather_objects(value)[self.ranks[0]]
+        return self.world.broadcast_object(value, self.ranks[0])
 
     def _check_descriptors(self, others: Sequence[TrainLayout]) -> None:
         lacking = None
         if self.world.size > 1:
-            layouts = [TrainLayout(self.world.size), *others, self.layout]
-            is_first = not others and self.is_whole_world
-            lacking = shortage([self.layout] if is_first else layouts, self.platform.is_cpu)
+            lacking = shortage(self.world.size, [*others, self.layout], self.platform.is_cpu)
         for error in self.world.gather_objects(lacking):
             if error is not None:
                 raise error

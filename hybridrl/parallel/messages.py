@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 ALIGNMENT = 8  # of the largest number in an array
@@ -43,6 +45,33 @@ def unpack(packed: Tensor) -> Any:
     starts = _starts(lengths)
     parts = [found[start : start + n] for start, n in zip(starts, lengths, strict=False)]
     return pickle.loads(parts[0].tobytes(), buffers=parts[1:])
+
+
+def broadcast_object(
+    value: Any,
+    is_source: bool,
+    source: int,
+    group: dist.ProcessGroup,
+    wait: Callable[[dist.Work], None],
+) -> Any:
+    """Returns the `value` (picklable) of rank `source` on every rank of a gloo group.
+
+    Args:
+        value: the source's; that of others is not read.
+        is_source: whether this rank is the source.
+        source: its number in the world.
+        group: whose ranks all call.
+        wait: for a collective.
+    """
+    packed = pack(value if is_source else None)
+    size = torch.tensor([len(packed)])
+    wait(dist.broadcast(size, source, group, async_op=True))
+    if not int(size):
+        return None
+    if not is_source:
+        packed = torch.empty(int(size), dtype=torch.uint8)
+    wait(dist.broadcast(packed, source, group, async_op=True))
+    return value if is_source else unpack(packed)
 
 
 def _starts(lengths: list[int]) -> list[int]:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.contracts.holders import Ranks
+
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROBE_BYTES = 1 << 16
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -65,39 +67,43 @@ def why_unreachable(device: torch.device, hosts: Sequence[str]) -> str:
     return f"GPU {device.index} has no atomics on the memory of GPUs {refused}" if refused else ""
 
 
-def why_unusable(device: torch.device, timeout_s: float) -> str:
+def why_unusable(device: torch.device, timeout_s: float, ranks: Ranks) -> str:
     """Returns why memory cannot be shared although peers are in reach, "" if it can; collective.
 
     Containers may forbid what sharing memory needs (pidfd_getfd of another process), and on CPU a
     path of another container's process may be a file of somebody else.
     """
-    rank, size, failure = dist.get_rank(), dist.get_world_size(), ""
+    failure = ""
     try:
-        memory = allocate(PROBE_BYTES, device, timeout_s)
+        memory = allocate(PROBE_BYTES, device, timeout_s, ranks)
     except (OSError, RuntimeError) as error:
         failure = f"sharing memory failed: {error}".splitlines()[0]
-    failures = [""] * size
-    dist.all_gather_object(failures, failure)
-    if any(failures):
+    if any(ranks.gather_objects(failure)):
         return failure
-    memory.of(rank).view(torch.int64).fill_(rank)
+    memory.of(ranks.rank).view(torch.int64).fill_(ranks.rank)
     memory.barrier()
-    found = [int(memory.of(other).view(torch.int64)[0]) for other in range(size)]
+    found = [int(memory.of(other).view(torch.int64)[0]) for other in range(ranks.size)]
     memory.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the barrier still uses what goes now
-    return "" if found == list(range(size)) else f"what the ranks wrote is read as {found}"
+    return "" if found == list(range(ranks.size)) else f"what the ranks wrote is read as {found}"
 
 
-def allocate(num_bytes: int, device: torch.device, timeout_s: float) -> PeerMemory:
-    """Allocates a piece of `num_bytes` on every rank of the world, zeroed; collective.
+def allocate(num_bytes: int, device: torch.device, timeout_s: float, ranks: Ranks) -> PeerMemory:
+    """Allocates a piece of `num_bytes` on every rank, zeroed; collective.
+
+    Args:
+        num_bytes: the same on every rank.
+        device: this rank's.
+        timeout_s: of a barrier between GPUs, seconds.
+        ranks: all of the job's.
 
     Raises:
         OSError, RuntimeError: the device has no room, or the memory cannot be shared. A host
             that has none says so only when the memory is written.
     """
     if device.type == "cpu":
-        return _HostMemory(num_bytes)
+        return _HostMemory(num_bytes, ranks)
     return _SymmetricMemory(num_bytes, device, timeout_s)
 
 
@@ -129,19 +135,19 @@ class _SymmetricMemory:
 class _HostMemory:
     """Files in memory without a name: nothing stays when processes are killed."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, ranks: Ranks) -> None:
+        self._ranks = ranks
         descriptor = os.memfd_create("hybridrl-peer-memory")
         try:
             os.ftruncate(descriptor, num_bytes)
-            paths: list[str] = [""] * dist.get_world_size()
-            dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{descriptor}")
+            paths = ranks.gather_objects(f"/proc/{os.getpid()}/fd/{descriptor}")
             try:
                 self._pieces = [
                     torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
                     for path in paths
                 ]
             finally:
-                dist.barrier()  # all have mapped it, or failed: the descriptor may go
+                self.barrier()  # all have mapped it, or failed: the descriptor may go
         finally:
             os.close(descriptor)
 
@@ -149,7 +155,7 @@ class _HostMemory:
         return self._pieces[rank]
 
     def barrier(self) -> None:
-        dist.barrier()
+        self._ranks.gather_objects(None)  # 8 bytes a rank
 
 
 def _has_atomics(one: int, other: int) -> bool:

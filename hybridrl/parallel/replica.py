@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hybridrl.parallel.groups import UNBOUNDED
 from hybridrl.parallel.heartbeat import Heartbeat
 from hybridrl.parallel.layout import RolloutLayout
-from hybridrl.parallel.messages import pack, unpack
+from hybridrl.parallel.messages import broadcast_object
 
 
 class ReplicaGroup:
@@ -42,16 +42,14 @@ class ReplicaGroup:
                 self._source = layout.assignment.index((replica, 0))
 
     def tell(self, value: Any) -> Any:
-        """Returns the first rank's `value` (picklable, not None) on all ranks of the replica."""
+        """Returns the first rank's `value` (picklable) on all ranks of the replica."""
         if self._group is None:
             return value
-        packed = pack(value if self.is_first else None)
-        size = torch.tensor([len(packed)])
-        self._broadcast(size)
-        if not self.is_first:
-            packed = torch.empty(int(size), dtype=torch.uint8)
-        self._broadcast(packed)
-        return unpack(packed)
+
+        def wait(work: dist.Work) -> None:
+            self._wait(work, "what the first rank of a replica tells")
+
+        return broadcast_object(value, self.is_first, self._source, self._group, wait)
 
     def is_any(self, value: bool) -> bool:
         """Returns whether `value` is true on any rank of the replica."""
@@ -61,10 +59,6 @@ class ReplicaGroup:
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True)
         self._wait(work, "whether its ranks are asked to stop")
         return bool(flag)
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        work = dist.broadcast(tensor, self._source, self._group, async_op=True)
-        self._wait(work, "what the first rank of a replica tells")
 
     def _wait(self, work: dist.Work, what: str) -> None:
         self._heartbeat.wait(work, what, group="replica", ranks=self._ranks)

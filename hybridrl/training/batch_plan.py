@@ -19,7 +19,7 @@ from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.data.balance import Schedule, schedule_hash
 from hybridrl.data.collate import context_positions, micro_batch, unpack
 from hybridrl.data.packing import round_up
-from hybridrl.data.sharing import schedule_lookups, schedule_samples
+from hybridrl.data.sharing import ScheduleInputs, schedule_lookups, schedule_samples
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.attention import PackedSequences, SharedPrompts
 from hybridrl.models.family import ModelShape
@@ -172,16 +172,18 @@ class BatchPlanner:
         of each one, or as a lookup takes them.
         """
         layout, schedule = self.mesh.layout, schedule_lookups if is_lookup else schedule_samples
-        return schedule(
-            tuple(round_up(length, self._pad_each) for length in batch.lengths_B.tolist()),
-            tuple(batch.group_B.tolist()),
-            tuple(batch.prompt_lengths_B.tolist()) if self.shares_prompts else None,
-            num_parts,
-            layout.dp,
-            self._train.micro_batch_tokens,
-            layout.pp if layout.vpp > 1 else 1,
-            attention_length(self._shape),
+        prompt_lengths = tuple(batch.prompt_lengths_B.tolist()) if self.shares_prompts else None
+        inputs = ScheduleInputs(
+            lengths=tuple(round_up(n, self._pad_each) for n in batch.lengths_B.tolist()),
+            groups=tuple(batch.group_B.tolist()),
+            prompt_lengths=prompt_lengths,
+            num_parts=num_parts,
+            num_ranks=layout.dp,
+            token_budget=self._train.micro_batch_tokens,
+            multiple=layout.pp if layout.vpp > 1 else 1,
+            attention_length=attention_length(self._shape),
         )
+        return schedule(inputs)
 
     def _on_ranks(self, dealt: Schedule, reports: bool = False) -> Tensor:
         """Returns which ranks of the mesh compute with which samples, or have the results in the

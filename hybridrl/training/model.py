@@ -191,7 +191,7 @@ class ParallelModel:
             of_ranks = dict(zip(self.mesh.ranks, parts, strict=True))
             return [of_ranks.get(rank, NOTHING) for rank in range(self.world.size)]
         ranges = owned_ranges(self._chunks, self._optimizer)
-        return gather_layouts(owned_layout(self.layout(), ranges))
+        return gather_layouts(owned_layout(self.layout(), ranges), self.world)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns this rank's parameters under their local names, whole until the next step;

@@ -48,7 +48,7 @@ class PeerWeights:
             size += -(-buffer.param_data.nbytes // ALIGNMENT) * ALIGNMENT
         most = int(self._world.max_over_world(torch.tensor(size, dtype=torch.float64)))
         device, timeout_s = self._world.platform.device, self._world.timeout_s
-        self.memory = peer_memory.allocate(most, device, timeout_s)
+        self.memory = peer_memory.allocate(most, device, timeout_s, self._world)
         own = self.memory.of(self._world.rank)
         for buffer, start in zip(buffers, starts, strict=True):
             _move(buffer, own[start : start + buffer.param_data.nbytes])
@@ -72,7 +72,7 @@ def peer_weights(config: Config, world: World, say: Callable[[str], None]) -> Pe
     device, hosts = world.platform.device, world.gather_objects(peer_memory.host_id())
     reasons = world.gather_objects(peer_memory.why_unreachable(device, hosts))
     if not any(reasons):
-        reasons = world.gather_objects(peer_memory.why_unusable(device, world.timeout_s))
+        reasons = world.gather_objects(peer_memory.why_unusable(device, world.timeout_s, world))
     found = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
     if not found:
         return PeerWeights(world)

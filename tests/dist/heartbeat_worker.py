@@ -29,9 +29,10 @@ from hybridrl.platform import Platform
 TIMEOUT_S, LATE_S = 2.0, 3.0
 
 
-def check_descriptors(world: World, found: int) -> None:
+def check_descriptors(world: World, layouts: list[TrainLayout], found: int) -> None:
     """What a rank needs is what its groups take, and two clients of the store."""
-    of_groups = num_needed([TrainLayout(world.size)], is_cpu=True) - OTHERS - 2 * world.size
+    of_groups = num_needed(world.size, layouts, is_cpu=True)
+    of_groups -= OTHERS + 2 * world.size
     of_server = 2 * world.size if world.rank == 0 else 0
     assert of_groups + 2 <= found <= of_groups + 2 + of_server + 10 * (world.rank == 0), found
 
@@ -97,8 +98,13 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     time.sleep(LATE_S * (dist.get_rank() == 1))  # others beat already
     world = World(platform, TIMEOUT_S)
-    Mesh(world, TrainLayout(3))
-    check_descriptors(world, len(os.listdir("/proc/self/fd")) - before)
+    layouts = [TrainLayout(3)]
+    mesh = Mesh(world, layouts[0])
+    check_descriptors(world, layouts, len(os.listdir("/proc/self/fd")) - before)
+    layouts += [TrainLayout(2, tp=2)]
+    Mesh(world, layouts[1], [0, 1], [mesh])
+    if world.rank < 2:
+        check_descriptors(world, layouts, len(os.listdir("/proc/self/fd")) - before)
     check_late_ranks(world)
     check_busy_rank(world)
     check_signals(world)

@@ -132,7 +132,7 @@ def held(model: ParallelModel) -> dict[tuple[str, object], torch.Tensor]:
     }
 
 
-def move(before: ParallelModel, after: ParallelModel, rank: int) -> int:
+def move(before: ParallelModel, after: ParallelModel) -> int:
     """Moves the weights by our plan and transport; returns the bytes received."""
     sources, targets = (
         [model.layout_of(other) for other in range(model.world.size)] for model in (before, after)
@@ -140,10 +140,10 @@ def move(before: ParallelModel, after: ParallelModel, rank: int) -> int:
     plan = plan_reshard(sources, targets, itemsize=4)
     prove(plan, sources, targets)
     transport = PackedTransport(
-        plan, rank, before.weights(), after.weights(), STAGING_BYTES, torch.float32
+        plan, before.world, before.weights(), after.weights(), STAGING_BYTES, torch.float32
     )
     traffic = transport.run()
-    assert traffic.received_bytes == plan.receive_bytes[rank]
+    assert traffic.received_bytes == plan.receive_bytes[before.world.rank]
     return traffic.received_bytes
 
 
@@ -173,7 +173,7 @@ def check_live(folder: Path, case: Move, platform: Platform) -> None:
         swap_model_weights(before.chunks, after.chunks, "gloo")
     wanted, theirs = held(after), megatron_bytes(after.chunks[0], rank)
     poison(after)
-    ours = move(before, after, rank)
+    ours = move(before, after)
     check_same(case, held(after), wanted)
     assert ours <= theirs, (case, ours, theirs)
     print(f"rank {rank} {case}: received {ours} bytes, by Megatron's plan {theirs}", flush=True)
@@ -190,7 +190,7 @@ def check_saved(folder: Path, case: Move, platform: Platform, checkpoint: Path) 
     load_model(Checkpoint.open(checkpoint), "policy", after, mesh.world)
     wanted = held(after)
     poison(after)
-    move(before, after, mesh.world.rank)
+    move(before, after)
     check_same(case, held(after), wanted)
 
 
@@ -222,7 +222,7 @@ def check_promise(folder: Path, platform: Platform) -> None:
     tp_rank = rollout.assignment[mesh.world.rank][1]
     engine = BareEngine(fused_layout(family, shape, 4, tp_rank))
     sources = [model.layout_of(rank) for rank in range(4)]
-    hybrid = HybridEngine(sources, model.weights(), engine, staging_bytes=STAGING_BYTES)
+    hybrid = HybridEngine(sources, model.weights(), engine, mesh.world, staging_bytes=STAGING_BYTES)
     stats = hybrid.to_rollout()
     assert stats.received_bytes == report["reshard"]["receive_bytes"][mesh.world.rank]
     assert stats.sent_bytes == report["reshard"]["send_bytes"][mesh.world.rank]

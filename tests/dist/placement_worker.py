@@ -31,7 +31,7 @@ def weights(model: ParallelModel) -> dict[str, Tensor]:
     world, source = model.world, model.source
     layouts = [model.layout_of(rank) for rank in range(world.size)]
     shapes = hf_shapes(source.family, source.shape, model.head)
-    return dict(gather_tensors(layouts, model.weights(), shapes, torch.float32, world.rank))
+    return dict(gather_tensors(layouts, model.weights(), shapes, torch.float32, world))
 
 
 def train(folder: Path, name: str, steps: int, config: str, *knobs: str) -> Found:

@@ -11,15 +11,16 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 import torch.distributed as dist
+from job_world import job_world
 from weight_cases import Arrays, Case
 
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.packed import PackedTransport
 from hybridrl.hybrid_engine.plan import PlanError
-from hybridrl.hybrid_engine.transport import gather_objects
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.family import ModelShape
 from hybridrl.models.weights import RankLayout
+from hybridrl.parallel.groups import stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.peer_memory import PeerMemory, allocate
 
@@ -98,7 +99,7 @@ def in_peer_memory(trained: Mapping[str, torch.Tensor]) -> tuple[PeerMemory, Map
     for name, tensor in trained.items():
         starts[name] = size
         size += -(-tensor.nbytes // 16) * 16
-    memory = allocate(max(gather_objects(size)), DEVICE, 60)
+    memory = allocate(max(job_world().gather_objects(size)), DEVICE, 60, job_world())
     placed = {}
     for name, tensor in trained.items():
         place = memory.of(dist.get_rank())[starts[name] : starts[name] + tensor.nbytes]
@@ -120,6 +121,7 @@ def check(case: Case, dtype: torch.dtype, kind: str) -> HybridEngine:
         case.sources(),
         trained,
         engine,
+        job_world(),
         staging_bytes=STAGING_BYTES,
         verify_every=1,
         domain_size=2 if kind == "packed" and case.shape is RAGGED else None,
@@ -206,7 +208,7 @@ def check_refusals(case: Case) -> None:
             blocks = [-(-size // 128) for size in shape]
             engine._scales[vocabulary] = torch.zeros(blocks, device=DEVICE)
         try:
-            HybridEngine(case.sources(), trained, engine, staging_bytes=STAGING_BYTES)
+            HybridEngine(case.sources(), trained, engine, job_world(), staging_bytes=STAGING_BYTES)
         except PlanError as error:
             assert f"rank {last}: " in str(error) and match in str(error), error
         else:
@@ -231,7 +233,7 @@ def main() -> None:
                 check_faults(hybrid, hybrid._target)
     check_refusals(case)
     dist.barrier()
-    dist.destroy_process_group()
+    stop_process_group()
 
 
 if __name__ == "__main__":

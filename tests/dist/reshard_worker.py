@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from job_world import job_world
 from safetensors.torch import load_file
 from weight_cases import (
     Arrays,
@@ -29,10 +30,10 @@ from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.hybrid_engine.phases import Phase, PhaseError
 from hybridrl.hybrid_engine.plan import PlanError
-from hybridrl.hybrid_engine.transport import gather_objects
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.family import ModelShape
 from hybridrl.models.weights import RankLayout, hf_shapes
+from hybridrl.parallel.groups import stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.peer_memory import PeerMemory, allocate
 
@@ -131,6 +132,7 @@ def check_case(seed: int, rank: int, world: int) -> tuple[int, int]:
         case.sources(),
         trained,
         engine,
+        job_world(),
         staging_bytes=STAGING_BYTES,
         verify_every=7,
         domain_size=NODE,
@@ -157,7 +159,7 @@ def check_case(seed: int, rank: int, world: int) -> tuple[int, int]:
     assert count.sent_bytes == 2 * plan.send_bytes[rank]
     minimum = plan.itemsize * node_minimum(case, hf, world)
     assert stats.total_node_received_bytes == minimum, seed
-    assert sum(gather_objects(count.node_sent_bytes)) == 2 * minimum, seed
+    assert sum(job_world().gather_objects(count.node_sent_bytes)) == 2 * minimum, seed
     assert count.most <= 1, (seed, count.most)
     assert engine.calls == ["begin", "finish 0", "sleep", "begin", "finish 7"]
     traffic = hybrid.transport.run()
@@ -202,7 +204,7 @@ def check_placed(seed: int, rank: int, world: int) -> str:
     for peers, sources in ((None, trained), (memory, placed)):
         engine = Engine(case.targets()[rank], torch.float32)
         options = {"staging_bytes": STAGING_BYTES, "verify_every": 1, "peer_memory": peers}
-        hybrid = HybridEngine(case.sources(), sources, engine, **options)
+        hybrid = HybridEngine(case.sources(), sources, engine, job_world(), **options)
         for sign in (1, -1):
             for tensor in sources.values():
                 tensor.mul_(-1)
@@ -225,7 +227,7 @@ def in_peer_memory(
     for name, tensor in tensors.items():
         starts[name] = size
         size += -(-tensor.nbytes // 16) * 16
-    memory = allocate(max(gather_objects(size)), DEVICE, 60)
+    memory = allocate(max(job_world().gather_objects(size)), DEVICE, 60, job_world())
     own, placed = memory.of(rank), {}
     for name, tensor in tensors.items():
         place = own[starts[name] : starts[name] + tensor.nbytes]
@@ -244,12 +246,15 @@ def check_peers(
         case.sources(),
         placed,
         engine,
+        job_world(),
         staging_bytes=STAGING_BYTES,
         verify_every=1,
         peer_memory=memory,
     )
     packed_engine = Engine(case.targets()[rank], dtype)
-    reference = HybridEngine(case.sources(), trained, packed_engine, staging_bytes=STAGING_BYTES)
+    reference = HybridEngine(
+        case.sources(), trained, packed_engine, job_world(), staging_bytes=STAGING_BYTES
+    )
     exchange = packed.dist.batch_isend_irecv
     for factor in (1, 3):
         for tensor in (*trained.values(), *placed.values()):
@@ -268,7 +273,12 @@ def check_peers(
         placed[next(iter(placed))] = trained[next(iter(trained))]
     try:
         HybridEngine(
-            case.sources(), placed, engine, staging_bytes=STAGING_BYTES, peer_memory=memory
+            case.sources(),
+            placed,
+            engine,
+            job_world(),
+            staging_bytes=STAGING_BYTES,
+            peer_memory=memory,
         )
     except PlanError as error:
         assert "rank 0" in str(error) and "peer memory" in str(error)
@@ -303,7 +313,9 @@ def check_any_order(rank: int, world: int) -> None:
             held, wanted = case.trained(hf, rank), case.generating(hf, rank)
             engine = Engine(case.targets()[rank], torch.float32)
             trained = tensors_of(held, torch.float32)
-            hybrid = HybridEngine(case.sources(), trained, engine, staging_bytes=STAGING_BYTES)
+            hybrid = HybridEngine(
+                case.sources(), trained, engine, job_world(), staging_bytes=STAGING_BYTES
+            )
             stats = hybrid.to_rollout()
             for name, values in tensors_of(wanted, torch.float32).items():
                 assert torch.equal(engine.tensors()[name], values), (train, rollout, rank, name)
@@ -320,7 +332,13 @@ def check_export(folder: Path, rank: int, world: int) -> None:
     for attempt in range(2):
         try:
             export_hf(
-                folder / "export", case.sources(), trained, shapes, torch.float32, config, rank=rank
+                folder / "export",
+                case.sources(),
+                trained,
+                shapes,
+                torch.float32,
+                config,
+                peers=job_world(),
             )
         except CheckpointError as error:
             assert attempt == 1 and "new or empty directory" in str(error)
@@ -341,7 +359,9 @@ def check_refusals(rank: int, world: int) -> None:
     def refused(layouts: list[RankLayout], tensors: dict[str, torch.Tensor], match: str) -> None:
         engine = Engine(case.targets()[rank], torch.float32)
         try:
-            HybridEngine(layouts, tensors, engine, staging_bytes=STAGING_BYTES, domain_size=NODE)
+            HybridEngine(
+                layouts, tensors, engine, job_world(), staging_bytes=STAGING_BYTES, domain_size=NODE
+            )
         except PlanError as error:
             assert match in str(error), error
         else:
@@ -362,7 +382,7 @@ def check_phases(rank: int, world: int) -> None:
     case = random_case(11, world)
     trained = tensors_of(case.trained(case.weights(), rank), torch.float32)
     engine = Engine(case.targets()[rank], torch.float32)
-    hybrid = HybridEngine(case.sources(), trained, engine, staging_bytes=STAGING_BYTES)
+    hybrid = HybridEngine(case.sources(), trained, engine, job_world(), staging_bytes=STAGING_BYTES)
     assert hybrid.phases.phase is Phase.TRAIN
     hybrid.to_rollout()
     assert hybrid.phases.phase is Phase.ROLLOUT
@@ -392,6 +412,7 @@ def check_verification(rank: int, world: int) -> None:
         case.sources(),
         trained,
         engine,
+        job_world(),
         staging_bytes=STAGING_BYTES,
         verify_every=2,
         domain_size=NODE,
@@ -428,7 +449,7 @@ def main() -> None:
     check_phases(rank, world)
     check_verification(rank, world)
     dist.barrier()
-    dist.destroy_process_group()
+    stop_process_group()
 
 
 if __name__ == "__main__":

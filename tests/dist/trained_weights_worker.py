@@ -31,7 +31,6 @@ from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.packed import PackedTransport
 from hybridrl.hybrid_engine.phases import PhaseError
-from hybridrl.hybrid_engine.transport import gather_objects
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.loop import ledger, rollout_setup
 from hybridrl.models.family import resolve_family
@@ -175,6 +174,7 @@ class Run:
             sources,
             model.weights_in_place(),
             self.engine,
+            mesh.world,
             staging_bytes=1 << 16,
             verify_every=1,
             training=self.memories,
@@ -291,7 +291,7 @@ def check_fused(mesh: Mesh, case: Case, folder: Path) -> None:
     for ours, wanted in ((fresh, plain), (fused, plain), (other, cut)):
         assert_equal(ours.weights(), wanted.weights())
     assert not all(torch.equal(initial[name], t) for name, t in plain.weights().items())
-    sums = [sum(part) for part in zip(*gather_objects(received), strict=True)]
+    sums = [sum(part) for part in zip(*mesh.world.gather_objects(received), strict=True)]
     if case.rollout_tp > case.train.tp:
         assert sums[1] < sums[0], sums
     for run in () if case.is_aliased else (plain, fused):

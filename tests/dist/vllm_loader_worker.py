@@ -59,7 +59,7 @@ def stream(model: ParallelModel) -> dict[str, torch.Tensor]:
     shapes = hf_shapes(model.source.family, model.source.shape)
     world, dtype = model.world, model.source.dtype
     layouts = [model.layout_of(rank) for rank in range(world.size)]
-    gathered = gather_tensors(layouts, model.weights(), shapes, dtype, world.rank)
+    gathered = gather_tensors(layouts, model.weights(), shapes, dtype, world)
     found = {name: tensor.clone() for name, tensor in gathered}
     assert (found.keys() == shapes.keys()) == (world.rank == 0)
     for name, shape in shapes.items():
@@ -99,7 +99,7 @@ def check(folder: Path, name: str, case: Case, mesh: Mesh) -> None:
         if key not in engine.shared:
             tensor.fill_(NEITHER)
     sources = [model.layout_of(rank) for rank in range(mesh.world.size)]
-    hybrid = HybridEngine(sources, model.weights(), engine, staging_bytes=1 << 18)
+    hybrid = HybridEngine(sources, model.weights(), engine, mesh.world, staging_bytes=1 << 18)
     stats = hybrid.to_rollout(0)
     written = without_padding(engine.layout(), engine.tensors())
     for tensor in engine.tensors().values():  # the trainer's too, where they are shared

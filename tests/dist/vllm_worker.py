@@ -125,7 +125,9 @@ def run(folder: Path, name: str, layout: RolloutLayout, mesh: Mesh) -> None:
     is_cut_alike = (layout.tp, layout.assignment[rank][1]) == (2, mesh.place.tp)
     check_shared(engine, shard, is_cut_alike)
     sources = [model.layout_of(other) for other in range(mesh.world.size)]
-    hybrid = HybridEngine(sources, model.weights(), engine, staging_bytes=1 << 16, verify_every=1)
+    hybrid = HybridEngine(
+        sources, model.weights(), engine, model.world, staging_bytes=1 << 16, verify_every=1
+    )
     replica = layout.assignment[rank][0]
     asked, worst = requests(replica, GREEDY), []
     sampled: list[list[Completion]] = []

@@ -74,8 +74,8 @@ class ComparedTrainer(Trainer):
         directory = self.folder / f"hf_{len(self.syncs)}"
         layouts = [model.layout_of(rank) for rank in range(world.size)]
         shapes = hf_shapes(model.source.family, model.source.shape)
-        config, rank = model.source.hf_config, world.rank
-        export_hf(directory, layouts, model.weights(), shapes, torch.float32, config, rank=rank)
+        config = model.source.hf_config
+        export_hf(directory, layouts, model.weights(), shapes, torch.float32, config, peers=world)
         with world.all_agree("the comparison with transformers"):
             sync = Sync(self.hybrid_engine.version, 0.0, None)
             if world.rank == 0:

@@ -67,6 +67,12 @@ elif what == "peer" and rank < 2:
     except RuntimeError as error:
         report(Failure.of(error))
     os._exit(1)
+elif what == "silent" and rank == 1:
+    os._exit(3)
+elif what == "silent":
+    time.sleep(0.2)
+    report(Failure.of(RuntimeError("Connection closed by peer")))
+    os._exit(1)
 elif what == "lost" and rank == 0:
     print("something of a library", file=sys.stderr, flush=True)
     while not (logs / "rank_1.pid").exists():
@@ -200,6 +206,14 @@ def test_launch_names_the_rank_that_failed_first_in_every_log(
     assert "rank 1 on host" in said and "in phase 'update': RuntimeError: boom; in" in said
     for rank in (0, 2):
         assert (tmp_path / "logs" / f"rank_{rank}.log").read_text().endswith(said + "\n")
+
+
+def test_launch_blames_a_rank_that_ended_without_a_word_not_those_whose_connections_broke(
+    tmp_path: Path, program: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["silent"], 3, tmp_path / "logs", program) == 1
+    said = capfd.readouterr().err.splitlines()[0]
+    assert "rank 1 on host" in said and "ended with code 3 in phase 'update'" in said, said
 
 
 def test_launch_says_the_cause_first_and_what_follows_from_it_in_logs_only(

@@ -86,6 +86,12 @@ def test_unknown_algorithm_names_the_nearest() -> None:
     assert "'gropo'" in str(found) and "grpo, ppo, sft" in str(found) and "'grpo'?" in str(found)
 
 
+@pytest.mark.parametrize("name", [{"name": "grpo"}, ["grpo"], 3])
+def test_a_name_of_an_algorithm_that_is_no_word_is_refused_by_its_key(name: object) -> None:
+    found = violations({**MINIMAL, "algorithm": {"name": name}})["algorithm.name"]
+    assert f"got {name}" in str(found)
+
+
 def test_missing_algorithm_is_named() -> None:
     found = violations({"run": {"name": "a"}, "model": {}, "algorithm": {}})
     assert "algorithm.name" in found

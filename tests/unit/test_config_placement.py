@@ -333,14 +333,14 @@ def test_a_host_tells_the_rules_what_it_knows_of_its_gpus(monkeypatch: pytest.Mo
         ([], [TrainLayout(4, tp=2)]),
         (["placement.rollout=0-1"], [TrainLayout(4, tp=2)]),
         (["placement.critic.tp=2"], [TrainLayout(4, tp=2)]),
-        (["placement.policy=0-1"], [TrainLayout(4), TrainLayout(2, tp=2)]),
+        (["placement.policy=0-1"], [TrainLayout(2, tp=2)]),
         (
             ["placement.policy=0-1", "placement.critic={ranks: 2-3, tp: 1}"],
-            [TrainLayout(4), TrainLayout(2, tp=2), TrainLayout(2)],
+            [TrainLayout(2, tp=2), TrainLayout(2)],
         ),
         (
             ["placement.critic.tp=1", "placement.reference.tp=1"],
-            [TrainLayout(4), TrainLayout(4, tp=2), TrainLayout(4)],
+            [TrainLayout(4, tp=2), TrainLayout(4)],
         ),
     ],
 )
@@ -348,7 +348,7 @@ def test_open_files_are_counted_for_the_groups_of_every_place(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], layouts: list[TrainLayout]
 ) -> None:
     asked: list[list[TrainLayout]] = []
-    monkeypatch.setattr(validate, "shortage", lambda found, is_cpu: asked.append(found))
+    monkeypatch.setattr(validate, "shortage", lambda _, found, is_cpu: asked.append(found))
     config = config_of("train.tp=2", *overrides, algorithm="ppo")
     validate._descriptors(config, Machines(4))
     assert asked == [layouts]

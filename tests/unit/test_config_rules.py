@@ -225,3 +225,11 @@ def test_numbers_of_a_term_that_is_left_out_are_not_judged() -> None:
 )
 def test_online_dpo_and_terms_are_judged(overrides: list[str], key: str) -> None:
     assert keys(*overrides) == [key]
+
+
+def test_a_reward_models_learning_rate_is_that_of_training() -> None:
+    given = "algorithm={name: reward_model}", "steps.samples_per_prompt=1"
+    config = load_config_dict(VALID, [*given, "train.critic_learning_rate=1e-5"])
+    (found,) = check(config, 8, SHAPE)
+    assert found.name == "train.critic_learning_rate"
+    assert "set train.learning_rate" in found.remedy

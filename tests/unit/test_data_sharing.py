@@ -16,6 +16,7 @@ from hybridrl.data.collate import micro_batch, unpack
 from hybridrl.data.sharing import (
     PART_OF_BUDGET,
     UNITS_A_RANK,
+    ScheduleInputs,
     make_units,
     schedule_lookups,
     schedule_samples,
@@ -126,8 +127,9 @@ def test_lookups_are_of_a_ranks_own_samples_in_fewer_micro_batches(
 ) -> None:
     groups, prompts, lengths = tokens_of(num_parts, 16, 4)
     budget, num_ranks, shown = 400, 4, tuple(prompts) if shares else None
-    given = tuple(lengths), tuple(groups), shown, num_parts, num_ranks, budget, multiple, 1000
-    updates, lookups = schedule_samples(*given), schedule_lookups(*given)
+    sizes = num_parts, num_ranks, budget, multiple, 1000
+    inputs = ScheduleInputs(tuple(lengths), tuple(groups), shown, *sizes)
+    updates, lookups = schedule_samples(inputs), schedule_lookups(inputs)
     for one, other in zip(updates, lookups, strict=True):
         rows = [sorted(row for micro in micros for row in micro) for micros in (one, other)]
         assert rows[0] == rows[1]
@@ -141,7 +143,6 @@ def test_lookups_are_of_a_ranks_own_samples_in_fewer_micro_batches(
     else:
         assert len(lookups[0]) <= len(updates[0]) - 12 * (num_parts == 16)
         size = 64 // num_parts if num_parts == 16 else 22
-        alone = schedule_samples(
-            tuple(lengths[:size]), tuple(groups[:size]), shown and shown[:size], 1, *given[4:]
-        )
+        part = tuple(lengths[:size]), tuple(groups[:size]), shown and shown[:size]
+        alone = schedule_samples(ScheduleInputs(*part, 1, *sizes[1:]))
         assert [micros[: len(alone[0])] for micros in updates] == alone

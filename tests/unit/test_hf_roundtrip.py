@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from thread_ranks import only_rank
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -263,7 +264,9 @@ def test_export_of_one_process_needs_no_process_group(tmp_path: Path) -> None:
     model = _save("qwen2", tmp_path / "in")
     layouts, shards, shapes = _load_all_ranks(tmp_path / "in", TrainLayout(1))
     config = read_config(tmp_path / "in")
-    export_hf(tmp_path / "out", layouts, shards[0], shapes, torch.float32, config, rank=0)
+    export_hf(
+        tmp_path / "out", layouts, shards[0], shapes, torch.float32, config, peers=only_rank()
+    )
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for key, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[key], tensor), key

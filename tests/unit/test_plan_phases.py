@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from thread_ranks import only_rank
 from torch import Tensor
 
 from hybridrl.hybrid_engine.engine import HybridEngine
@@ -64,7 +65,9 @@ def test_phases_alternate() -> None:
 
 def test_engine_of_one_process_follows_the_policy() -> None:
     engine, weights = Engine(), {"w": torch.arange(6.0).reshape(3, 2)}
-    hybrid = HybridEngine([hf_layout({"w": (3, 2)})], weights, engine, staging_bytes=1 << 20)
+    hybrid = HybridEngine(
+        [hf_layout({"w": (3, 2)})], weights, engine, only_rank(), staging_bytes=1 << 20
+    )
     stats = hybrid.to_rollout()
     assert (stats.version, engine.version, stats.total_sent_bytes) == (0, 0, 0)
     assert torch.equal(engine.live["w"], weights["w"])
@@ -80,10 +83,10 @@ def test_engine_of_one_process_follows_the_policy() -> None:
 def test_engine_refuses_weights_that_are_not_the_layouts() -> None:
     layouts = [hf_layout({"w": (3, 2)})]
     with pytest.raises(PlanError, match=r"rank 0: parameter w: got shape \(2, 3\)"):
-        HybridEngine(layouts, {"w": torch.zeros(2, 3)}, Engine(), staging_bytes=64)
+        HybridEngine(layouts, {"w": torch.zeros(2, 3)}, Engine(), only_rank(), staging_bytes=64)
     with pytest.raises(PlanError, match=r"rank 0: w\[0:3, 0:2\] is needed"):
         layouts = [hf_layout({"v": (3, 2)})]
-        HybridEngine(layouts, {"v": torch.zeros(3, 2)}, Engine(), staging_bytes=64)
+        HybridEngine(layouts, {"v": torch.zeros(3, 2)}, Engine(), only_rank(), staging_bytes=64)
 
 
 def test_each_side_gives_memory_back_before_the_other_takes_it() -> None:
@@ -92,6 +95,7 @@ def test_each_side_gives_memory_back_before_the_other_takes_it() -> None:
         [hf_layout({"w": (3, 2)})],
         weights,
         engine,
+        only_rank(),
         staging_bytes=1 << 20,
         training=[Gradients(engine.said)],
     )
@@ -123,7 +127,9 @@ def test_nothing_is_freed_once_a_whole_step_has_left_enough(
     engine, weights = Engine(), {"w": torch.ones(3, 2)}
     device, gradients = Device(monkeypatch, engine.said), Gradients(engine.said)
     layouts = [hf_layout({"w": (3, 2)})]
-    hybrid = HybridEngine(layouts, weights, engine, staging_bytes=64, training=[gradients])
+    hybrid = HybridEngine(
+        layouts, weights, engine, only_rank(), staging_bytes=64, training=[gradients]
+    )
     into_rollout = ["release", "map weights", "map KV cache"]
 
     def step(used: int) -> bool:
@@ -172,7 +178,9 @@ def test_headroom_is_for_full_micro_batches_and_not_taken_from_a_flushed_allocat
     engine, weights = Engine(), {"w": torch.ones(3, 2)}
     device, gradients = Device(monkeypatch, engine.said), Gradients(engine.said)
     layouts = [hf_layout({"w": (3, 2)})]
-    hybrid = HybridEngine(layouts, weights, engine, staging_bytes=64, training=[gradients])
+    hybrid = HybridEngine(
+        layouts, weights, engine, only_rank(), staging_bytes=64, training=[gradients]
+    )
 
     def step(used: int, growth: int, flushes: int = 0) -> bool:
         hybrid.to_train()
@@ -204,12 +212,15 @@ def test_memory_that_someone_wants_freed_does_not_stay(monkeypatch: pytest.Monke
         layouts,
         weights,
         engine,
+        only_rank(),
         staging_bytes=64,
         training=[gradients],
         training_weights=[Weights()],
     )
     assert not any(hybrid.to_rollout().keeps_memory for _ in range(3))
-    hybrid = HybridEngine(layouts, weights, engine, staging_bytes=64, training=[gradients])
+    hybrid = HybridEngine(
+        layouts, weights, engine, only_rank(), staging_bytes=64, training=[gradients]
+    )
     assert [hybrid.to_rollout().keeps_memory for _ in range(2)] == [True, True]
 
 
