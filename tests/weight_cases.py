@@ -288,7 +288,7 @@ def fused_reference(
             count, etp = shape.moe.num_experts // ep, tp // ep
             if expert // count != tp_rank // etp:
                 continue
-            stem, part = f"{before}.experts.", tp_rank % etp
+            stem, part = f"{before}.experts.routed_experts.", tp_rank % etp
             if kind == "down_proj":
                 found[f"{stem}w2_weight/{expert % count}"] = np.split(array, etp, 1)[part]
             elif kind == "gate_proj":

@@ -27,7 +27,7 @@ from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import (
     NOTHING,
     RankLayout,
-    fused_layout,
+    fused_layouts,
     hf_layout,
     hf_shapes,
     megatron_layouts,
@@ -75,12 +75,12 @@ def place_models(
     """
     train, tp, ranks = config.train, config.rollout.tp, placement.policy.ranks
     if ENGINES[config.rollout.engine].has_fused_parameters:
-        parts = [fused_layout(family, shape, tp, tp_rank) for tp_rank in range(tp)]
+        parts = fused_layouts(family, shape, tp, config.rollout.ep)
     else:
         parts = [hf_layout(hf_shapes(family, shape))]
     choice = None
     if placement.is_shared:
-        ordered = order_layout(train, family, shape, len(ranks), tp, node)
+        ordered = order_layout(train, family, shape, len(ranks), tp, node, config.rollout.ep)
         layout, choice = ordered.layout, ordered.choice
         whole, sources = ordered.whole, ordered.sources
     else:

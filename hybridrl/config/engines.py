@@ -27,6 +27,7 @@ class EngineTraits:
         computes: its tokens and log-probabilities come from the weights that it receives. It then
             has a `model` with HF's module names.
         is_tensor_parallel: a replica may be cut over `rollout.tp` ranks; else it is one rank.
+        is_expert_parallel: a replica's experts may lie whole on its ranks (`rollout.ep`).
         has_fused_parameters: its parameters are laid out as `models/weights.py:fused_layout` says;
             else they are the HF checkpoint's tensors, whole.
         sleeps: it gives weights and KV cache back while the policy trains, on GPUs.
@@ -43,6 +44,7 @@ class EngineTraits:
     package: str | None = None
     computes: bool = True
     is_tensor_parallel: bool = False
+    is_expert_parallel: bool = False
     has_fused_parameters: bool = False
     sleeps: bool = False
     shares_memory: bool = False
@@ -76,6 +78,7 @@ ENGINES = {
         builder="hybridrl.rollout.vllm:build",
         package="hybridrl.rollout.vllm_version:PACKAGE",
         is_tensor_parallel=True,
+        is_expert_parallel=True,
         has_fused_parameters=True,
         sleeps=True,
         shares_memory=True,

@@ -15,6 +15,7 @@ from hybridrl.config.engines import ENGINES
 from hybridrl.config.environment import environment_rules
 from hybridrl.config.placement import Machines, Placement, asks_for, least_ranks
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
+from hybridrl.config.rules_experts import num_experts, rollout_expert_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
 from hybridrl.config.rules_placement import layer_rules, placed, placement_rules, split_rules
 from hybridrl.config.schema import (
@@ -27,7 +28,6 @@ from hybridrl.config.schema import (
 )
 from hybridrl.errors import UserError, short
 
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 MOST_BYTES = 255  # of a name, on every usual file system
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")  # of `train.order`, as Megatron orders them itself
 AUTO_ORDER = "auto"
@@ -351,7 +351,8 @@ def _shape_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
     yield from layer_rules("train.pp * train.vpp", chunks, shape, product)
     for key, tp in (("train.tp", train.tp), ("rollout.tp", config.rollout.tp)):
         yield from split_rules(key, tp, shape)
-    experts = next((shape[key] for key in EXPERT_KEYS if isinstance(shape.get(key), int)), 0)
+    yield from rollout_expert_rules(config.rollout, shape)
+    experts = num_experts(shape)
     if shape and train.ep > 1 and not experts:
         yield UserError("train.ep", train.ep, "1 with a dense model", "Set train.ep=1.")
     elif experts and experts % train.ep:

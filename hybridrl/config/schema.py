@@ -243,6 +243,11 @@ class RolloutConfig(Section):
         ge=1,
         description="Tensor parallel size of one engine replica. 1: most replicas, no generation traffic.",
     )
+    ep: int = Field(
+        1,
+        ge=1,
+        description="Expert parallel size of one engine replica: 1, every rank has a part of each expert, or rollout.tp, whole experts by rank. 1: ranks have equal work however tokens are routed.",
+    )
     temperature: float = Field(
         1.0,
         ge=0,

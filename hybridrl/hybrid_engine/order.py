@@ -13,7 +13,7 @@ from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.assign import OrderChoice, choose_order, ranks_moved
 from hybridrl.hybrid_engine.owned import equal_shares
 from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.weights import RankLayout, fused_layout, megatron_layouts
+from hybridrl.models.weights import RankLayout, fused_layouts, megatron_layouts
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 
 
@@ -53,6 +53,7 @@ def order_layout(
     world_size: int,
     rollout_tp: int,
     ranks_per_node: int,
+    rollout_ep: int = 1,
 ) -> Ordered:
     """Returns the training layout, its order chosen if the configuration says 'auto'.
 
@@ -62,13 +63,14 @@ def order_layout(
         world_size: number of ranks.
         rollout_tp: tensor-parallel size of the engine.
         ranks_per_node: ranks of one node, which are consecutive.
+        rollout_ep: expert-parallel size of the engine.
     """
     own = replace(lay_out(train, world_size), order=DEFAULT_ORDER)
     whole = megatron_layouts(family, shape, own)
     sources = equal_shares(own, whole) if train.fuse_param_gather else whole
     layout, choice = lay_out(train, world_size), None
     if rollout_tp > 1:
-        parts = [fused_layout(family, shape, rollout_tp, tp_rank) for tp_rank in range(rollout_tp)]
+        parts = fused_layouts(family, shape, rollout_tp, rollout_ep)
         choice = choose_order(own, sources, parts, ranks_per_node)
         if train.order == AUTO_ORDER:
             layout = replace(layout, order=choice.order)

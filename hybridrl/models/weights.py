@@ -219,6 +219,11 @@ def fused_layout(
     return held.layout()
 
 
+def fused_layouts(family: Family, shape: ModelShape, tp: int, ep: int = 1) -> list[RankLayout]:
+    """Returns what each rank of such an engine holds; arguments and errors as of `fused_layout`."""
+    return [fused_layout(family, shape, tp, tp_rank, ep) for tp_rank in range(tp)]
+
+
 def check_layout(layout: RankLayout) -> None:
     """Proves that regions and padding tile every local tensor exactly.
 
@@ -378,17 +383,13 @@ def _hold_fused_experts(
 ) -> None:
     """Adds an engine rank's experts: of part `tp_rank // etp` of them, part `tp_rank % etp`."""
     if tp % ep or row.num_experts % ep:
-        raise ModelError(
-            "rollout.ep",
-            ep,
-            f"a divisor of rollout.tp = {tp} and of the model's {row.num_experts} experts",
-            "Choose another rollout.ep.",
-        )
+        allowed = f"a divisor of rollout.tp = {tp} and of the model's {row.num_experts} experts"
+        raise ModelError("rollout.ep", ep, allowed, "Choose another rollout.ep.")
     ep_rank, etp_rank = divmod(tp_rank, tp // ep)
     cut = _plain_cut(row, tp // ep, etp_rank)
     count = row.num_experts // ep
     stem = row.parts[0].split("{E}")[0]
-    fused = "w13_weight" if row.kind == "gate_up" else "w2_weight"
+    fused = "routed_experts." + ("w13_weight" if row.kind == "gate_up" else "w2_weight")
     for layer in _layers(row, shape):
         for local in range(count):
             name = f"{stem.format(L=layer)}{fused}/{local}"

@@ -477,7 +477,8 @@ class Trainer:
         """Builds the engine on its ranks and the plan that brings the policy's weights into it."""
         config, model = self.config, self.policy.model
         sources = model.source_layouts()
-        layout = setup.rollout_layout(model, config.rollout.tp, sources, ranks)
+        sizes = config.rollout.tp, config.rollout.ep
+        layout = setup.rollout_layout(model, sizes[0], sources, ranks, sizes[1])
         memories, copies = setup.training_memories(self.trained.values())
         self.raw_engine = setup.start_engine(config, model, layout, memories, copies)
         self._engine_bytes = self.raw_engine.memory

@@ -42,7 +42,7 @@ from hybridrl.hybrid_engine.order import is_settled, lay_out, order_layout
 from hybridrl.models.family import read_model
 from hybridrl.models.hf import load_hf
 from hybridrl.models.init import init_weights
-from hybridrl.models.weights import VALUE_HEAD, Head, RankLayout, fused_layout, hf_shapes
+from hybridrl.models.weights import VALUE_HEAD, Head, RankLayout, fused_layouts, hf_shapes
 from hybridrl.parallel import peer_memory
 from hybridrl.parallel.groups import World, from_rank_0, same_on_all_ranks
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
@@ -127,7 +127,7 @@ def training_layout(config: Config, placement: Placement) -> TrainLayout:
     and the nodes decide. Where LOCAL_WORLD_SIZE does not say which ranks share one, or policy and
     engines are not on all ranks, the order is Megatron's own.
     """
-    train, tp = config.train, config.rollout.tp
+    train, tp, ep = config.train, config.rollout.tp, config.rollout.ep
     world_size = len(placement.policy.ranks)
     if not placement.is_shared:
         return lay_out(train, world_size)
@@ -135,7 +135,8 @@ def training_layout(config: Config, placement: Placement) -> TrainLayout:
         return lay_out(train, world_size)
     hf_config = read_model_config(config.model)
     family, shape = read_model(config.model.family, hf_config)
-    return order_layout(train, family, shape, world_size, tp, _local_ranks(world_size)).layout
+    node = _local_ranks(world_size)
+    return order_layout(train, family, shape, world_size, tp, node, ep).layout
 
 
 def model_source(config: ModelConfig, platform: Platform) -> ModelSource:
@@ -276,12 +277,13 @@ def rollout_layout(
     tp: int,
     sources: Sequence[RankLayout],
     ranks: Sequence[int] | None = None,
+    ep: int = 1,
 ) -> RolloutLayout:
     """Returns which part of which engine replica each of these ranks is, None: of all, so that the
-    fewest bytes move.
+    fewest bytes move; `tp` and `ep` are the replica's sizes.
     """
     source, node = model.source, ranks_per_node(model.world)
-    parts = [fused_layout(source.family, source.shape, tp, tp_rank) for tp_rank in range(tp)]
+    parts = fused_layouts(source.family, source.shape, tp, ep)
     return assign(sources, parts, node, ranks=ranks).layout
 
 

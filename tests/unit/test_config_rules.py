@@ -43,6 +43,35 @@ def test_valid_config_has_no_violation() -> None:
     assert keys("reward.functions.greedy.weight=1") == []
 
 
+EXPERTS = {**SHAPE, "num_experts": 12, "moe_intermediate_size": 24}
+ENGINE = ["rollout.engine=vllm", "rollout.tp=4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shape", "said"),
+    [
+        (["rollout.ep=2"], EXPERTS, "got 2; allowed: 1 with engine 'hf'"),
+        ([*ENGINE, "rollout.ep=4"], SHAPE, "1 with a dense model"),
+        ([*ENGINE, "rollout.ep=2"], EXPERTS, "1, or rollout.tp = 4"),
+        ([*ENGINE, "rollout.ep=4"], {**EXPERTS, "num_experts": 6}, "divisor of the model's 6"),
+        (
+            ENGINE,
+            {**EXPERTS, "moe_intermediate_size": 18},
+            "got 4; allowed: a divisor of the width",
+        ),
+        ([*ENGINE, "rollout.ep=4"], {**EXPERTS, "moe_intermediate_size": 18}, ""),
+        ([*ENGINE, "rollout.ep=4"], EXPERTS, ""),
+        (ENGINE, EXPERTS, ""),
+    ],
+)
+def test_experts_of_an_engine_are_cut_or_dealt(
+    overrides: list[str], shape: dict[str, Any], said: str
+) -> None:
+    found = check(load_config_dict(VALID, overrides), 8, shape)
+    assert len(found) == bool(said), found
+    assert not said or said in str(found[0])
+
+
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
