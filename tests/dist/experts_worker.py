@@ -1,4 +1,4 @@
-"""One rank of the experts' test: experts dealt over ranks resharded into vLLM, against transformers.
+"""One rank of the experts' test: dealt over ranks, resharded into vLLM, against transformers.
 
 experts_worker.py FOLDER
 
