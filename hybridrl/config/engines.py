@@ -29,6 +29,7 @@ class EngineTraits:
         is_tensor_parallel: a replica may be cut over `rollout.tp` ranks; else it is one rank.
         has_fused_parameters: its parameters are laid out as `models/weights.py:fused_layout` says;
             else they are the HF checkpoint's tensors, whole.
+        takes_experts: it runs mixtures of experts, and can be written with them.
         sleeps: it gives weights and KV cache back while the policy trains, on GPUs.
         shares_memory: its parameters can be the trainer's own memory where both cut a tensor alike.
         has_fixed_kv_cache: the KV cache is made at the start, for `rollout.max_batch` requests, and
@@ -44,6 +45,7 @@ class EngineTraits:
     computes: bool = True
     is_tensor_parallel: bool = False
     has_fused_parameters: bool = False
+    takes_experts: bool = False
     sleeps: bool = False
     shares_memory: bool = False
     has_fixed_kv_cache: bool = False
@@ -85,7 +87,9 @@ ENGINES = {
         lowest_temperature=0.01,
         runs_on_gpus=True,
     ),
-    "scripted": EngineTraits(builder="hybridrl.rollout.scripted:build", computes=False),
+    "scripted": EngineTraits(
+        builder="hybridrl.rollout.scripted:build", computes=False, takes_experts=True
+    ),
 }
 NOT_YET = {"sglang": "SGLang"}
 
