@@ -80,7 +80,7 @@ def place_models(
         parts = [hf_layout(hf_shapes(family, shape))]
     choice = None
     if placement.is_shared:
-        ordered = order_layout(train, family, shape, len(ranks), tp, node, config.rollout.ep)
+        ordered = order_layout(train, family, shape, len(ranks), tp, node)
         layout, choice = ordered.layout, ordered.choice
         whole, sources = ordered.whole, ordered.sources
     else:
@@ -189,7 +189,7 @@ class _Sizes:
         place, layout = self._placed.placement.of(model.role), self._placed.layout
         if place != self._placed.placement.policy:
             sizes = place.tp, place.pp, place.cp, place.ep, place.vpp
-            layout = TrainLayout(len(place.ranks), *sizes)
+            layout = TrainLayout(len(place.ranks), *sizes, etp=place.etp)
         key = model.family, model.shape, layout, model.head
         if key not in self._found:
             self._found[key] = megatron_layouts(*key)

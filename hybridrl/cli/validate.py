@@ -252,7 +252,8 @@ def _descriptors(config: Config, machines: Machines) -> UserError | None:
     found = [] if misplaced else [placement.policy, *placement.named.values()]
     places = list(dict.fromkeys(found))
     layouts = [
-        TrainLayout(len(place.ranks), place.tp, place.pp, place.cp, place.ep) for place in places
+        TrainLayout(len(place.ranks), place.tp, place.pp, place.cp, place.ep, etp=place.etp)
+        for place in places
     ]
     if len(layouts) != 1 or layouts[0].world_size < world_size:
         layouts.insert(0, TrainLayout(world_size))

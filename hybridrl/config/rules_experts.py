@@ -9,15 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridrl.config.engines import ENGINES
+from hybridrl.config.rules_placement import num_experts
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import UserError
-
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def num_experts(shape: Mapping[str, Any]) -> int:
-    """Returns the experts of a layer, of a model's config.json; 0 where it names none."""
-    return next((shape[key] for key in EXPERT_KEYS if isinstance(shape.get(key), int)), 0)
 
 
 def rollout_expert_rules(rollout: RolloutConfig, shape: Mapping[str, Any]) -> Iterator[UserError]:
@@ -27,7 +21,8 @@ def rollout_expert_rules(rollout: RolloutConfig, shape: Mapping[str, Any]) -> It
         rollout: the section.
         shape: the policy's config.json, or nothing.
     """
-    experts, width = num_experts(shape), shape.get("moe_intermediate_size")
+    experts = num_experts(shape)
+    width = shape.get("moe_intermediate_size", shape.get("intermediate_size"))
     if rollout.ep == 1:
         if experts and isinstance(width, int) and width % rollout.tp:
             allowed = f"a divisor of the width {width} of the model's experts, with rollout.ep=1"

@@ -22,6 +22,7 @@ Head = Literal["lm", "value"]
 
 VALUE_HEAD = "score.weight"  # the HF tensor of a value head
 ENGINE_VOCAB_MULTIPLE = 64
+EXPERTS = ".mlp.experts."  # in the name of every local tensor that is cut and dealt as experts are
 # Parameter names where transformer-engine fuses a norm into the linear layer that follows it.
 _LAYER = "decoder.layers.{L}."
 TE_NAMES = {

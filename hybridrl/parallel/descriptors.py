@@ -38,12 +38,12 @@ def num_needed(layouts: Sequence[TrainLayout], is_cpu: bool) -> int:
 
 def _of_groups(layout: TrainLayout, is_cpu: bool) -> int:
     """Returns the descriptors of a layout's groups, those of megatron-core 0.16 and of `World`."""
-    tp, cp, dp, pp, ep = layout.tp, layout.cp, layout.dp, layout.pp, layout.ep
-    expert_dp = layout.world_size // (tp * pp * ep)
+    tp, cp, dp, pp = layout.tp, layout.cp, layout.dp, layout.pp
+    ep, etp, expert_dp = layout.ep, layout.etp, layout.edp
     gloo_beside_nccl = [layout.world_size, dp, dp * cp, expert_dp]
     others = [layout.world_size, layout.world_size, dp, dp * cp, expert_dp]
     others += [tp * dp, tp * dp * cp, tp * cp, tp, cp, pp, tp * pp]
-    others += [min(pp, 2), 1, ep, tp, tp * ep, tp * ep * pp]  # embeddings; experts
+    others += [min(pp, 2), 1, ep, etp, etp * ep, etp * ep * pp]  # embeddings; experts
     groups = gloo_beside_nccl + (others if is_cpu else [])
     return sum(size + 3 for size in groups)
 

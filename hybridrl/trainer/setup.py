@@ -127,7 +127,7 @@ def training_layout(config: Config, placement: Placement) -> TrainLayout:
     and the nodes decide. Where LOCAL_WORLD_SIZE does not say which ranks share one, or policy and
     engines are not on all ranks, the order is Megatron's own.
     """
-    train, tp, ep = config.train, config.rollout.tp, config.rollout.ep
+    train, tp = config.train, config.rollout.tp
     world_size = len(placement.policy.ranks)
     if not placement.is_shared:
         return lay_out(train, world_size)
@@ -135,8 +135,7 @@ def training_layout(config: Config, placement: Placement) -> TrainLayout:
         return lay_out(train, world_size)
     hf_config = read_model_config(config.model)
     family, shape = read_model(config.model.family, hf_config)
-    node = _local_ranks(world_size)
-    return order_layout(train, family, shape, world_size, tp, node, ep).layout
+    return order_layout(train, family, shape, world_size, tp, _local_ranks(world_size)).layout
 
 
 def model_source(config: ModelConfig, platform: Platform) -> ModelSource:
