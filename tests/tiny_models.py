@@ -8,12 +8,16 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OlmoConfig,
     OlmoForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 SIZES = {
@@ -37,6 +41,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
+WITH_EXPERTS = ("qwen3_moe", "mixtral")
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 # Attention heads of 32 or more, which vLLM's kernels have on CPU.
@@ -45,7 +51,8 @@ WIDE = {"hidden_size": 128}
 
 def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
     """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size), windowed
-    (qwen2 whose last layers attend within 5 tokens) or olmo.
+    (qwen2 whose last layers attend within 5 tokens), olmo, qwen3_moe (a dense layer among those
+    with experts) or mixtral.
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -61,6 +68,12 @@ def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
     elif name == "qwen3":
         head_dim = 64 if wide else 24
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim, tie_word_embeddings=False))
+    elif name == "qwen3_moe":
+        own = {"head_dim": 64 if wide else 24, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
+        config = Qwen3MoeConfig(**sizes, **EXPERTS, **own, norm_topk_prob=True)
+        model = Qwen3MoeForCausalLM(config)
+    elif name == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS))
     else:
         model = OlmoForCausalLM(OlmoConfig(**sizes, tie_word_embeddings=False))
     generator = torch.Generator().manual_seed(seed)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hybridrl.hybrid_engine.plan import Plan
-from hybridrl.models.family import Family, ModelShape, resolve_family
+from hybridrl.models.family import Family, ModelShape, MoeShape, resolve_family
 from hybridrl.models.weights import (
     NOTHING,
     RankLayout,
@@ -34,7 +34,8 @@ PADDING = -1.0
 class Case:
     """A model, how it is trained, and how it generates; engine "hf" or "fused".
 
-    `ranks` are those that train, of a world that may have others; None: all.
+    `ranks` are those that train, of a world that may have others; None: all. The experts of an
+    engine are dealt to `rollout_ep` parts of its ranks.
     """
 
     shape: ModelShape
@@ -42,10 +43,12 @@ class Case:
     rollout: RolloutLayout
     engine: str
     ranks: tuple[int, ...] | None = None
+    rollout_ep: int = 1
 
     @property
     def family(self) -> Family:
-        return resolve_family("llama", {})  # all three share the table, which reads the shape
+        """Dense families share the table, which reads the shape."""
+        return resolve_family("llama" if self.shape.moe is None else "qwen3_moe", {})
 
     @property
     def world(self) -> int:
@@ -68,7 +71,8 @@ class Case:
             if self.engine == "hf":
                 found[rank] = hf_layout(hf_shapes(self.family, self.shape))
             else:
-                found[rank] = fused_layout(self.family, self.shape, self.rollout.tp, tp_rank)
+                parts = self.rollout.tp, tp_rank, self.rollout_ep
+                found[rank] = fused_layout(self.family, self.shape, *parts)
         return found
 
     def weights(self) -> Arrays:
@@ -92,7 +96,7 @@ class Case:
             return {}
         if self.engine == "hf":
             return dict(hf)
-        return fused_reference(hf, self.shape, self.rollout.tp, tp_rank)
+        return fused_reference(hf, self.shape, self.rollout.tp, tp_rank, self.rollout_ep)
 
 
 def random_case(seed: int, world: int | None = None) -> Case:
@@ -114,6 +118,25 @@ def random_case(seed: int, world: int | None = None) -> Case:
         )
         if _fits(shape, train.tp, is_megatron=True) and _fits(shape, rollout_tp):
             return Case(shape, train, rollout, engine)
+
+
+def random_case_with_experts(seed: int, world: int | None = None) -> Case:
+    """Returns a case with experts, cut and dealt otherwise in training than in the engine."""
+    rng = random.Random(f"experts {seed}")
+    while True:
+        case = random_case(rng.randrange(1 << 30), world)
+        train, shape = case.train, case.shape
+        plane = train.world_size // train.pp
+        ep, etp = rng.choice((1, 2, 4, 8)), rng.choice((1, 1, 2, 4))
+        rollout_ep = rng.choice([n for n in (1, case.rollout.tp) if case.rollout.tp % n == 0])
+        if plane % (ep * etp) or not (train.pp == 1 or train.order.endswith("pp")):
+            continue
+        dense = tuple(i for i in range(shape.num_layers) if rng.random() < 0.2)
+        moe = MoeShape(8, 2, 8 * rng.randint(1, 3), dense_layers=dense)
+        if len(dense) < shape.num_layers and moe.expert_ffn_size % case.rollout.tp == 0:
+            shape = replace(shape, moe=moe, linear_bias=False)
+            train = replace(train, ep=ep, etp=etp)
+            return replace(case, shape=shape, train=train, rollout_ep=rollout_ep)
 
 
 def random_placed_case(seed: int, world: int | None = None) -> Case:
@@ -191,6 +214,17 @@ def megatron_reference(
     def gate_up(layer: str, kind: str) -> np.ndarray:
         return np.concatenate([column(hf[f"{layer}mlp.{x}_proj.{kind}"]) for x in ("gate", "up")])
 
+    def expert_parts(name: str, layer: str, experts: list[int]) -> None:
+        at = layout.expert_coordinates(rank)
+        for local, expert in enumerate(np.split(np.array(experts), layout.ep)[at.ep]):
+            of = f"{layer}mlp.experts.{expert}."
+            gate, up, down = (hf[f"{of}{x}_proj.weight"] for x in ("gate", "up", "down"))
+            halves = [np.split(half, layout.etp)[at.etp] for half in (gate, up)]
+            own = f"{name}mlp.experts.local_experts.{local}."
+            found[f"{own}linear_fc1.weight"] = np.concatenate(halves)
+            found[f"{own}linear_fc2.weight"] = np.split(down, layout.etp, 1)[at.etp]
+        found[f"{name}mlp.router.weight"] = hf[f"{layer}mlp.gate.weight"]
+
     per_chunk = shape.num_layers // (layout.pp * layout.vpp)
     for chunk in range(layout.vpp):
         first = (chunk * layout.pp + where.pp) * per_chunk
@@ -200,11 +234,15 @@ def megatron_reference(
             found[f"{name}input_layernorm.weight"] = hf[f"{layer}input_layernorm.weight"]
             found[f"{name}pre_mlp_layernorm.weight"] = hf[f"{layer}post_attention_layernorm.weight"]
             found[f"{name}self_attention.linear_qkv.weight"] = qkv(layer, "weight")
-            found[f"{name}mlp.linear_fc1.weight"] = gate_up(layer, "weight")
-            for ours, theirs in (
-                ("self_attention.linear_proj", "self_attn.o_proj"),
-                ("mlp.linear_fc2", "mlp.down_proj"),
-            ):
+            is_dense = shape.moe is None or first + index in shape.moe.dense_layers
+            rows = {"self_attention.linear_proj": "self_attn.o_proj"}
+            if is_dense:
+                found[f"{name}mlp.linear_fc1.weight"] = gate_up(layer, "weight")
+                rows["mlp.linear_fc2"] = "mlp.down_proj"
+            else:
+                assert shape.moe is not None
+                expert_parts(name, layer, list(range(shape.moe.num_experts)))
+            for ours, theirs in rows.items():
                 found[f"{name}{ours}.weight"] = np.split(hf[f"{layer}{theirs}.weight"], tp, 1)[r]
                 if shape.linear_bias:
                     found[f"{name}{ours}.bias"] = hf[f"{layer}{theirs}.bias"]
@@ -229,7 +267,7 @@ def megatron_reference(
 
 
 def fused_reference(
-    hf: Mapping[str, np.ndarray], shape: ModelShape, tp: int, tp_rank: int
+    hf: Mapping[str, np.ndarray], shape: ModelShape, tp: int, tp_rank: int, ep: int = 1
 ) -> Arrays:
     """Returns the parameters of one rank of an engine that fuses projections as vLLM does."""
     found: Arrays = {}
@@ -243,7 +281,21 @@ def fused_reference(
         return array.reshape(-1, head, *array.shape[1:])[which].reshape(-1, *array.shape[1:])
 
     for name, array in hf.items():
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if ".experts." in name:
+            before, after = name.split(".experts.")
+            expert, kind = int(after.split(".")[0]), after.split(".")[1]
+            assert shape.moe is not None
+            count, etp = shape.moe.num_experts // ep, tp // ep
+            if expert // count != tp_rank // etp:
+                continue
+            stem, part = f"{before}.experts.routed_experts.", tp_rank % etp
+            if kind == "down_proj":
+                found[f"{stem}w2_weight/{expert % count}"] = np.split(array, etp, 1)[part]
+            elif kind == "gate_proj":
+                halves = [array, hf[name.replace("gate_proj", "up_proj")]]
+                joined = np.concatenate([np.split(half, etp)[part] for half in halves])
+                found[f"{stem}w13_weight/{expert % count}"] = joined
+        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             padded = _padded(array, -(-shape.vocab_size // 64) * 64)
             found[name] = np.split(padded, tp)[tp_rank]
         elif ".q_proj." in name:

@@ -247,7 +247,8 @@ def _estimate(config: Config, models: Sequence[RoleModel], placement: Placement)
     """
     family, shape = models[0].family, models[0].shape
     train, tp, world_size = config.train, config.rollout.tp, placement.num_ranks
-    layout = TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep, train.vpp)
+    sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
+    layout = TrainLayout(world_size, *sizes, etp=train.etp)
     elements, engine, shared = _sizes(family, shape, train.tp, train.pp, train.vpp, tp)
     if ENGINES[config.rollout.engine].shares_memory and not train.release_weights_in_rollout:
         engine -= shared

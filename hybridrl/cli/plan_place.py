@@ -27,7 +27,7 @@ from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import (
     NOTHING,
     RankLayout,
-    fused_layout,
+    fused_layouts,
     hf_layout,
     hf_shapes,
     megatron_layouts,
@@ -75,7 +75,7 @@ def place_models(
     """
     train, tp, ranks = config.train, config.rollout.tp, placement.policy.ranks
     if ENGINES[config.rollout.engine].has_fused_parameters:
-        parts = [fused_layout(family, shape, tp, tp_rank) for tp_rank in range(tp)]
+        parts = fused_layouts(family, shape, tp, config.rollout.ep)
     else:
         parts = [hf_layout(hf_shapes(family, shape))]
     choice = None
@@ -189,7 +189,7 @@ class _Sizes:
         place, layout = self._placed.placement.of(model.role), self._placed.layout
         if place != self._placed.placement.policy:
             sizes = place.tp, place.pp, place.cp, place.ep, place.vpp
-            layout = TrainLayout(len(place.ranks), *sizes)
+            layout = TrainLayout(len(place.ranks), *sizes, etp=place.etp)
         key = model.family, model.shape, layout, model.head
         if key not in self._found:
             self._found[key] = megatron_layouts(*key)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridrl.config.placement import shown
-from hybridrl.config.rules import AUTO_ORDER
+from hybridrl.config.rules_placement import AUTO_ORDER
 from hybridrl.hybrid_engine.assign import OrderChoice
 from hybridrl.parallel.layout import DEFAULT_ORDER
 

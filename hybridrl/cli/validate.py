@@ -78,7 +78,8 @@ def model_violations(
             hf_config = content
             is_fused = ENGINES[rollout.engine].has_fused_parameters
             if is_fused and not check(config, world_size, hf_config, machines=machines):
-                fused_layout(family, shape, rollout.tp, 0)  # the rules know no vocabulary
+                # The rules know no vocabulary.
+                fused_layout(family, shape, rollout.tp, 0, rollout.ep)
         except UserError as error:
             found.append(error)
     taught = _teacher(config, hf_config) if has_teacher else ()
@@ -250,7 +251,8 @@ def _descriptors(config: Config, machines: Machines) -> UserError | None:
     found = [] if misplaced else [placement.policy, *placement.named.values()]
     places = list(dict.fromkeys(found))
     layouts = [
-        TrainLayout(len(place.ranks), place.tp, place.pp, place.cp, place.ep) for place in places
+        TrainLayout(len(place.ranks), place.tp, place.pp, place.cp, place.ep, etp=place.etp)
+        for place in places
     ]
     return shortage(machines.num_ranks, layouts, is_cpu=num_local_gpus() == 0)
 

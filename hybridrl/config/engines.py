@@ -27,8 +27,10 @@ class EngineTraits:
         computes: its tokens and log-probabilities come from the weights that it receives. It then
             has a `model` with HF's module names.
         is_tensor_parallel: a replica may be cut over `rollout.tp` ranks; else it is one rank.
+        is_expert_parallel: a replica's experts may lie whole on its ranks (`rollout.ep`).
         has_fused_parameters: its parameters are laid out as `models/weights.py:fused_layout` says;
             else they are the HF checkpoint's tensors, whole.
+        takes_experts: it runs mixtures of experts, and can be written with them.
         sleeps: it gives weights and KV cache back while the policy trains, on GPUs.
         shares_memory: its parameters can be the trainer's own memory where both cut a tensor alike.
         has_fixed_kv_cache: the KV cache is made at the start, for `rollout.max_batch` requests, and
@@ -43,7 +45,9 @@ class EngineTraits:
     package: str | None = None
     computes: bool = True
     is_tensor_parallel: bool = False
+    is_expert_parallel: bool = False
     has_fused_parameters: bool = False
+    takes_experts: bool = False
     sleeps: bool = False
     shares_memory: bool = False
     has_fixed_kv_cache: bool = False
@@ -71,11 +75,13 @@ class EnginePackage:
 
 
 ENGINES = {
-    "hf": EngineTraits(builder="hybridrl.rollout.hf:build"),
+    "hf": EngineTraits(builder="hybridrl.rollout.hf:build", takes_experts=True),
     "vllm": EngineTraits(
         builder="hybridrl.rollout.vllm:build",
         package="hybridrl.rollout.vllm_version:PACKAGE",
         is_tensor_parallel=True,
+        is_expert_parallel=True,
+        takes_experts=True,
         has_fused_parameters=True,
         sleeps=True,
         shares_memory=True,
@@ -85,7 +91,9 @@ ENGINES = {
         lowest_temperature=0.01,
         runs_on_gpus=True,
     ),
-    "scripted": EngineTraits(builder="hybridrl.rollout.scripted:build", computes=False),
+    "scripted": EngineTraits(
+        builder="hybridrl.rollout.scripted:build", computes=False, takes_experts=True
+    ),
 }
 NOT_YET = {"sglang": "SGLang"}
 

@@ -39,6 +39,9 @@ def _as_text(value: object) -> object:
 Ranks = Annotated[str | None, BeforeValidator(_as_text)]
 """Ranks as a user writes them."""
 
+OWN_AXES = ("tp", "pp", "cp", "ep", "etp")
+"""Sizes that a role's place may have of its own."""
+
 
 class RankSet(Section):
     """Some ranks."""
@@ -67,6 +70,11 @@ class RoleRanks(RankSet):
     )
     ep: int | None = Field(
         None, ge=1, description="Expert parallel size. None: train.ep; most models are cut alike."
+    )
+    etp: int | None = Field(
+        None,
+        ge=1,
+        description="Expert tensor parallel size. None: train.etp; most models are cut alike.",
     )
 
 
@@ -131,7 +139,7 @@ class Place:
 
     Args:
         ranks: of the world, ascending.
-        tp, pp, cp, ep, vpp: sizes of its layout over them.
+        tp, pp, cp, ep, vpp, etp: sizes of its layout over them.
     """
 
     ranks: tuple[int, ...]
@@ -140,6 +148,7 @@ class Place:
     cp: int = 1
     ep: int = 1
     vpp: int = 1
+    etp: int = 1
 
 
 @dataclass(frozen=True)
@@ -223,7 +232,7 @@ def place(
     named: dict[str, Place] = {}
     for role, (_, one) in given.items():
         if isinstance(one, RoleRanks):
-            sizes = {axis: getattr(one, axis) for axis in ("tp", "pp", "cp", "ep")}
+            sizes = {axis: getattr(one, axis) for axis in OWN_AXES}
             named[role] = _sized(train, ranks.get(role, policy.ranks), sizes)
     placed = Placement(machines.num_ranks, policy, ranks.get("rollout", everyone), named)
     used = {*policy.ranks, *placed.rollout, *(r for p in named.values() for r in p.ranks)}
@@ -240,7 +249,7 @@ def _sized(
     train: Place, ranks: tuple[int, ...], sizes: Mapping[str, int | None] | None = None
 ) -> Place:
     given = {axis: size for axis, size in (sizes or {}).items() if size is not None}
-    axes = {axis: given.get(axis, getattr(train, axis)) for axis in ("tp", "pp", "cp", "ep")}
+    axes = {axis: given.get(axis, getattr(train, axis)) for axis in OWN_AXES}
     vpp = train.vpp if axes["pp"] == train.pp else 1
     return Place(ranks, **axes, vpp=vpp)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from math import lcm
 from typing import Any
 
 from hybridrl.config.algorithm import PolicyGradientConfig
@@ -15,8 +16,18 @@ from hybridrl.config.engines import ENGINES
 from hybridrl.config.environment import environment_rules
 from hybridrl.config.placement import Machines, Placement, asks_for, least_ranks
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
+from hybridrl.config.rules_experts import rollout_expert_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
-from hybridrl.config.rules_placement import layer_rules, placed, placement_rules, split_rules
+from hybridrl.config.rules_placement import (
+    AUTO_ORDER,
+    expert_grid_rules,
+    expert_rules,
+    layer_rules,
+    num_experts,
+    placed,
+    placement_rules,
+    split_rules,
+)
 from hybridrl.config.schema import (
     Config,
     GrpoConfig,
@@ -27,10 +38,8 @@ from hybridrl.config.schema import (
 )
 from hybridrl.errors import UserError, short
 
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 MOST_BYTES = 255  # of a name, on every usual file system
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")  # of `train.order`, as Megatron orders them itself
-AUTO_ORDER = "auto"
 
 
 def default_world_size(config: Config, num_gpus: int) -> int:
@@ -38,7 +47,8 @@ def default_world_size(config: Config, num_gpus: int) -> int:
     if num_gpus > 0:
         return num_gpus
     train, named = config.train, least_ranks(config.placement)
-    return max(train.tp * train.pp * train.cp, config.rollout.tp, named)
+    plane = lcm(train.tp * train.cp, train.ep * train.etp)  # ranks of a pipeline stage
+    return max(train.pp * plane, config.rollout.tp, named)
 
 
 def check(
@@ -130,13 +140,9 @@ def _layout_rules(config: Config, placement: Placement, ranks: str) -> Iterator[
             f"a divisor of {of_policy}",
             f"Change the layout, or {ranks}.",
         )
-    elif (world_size // train.pp) % train.ep:
-        yield UserError(
-            "train.ep",
-            train.ep,
-            f"a divisor of the {world_size // train.pp} ranks of a pipeline stage",
-            f"Change train.ep, or {ranks}.",
-        )
+    else:
+        stage = world_size // train.pp
+        yield from expert_grid_rules("train", stage, train.ep, train.etp, f", or {ranks}")
     if num_engines % rollout.tp:
         yield UserError(
             "rollout.tp",
@@ -354,10 +360,36 @@ def _shape_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
     yield from layer_rules("train.pp * train.vpp", chunks, shape, product)
     for key, tp in (("train.tp", train.tp), ("rollout.tp", config.rollout.tp)):
         yield from split_rules(key, tp, shape)
-    experts = next((shape[key] for key in EXPERT_KEYS if isinstance(shape.get(key), int)), 0)
-    if shape and train.ep > 1 and not experts:
-        yield UserError("train.ep", train.ep, "1 with a dense model", "Set train.ep=1.")
-    elif experts and experts % train.ep:
+    yield from expert_rules("train", train.ep, train.etp, train.order, train.pp, shape)
+    yield from rollout_expert_rules(config.rollout, shape)
+    yield from _expert_model_rules(config, shape)
+
+
+def _expert_model_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
+    """Rules of what cannot be done with a mixture of experts."""
+    experts = num_experts(shape)
+    if not experts:
+        return
+    engine = config.rollout.engine
+    if not ENGINES[engine].takes_experts:
+        able = [name for name, traits in ENGINES.items() if traits.takes_experts]
         yield UserError(
-            "train.ep", train.ep, f"a divisor of the model's {experts} experts", "Change train.ep."
+            "rollout.engine",
+            engine,
+            f"{', '.join(able)} with a mixture of experts (this model has {experts} a layer)",
+            f"Set rollout.engine={able[0]}, or train a dense model.",
+        )
+    if config.train.recompute == "selective":
+        yield UserError(
+            "train.recompute",
+            "selective",
+            "none or full with a mixture of experts",
+            "Set train.recompute=full, or none.",
+        )
+    if config.train.fp8 != "none":
+        yield UserError(
+            "train.fp8",
+            config.train.fp8,
+            "none with a mixture of experts",
+            "Set train.fp8=none.",
         )

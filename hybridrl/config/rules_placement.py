@@ -23,11 +23,14 @@ from hybridrl.config.roles import reward_models, run_models
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 
+AUTO_ORDER = "auto"  # of `train.order`
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 def placed(config: Config, machines: Machines) -> tuple[Placement, list[UserError]]:
     """Returns where the models of a run lie, and what is wrong with it; arguments as of `place`."""
     train = config.train
-    sizes = Place((), train.tp, train.pp, train.cp, train.ep, train.vpp)
+    sizes = Place((), train.tp, train.pp, train.cp, train.ep, train.vpp, train.etp)
     return place(config.placement, sizes, machines)
 
 
@@ -87,13 +90,69 @@ def _size_rules(key: str, found: Place) -> Iterator[UserError]:
             f"a divisor of its {num} ranks, {shown(found.ranks)}",
             f"Set {key}.tp, .pp or .cp (else they are those of `train`), or give it other ranks.",
         )
-    elif (num // found.pp) % found.ep:
+    else:
+        yield from expert_grid_rules(key, num // found.pp, found.ep, found.etp)
+
+
+def expert_grid_rules(
+    key: str, num_ranks: int, ep: int, etp: int, ranks: str = ""
+) -> Iterator[UserError]:
+    """Rules of laying experts over a pipeline stage.
+
+    Args:
+        key: of the section that has the sizes.
+        num_ranks: of a pipeline stage.
+        ep, etp: expert and expert tensor parallel sizes.
+        ranks: how the user may have other ranks; nothing where the sizes alone can change.
+    """
+    if num_ranks % (ep * etp):
+        product = f"{ep} * {etp} = {ep * etp}"
         yield UserError(
-            f"{key}.ep",
-            found.ep,
-            f"a divisor of the {num // found.pp} ranks of a pipeline stage",
-            f"Change {key}.ep.",
+            f"{key}.ep * {key}.etp" if etp > 1 else f"{key}.ep",
+            product if etp > 1 else ep,
+            f"a divisor of the {num_ranks} ranks of a pipeline stage",
+            f"Change {key}.ep" + (f" or {key}.etp" if etp > 1 else "") + ranks + ".",
         )
+
+
+def expert_rules(
+    key: str, ep: int, etp: int, order: str, pp: int, shape: Mapping[str, Any]
+) -> Iterator[UserError]:
+    """Rules of dealing and cutting the experts of a model.
+
+    Args:
+        key: of the section that has the sizes.
+        ep, etp: expert and expert tensor parallel sizes.
+        order: of the axes, as `train.order`; a role with a layout of its own has Megatron's own.
+        pp: pipeline parallel size.
+        shape: the model's config.json; nothing is judged without it.
+    """
+    experts = num_experts(shape)
+    if not experts:
+        for axis, size in (("ep", ep), ("etp", etp)):
+            if shape and size > 1:
+                allowed = "1 with a dense model, which has no experts"
+                yield UserError(f"{key}.{axis}", size, allowed, f"Set {key}.{axis}=1.")
+        return
+    if experts % ep:
+        allowed = f"a divisor of the model's {experts} experts"
+        yield UserError(f"{key}.ep", ep, allowed, f"Change {key}.ep.")
+    width = shape.get("moe_intermediate_size", shape.get("intermediate_size"))
+    if isinstance(width, int) and width % etp:
+        allowed = f"a divisor of the {width} feed-forward units of an expert"
+        yield UserError(f"{key}.etp", etp, allowed, f"Change {key}.etp.")
+    if pp > 1 and order != AUTO_ORDER and not order.endswith("pp"):
+        yield UserError(
+            "train.order",
+            repr(order),
+            f"one that ends with pp, where a model with experts has {key}.pp={pp}",
+            f"Set train.order={AUTO_ORDER}, or put pp last.",
+        )
+
+
+def num_experts(shape: Mapping[str, Any]) -> int:
+    """Returns how many experts a layer of the model has, by its config.json; 0: it is dense."""
+    return next((shape[key] for key in EXPERT_KEYS if isinstance(shape.get(key), int)), 0)
 
 
 def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[UserError]:
@@ -113,6 +172,8 @@ def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[U
         yield from layer_rules("train.pp * train.vpp", train.pp * train.vpp, shape)
     if own.tp is None:
         yield from split_rules("train.tp", train.tp, shape)
+    if own.ep is None and own.etp is None and num_experts(shape):
+        yield from expert_rules("train", train.ep, train.etp, train.order, train.pp, shape)
 
 
 def _own_cut_rules(
@@ -126,6 +187,9 @@ def _own_cut_rules(
         yield from layer_rules(f"{key}.pp", chunks, shape, product if vpp > 1 else "")
     if given.tp is not None:
         yield from split_rules(f"{key}.tp", given.tp, shape)
+    if given.ep is not None or given.etp is not None:
+        ep, etp, pp = given.ep or train.ep, given.etp or train.etp, given.pp or train.pp
+        yield from expert_rules(key, ep, etp, AUTO_ORDER, pp, shape)
 
 
 def layer_rules(

@@ -134,7 +134,16 @@ class TrainConfig(Section):
         1, ge=1, description="Model chunks a pipeline stage. 1: plain 1F1B, the least memory."
     )
     cp: int = Field(1, ge=1, description="Context parallel size. 1: only long sequences need more.")
-    ep: int = Field(1, ge=1, description="Expert parallel size. 1: dense models have no experts.")
+    ep: int = Field(
+        1,
+        ge=1,
+        description="Expert parallel size: into how many parts the experts of a layer are dealt. 1: no splitting unless memory asks for it.",
+    )
+    etp: int = Field(
+        1,
+        ge=1,
+        description="Expert tensor parallel size: into how many parts each expert is cut. 1: small experts lose speed when cut, so deal them by train.ep; Megatron's own default is tp.",
+    )
     order: str = Field(
         "auto",
         description="Axes over the ranks, the fastest-varying first. 'auto': tp-cp-ep-dp-pp as Megatron, unless engines receive fewer bytes in another order, which `hybridrl plan` and the start of a run name.",
@@ -242,6 +251,11 @@ class RolloutConfig(Section):
         1,
         ge=1,
         description="Tensor parallel size of one engine replica. 1: most replicas, no generation traffic.",
+    )
+    ep: int = Field(
+        1,
+        ge=1,
+        description="Expert parallel size of one engine replica: 1, every rank has a part of each expert, or rollout.tp, whole experts by rank. 1: ranks have equal work however tokens are routed.",
     )
     temperature: float = Field(
         1.0,

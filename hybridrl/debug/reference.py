@@ -20,6 +20,7 @@ from hybridrl.debug.residual import decoder_hooks
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.export import gather_tensors
 from hybridrl.models.transformers_model import transformers_model
+from hybridrl.models.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import check_tensors, hf_layout, hf_shapes
 from hybridrl.training.model import ParallelModel
 
@@ -38,15 +39,17 @@ def reference_streams(
     world, source = model.world, model.source
     shapes = hf_shapes(source.family, source.shape)
     reference: Any = None
+    live: dict[str, Tensor] = {}
     with world.all_agree("building the reference"):
         if world.rank == 0:
             cpu = torch.device("cpu")
             reference = transformers_model(source.hf_config, "float32", cpu, "eager")
-            _check_parameters(reference, shapes)
+            live = checkpoint_tensors(reference, source.hf_config, source.family)
+            _check_parameters(live, shapes)
     layouts = [model.layout_of(rank) for rank in range(world.size)]
     weights = gather_tensors(layouts, model.weights(), shapes, torch.float32, world)
     for name, tensor in weights:  # nothing elsewhere
-        reference.get_parameter(name).copy_(tensor)
+        live[name].copy_(tensor)
     found: dict[str, Tensor] = {}
     with world.all_agree("computing the reference"):
         if reference is not None:
@@ -70,10 +73,9 @@ def plain_streams(model: Any, prompts: Sequence[tuple[int, ...]]) -> dict[str, T
     return {stage: torch.cat(rows) for stage, rows in found.items()}
 
 
-def _check_parameters(reference: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    live = {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
+def _check_parameters(live: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
     try:
-        check_tensors(hf_layout(shapes), live)
+        check_tensors(hf_layout(shapes), {name: tuple(t.shape) for name, t in live.items()})
     except ModelError as error:
         allowed = error.allowed.replace("its weight table", "the family's weight table")
         value = str(error.value).replace("the live model", "transformers' model")

@@ -36,12 +36,13 @@ class TrainingShard:
 
 def shared_names(source: RankLayout, target: RankLayout) -> dict[str, str]:
     """Returns, by engine name, the training tensor that holds the same rectangles at the same
-    places, with rows of the same length and no fewer of them.
+    places, with rows of the same length and no fewer of them. None of an expert, which is part of a
+    parameter: `<parameter>/<index>`.
     """
     held = {content: name for name, content in _contents(source).items()}
     found = {}
     for name, content in _contents(target).items():
-        if content in held:
+        if content in held and "/" not in name:
             one, other = source.shapes[held[content]], target.shapes[name]
             if one[1:] == other[1:] and one[0] >= other[0]:
                 found[name] = held[content]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hybridrl.config.rules import AUTO_ORDER
+from hybridrl.config.rules_placement import AUTO_ORDER
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.assign import OrderChoice, choose_order, ranks_moved
 from hybridrl.hybrid_engine.owned import equal_shares
 from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.weights import RankLayout, fused_layout, megatron_layouts
+from hybridrl.models.weights import RankLayout, fused_layouts, megatron_layouts
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 
 
@@ -43,7 +43,8 @@ def is_settled(train: TrainConfig, rollout_tp: int) -> bool:
 def lay_out(train: TrainConfig, world_size: int) -> TrainLayout:
     """Returns the layout in the configured order, in Megatron's own where that is 'auto'."""
     order = DEFAULT_ORDER if train.order == AUTO_ORDER else train.order
-    return TrainLayout(world_size, train.tp, train.pp, train.cp, train.ep, train.vpp, order)
+    sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
+    return TrainLayout(world_size, *sizes, order, train.etp)
 
 
 def order_layout(
@@ -54,7 +55,8 @@ def order_layout(
     rollout_tp: int,
     ranks_per_node: int,
 ) -> Ordered:
-    """Returns the training layout, its order chosen if the configuration says 'auto'.
+    """Returns the training layout, its order chosen if the configuration says 'auto': of a dense
+    model; one with experts, which lie on a grid of their own, keeps Megatron's.
 
     Args:
         train: sizes and order.
@@ -63,12 +65,17 @@ def order_layout(
         rollout_tp: tensor-parallel size of the engine.
         ranks_per_node: ranks of one node, which are consecutive.
     """
+    if shape.moe is not None:
+        layout = lay_out(train, world_size)
+        whole = megatron_layouts(family, shape, layout)
+        sources = equal_shares(layout, whole) if train.fuse_param_gather else whole
+        return Ordered(layout, whole, sources, None)
     own = replace(lay_out(train, world_size), order=DEFAULT_ORDER)
     whole = megatron_layouts(family, shape, own)
     sources = equal_shares(own, whole) if train.fuse_param_gather else whole
     layout, choice = lay_out(train, world_size), None
     if rollout_tp > 1:
-        parts = [fused_layout(family, shape, rollout_tp, tp_rank) for tp_rank in range(rollout_tp)]
+        parts = fused_layouts(family, shape, rollout_tp)
         choice = choose_order(own, sources, parts, ranks_per_node)
         if train.order == AUTO_ORDER:
             layout = replace(layout, order=choice.order)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from hybridrl.models.boxes import Box, intersection, moved, span_boxes
-from hybridrl.models.weights import RankLayout, Region
+from hybridrl.models.weights import EXPERTS, RankLayout, Region
 from hybridrl.parallel.layout import TrainLayout
 
 
@@ -53,19 +53,23 @@ def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> R
 
 def equal_shares(layout: TrainLayout, whole: Sequence[RankLayout]) -> list[RankLayout]:
     """Returns each rank's owned layout, if every tensor is cut into equal shards over the data- and
-    context-parallel ranks.
+    context-parallel ranks, those of experts over the expert-data-parallel ones.
 
     Megatron cuts buckets of several tensors instead, which are known once there is a model. The
     bytes of all ranks together are the same, those of one rank nearly so.
     """
     owners = layout.dp * layout.cp
-    if owners == 1:
+    if owners == layout.edp == 1:
         return list(whole)
     found = []
     for rank, own in enumerate(whole):
         where = layout.coordinates(rank)
         part = where.dp * layout.cp + where.cp
-        sizes = {name: prod(shape) for name, shape in own.shapes.items()}
-        ranges = {n: (s * part // owners, s * (part + 1) // owners) for n, s in sizes.items()}
+        ranges = {}
+        for name, shape in own.shapes.items():
+            at, num, size = part, owners, prod(shape)
+            if EXPERTS in name:
+                at, num = layout.expert_coordinates(rank).edp, layout.edp
+            ranges[name] = (size * at // num, size * (at + 1) // num)
         found.append(owned_layout(own, ranges))
     return found

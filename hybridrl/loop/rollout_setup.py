@@ -20,7 +20,7 @@ from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.assign import assign
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.loop.setup import ranks_per_node
-from hybridrl.models.weights import RankLayout, fused_layout
+from hybridrl.models.weights import RankLayout, fused_layouts
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.replica import ReplicaGroup
@@ -39,12 +39,13 @@ def rollout_layout(
     tp: int,
     sources: Sequence[RankLayout],
     ranks: Sequence[int] | None = None,
+    ep: int = 1,
 ) -> RolloutLayout:
     """Returns which part of which engine replica each of these ranks is, None: of all, so that the
-    fewest bytes move.
+    fewest bytes move; `tp` and `ep` are the replica's sizes.
     """
     source, node = model.source, ranks_per_node(model.world)
-    parts = [fused_layout(source.family, source.shape, tp, tp_rank) for tp_rank in range(tp)]
+    parts = fused_layouts(source.family, source.shape, tp, ep)
     return assign(sources, parts, node, ranks=ranks).layout
 
 

@@ -30,11 +30,20 @@ PEAK_FLOPS_PER_S = {
 }
 
 
-def layer_matmul_params(shape: ModelShape) -> int:
-    """Returns the weights of one decoder layer that every token is multiplied with."""
+def matmul_params(shape: ModelShape) -> int:
+    """Returns the weights of the decoder layers that a token is multiplied with: of a mixture of
+    experts the router's and those of the experts that compute with the token.
+    """
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention = shape.hidden_size * (q + 2 * kv) + q * shape.hidden_size
-    return attention + 3 * shape.hidden_size * shape.ffn_size
+    dense = 3 * shape.hidden_size * shape.ffn_size
+    if (moe := shape.moe) is None:
+        return shape.num_layers * (attention + dense)
+    width = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
+    mixture = shape.hidden_size * (3 * width + moe.num_experts)
+    num_dense = len(moe.dense_layers)
+    feed_forward = num_dense * dense + (shape.num_layers - num_dense) * mixture
+    return shape.num_layers * attention + feed_forward
 
 
 def attention_length(shape: ModelShape) -> int:
@@ -44,7 +53,7 @@ def attention_length(shape: ModelShape) -> int:
     Half the pairs of L positions, of which each costs 4 * head_dim FLOPs a head, are 2 * L *
     head_dim * heads a token and layer; products are 2 FLOPs a weight.
     """
-    weights = shape.num_layers * layer_matmul_params(shape) + shape.hidden_size * shape.vocab_size
+    weights = matmul_params(shape) + shape.hidden_size * shape.vocab_size
     return weights // (shape.num_layers * shape.num_heads * shape.head_dim)
 
 
@@ -69,10 +78,10 @@ def forward_flops(
     lengths = list(lengths)
     tokens = sum(lengths)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    layer = 2 * layer_matmul_params(shape) * tokens
-    layer += 4 * shape.num_heads * shape.head_dim * pairs
+    layers = 2 * matmul_params(shape) * tokens
+    layers += shape.num_layers * 4 * shape.num_heads * shape.head_dim * pairs
     outputs = shape.vocab_size if head_size is None else head_size
-    return shape.num_layers * layer + 2 * shape.hidden_size * outputs * head_tokens
+    return layers + 2 * shape.hidden_size * outputs * head_tokens
 
 
 def train_flops(

@@ -20,12 +20,13 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from hybridrl.models.family import Family
 from hybridrl.models.heads import LanguageModel, ValueModel
-from hybridrl.models.layers import KEYWORDS, LayerKind, layer_spec
+from hybridrl.models.layers import KEYWORDS, LayerKind, layer_specs
 from hybridrl.models.norm import narrowing, wide_residual_add
-from hybridrl.models.weights import Head
+from hybridrl.models.weights import EXPERTS, Head
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.schedule import finalize_summed_gradients
 from hybridrl.platform import Platform
@@ -80,9 +81,11 @@ def transformer_config(
         fp8: 'hybrid' multiplies in FP8 (forward E4M3, backward E5M2), scaled by each tensor's own
             largest element; parameters stay in `dtype`.
     """
+    has_experts = family.shape(hf_config).moe is not None
     keywords: dict[str, Any] = {
         **FIXED_KEYWORDS,
         **KEYWORDS[layers],
+        **(_expert_keywords(layout, layers) if has_experts else {}),
         **_layout_keywords(layout, platform),
         "params_dtype": dtype,
         "pipeline_dtype": torch.float32 if fp32_residual else dtype,
@@ -98,6 +101,16 @@ def transformer_config(
             "recompute_num_layers": 1,
         }
     return TransformerConfig(**{**keywords, **family.transformer_config(hf_config)})
+
+
+def _expert_keywords(layout: TrainLayout, layers: LayerKind) -> dict[str, Any]:
+    return {
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        # transformer-engine multiplies all experts of a rank at once, Megatron one by one.
+        "moe_grouped_gemm": layers == "transformer_engine",
+        "moe_expert_capacity_factor": None,  # no token is dropped
+    }
 
 
 def _layout_keywords(layout: TrainLayout, platform: Platform) -> dict[str, Any]:
@@ -137,7 +150,7 @@ def build_chunks(
     """
     shape = family.shape(hf_config)
     num_chunks = config.virtual_pipeline_model_parallel_size
-    spec = layer_spec(layers, family, config, recompute)
+    spec = layer_specs(layers, family, config, recompute)
     chunks: list[torch.nn.Module] = []
     for chunk in range(num_chunks or 1):
         vp_stage = chunk if num_chunks else None
@@ -166,21 +179,49 @@ def build_chunks(
                     **keywords,
                 )
             )
+    _reduce_experts_apart(chunks)
     return chunks
 
 
+def _reduce_experts_apart(chunks: Sequence[torch.nn.Module]) -> None:
+    """Marks the experts' parameters, whose gradients are summed over ranks of their own.
+
+    Megatron marks them with ep > 1 only (0.16.1, tensor_parallel/layers.py), and would else sum
+    them over the data-parallel ranks: wrong where etp is not tp.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if EXPERTS in name:
+                parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron's attribute
+
+
 def _block_spec(
-    config: TransformerConfig, layer: ModuleSpec, final_norm: type, vp_stage: int | None
+    config: TransformerConfig,
+    dense: ModuleSpec,
+    with_experts: ModuleSpec | None,
+    final_norm: type,
+    vp_stage: int | None,
 ) -> TransformerBlockSubmodules:
     if config.fp32_residual_connection:
-        layer = copy.deepcopy(layer)
-        parts = layer.submodules
-        parts.input_layernorm = narrowing(parts.input_layernorm)
-        parts.pre_mlp_layernorm = narrowing(parts.pre_mlp_layernorm)
-        parts.self_attn_bda = parts.mlp_bda = wide_residual_add
+        dense = _with_wide_residual(dense)
+        with_experts = with_experts and _with_wide_residual(with_experts)
         final_norm = narrowing(final_norm)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=final_norm)
+    layers = [dense] * count
+    if with_experts is not None:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        kinds = config.moe_layer_freq[first : first + count]  # type: ignore[index]  # a list
+        layers = [with_experts if has_experts else dense for has_experts in kinds]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
+
+
+def _with_wide_residual(layer: ModuleSpec) -> ModuleSpec:
+    layer = copy.deepcopy(layer)
+    parts = layer.submodules
+    parts.input_layernorm = narrowing(parts.input_layernorm)
+    parts.pre_mlp_layernorm = narrowing(parts.pre_mlp_layernorm)
+    parts.self_attn_bda = parts.mlp_bda = wide_residual_add
+    return layer
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:

@@ -30,16 +30,36 @@ OUTPUT_LAYER = "output_layer.weight"
 
 
 @dataclass(frozen=True)
+class MoeShape:
+    """The sizes of a decoder's mixtures of experts.
+
+    Args:
+        num_experts: experts of one layer.
+        experts_per_token: how many of them compute with a token.
+        expert_ffn_size: width of one expert, a gated feed-forward layer.
+        shared_ffn_size: width of the experts that compute with every token; 0: there are none.
+        dense_layers: layers whose feed-forward layer is plain, of width `ModelShape.ffn_size`.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_ffn_size: int
+    shared_ffn_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder, as its HF config states them.
 
     Args:
         head_dim: size of one attention head, not necessarily `hidden_size / num_heads`.
-        ffn_size: width of the gated feed-forward layer.
+        ffn_size: width of the gated feed-forward layer, in the layers that have one.
         tied_embeddings: whether the output layer is the embedding (HF stores no `lm_head.weight`).
         qkv_bias: whether the query, key and value projections have biases.
         qk_norm: whether queries and keys are normalised per head.
         linear_bias: whether every linear layer of a decoder layer has a bias.
+        moe: sizes of the experts; None: all layers are dense.
     """
 
     num_layers: int
@@ -53,6 +73,11 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     linear_bias: bool = False
+    moe: MoeShape | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether the feed-forward layer of `layer` is a mixture of experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
     def padded_vocab(self, tp: int) -> int:
         """Returns the number of rows of Megatron's embedding at tensor-parallel size `tp`.
@@ -69,10 +94,13 @@ class Row:
     """One line of a weight table: a Megatron parameter and the HF tensors that it is made of.
 
     Args:
-        megatron: name of the Megatron parameter; `{L}` is the layer's index within its chunk.
-        parts: names of the HF tensors in Megatron's order; `{L}` is the global layer index.
+        megatron: name of the Megatron parameter; `{L}` is the layer's index within its chunk, `{E}`
+            the expert's index among those of its rank.
+        parts: names of the HF tensors in Megatron's order; `{L}` is the global layer index, `{E}`
+            the global expert index.
         shapes: shapes of the HF tensors.
-        kind: how tensor parallelism cuts the parameter.
+        kind: how tensor parallelism cuts the parameter; expert tensor parallelism where it is of
+            an expert.
             `replicated`: every rank holds all of it.
             `column`: dim 0 is cut evenly.
             `row`: dim 1 is cut evenly.
@@ -81,6 +109,8 @@ class Row:
             `qkv`: the rows of the three parts are interleaved per key-value head (its query heads,
             its key, its value), then cut evenly, also where a cut falls inside a head's group.
         stage: which pipeline stage holds it: the first, the last, or the one that owns the layer.
+        num_experts: the row stands for a parameter of each of so many experts; 0: of none.
+        layers: global indices of the layers that have the parameter; None: all.
     """
 
     megatron: str
@@ -88,6 +118,8 @@ class Row:
     shapes: tuple[tuple[int, ...], ...]
     kind: RowKind
     stage: Stage = "layer"
+    num_experts: int = 0
+    layers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,11 @@ class TokenStats(NamedTuple):
     chosen_logp_SK: torch.Tensor | None = None
     chosen_SK: torch.Tensor | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Of the statistics; Megatron's schedule asks any output of a model with experts for it."""
+        return self.logp_S.device
+
 
 class _TokenStatsFunction(torch.autograd.Function):
     @staticmethod

@@ -17,7 +17,7 @@ from hybridrl.models.weights import RankLayout
 
 # Projections that write into the residual stream start smaller by sqrt(2 * layers), as in GPT-2
 # (Radford et al. 2019, 2.3).
-RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", ".w2.weight")
 
 
 def init_weights(

@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -118,10 +119,11 @@ def _choose(
     return Layers("torch", False, f"layers: torch, since {fault}")
 
 
-def layer_spec(
+def layer_specs(
     kind: LayerKind, family: Family, config: TransformerConfig, recompute: str
-) -> tuple[ModuleSpec, type]:
-    """Returns a decoder layer and the norm after the last one.
+) -> tuple[ModuleSpec, ModuleSpec | None, type]:
+    """Returns a decoder layer, one with a mixture of experts if the model has such, and the norm
+    after the last one.
 
     Args:
         kind: as chosen.
@@ -132,25 +134,35 @@ def layer_spec(
     Raises:
         UserError: 'selective', of a feed-forward layer that LeanMlp is not the same as.
     """
-    if family.layer_spec is not None:
-        layer, final_norm = family.layer_spec(config)
-        layer = copy.deepcopy(layer)  # a user's spec may serve other models too
-    elif kind == "transformer_engine":
-        layer, final_norm = transformer_engine_layer_spec(config)
-    else:
-        layer, final_norm = torch_layer_spec(config)
+    layer, final_norm = _layer_spec(kind, family, config)
+    with_experts = None
+    if config.num_moe_experts is not None:
+        # A user's own layer is taken for all layers: it knows its config.
+        own = family.layer_spec is not None
+        with_experts = layer if own else expert_layer_spec(kind, config, layer)
     if recompute == "selective":
         mlp = layer.submodules.mlp
-        if getattr(mlp, "module", None) is not MLP or not _is_swiglu(config):
+        if getattr(mlp, "module", None) is not MLP or with_experts or not _is_swiglu(config):
             raise UserError(
                 "train.recompute",
                 "selective",
-                f"none or full with family {family.name}, whose feed-forward layer is not "
-                "Megatron's MLP with SwiGLU",
+                f"none or full with family {family.name}, whose feed-forward layers are not "
+                "all Megatron's MLP with SwiGLU",
                 "Set train.recompute=full, or none.",
             )
         layer.submodules.mlp = lean_mlp(mlp.submodules)
-    return layer, final_norm
+    return layer, with_experts, final_norm
+
+
+def _layer_spec(
+    kind: LayerKind, family: Family, config: TransformerConfig
+) -> tuple[ModuleSpec, type]:
+    if family.layer_spec is not None:
+        layer, final_norm = family.layer_spec(config)
+        return copy.deepcopy(layer), final_norm  # a user's spec may serve other models too
+    if kind == "transformer_engine":
+        return transformer_engine_layer_spec(config)
+    return torch_layer_spec(config)
 
 
 def _is_swiglu(config: TransformerConfig) -> bool:
@@ -204,6 +216,30 @@ def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec
         normalization=config.normalization
     ).submodules.sharded_state_dict_keys_map
     return spec, TorchNorm
+
+
+def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleSpec) -> ModuleSpec:
+    """Returns a layer like `dense`, with a mixture of experts for its feed-forward layer.
+
+    The norm before it stands alone, since the router reads its output too; so it keeps its own name
+    in checkpoints.
+    """
+    spec = copy.deepcopy(dense)
+    layer = spec.submodules
+    layer.mlp = get_moe_module_spec(
+        use_te=kind == "transformer_engine",
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+    )
+    names = layer.sharded_state_dict_keys_map
+    layer.sharded_state_dict_keys_map = {
+        own: fused for own, fused in names.items() if own != "pre_mlp_layernorm."
+    }
+    if kind == "transformer_engine" and not config.fp32_residual_connection:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer.pre_mlp_layernorm = TENorm
+    return spec
 
 
 def transformer_engine_attention() -> type:

@@ -22,11 +22,23 @@ Head = Literal["lm", "value"]
 
 VALUE_HEAD = "score.weight"  # the HF tensor of a value head
 ENGINE_VOCAB_MULTIPLE = 64
+EXPERTS = ".mlp.experts."  # in the name of every local tensor that is cut and dealt as experts are
 # Parameter names where transformer-engine fuses a norm into the linear layer that follows it.
 _LAYER = "decoder.layers.{L}."
 TE_NAMES = {
     f"{_LAYER}input_layernorm.weight": f"{_LAYER}self_attention.linear_qkv.layer_norm_weight",
     f"{_LAYER}pre_mlp_layernorm.weight": f"{_LAYER}mlp.linear_fc1.layer_norm_weight",
+}
+# The norm before a mixture of experts stands alone: its output goes to the router as well.
+TE_NAMES_WITH_EXPERTS = {
+    own: fused for own, fused in TE_NAMES.items() if "pre_mlp_layernorm" not in own
+}
+# Parameter names where transformer-engine multiplies all experts of a rank at once.
+GROUPED_NAMES = {
+    f"{_LAYER}mlp.experts.local_experts.{{E}}.linear_{fc}.weight": (
+        f"{_LAYER}mlp.experts.linear_{fc}.weight{{E}}"
+    )
+    for fc in ("fc1", "fc2")
 }
 
 
@@ -75,8 +87,9 @@ def hf_shapes(family: Family, shape: ModelShape, head: Head = "lm") -> dict[str,
     shapes: dict[str, Shape] = {}
     for row in _rows(family, shape, head):
         for layer in _layers(row, shape):
-            for part, size in zip(row.parts, row.shapes, strict=True):
-                shapes[part.format(L=layer)] = size
+            for expert in range(row.num_experts or 1):
+                for part, size in zip(row.parts, row.shapes, strict=True):
+                    shapes[part.format(L=layer, E=expert)] = size
     return shapes
 
 
@@ -87,6 +100,7 @@ def megatron_layout(
     rank: int,
     head: Head = "lm",
     te: bool = False,
+    grouped: bool = False,
 ) -> RankLayout:
     """Returns what `rank` of a Megatron model holds.
 
@@ -103,32 +117,35 @@ def megatron_layout(
             (1, hidden) is HF's `score.weight`.
         te: whether norms are parameters of the linear layers after them, as transformer-engine has
             them.
+        grouped: whether the experts of a rank are one module, as transformer-engine has them.
 
     Raises:
         ModelError: the model cannot be cut this way; names the parameter.
     """
     where = layout.coordinates(rank)
-    if shape.num_layers % (layout.pp * layout.vpp):
-        raise ModelError(
-            "train.pp * train.vpp",
-            layout.pp * layout.vpp,
-            f"a divisor of the model's {shape.num_layers} layers",
-            "Choose other pipeline sizes.",
-        )
+    _check_division(shape, layout)
     chunks = layout.layers(where.pp, shape.num_layers)
     is_last = where.pp == layout.pp - 1
     held = _Held()
     for row in _rows(family, shape, head):
-        cut = _megatron_cut(row, shape, layout.tp, where.tp)
-        name = TE_NAMES.get(row.megatron, row.megatron) if te else row.megatron
+        experts = _experts(row, layout, rank)
+        if row.num_experts:
+            cut = _plain_cut(row, layout.etp, layout.expert_coordinates(rank).etp, "train.etp")
+        else:
+            cut = _megatron_cut(row, shape, layout.tp, where.tp)
+        held_layers = _layers(row, shape)
         if row.stage == "layer":
             for chunk, layers in enumerate(chunks):
                 for index, layer in enumerate(layers):
-                    held.add(row, layer, f"{chunk}/{name.format(L=index)}", cut)
+                    if layer not in held_layers:
+                        continue
+                    name = f"{chunk}/{_megatron_name(row, shape.has_experts(layer), te, grouped)}"
+                    for local, expert in enumerate(experts):
+                        held.add(row, layer, name.format(L=index, E=local), cut, expert)
         elif row.stage == "first" and where.pp == 0:
-            held.add(row, 0, f"0/{name}", cut)
+            held.add(row, 0, f"0/{row.megatron}", cut)
         elif row.stage == "last" and is_last:
-            held.add(row, 0, f"{layout.vpp - 1}/{name}", cut)
+            held.add(row, 0, f"{layout.vpp - 1}/{row.megatron}", cut)
         has_copy = row.megatron == EMBEDDING and shape.tied_embeddings and head == "lm"
         if has_copy and is_last and layout.pp > 1:
             held.add(row, 0, f"{layout.vpp - 1}/{OUTPUT_LAYER}", cut)
@@ -136,18 +153,27 @@ def megatron_layout(
 
 
 def megatron_layouts(
-    family: Family, shape: ModelShape, layout: TrainLayout, head: Head = "lm", te: bool = False
+    family: Family,
+    shape: ModelShape,
+    layout: TrainLayout,
+    head: Head = "lm",
+    te: bool = False,
+    grouped: bool = False,
 ) -> list[RankLayout]:
-    """Returns what each rank of a Megatron model holds; data- and context-parallel ranks, which
-    hold the same, share an object.
+    """Returns what each rank of a Megatron model holds; ranks that hold the same, as data- and
+    context-parallel ones of a dense model do, share an object.
     """
-    found: dict[tuple[int, int], RankLayout] = {}
+    found: dict[tuple[int, ...], RankLayout] = {}
     ranks = []
     for rank in range(layout.world_size):
         where = layout.coordinates(rank)
-        if (where.tp, where.pp) not in found:
-            found[where.tp, where.pp] = megatron_layout(family, shape, layout, rank, head, te)
-        ranks.append(found[where.tp, where.pp])
+        key: tuple[int, ...] = (where.tp, where.pp)
+        if shape.moe is not None:
+            of_experts = layout.expert_coordinates(rank)
+            key += (of_experts.etp, of_experts.ep)
+        if key not in found:
+            found[key] = megatron_layout(family, shape, layout, rank, head, te, grouped)
+        ranks.append(found[key])
     return ranks
 
 
@@ -158,18 +184,31 @@ def hf_layout(shapes: Mapping[str, Shape]) -> RankLayout:
     return RankLayout(regions, dict(shapes))
 
 
-def fused_layout(family: Family, shape: ModelShape, tp: int, tp_rank: int) -> RankLayout:
+def fused_layout(
+    family: Family, shape: ModelShape, tp: int, tp_rank: int, ep: int = 1
+) -> RankLayout:
     """Returns what one tensor-parallel rank of an engine with fused projections holds.
 
     Names and order are vLLM's. `qkv_proj` is [queries; keys; values] of the rank's heads, with
     key-value heads repeated where `tp` exceeds them; `gate_up_proj` is [gate; up]; vocabularies are
-    padded to a multiple of 64; tied models hold no `lm_head`.
+    padded to a multiple of 64; tied models hold no `lm_head`. Of an engine's tensor that stacks the
+    rank's experts each is a local tensor, `<parameter>/<index on the rank>`: of `w13_weight` [gate;
+    up], of `w2_weight` down.
+
+    Args:
+        family: whose table is read.
+        shape: sizes of the model.
+        tp, tp_rank: into how many parts the engine is cut, and which.
+        ep: into how many parts the experts of a layer are dealt; each is cut into `tp / ep`.
 
     Raises:
         ModelError: the model cannot be cut this way; names the parameter.
     """
     held = _Held()
     for row in _rows(family, shape, "lm"):
+        if row.num_experts:
+            _hold_fused_experts(held, row, shape, tp, tp_rank, ep)
+            continue
         cut = _fused_cut(row, shape, tp, tp_rank)
         name = row.parts[0]
         if row.kind == "qkv":
@@ -179,6 +218,11 @@ def fused_layout(family: Family, shape: ModelShape, tp: int, tp_rank: int) -> Ra
         for layer in _layers(row, shape):
             held.add(row, layer, name.format(L=layer), cut)
     return held.layout()
+
+
+def fused_layouts(family: Family, shape: ModelShape, tp: int, ep: int = 1) -> list[RankLayout]:
+    """Returns what each rank of such an engine holds; arguments and errors as of `fused_layout`."""
+    return [fused_layout(family, shape, tp, tp_rank, ep) for tp_rank in range(tp)]
 
 
 def check_layout(layout: RankLayout) -> None:
@@ -269,14 +313,15 @@ class _Held:
         self._shapes: dict[str, Shape] = {}
         self._padding: list[tuple[str, Box]] = []
 
-    def add(self, row: Row, layer: int, local: str, cut: _Cut) -> None:
-        """Adds the local tensor that is `cut` out of the row's parts in `layer`."""
+    def add(self, row: Row, layer: int, local: str, cut: _Cut, expert: int = 0) -> None:
+        """Adds the local tensor that is `cut` out of the row's parts in `layer` (of `expert`)."""
         before, after = whole(row.shapes[0][: cut.dim]), whole(row.shapes[0][cut.dim + 1 :])
         offset = 0
         for part, start, stop in cut.runs:
             hf_box = (*before, (start, stop), *after)
             local_box = (*before, (offset, offset + stop - start), *after)
-            self._regions.append(Region(row.parts[part].format(L=layer), hf_box, local, local_box))
+            hf = row.parts[part].format(L=layer, E=expert)
+            self._regions.append(Region(hf, hf_box, local, local_box))
             offset += stop - start
         end = offset + cut.num_padding
         if cut.num_padding:
@@ -296,8 +341,60 @@ def _rows(family: Family, shape: ModelShape, head: Head) -> tuple[Row, ...]:
     return (*(row for row in rows if row.megatron != OUTPUT_LAYER), score)
 
 
-def _layers(row: Row, shape: ModelShape) -> range:
+def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
+    """Refuses a layout that does not divide the model's layers or experts."""
+    if shape.moe is not None and shape.moe.num_experts % layout.ep:
+        raise ModelError(
+            "train.ep",
+            layout.ep,
+            f"a divisor of the model's {shape.moe.num_experts} experts",
+            "Choose another train.ep.",
+        )
+    if shape.num_layers % (layout.pp * layout.vpp):
+        raise ModelError(
+            "train.pp * train.vpp",
+            layout.pp * layout.vpp,
+            f"a divisor of the model's {shape.num_layers} layers",
+            "Choose other pipeline sizes.",
+        )
+
+
+def _layers(row: Row, shape: ModelShape) -> Sequence[int]:
+    if row.layers is not None:
+        return row.layers
     return range(shape.num_layers if row.stage == "layer" else 1)
+
+
+def _experts(row: Row, layout: TrainLayout, rank: int) -> Sequence[int]:
+    """Returns the global indices of the experts for which a rank holds the row's parameter; of a
+    row without experts one index, which no name has.
+    """
+    return layout.experts(rank, row.num_experts) if row.num_experts else (0,)
+
+
+def _megatron_name(row: Row, has_experts: bool, te: bool, grouped: bool) -> str:
+    name = row.megatron
+    if te:
+        name = (TE_NAMES_WITH_EXPERTS if has_experts else TE_NAMES).get(name, name)
+    return GROUPED_NAMES.get(name, name) if grouped else name
+
+
+def _hold_fused_experts(
+    held: _Held, row: Row, shape: ModelShape, tp: int, tp_rank: int, ep: int
+) -> None:
+    """Adds an engine rank's experts: of part `tp_rank // etp` of them, part `tp_rank % etp`."""
+    if tp % ep or row.num_experts % ep:
+        allowed = f"a divisor of rollout.tp = {tp} and of the model's {row.num_experts} experts"
+        raise ModelError("rollout.ep", ep, allowed, "Choose another rollout.ep.")
+    ep_rank, etp_rank = divmod(tp_rank, tp // ep)
+    cut = _plain_cut(row, tp // ep, etp_rank)
+    count = row.num_experts // ep
+    stem = row.parts[0].split("{E}")[0]
+    fused = "routed_experts." + ("w13_weight" if row.kind == "gate_up" else "w2_weight")
+    for layer in _layers(row, shape):
+        for local in range(count):
+            name = f"{stem.format(L=layer)}{fused}/{local}"
+            held.add(row, layer, name, cut, ep_rank * count + local)
 
 
 def _megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> _Cut:
@@ -322,11 +419,11 @@ def _fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> _Cut:
     return _Cut(0, [_Run(i, a * shape.head_dim, b * shape.head_dim) for i, a, b in heads])
 
 
-def _plain_cut(row: Row, tp: int, tp_rank: int) -> _Cut:
+def _plain_cut(row: Row, tp: int, tp_rank: int, key: str = "train.tp or rollout.tp") -> _Cut:
     if row.kind == "replicated":
         return _Cut(0, [_Run(0, 0, row.shapes[0][0])])
     dim = 1 if row.kind == "row" else 0
-    ends = [_even(row, shape[dim], tp, tp_rank) for shape in row.shapes]
+    ends = [_even(row, shape[dim], tp, tp_rank, key) for shape in row.shapes]
     return _Cut(dim, [_Run(part, start, stop) for part, (start, stop) in enumerate(ends)])
 
 
@@ -377,18 +474,20 @@ def _clip(runs: Sequence[_Run], start: int, stop: int) -> list[_Run]:
     return found
 
 
-def _even(row: Row, total: int, tp: int, tp_rank: int) -> tuple[int, int]:
+def _even(
+    row: Row, total: int, tp: int, tp_rank: int, key: str = "train.tp or rollout.tp"
+) -> tuple[int, int]:
     if total % tp:
-        raise _cut_error(row, total, tp)
+        raise _cut_error(row, total, tp, key)
     return tp_rank * total // tp, (tp_rank + 1) * total // tp
 
 
-def _cut_error(row: Row, size: int, tp: int) -> ModelError:
+def _cut_error(row: Row, size: int, tp: int, key: str = "train.tp or rollout.tp") -> ModelError:
     return ModelError(
         f"tensor parallel size for {row.parts[0]}",
         tp,
         f"a size that divides {size}" + (" or is a multiple of it" if row.kind == "qkv" else ""),
-        "Choose another train.tp or rollout.tp.",
+        f"Choose another {key}.",
     )
 
 

@@ -42,12 +42,12 @@ def num_needed(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) ->
 
 def _groups(layout: TrainLayout, is_cpu: bool) -> list[int]:
     """Returns the sizes of the gloo groups that megatron-core 0.16 makes of a layout."""
-    tp, cp, dp, pp, ep = layout.tp, layout.cp, layout.dp, layout.pp, layout.ep
-    expert_dp = layout.world_size // (tp * pp * ep)
+    tp, cp, dp, pp = layout.tp, layout.cp, layout.dp, layout.pp
+    ep, etp, expert_dp = layout.ep, layout.etp, layout.edp
     beside_nccl = [dp, dp * cp, expert_dp]
     others = [layout.world_size, dp, dp * cp, expert_dp]
     others += [tp * dp, tp * dp * cp, tp * cp, tp, cp, pp, tp * pp]
-    others += [min(pp, 2), 1, ep, tp, tp * ep, tp * ep * pp]  # embeddings; experts
+    others += [min(pp, 2), 1, ep, etp, etp * ep, etp * ep * pp]  # embeddings; experts
     return beside_nccl + (others if is_cpu else [])
 
 

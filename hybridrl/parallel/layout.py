@@ -3,7 +3,7 @@
 A training layout is a grid of the axes tp, cp, dp, pp over all ranks. `order` lists the axes from
 the fastest-varying to the slowest, as Megatron's `initialize_model_parallel(order=...)` does, so
 both always agree on who is where. Expert parallelism divides the (tp, cp, dp) plane of a pipeline
-stage and moves no dense weight.
+stage once more, by the axes etp, ep and edp, and moves no dense weight.
 """
 
 from __future__ import annotations
@@ -30,14 +30,33 @@ class Coordinates:
 
 
 @dataclass(frozen=True)
+class ExpertCoordinates:
+    """The position of one rank on every axis of its experts' layout: expert tensor, expert and
+    expert-data parallel, within its pipeline stage.
+    """
+
+    etp: int
+    ep: int
+    edp: int
+    pp: int
+
+
+EXPERT_AXES: dict[str, str] = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
+"""The axes of the experts' layout, by the names that have their places in `TrainLayout.order`."""
+
+
+@dataclass(frozen=True)
 class TrainLayout:
     """Tensor, pipeline, virtual-pipeline, context and data parallel sizes over `world_size` ranks.
 
     Args:
         world_size: number of ranks; `tp * pp * cp` must divide it, the quotient is the
             data-parallel size.
+        ep: into how many parts the experts of a layer are dealt.
         vpp: model chunks a pipeline stage (1: no virtual pipeline).
         order: axes from the fastest-varying to the slowest, in Megatron's notation.
+        etp: into how many parts each expert is cut; `ep * etp` must divide the ranks of a pipeline
+            stage.
     """
 
     world_size: int
@@ -47,6 +66,7 @@ class TrainLayout:
     ep: int = 1
     vpp: int = 1
     order: str = DEFAULT_ORDER
+    etp: int = 1
 
     def __post_init__(self) -> None:
         if sorted(self.order.split("-")) != sorted(ORDER_AXES):
@@ -56,15 +76,26 @@ class TrainLayout:
                 f"tp*pp*cp = {self.tp}*{self.pp}*{self.cp} does not divide "
                 f"the world of {self.world_size} ranks"
             )
+        if (self.world_size // self.pp) % (self.ep * self.etp):
+            raise ValueError(
+                f"ep*etp = {self.ep}*{self.etp} does not divide "
+                f"the {self.world_size // self.pp} ranks of a pipeline stage"
+            )
 
     @property
     def dp(self) -> int:
         """Data-parallel size: how many replicas of the model train side by side."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
+    @property
+    def edp(self) -> int:
+        """Expert-data-parallel size: how many ranks hold the same part of the same experts."""
+        return self.world_size // (self.etp * self.ep * self.pp)
+
     def size(self, axis: str) -> int:
-        """Returns the number of ranks along `axis` ('tp', 'cp', 'dp' or 'pp')."""
-        return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}[axis]
+        """Returns the number of ranks along an axis of the dense layout or of the experts'."""
+        dense = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        return (dense | {"etp": self.etp, "ep": self.ep, "edp": self.edp})[axis]
 
     @cached_property
     def _grid(self) -> dict[Coordinates, int]:
@@ -82,6 +113,34 @@ class TrainLayout:
     def _coordinates(self) -> tuple[Coordinates, ...]:
         by_rank = {rank: where for where, rank in self._grid.items()}
         return tuple(by_rank[rank] for rank in range(self.world_size))
+
+    @cached_property
+    def _expert_coordinates(self) -> tuple[ExpertCoordinates, ...]:
+        axes = [EXPERT_AXES[axis] for axis in self.order.split("-") if axis in EXPERT_AXES]
+        # The slowest axis first, so that the last one varies fastest.
+        grid = product(*(range(self.size(axis)) for axis in reversed(axes)))
+        found = tuple(
+            ExpertCoordinates(**dict(zip(reversed(axes), place, strict=True))) for place in grid
+        )
+        if any(at.pp != where.pp for at, where in zip(found, self._coordinates, strict=True)):
+            raise ValueError(f"order={self.order!r} puts experts on other pipeline stages; pp last")
+        return found
+
+    def expert_coordinates(self, rank: int) -> ExpertCoordinates:
+        """Returns where `rank` stands on every axis of the experts' layout, as Megatron places it.
+
+        Raises:
+            ValueError: in this order the experts' pipeline stages are not those of other weights.
+        """
+        return self._expert_coordinates[rank]
+
+    def experts(self, rank: int, num_experts: int) -> range:
+        """Returns the global indices of the experts that `rank` holds of each of its layers."""
+        if num_experts % self.ep:
+            raise ValueError(f"num_experts={num_experts} is not a multiple of ep = {self.ep}")
+        count = num_experts // self.ep
+        first = self.expert_coordinates(rank).ep * count
+        return range(first, first + count)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Returns where `rank` stands on every axis."""

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from hybridrl.config.placement import Place, Placement, shown
 from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.groups import World, same_on_all_ranks
-from hybridrl.parallel.layout import Coordinates, TrainLayout
+from hybridrl.parallel.layout import Coordinates, ExpertCoordinates, TrainLayout
 from hybridrl.parallel.view import View
 from hybridrl.platform import Platform
 
@@ -198,6 +198,7 @@ class Mesh:
                 layout.vpp if layout.vpp > 1 else None,
                 context_parallel_size=layout.cp,
                 expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=_expert_tensor_size(layout),
                 order=layout.order,
                 distributed_timeout_minutes=self.world.timeout_s / 60,  # type: ignore[arg-type]  # a timedelta takes it
                 create_gloo_process_groups=True,
@@ -216,14 +217,23 @@ class Mesh:
         """
         if self.platform.is_cpu:  # gloo has connected already
             return
-        for group in (
+        groups = [
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
             parallel_state.get_context_parallel_group(),
             parallel_state.get_data_parallel_group(),
             parallel_state.get_data_parallel_group(with_context_parallel=True),
             parallel_state.get_model_parallel_group(),
-        ):
+        ]
+        if self.layout.ep * self.layout.etp > 1:
+            groups += [
+                parallel_state.get_expert_model_parallel_group(),
+                parallel_state.get_expert_tensor_parallel_group(),
+                parallel_state.get_expert_data_parallel_group(),
+                parallel_state.get_expert_tensor_and_model_parallel_group(),
+                parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+            ]
+        for group in groups:
             if group.size() > 1:
                 dist.all_reduce(torch.zeros(1, device=self.platform.device), group=group)
 
@@ -238,6 +248,18 @@ class Mesh:
         if megatron != self.where:
             raise RuntimeError(
                 f"rank {self.world.rank}: Megatron stands at {megatron}, the layout at {self.where}"
+            )
+        if self.layout.ep * self.layout.etp == 1 or self._place is None:
+            return
+        of_experts = ExpertCoordinates(
+            etp=parallel_state.get_expert_tensor_parallel_rank(),
+            ep=parallel_state.get_expert_model_parallel_rank(),
+            edp=parallel_state.get_expert_data_parallel_rank(),
+            pp=parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        if of_experts != (wanted := self.layout.expert_coordinates(self._place)):
+            raise RuntimeError(
+                f"rank {self.world.rank}: Megatron has experts {of_experts}, the layout {wanted}"
             )
 
 
@@ -262,7 +284,7 @@ class Meshes:
             layout = self._layout
             if self._made:
                 sizes = place.tp, place.pp, place.cp, place.ep, place.vpp
-                layout = TrainLayout(len(place.ranks), *sizes)
+                layout = TrainLayout(len(place.ranks), *sizes, etp=place.etp)
             others = list(self._made.values())
             self._made[place] = Mesh(self.world, layout, place.ranks, others)
         return self._made[place]
@@ -279,7 +301,19 @@ class Meshes:
 
 def layout_name(layout: TrainLayout) -> str:
     """Returns a training layout in words."""
-    return f"{layout.order} tp{layout.tp} cp{layout.cp} dp{layout.dp} pp{layout.pp} vpp{layout.vpp}"
+    dense = f"{layout.order} tp{layout.tp} cp{layout.cp} dp{layout.dp} pp{layout.pp}"
+    experts = f" ep{layout.ep} etp{layout.etp}" if layout.ep * layout.etp > 1 else ""
+    return f"{dense} vpp{layout.vpp}{experts}"
+
+
+def _expert_tensor_size(layout: TrainLayout) -> int:
+    """Returns the size that Megatron is given.
+
+    It lays out experts for dense models too, and where pp is not the last axis takes only as many
+    expert-data-parallel ranks as data-parallel ones. Such an order is refused for experts.
+    """
+    is_pp_last = layout.pp == 1 or layout.order.endswith("pp")
+    return layout.etp if is_pp_last else layout.tp
 
 
 def _globals() -> dict[str, Any]:

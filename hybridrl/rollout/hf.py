@@ -18,7 +18,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hybridrl.errors import ModelError
+from hybridrl.models.directory import read_config
+from hybridrl.models.family import Family
 from hybridrl.models.transformers_model import transformers_model
+from hybridrl.models.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import RankLayout, hf_layout
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
@@ -37,7 +40,8 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 def build(inputs: EngineInputs) -> HfEngine:
     """Builds the engine of this rank, which is a replica by itself."""
     model_config, max_batch = dict(inputs.hf_config), inputs.rollout.max_batch
-    return HfEngine(model_config, inputs.dtype_name, inputs.device, max_batch)
+    parts = inputs.dtype_name, inputs.device, max_batch, inputs.family
+    return HfEngine(model_config, *parts)
 
 
 class HfEngine:
@@ -48,6 +52,7 @@ class HfEngine:
         dtype: of parameters and KV cache, e.g. "float32".
         device: where they live.
         max_batch: most requests decoded together.
+        family: that describes the model; None: found from config.json, where it has experts.
     """
 
     def __init__(
@@ -56,15 +61,18 @@ class HfEngine:
         dtype: str = "float32",
         device: str | torch.device = "cpu",
         max_batch: int = 256,
+        family: Family | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch} must be 1 or more")
         self._device = torch.device(device)
+        if not isinstance(model_config, Mapping):
+            model_config = read_config(model_config)
         self._model = transformers_model(model_config, dtype, self._device, "sdpa")
         _refuse_undecodable(self._model.config)
         self._masks = _Masks(self._model.config)
         self._max_batch = max_batch
-        self._tensors = {name: p.data for name, p in self._model.named_parameters()}
+        self._tensors = checkpoint_tensors(self._model, model_config, family)
         self._cache = _SlotCache(self._model.config.num_hidden_layers)
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []

@@ -41,6 +41,7 @@ from hybridrl.rollout.sampling import draw_seeds, no_logprob
 from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_decoding import DecodingSteps
+from hybridrl.rollout.vllm_experts import live_tensors
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule, is_scheduler_known
 
@@ -58,6 +59,7 @@ def build(inputs: EngineInputs) -> VllmEngine:
         reserved_bytes=inputs.reserved_bytes,
         timeout_s=inputs.timeout_s,
         eager=inputs.rollout.eager,
+        ep=inputs.rollout.ep,
     )
     parts = inputs.family, inputs.layout, inputs.rank, inputs.device, inputs.shard
     return VllmEngine(settings, *parts)
@@ -97,7 +99,7 @@ class VllmEngine:
         for violation in head_dim_rule(shape.head_dim, self._device.type == "cpu"):
             raise violation
         _, tp_rank = layout.place(rank)
-        self._layout = fused_layout(family, shape, layout.tp, tp_rank)
+        self._layout = fused_layout(family, shape, layout.tp, tp_rank, settings.ep)
         refusals: list[ModelError] = []
         views: dict[str, Tensor] = {}
 
@@ -117,7 +119,7 @@ class VllmEngine:
         if refusals:
             self.close()
             raise refusals[0]
-        self._tensors = {name: p.data for name, p in self._live.model.named_parameters()}
+        self._tensors = live_tensors(self._live.model)
         # A layer that vLLM repacked after loading has memory of its own again.
         self.shared = frozenset(
             name
@@ -140,7 +142,7 @@ class VllmEngine:
         self._kept_bytes = free_bytes - self._free_bytes()
 
     def _check(self, model: torch.nn.Module, shapes: dict[str, Shape], version: str) -> None:
-        tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+        tensors = live_tensors(model)
         load: Any = model.load_weights
         check_parameters(self._layout, tensors, version)
         check_placement(self._layout, tensors, shapes, load, version)

@@ -43,6 +43,8 @@ class EngineSettings:
         timeout_s: bound of collectives inside the engine; None: vLLM's own.
         eager: run the model module by module, without torch.compile and CUDA graphs (on CPU always
             so).
+        ep: into how many parts the experts of a layer are dealt, each whole; 1: every rank has a
+            part of each expert.
     """
 
     hf_config: Mapping[str, Any]
@@ -54,6 +56,7 @@ class EngineSettings:
     reserved_bytes: int = 0
     timeout_s: float | None = None
     eager: bool = False
+    ep: int = 1
 
 
 def engine_arguments(
@@ -86,6 +89,11 @@ def engine_arguments(
         "seed": 0,
         "enforce_eager": device_memory is None or settings.eager,
     }
+    if settings.ep > 1:
+        arguments["enable_expert_parallel"] = True
+    if shape.moe is not None and device_memory is not None:
+        # Other kernels for GPUs keep gate and up in another order, or packed.
+        arguments["moe_backend"] = "triton"
     if settings.timeout_s is not None:
         arguments["distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
         arguments["cpu_distributed_timeout_seconds"] = max(1, int(settings.timeout_s))

@@ -28,6 +28,7 @@ from hybridrl.parallel.view import View
 from hybridrl.rollout.process_state import keep_generators, ranks_in_environment, replaced
 from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.vllm_arguments import EngineSettings, engine_arguments
+from hybridrl.rollout.vllm_experts import compute_with_live_experts
 from hybridrl.rollout.vllm_version import NAME, installed_version, refusal
 
 ENVIRONMENT = {
@@ -198,12 +199,14 @@ def _compute_with_live_parameters() -> None:
 
     vLLM on CPU packs each linear layer's weight for oneDNN (bf16 on AMX machines: for its own
     kernels) and leaves an empty parameter, or for lm_head a stale one. F.linear reads the live one.
+    Experts are packed in place (vllm_experts.py).
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
 
     _custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *args: False
+    compute_with_live_experts()
 
 
 def _check_groups(rank: int, members: list[int]) -> None:

@@ -168,6 +168,11 @@ class ParallelModel:
             self.memory.wait()
         return self._optimizer
 
+    @property
+    def _names(self) -> tuple[Head, bool, bool]:
+        """What the names of parameters depend on, as `megatron_layout` takes it."""
+        return self.head, self.layers.fuses_norms, self.layers.kind == "transformer_engine"
+
     def layout(self) -> RankLayout:
         """Returns which rectangles of which HF tensors this rank holds."""
         return self.layout_of(self.world.rank)
@@ -177,17 +182,13 @@ class ParallelModel:
         if rank not in self.mesh.ranks:
             return NOTHING
         family, shape, place = self.source.family, self.source.shape, self.mesh.ranks.index(rank)
-        return megatron_layout(
-            family, shape, self.mesh.layout, place, self.head, self.layers.fuses_norms
-        )
+        return megatron_layout(family, shape, self.mesh.layout, place, *self._names)
 
     def source_layouts(self) -> list[RankLayout]:
         """Returns what an engine may be written from right after a step, by rank."""
         if not self.train.fuse_param_gather:
             family, shape = self.source.family, self.source.shape
-            parts = megatron_layouts(
-                family, shape, self.mesh.layout, self.head, self.layers.fuses_norms
-            )
+            parts = megatron_layouts(family, shape, self.mesh.layout, *self._names)
             of_ranks = dict(zip(self.mesh.ranks, parts, strict=True))
             return [of_ranks.get(rank, NOTHING) for rank in range(self.world.size)]
         ranges = owned_ranges(self._chunks, self._optimizer)

@@ -1,13 +1,14 @@
 """One rank of the parity test: log-probabilities and gradients of a layout, in HF coordinates.
 
 parity_worker.py reference FOLDER FAMILIES           one process; checked against transformers
-parity_worker.py compare FOLDER FAMILIES LAYOUT...   every layout, "tp,pp,cp,vpp,order[,full]"
+parity_worker.py compare FOLDER FAMILIES LAYOUT...   each is "tp,pp,cp,vpp,order[,ep=2][,full]"
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,11 +115,23 @@ def check_against_transformers(folder: Path, model, batch, inputs, logp_T, gradi
     loss.backward()
     assert worst < 1e-4, f"logits differ from transformers by {worst}"
     assert float((expected_T - logp_T).abs().max()) < 1e-5
-    largest = max(float(p.grad.abs().max()) for p in oracle.parameters())
-    for name, parameter in oracle.named_parameters():
-        difference = float((gradients[name][0] - parameter.grad).abs().max())
+    expected = on_disk(oracle, "grad")
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert expected.keys() == gradients.keys()
+    for name, gradient in expected.items():
+        difference = float((gradients[name][0] - gradient).abs().max())
         assert difference < 5e-6 * largest, f"{name}: gradient differs by {difference / largest}"
     print(f"{folder.name}: logits within {worst:.1e} of transformers", flush=True)
+
+
+def on_disk(oracle, attribute: str) -> dict[str, torch.Tensor]:
+    """Returns a tensor of each parameter of a HF model under the names, and of the shapes, that
+    transformers writes: experts, which it stacks in memory, one by one.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        state = {name: getattr(p, attribute) for name, p in oracle.named_parameters()}
+        oracle.save_pretrained(folder, state_dict=state)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 def check_nothing_read(model: ParallelModel, inputs) -> None:
@@ -205,8 +218,11 @@ def main() -> None:
             float(g.abs().max()) for n, g in reference.items() if n not in ("logp_T", "norm")
         )
         for text in sys.argv[4:]:
-            tp, pp, cp, vpp, order, *recompute = text.split(",")
-            layout = TrainLayout(size, int(tp), int(pp), int(cp), vpp=int(vpp), order=order)
+            tp, pp, cp, vpp, order, *more = text.split(",")
+            experts = {k: int(v) for k, _, v in (one.partition("=") for one in more) if v}
+            recompute = [one for one in more if "=" not in one]
+            sizes = {"vpp": int(vpp), "order": order, **experts}
+            layout = TrainLayout(size, int(tp), int(pp), int(cp), **sizes)
             gradients, logp_T, norm = run(folder, family, layout, *recompute)
             worst, where, covered = 0.0, "", 0
             for tensor, (gradient, held) in gradients.items():

@@ -1,6 +1,8 @@
 """One rank of the reshard test: many layout pairs through real gloo, or NCCL, messages.
 
-reshard_worker.py FOLDER FIRST_SEED NUM_CASES RANKS_PER_NODE
+reshard_worker.py FOLDER FIRST_SEED NUM_CASES RANKS_PER_NODE [experts]
+
+With `experts` the layouts are of mixtures of experts, and only they are looked at.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from weight_cases import (
     Case,
     minimum_receive_elements,
     random_case,
+    random_case_with_experts,
     random_placed_case,
 )
 
@@ -31,7 +34,7 @@ from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.hybrid_engine.phases import Phase, PhaseError
 from hybridrl.hybrid_engine.plan import PlanError
 from hybridrl.hybrid_engine.verify import VerifyError
-from hybridrl.models.family import ModelShape
+from hybridrl.models.family import ModelShape, MoeShape
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.groups import stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
@@ -41,6 +44,7 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if HAS_GPU else torch.device("cpu")
 STAGING_BYTES = 6000  # small, so that there are many exchanges and split rows
 NODE = int(sys.argv[4])
+HAS_EXPERTS = "experts" in sys.argv
 NUM_DIRECT: list[int] = []  # operations that went unstaged, by case
 NUM_STAGED: list[int] = []  # by case, what landed where something else came later
 
@@ -118,7 +122,7 @@ def check_case(seed: int, rank: int, world: int) -> tuple[int, int]:
 
     Returns the exchanges, and the bytes between nodes.
     """
-    case = random_case(seed, world)
+    case = (random_case_with_experts if HAS_EXPERTS else random_case)(seed, world)
     hf = case.weights()
     source_dtype, dest_dtype = [
         (torch.float32, torch.float32),
@@ -427,6 +431,47 @@ def check_verification(rank: int, world: int) -> None:
     assert hybrid.to_rollout(3).verify_seconds == 0
 
 
+def check_expert_faults(rank: int, world: int) -> None:
+    """Faults of single experts, behind the transport's back on the last rank, are named by all."""
+    shape = ModelShape(2, 16, 4, 2, 4, 32, 100, moe=MoeShape(8, 2, 24))
+    rollout = RolloutLayout.consecutive(world, world)
+    case = Case(shape, TrainLayout(world, ep=world), rollout, "fused")
+    trained = tensors_of(case.trained(case.weights(), rank), torch.float32)
+    stacks = "model.layers.1.mlp.experts.routed_experts."
+
+    def swap_experts(tensors: Mapping[str, torch.Tensor]) -> None:
+        one, other = (tensors[f"{stacks}w13_weight/{expert}"] for expert in (2, 5))
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+
+    def swap_gate_and_up(tensors: Mapping[str, torch.Tensor]) -> None:
+        gate, up = tensors[f"{stacks}w13_weight/6"].chunk(2)
+        kept = gate.clone()
+        gate.copy_(up)
+        up.copy_(kept)
+
+    def keep_stale(tensors: Mapping[str, torch.Tensor]) -> None:
+        tensors[f"{stacks}w2_weight/3"].mul_(1 + 1e-6)
+
+    faults = (("w13_weight/2", swap_experts), ("w13_weight/6", swap_gate_and_up))
+    for name, plant in (*faults, ("w2_weight/3", keep_stale)):
+        engine = Engine(case.targets()[rank], torch.float32)
+        hybrid = HybridEngine(
+            case.sources(), trained, engine, staging_bytes=STAGING_BYTES, verify_every=1
+        )
+        if rank == world - 1:
+            engine.finish_update = lambda version, e=engine, plant=plant: plant(e.tensors())
+        try:
+            hybrid.to_rollout()
+        except VerifyError as error:
+            assert str(error).startswith(f"{stacks}{name}["), error
+            assert f"of the engine on rank {world - 1} differs" in str(error), error
+        else:
+            raise AssertionError(f"{plant.__name__} was not found")
+        hybrid.close()
+
+
 def main() -> None:
     folder, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     if DEVICE.type == "cuda":
@@ -439,6 +484,11 @@ def main() -> None:
     assert max(number for number, _ in exchanges) > 3, exchanges
     assert sum(NUM_DIRECT) > 0
     assert sum(NUM_STAGED) > 0 or world > NODE or count < 12
+    if HAS_EXPERTS:
+        check_expert_faults(rank, world)
+        dist.barrier()
+        dist.destroy_process_group()
+        return
     assert (sum(far for _, far in exchanges) > 0) == (world > NODE)
     if world == 4:
         check_any_order(rank, world)

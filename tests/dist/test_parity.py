@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from launch import run_ranks
-from tiny_models import FAMILIES, save_tiny_models
+from tiny_models import FAMILIES, WITH_EXPERTS, save_tiny_models
 
 WORKER = str(Path(__file__).with_name("parity_worker.py"))
 NAMES = (*FAMILIES, "olmo")
 WITH_WINDOWS = ("llama", "windowed", "qwen3", "olmo")  # windowed: qwen2, and windows
 ORDER = "tp-cp-ep-dp-pp"
-# tp, pp, cp, vpp, order of the axes, recompute; what is left of the world is data parallel.
+# tp, pp, cp, vpp, order of the axes, ep or etp, recompute; what is left of the world is data
+# parallel.
 TWO_RANKS = (
     f"2,1,1,1,{ORDER}",
     f"1,2,1,1,{ORDER}",
@@ -36,11 +37,35 @@ FOUR_RANKS = (
 )
 
 
+# With experts, also where tp is not etp, so that their ranks are others than those of the dense.
+TWO_RANKS_WITH_EXPERTS = (
+    f"1,1,1,1,{ORDER},ep=2",
+    f"1,1,1,1,{ORDER}",
+    f"2,1,1,1,{ORDER}",
+    f"2,1,1,1,{ORDER},ep=2",
+    f"2,1,1,1,{ORDER},etp=2",
+    f"1,1,1,1,{ORDER},etp=2",
+    f"1,2,1,1,{ORDER}",
+    f"1,2,1,2,{ORDER}",
+    f"1,1,2,1,{ORDER},ep=2",
+    f"1,1,1,1,{ORDER},ep=2,full",
+)
+FOUR_RANKS_WITH_EXPERTS = (
+    f"1,1,1,1,{ORDER},ep=4",
+    f"2,1,1,1,{ORDER},ep=2",
+    f"1,2,1,1,{ORDER},ep=2",
+    f"2,2,1,2,{ORDER},ep=2",
+    f"2,1,2,1,{ORDER},ep=2,etp=2",
+    "2,1,1,1,dp-tp-cp-ep-pp,ep=2",
+)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    save_tiny_models(folder, (*NAMES, "windowed"))
-    run_ranks(1, WORKER, ["reference", str(folder), ",".join((*NAMES, "windowed"))], timeout_s=200)
+    names = (*NAMES, "windowed", *WITH_EXPERTS)
+    save_tiny_models(folder, names)
+    run_ranks(1, WORKER, ["reference", str(folder), ",".join(names)], timeout_s=200)
     return folder
 
 
@@ -57,6 +82,14 @@ def test_two_ranks_give_the_gradients_of_one_process(models: Path) -> None:
 )
 def test_four_ranks_give_the_gradients_of_one_process(names: tuple[str, ...], models: Path) -> None:
     run_ranks(4, WORKER, ["compare", str(models), ",".join(names), *FOUR_RANKS], timeout_s=500)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.full)])
+def test_experts_have_the_gradients_of_one_process(name: str, models: Path) -> None:
+    two, four = TWO_RANKS_WITH_EXPERTS, FOUR_RANKS_WITH_EXPERTS
+    run_ranks(2, WORKER, ["compare", str(models), name, *two], timeout_s=300)
+    run_ranks(4, WORKER, ["compare", str(models), name, *four], timeout_s=500)
 
 
 def test_four_ranks_take_all_families() -> None:

@@ -35,6 +35,23 @@ def test_reshard_in_more_layouts(world: int, count: int, tmp_path: Path) -> None
 
 
 @pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the worker takes NCCL on GPU hosts")
+@pytest.mark.parametrize(
+    ("world", "first", "count", "node"),
+    [
+        (4, 0, 1, 4),
+        pytest.param(4, 1, 22, 4, marks=pytest.mark.full),
+        pytest.param(8, 0, 8, 4, marks=pytest.mark.full),
+    ],
+)
+def test_reshard_brings_each_expert_to_the_ranks_that_need_it(
+    world: int, first: int, count: int, node: int, tmp_path: Path
+) -> None:
+    arguments = [str(tmp_path), str(first), str(count), str(node), "experts"]
+    run_ranks(world, WORKER, arguments, timeout_s=400)
+
+
+@pytest.mark.dist
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_reshard_over_nccl_equals_hf_slices_and_sends_what_is_planned(tmp_path: Path) -> None:

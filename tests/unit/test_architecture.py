@@ -72,7 +72,9 @@ WALLS = {
         "platform.py",
     ],
     "transformer_engine": ["platform.py"],
-    "vllm": ["rollout/vllm.py", "rollout/vllm_decoding.py", "rollout/vllm_start.py"],
+    "vllm": [
+        f"rollout/{name}.py" for name in ("vllm", "vllm_decoding", "vllm_experts", "vllm_start")
+    ],
     "triton": ["../kernels/*"],
     "ray": ["cli/launch.py"],
     "hybridrl.kernels": ["ops.py", "../kernels/*"],

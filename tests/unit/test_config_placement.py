@@ -187,10 +187,10 @@ def test_ranks_that_mean_nothing_are_refused_as_they_are_read(written: object) -
             "other ranks.",
         ),
         (
-            ["placement.critic={ranks: 1-3, ep: 2}"],
+            ["placement.critic={ranks: 0-1, ep: 2}"],
             "ppo",
-            "placement.critic.ep: got 2; allowed: a divisor of the 3 ranks of a pipeline stage. "
-            "Change placement.critic.ep.",
+            "placement.critic.ep: got 2; allowed: 1 with a dense model, which has no experts. Set "
+            "placement.critic.ep=1.",
         ),
         (
             ["placement.rollout=1-3", "rollout.tp=2", "rollout.engine=vllm"],

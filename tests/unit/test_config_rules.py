@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules import check, default_world_size
 
@@ -41,6 +43,35 @@ def test_valid_config_has_no_violation() -> None:
     # Covariances are of the step's start: these two do something in a single update too.
     assert keys("algorithm.name=clip_cov") == []
     assert keys("reward.functions.greedy.weight=1") == []
+
+
+EXPERTS = {**SHAPE, "num_experts": 12, "moe_intermediate_size": 24}
+ENGINE = ["rollout.engine=vllm", "rollout.tp=4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shape", "said"),
+    [
+        (["rollout.ep=2"], EXPERTS, "got 2; allowed: 1 with engine 'hf'"),
+        ([*ENGINE, "rollout.ep=4"], SHAPE, "1 with a dense model"),
+        ([*ENGINE, "rollout.ep=2"], EXPERTS, "1, or rollout.tp = 4"),
+        ([*ENGINE, "rollout.ep=4"], {**EXPERTS, "num_experts": 6}, "divisor of the model's 6"),
+        (
+            ENGINE,
+            {**EXPERTS, "moe_intermediate_size": 18},
+            "got 4; allowed: a divisor of the width",
+        ),
+        ([*ENGINE, "rollout.ep=4"], {**EXPERTS, "moe_intermediate_size": 18}, ""),
+        ([*ENGINE, "rollout.ep=4"], EXPERTS, ""),
+        (ENGINE, EXPERTS, ""),
+    ],
+)
+def test_experts_of_an_engine_are_cut_or_dealt(
+    overrides: list[str], shape: dict[str, Any], said: str
+) -> None:
+    found = check(load_config_dict(VALID, overrides), 8, shape)
+    assert len(found) == bool(said), found
+    assert not said or said in str(found[0])
 
 
 @pytest.mark.parametrize(
@@ -131,10 +162,43 @@ def test_key_value_heads_must_divide_or_be_divided() -> None:
     assert keys("train.tp=6", world=6, shape=shape) == []
 
 
+def expert_keys(*overrides: str, **shape: Any) -> list[str]:
+    """Returns what is wrong with a model of 8 experts whose engine can run it."""
+    experts = {"num_experts": 8, "moe_intermediate_size": 12, **shape}
+    return keys("rollout.engine=scripted", *overrides, shape=experts)
+
+
 def test_experts_follow_the_model() -> None:
-    assert keys("train.ep=2", shape={"num_experts": 8}) == []
-    assert keys("train.ep=4", shape={"num_experts": 6}) == ["train.ep"]
-    assert keys("train.ep=8", "train.pp=2", shape={"num_experts": 8}) == ["train.ep"]
+    assert expert_keys("train.ep=2") == []
+    assert expert_keys("train.ep=2", "train.etp=2") == []
+    assert expert_keys("train.ep=4", num_experts=6) == ["train.ep"]
+    assert expert_keys("train.ep=8", "train.pp=2") == ["train.ep"]
+    assert expert_keys("train.ep=8", "train.etp=2") == ["train.ep * train.etp"]
+    assert expert_keys("train.etp=8") == ["train.etp"]  # an expert is 12 units wide
+    assert expert_keys("train.etp=2", moe_intermediate_size=None, num_experts=0) == ["train.etp"]
+    order = "train.order=tp-cp-ep-pp-dp"
+    assert expert_keys("train.pp=2", order) == ["train.order"]
+    assert expert_keys(order) == [] and keys("train.pp=2", order, shape=SHAPE) == []
+    roles = "placement.reference={ranks: 0-3, ep: %d}"
+    reference = "algorithm.kl_coef=0.1"
+    assert expert_keys(roles % 4, reference) == []
+    assert expert_keys(roles % 4, reference, num_experts=6) == ["placement.reference.ep"]
+    assert expert_keys(roles % 8, reference) == ["placement.reference.ep"]  # of 4 ranks
+
+
+def test_what_a_mixture_of_experts_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for override, key in (
+        ("train.recompute=selective", "train.recompute"),
+        ("train.fp8=hybrid", "train.fp8"),
+    ):
+        assert expert_keys(override) == [key], override
+    config = load_config_dict(VALID, ["rollout.engine=hf"])
+    shape = {"num_local_experts": 8}
+    assert check(config, 8, shape) == []
+    without = replace(ENGINES["hf"], takes_experts=False)
+    monkeypatch.setitem(ENGINES, "hf", without)
+    (found,) = check(config, 8, shape)
+    assert "rollout.engine: got hf" in str(found) and "Set rollout.engine=" in str(found)
 
 
 def test_all_rules_are_reported_at_once() -> None:
@@ -173,6 +237,8 @@ def test_default_world_size_is_the_gpus_or_what_the_layout_needs() -> None:
     assert default_world_size(config, 16) == 16
     assert default_world_size(config, 0) == 8
     assert default_world_size(load_config_dict(VALID, ["train.cp=3"]), 0) == 3
+    experts = load_config_dict(VALID, ["train.tp=4", "train.ep=3", "train.etp=2", "train.pp=2"])
+    assert default_world_size(experts, 0) == 24
 
 
 ONLINE = ("algorithm={name: online_dpo}",)

@@ -13,13 +13,13 @@ from hybridrl.metrics.flops import (
     attention_length,
     forward_flops,
     generate_flops,
-    layer_matmul_params,
+    matmul_params,
     num_generated,
     peak_flops_per_s,
     train_flops,
 )
 from hybridrl.models.families.qwen2 import shape
-from hybridrl.models.family import resolve_family
+from hybridrl.models.family import ModelShape, MoeShape, resolve_family
 from hybridrl.roles.roles import Roles
 from hybridrl.training.model import ModelSource
 
@@ -35,9 +35,21 @@ QWEN25_05B = {
 }
 
 
-def test_layer_matmul_params_of_qwen25_05b() -> None:
+def test_matmul_params_of_qwen25_05b() -> None:
     # q, o: 896 x 896; k, v: 896 x 128; gate, up, down: 896 x 4864.
-    assert layer_matmul_params(shape(QWEN25_05B)) == 2 * 802_816 + 2 * 114_688 + 3 * 4_358_144
+    layer = 2 * 802_816 + 2 * 114_688 + 3 * 4_358_144
+    assert matmul_params(shape(QWEN25_05B)) == 24 * layer
+
+
+def test_matmul_params_of_qwen3_30b_a3b_are_the_active_ones() -> None:
+    moe = MoeShape(128, 8, 768)
+    of = ModelShape(48, 2048, 32, 4, 128, 6144, 151936, qk_norm=True, moe=moe)
+    layer = 2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128 + 8 * 3 * 2048 * 768
+    assert matmul_params(of) == 48 * layer
+    # The model's name says 3.3 billion active parameters; the embedding's 0.6 are counted twice.
+    assert 48 * layer + 2 * 2048 * 151936 == pytest.approx(3.35e9, rel=0.01)
+    dense = replace(of, moe=replace(moe, dense_layers=(0,)))
+    assert matmul_params(dense) - 48 * layer == 3 * 2048 * 6144 - (8 * 3 * 2048 * 768 + 2048 * 128)
 
 
 def test_forward_flops_of_qwen25_05b() -> None:

@@ -9,6 +9,7 @@ from weight_cases import (
     Case,
     minimum_receive_elements,
     random_case,
+    random_case_with_experts,
     random_placed_case,
     run_plan,
 )
@@ -17,12 +18,13 @@ from hybridrl.hybrid_engine.assign import assign
 from hybridrl.hybrid_engine.plan import PlanError, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.models.boxes import volume
-from hybridrl.models.family import ModelShape, resolve_family
+from hybridrl.models.family import ModelShape, MoeShape, resolve_family
 from hybridrl.models.weights import (
     RankLayout,
     Region,
     check_coverage,
     fused_layout,
+    fused_layouts,
     hf_layout,
     hf_shapes,
     megatron_layout,
@@ -30,6 +32,7 @@ from hybridrl.models.weights import (
 from hybridrl.parallel.layout import TrainLayout
 
 NUM_CASES, NUM_BATCHES, NUM_PLACED_CASES = 640, 16, 300
+NUM_EXPERT_CASES = 300
 QWEN25_7B = ModelShape(
     num_layers=28,
     hidden_size=3584,
@@ -59,6 +62,19 @@ def test_plan_between_rank_sets_that_differ(batch: int) -> None:
         trains, generates = set(case.trains), set(case.rollout.ranks)
         kinds.add((bool(trains & generates), trains <= generates, trains >= generates))
     assert len(kinds) == 5, kinds  # disjoint, overlapping, equal, one within the other
+
+
+@pytest.mark.parametrize(
+    "batch", [*(pytest.param(n, marks=pytest.mark.full) for n in (0, 1, 2)), 3]
+)
+def test_plan_brings_each_expert_to_the_ranks_that_need_it(batch: int) -> None:
+    """The same with experts: dealt or cut in training, cut or whole in the engine."""
+    kinds = set()
+    for seed in range(batch, NUM_EXPERT_CASES, 4):
+        case = random_case_with_experts(seed)
+        check_plan(case, seed)
+        kinds.add((case.train.ep > 1, case.train.etp > 1, case.rollout_ep > 1))
+    assert len(kinds) >= 6, kinds
 
 
 def check_plan(case: Case, seed: int) -> None:
@@ -149,6 +165,17 @@ def test_plan_shares_sending_among_data_parallel_owners() -> None:
     assert plan.messages == (1,) * 8  # each of them serves one, so messages are few
     first_stage = plan.send_bytes[:4]
     assert max(first_stage) - min(first_stage) <= 2 * 128 * 16
+
+
+def test_plan_moves_no_expert_that_lies_on_the_same_rank_in_the_engine() -> None:
+    shape = ModelShape(2, 16, 4, 4, 4, 32, 128, moe=MoeShape(8, 2, 24))
+    family = resolve_family("qwen3_moe", {})
+    sources = [megatron_layout(family, shape, TrainLayout(4, ep=4), rank) for rank in range(4)]
+    plan = plan_reshard(sources, fused_layouts(family, shape, 4, ep=4), itemsize=2)
+    assert plan.receive_bytes == (0,) * 4
+    experts = 2 * 2 * 3 * 24 * 16 * 2  # layers, experts of a rank, matrices, width, hidden size
+    cut = plan_reshard(sources, fused_layouts(family, shape, 4), itemsize=2)
+    assert cut.receive_bytes == (experts * 3 // 4,) * 4
 
 
 def test_plan_names_what_no_rank_holds() -> None:

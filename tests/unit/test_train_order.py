@@ -28,7 +28,7 @@ from hybridrl.hybrid_engine.owned import equal_shares
 from hybridrl.loop.setup import training_layout
 from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.models.weights import RankLayout, fused_layout, megatron_layouts
-from hybridrl.parallel.layout import DEFAULT_ORDER, Coordinates, TrainLayout
+from hybridrl.parallel.layout import DEFAULT_ORDER, Coordinates, ExpertCoordinates, TrainLayout
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
@@ -92,6 +92,41 @@ def test_orders_are_taken_if_and_only_if_megatron_takes_them(
         assert TrainLayout(8, tp, pp, cp, ep, order=order).coordinates(5) == found, order
     assert taken == {order for order in ORDERS if is_megatron_order(order, pp, cp, ep)}
     assert DEFAULT_ORDER in taken
+
+
+# tp, pp, cp, ep, etp, of eight ranks.
+EXPERT_SIZES = [(2, 1, 1, 2, 1), (2, 2, 1, 2, 2), (1, 2, 2, 2, 1), (4, 1, 1, 2, 2), (1, 1, 1, 4, 2)]
+
+
+@pytest.mark.parametrize("sizes", EXPERT_SIZES)
+@pytest.mark.usefixtures("one_rank_of_eight")
+def test_experts_lie_where_megatron_puts_them(sizes: tuple[int, int, int, int, int]) -> None:
+    tp, pp, cp, ep, etp = sizes
+    found = set()
+    for order in ORDERS:
+        if pp > 1 and not order.endswith("pp"):
+            continue
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tp,
+            pp,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+            order=order,
+            create_gloo_process_groups=False,
+        )
+        at = ExpertCoordinates(
+            etp=parallel_state.get_expert_tensor_parallel_rank(),
+            ep=parallel_state.get_expert_model_parallel_rank(),
+            edp=parallel_state.get_expert_data_parallel_rank(),
+            pp=parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        layout = TrainLayout(8, tp, pp, cp, ep, order=order, etp=etp)
+        assert layout.expert_coordinates(5) == at, order
+        assert layout.edp == parallel_state.get_expert_data_parallel_world_size()
+        found.add(at)
+    assert len(found) > 1
 
 
 @pytest.mark.parametrize(

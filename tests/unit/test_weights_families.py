@@ -5,19 +5,24 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from hybridrl.errors import ModelError
-from hybridrl.models.family import resolve_family
+from hybridrl.models.directory import read_config
+from hybridrl.models.family import MoeShape, read_model, resolve_family
+from hybridrl.models.headers import HfHeaders
 from hybridrl.models.weights import hf_shapes
 
 SIZES: dict[str, Any] = {
@@ -58,6 +63,49 @@ def test_family_table_has_the_tensors_that_transformers_has(config: PreTrainedCo
     assert family.name == config.model_type
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert hf_shapes(family, family.shape(hf_config)) == shapes
+
+
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 24}
+
+
+@pytest.mark.parametrize(
+    ("config", "moe"),
+    [
+        (Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16), MoeShape(8, 2, 24)),
+        (Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[0]), MoeShape(8, 2, 24, 0, (0,))),
+        (Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2), MoeShape(8, 2, 24, 0, (0,))),
+        (MixtralConfig(**SIZES, num_local_experts=4, rms_norm_eps=1e-6), MoeShape(4, 2, 48)),
+    ],
+)
+def test_family_table_has_the_experts_that_transformers_writes(
+    config: PreTrainedConfig, moe: MoeShape, tmp_path: Path
+) -> None:
+    """On disk, where each expert is a tensor; transformers 5 stacks them in memory."""
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    hf_config = read_config(tmp_path)
+    family, shape = read_model(None, hf_config)
+    assert (family.name, shape.moe) == (config.model_type, moe)
+    assert hf_shapes(family, shape) == dict(HfHeaders(tmp_path).shapes)
+    keywords = family.transformer_config(hf_config)
+    layers = [int(layer not in moe.dense_layers) for layer in range(2)]
+    assert (keywords["num_moe_experts"], keywords["moe_layer_freq"]) == (moe.num_experts, layers)
+    # Mixtral's weights of a token's experts add up to 1, Qwen's where norm_topk_prob says so.
+    is_mixtral = family.name == "mixtral"
+    assert keywords["moe_router_pre_softmax"] is not is_mixtral
+    renormalized = family.transformer_config({**hf_config, "norm_topk_prob": True})
+    assert renormalized["moe_router_pre_softmax"] is False
+
+
+def test_family_reads_the_defaults_of_transformers() -> None:
+    for config in (Qwen3MoeConfig(), MixtralConfig()):
+        whole = config.to_dict()
+        needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        least = {key: whole[key] for key in (*needed, "intermediate_size", "hidden_act")}
+        least["max_position_embeddings"] = whole["max_position_embeddings"]
+        family = resolve_family(config.model_type, {})
+        assert family.shape(least) == family.shape(whole)
+        assert family.transformer_config(least) == family.transformer_config(whole)
+        assert family.model_keywords(least) == family.model_keywords(whole)
 
 
 def test_family_keywords_follow_the_config() -> None:
@@ -109,13 +157,24 @@ def test_family_reads_new_and_old_rope_keys() -> None:
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("qwen3_moe", {"num_experts": 0}, "num_experts"),
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, "num_local_experts"),
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok"),
+        ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers"),
+        ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 3}, "decoder_sparse_step"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
     ],
 )
 def test_family_refuses_what_it_does_not_offer(name: str, change: dict[str, Any], key: str) -> None:
     hf_config = {**SIZES, **change}
     family = resolve_family(name, {})
     with pytest.raises(ModelError, match=f"config.json: .*{key}"):
-        family.shape(hf_config)
+        family.transformer_config(hf_config)
         family.model_keywords(hf_config)
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from weight_cases import megatron_reference
+from weight_cases import megatron_reference, random_case_with_experts
 
 from hybridrl.errors import ModelError
 from hybridrl.models.boxes import tiling_fault
-from hybridrl.models.family import ModelShape, Row, resolve_family
+from hybridrl.models.family import ModelShape, MoeShape, Row, resolve_family
 from hybridrl.models.weights import (
     RankLayout,
     Region,
@@ -23,11 +23,15 @@ from hybridrl.models.weights import (
     hf_layout,
     hf_shapes,
     megatron_layout,
+    megatron_layouts,
 )
 from hybridrl.parallel.layout import TrainLayout
 
 LLAMA = resolve_family("llama", {})
 SHAPE = ModelShape(4, 16, 8, 2, 4, 32, 100, qkv_bias=True, qk_norm=True)
+QWEN3_MOE = resolve_family("qwen3_moe", {})
+# Layer 1 is dense.
+MOE = ModelShape(4, 16, 8, 2, 4, 32, 100, qk_norm=True, moe=MoeShape(8, 2, 12, 0, (1,)))
 
 
 def _held(layout: RankLayout, local: str) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
@@ -119,6 +123,85 @@ def test_weights_name_fused_norms_of_transformer_engine() -> None:
     ):
         assert _held(te, layer + name)[0][0] == f"model.layers.2.{norm}.weight"
     check_coverage([te], hf_shapes(LLAMA, SHAPE))
+
+
+def test_weights_deal_experts_and_cut_each() -> None:
+    # tp-cp-ep-dp-pp: ranks 0 to 3 are a stage, etp varies fastest.
+    train = TrainLayout(8, tp=2, pp=2, ep=2, etp=2)
+    layout = megatron_layout(QWEN3_MOE, MOE, train, 3)
+    experts = "0/decoder.layers.0.mlp.experts.local_experts."
+    mlp = "model.layers.0.mlp."
+    assert _held(layout, f"{experts}1.linear_fc1.weight") == [
+        (f"{mlp}experts.5.gate_proj.weight", (6, 12), (0, 6)),
+        (f"{mlp}experts.5.up_proj.weight", (6, 12), (6, 12)),
+    ]
+    assert layout.shapes[f"{experts}3.linear_fc2.weight"] == (16, 6)
+    assert f"{experts}4.linear_fc2.weight" not in layout.shapes
+    assert layout.shapes["0/decoder.layers.0.mlp.router.weight"] == (8, 16)
+    # The dense layer has what the others lack, and is cut by tp.
+    assert layout.shapes["0/decoder.layers.1.mlp.linear_fc1.weight"] == (32, 16)
+    assert "0/decoder.layers.0.mlp.linear_fc1.weight" not in layout.shapes
+    assert "0/decoder.layers.1.mlp.router.weight" not in layout.shapes
+
+
+def test_weights_name_grouped_experts_of_transformer_engine() -> None:
+    train = TrainLayout(2, ep=2)
+    plain = [megatron_layout(QWEN3_MOE, MOE, train, rank) for rank in range(2)]
+    te = [megatron_layout(QWEN3_MOE, MOE, train, rank, te=True, grouped=True) for rank in range(2)]
+    check_coverage(te, hf_shapes(QWEN3_MOE, MOE))
+    for ours, theirs in zip(plain, te, strict=True):
+        name, grouped = (
+            f"0/decoder.layers.2.mlp.experts.{x}"
+            for x in ("local_experts.3.linear_fc2.weight", "linear_fc2.weight3")
+        )
+        assert _held(ours, name) == _held(theirs, grouped) != []
+        # The norm before a router stands alone, that before a dense layer is fused.
+        assert "0/decoder.layers.0.pre_mlp_layernorm.weight" in theirs.shapes
+        assert "0/decoder.layers.1.pre_mlp_layernorm.weight" not in theirs.shapes
+        assert "0/decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in theirs.shapes
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_weights_with_experts_match_the_reference_in_random_layouts(batch: int) -> None:
+    """Regions and padding tile every tensor, every HF element is held, and values are those of
+    arrays cut as Megatron and vLLM cut them.
+    """
+    kinds = set()
+    for seed in range(batch, 60, 4):
+        case = random_case_with_experts(seed)
+        hf, sources = case.weights(), case.sources()
+        check_coverage(sources, hf_shapes(case.family, case.shape))
+        for rank, target in enumerate(case.targets()):
+            for layout, wanted in (
+                (sources[rank], case.trained(hf, rank)),
+                (target, case.generating(hf, rank)),
+            ):
+                check_layout(layout)
+                built = {n: np.full(s, -1, np.float32) for n, s in layout.shapes.items()}
+                for region in layout.regions:
+                    part = hf[region.hf][tuple(slice(*span) for span in region.hf_box)]
+                    built[region.local][tuple(slice(*span) for span in region.local_box)] = part
+                assert built.keys() == wanted.keys(), seed
+                assert all(np.array_equal(built[n], wanted[n]) for n in wanted), seed
+        alike = megatron_layouts(case.family, case.shape, case.train)
+        assert [one.regions for one in alike] == [one.regions for one in sources], seed
+        kinds.add((case.train.ep > 1, case.train.etp > 1, case.rollout_ep > 1))
+    assert len(kinds) > 2, kinds
+
+
+def test_weights_refuse_experts_that_do_not_divide() -> None:
+    for train, named in (
+        (TrainLayout(3, ep=3), "train.ep: got 3; allowed: a divisor of the model's 8 experts"),
+        (TrainLayout(8, etp=8), "gate_proj.weight: got 8.*divides 12.*train.etp"),
+    ):
+        with pytest.raises(ModelError, match=named):
+            megatron_layout(QWEN3_MOE, MOE, train, 0)
+    with pytest.raises(ModelError, match=r"rollout.ep: got 2; allowed: a divisor of rollout.tp"):
+        fused_layout(QWEN3_MOE, MOE, 1, 0, ep=2)
+    with pytest.raises(ValueError, match="does not divide the 2 ranks of a pipeline stage"):
+        TrainLayout(4, pp=2, ep=2, etp=2)
+    with pytest.raises(ValueError, match="other pipeline stages"):
+        TrainLayout(8, tp=2, pp=2, order="tp-cp-ep-pp-dp", ep=4).expert_coordinates(0)
 
 
 def test_weights_fuse_and_repeat_heads_as_vllm_does() -> None:

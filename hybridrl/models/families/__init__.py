@@ -4,4 +4,6 @@ FAMILIES: dict[str, str] = {
     "llama": "hybridrl.models.families.llama:FAMILY",
     "qwen2": "hybridrl.models.families.qwen2:FAMILY",
     "qwen3": "hybridrl.models.families.qwen3:FAMILY",
+    "qwen3_moe": "hybridrl.models.families.qwen3_moe:FAMILY",
+    "mixtral": "hybridrl.models.families.mixtral:FAMILY",
 }

@@ -7,14 +7,15 @@ config asks for beyond them is refused by name. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 from hybridrl.config.files import plain, shown
 from hybridrl.errors import ModelError
 from hybridrl.models.config_keys import WINDOW_KEYS
-from hybridrl.models.family import EMBEDDING, OUTPUT_LAYER, HfConfig, ModelShape, Row
+from hybridrl.models.family import EMBEDDING, OUTPUT_LAYER, HfConfig, ModelShape, MoeShape, Row
 
 # Fixed in Megatron-Core 0.16.1's RotaryEmbedding._apply_scaling; only the factor can be chosen.
 LLAMA3_ROPE = {
@@ -40,6 +41,11 @@ LARGEST = {
     "intermediate_size": 1 << 22,
     "vocab_size": 1 << 24,
     "max_position_embeddings": 1 << 40,
+    "moe_intermediate_size": 1 << 22,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 14,
+    "decoder_sparse_step": 1 << 12,
 }
 
 
@@ -51,6 +57,7 @@ def decoder_shape(
     linear_bias: bool = False,
     default_head_dim: int | None = None,
     default_kv_heads: int | None = None,
+    moe: MoeShape | None = None,
 ) -> ModelShape:
     """Reads the sizes of a llama-shaped decoder.
 
@@ -59,6 +66,7 @@ def decoder_shape(
         qkv_bias, qk_norm, linear_bias: what the family has.
         default_head_dim: head size where the config names none; None: hidden size / heads.
         default_kv_heads: key-value heads where the config has no such key; None: as many as heads.
+        moe: sizes of the experts; None: all layers are dense.
 
     Raises:
         ModelError: a size is no positive integer, or the config asks for what is not supported.
@@ -95,6 +103,7 @@ def decoder_shape(
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         linear_bias=linear_bias,
+        moe=moe,
     )
 
 
@@ -195,17 +204,18 @@ def _check_layer_types(hf_config: HfConfig) -> None:
             raise refusal("layer_types", kind, "full_attention")
 
 
-def decoder_rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table of a llama-shaped decoder with the options that `shape` names."""
-    hidden, ffn = shape.hidden_size, shape.ffn_size
+def decoder_rows(shape: ModelShape, moe: Sequence[Row] = ()) -> tuple[Row, ...]:
+    """Returns the weight table of a llama-shaped decoder with the options that `shape` names.
+
+    Args:
+        shape: sizes of the model.
+        moe: the rows of its mixtures of experts.
+    """
+    hidden = shape.hidden_size
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer, attention = "model.layers.{L}.", "model.layers.{L}.self_attn."
     local, qkv = "decoder.layers.{L}.", tuple(f"{attention}{x}_proj" for x in "qkv")
-    o_proj, down = f"{attention}o_proj", f"{layer}mlp.down_proj"
-    gate_up = (f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj")
-
-    def named(prefixes: tuple[str, ...], suffix: str) -> tuple[str, ...]:
-        return tuple(f"{prefix}.{suffix}" for prefix in prefixes)
+    o_proj = f"{attention}o_proj"
 
     def norm(megatron: str, hf: str, width: int) -> Row:
         return Row(f"{local}{megatron}.weight", (f"{layer}{hf}.weight",), ((width,),), "replicated")
@@ -213,35 +223,27 @@ def decoder_rows(shape: ModelShape) -> tuple[Row, ...]:
     embedding = Row(
         EMBEDDING, ("model.embed_tokens.weight",), ((shape.vocab_size, hidden),), "vocab", "first"
     )
-    qkv_name, fc1_name = f"{local}self_attention.linear_qkv", f"{local}mlp.linear_fc1"
-    proj_name, fc2_name = f"{local}self_attention.linear_proj", f"{local}mlp.linear_fc2"
+    qkv_name, proj_name = (f"{local}self_attention.linear_{x}" for x in ("qkv", "proj"))
     rows = [
         embedding,
         norm("input_layernorm", "input_layernorm", hidden),
         Row(
             f"{qkv_name}.weight",
-            named(qkv, "weight"),
+            _named(qkv, "weight"),
             ((q, hidden), (kv, hidden), (kv, hidden)),
             "qkv",
         ),
     ]
     if shape.qkv_bias or shape.linear_bias:
-        rows.append(Row(f"{qkv_name}.bias", named(qkv, "bias"), ((q,), (kv,), (kv,)), "qkv"))
+        rows.append(Row(f"{qkv_name}.bias", _named(qkv, "bias"), ((q,), (kv,), (kv,)), "qkv"))
     if shape.qk_norm:
         rows.append(norm("self_attention.q_layernorm", "self_attn.q_norm", shape.head_dim))
         rows.append(norm("self_attention.k_layernorm", "self_attn.k_norm", shape.head_dim))
-    rows.append(Row(f"{proj_name}.weight", named((o_proj,), "weight"), ((hidden, q),), "row"))
+    rows.append(Row(f"{proj_name}.weight", _named((o_proj,), "weight"), ((hidden, q),), "row"))
     if shape.linear_bias:
-        rows.append(Row(f"{proj_name}.bias", named((o_proj,), "bias"), ((hidden,),), "replicated"))
+        rows.append(Row(f"{proj_name}.bias", _named((o_proj,), "bias"), ((hidden,),), "replicated"))
     rows.append(norm("pre_mlp_layernorm", "post_attention_layernorm", hidden))
-    rows.append(
-        Row(f"{fc1_name}.weight", named(gate_up, "weight"), ((ffn, hidden),) * 2, "gate_up")
-    )
-    if shape.linear_bias:
-        rows.append(Row(f"{fc1_name}.bias", named(gate_up, "bias"), ((ffn,),) * 2, "gate_up"))
-    rows.append(Row(f"{fc2_name}.weight", named((down,), "weight"), ((hidden, ffn),), "row"))
-    if shape.linear_bias:
-        rows.append(Row(f"{fc2_name}.bias", named((down,), "bias"), ((hidden,),), "replicated"))
+    rows += [*_mlp_rows(shape), *moe]
     final_norm = "decoder.final_layernorm.weight"
     rows.append(Row(final_norm, ("model.norm.weight",), ((hidden,),), "replicated", "last"))
     if not shape.tied_embeddings:
@@ -249,6 +251,29 @@ def decoder_rows(shape: ModelShape) -> tuple[Row, ...]:
             Row(OUTPUT_LAYER, ("lm_head.weight",), ((shape.vocab_size, hidden),), "vocab", "last")
         )
     return tuple(rows)
+
+
+def _mlp_rows(shape: ModelShape) -> list[Row]:
+    """Returns the rows of the plain feed-forward layers."""
+    if shape.moe is not None and not shape.moe.dense_layers:
+        return []
+    hidden, ffn = shape.hidden_size, shape.ffn_size
+    gate, up, down = (f"model.layers.{{L}}.mlp.{x}_proj" for x in ("gate", "up", "down"))
+    fc1, fc2 = (f"decoder.layers.{{L}}.mlp.linear_{x}" for x in ("fc1", "fc2"))
+    gate_up = (gate, up)
+    rows = [Row(f"{fc1}.weight", _named(gate_up, "weight"), ((ffn, hidden),) * 2, "gate_up")]
+    if shape.linear_bias:
+        rows.append(Row(f"{fc1}.bias", _named(gate_up, "bias"), ((ffn,),) * 2, "gate_up"))
+    rows.append(Row(f"{fc2}.weight", _named((down,), "weight"), ((hidden, ffn),), "row"))
+    if shape.linear_bias:
+        rows.append(Row(f"{fc2}.bias", _named((down,), "bias"), ((hidden,),), "replicated"))
+    if shape.moe is None:
+        return rows
+    return [replace(row, layers=shape.moe.dense_layers) for row in rows]
+
+
+def _named(prefixes: tuple[str, ...], suffix: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{suffix}" for prefix in prefixes)
 
 
 def size(hf_config: HfConfig, key: str, default: int | None = None) -> int:

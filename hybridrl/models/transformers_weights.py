@@ -1,0 +1,73 @@
+"""A transformers model's parameters by the names that they have in an HF checkpoint.
+
+transformers 5 stacks experts in memory, `mlp.experts.gate_up_proj` (E, 2 * width, hidden) and
+`down_proj` (E, hidden, width), where the checkpoint has a matrix each, under names of the family's
+own. Here every matrix is a view, so that writing it changes the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.errors import ModelError
+from hybridrl.models.family import Family, Row, resolve_family
+
+GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+BLOCK = ".mlp."  # what transformers calls a feed-forward layer, whatever the checkpoint does
+
+
+def checkpoint_tensors(
+    model: torch.nn.Module, hf_config: Mapping[str, Any], family: Family | None = None
+) -> dict[str, Tensor]:
+    """Returns the model's live parameters, experts one by one, by their names in the checkpoint.
+
+    Args:
+        model: of transformers.
+        hf_config: the content of its config.json.
+        family: that describes it; None: found from `hf_config`. Not asked where nothing is stacked.
+
+    Raises:
+        ModelError: experts are stacked, and the family has none.
+    """
+    tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+    if not any(name.endswith((GATE_UP, DOWN)) for name in tensors):
+        return tensors
+    family = family or resolve_family(None, hf_config)
+    gate_up, down = _expert_rows(family, hf_config)
+    names = (*gate_up.parts, *down.parts)
+    before, block = gate_up.parts[0].split("experts.")[0].split("{L}")
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        head, is_block, rest = name.partition(BLOCK)
+        if not is_block or not head.startswith(before):
+            found[name] = tensor
+            continue
+        layer = int(head.removeprefix(before))
+        if rest == GATE_UP:
+            halves = tensor.chunk(2, dim=1)
+            for part, half in zip(gate_up.parts, halves, strict=True):
+                found |= {part.format(L=layer, E=i): one for i, one in enumerate(half)}
+        elif rest == DOWN:
+            found |= {names[2].format(L=layer, E=i): one for i, one in enumerate(tensor)}
+        elif gate_up.layers is None or layer in gate_up.layers:
+            found[f"{head}{block}{rest}"] = tensor
+        else:
+            found[name] = tensor
+    return found
+
+
+def _expert_rows(family: Family, hf_config: Mapping[str, Any]) -> tuple[Row, Row]:
+    """Returns the rows of gate and up, and of down, of a family's experts."""
+    rows = {row.kind: row for row in family.rows(family.shape(hf_config)) if row.num_experts}
+    if not {"gate_up", "row"} <= rows.keys():
+        raise ModelError(
+            "config.json: model_type",
+            f"{hf_config.get('model_type')}, which has experts in transformers",
+            f"a family with experts; {family.name} has none",
+            "Choose another model, or set model.family to your own: package.module:FAMILY.",
+        )
+    return rows["gate_up"], rows["row"]

@@ -1,0 +1,143 @@
+"""Engines with mixtures of experts: what they generate, and where each expert must lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import (
+    EXPERT_MODELS,
+    LOGP_TOLERANCE,
+    MIXED,
+    NEEDS_VLLM,
+    VLLM_EXPERT_MODELS,
+    close_engines,
+    expected_logps,
+    make_engine,
+    make_reference,
+    make_requests,
+    start_vllm,
+    write_weights,
+)
+
+from hybridrl.errors import ModelError
+from hybridrl.models.family import resolve_family
+from hybridrl.models.transformers_weights import checkpoint_tensors
+from hybridrl.models.weights import RankLayout, check_layout, fused_layout, hf_shapes
+from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.platform import Platform
+from hybridrl.rollout.engine import generate
+from hybridrl.rollout.vllm_experts import experts_forward
+
+QWEN3 = "vllm-qwen3-moe"
+VLLM = [pytest.param(name, marks=NEEDS_VLLM) for name in VLLM_EXPERT_MODELS]
+
+
+@pytest.fixture(autouse=True)
+def closed_engines() -> Iterator[None]:
+    yield
+    close_engines()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group() -> Iterator[None]:
+    start_process_group(Platform.detect(), 60)
+    yield
+    stop_process_group()
+
+
+@pytest.mark.parametrize("name", [*EXPERT_MODELS, *VLLM])
+def test_engine_with_experts_draws_from_the_distribution_of_transformers(name: str) -> None:
+    """Also after an update: nothing of the older weights is kept, packed or not."""
+    engine = make_engine(name)
+    check_layout(engine.layout())
+    for version in range(2):
+        model = make_reference(name, version)
+        write_weights(engine, model, version)
+        requests = make_requests(12, MIXED)
+        for request, completion in zip(requests, generate(engine, requests), strict=True):
+            expected = expected_logps(model, request, completion)
+            torch.testing.assert_close(
+                torch.tensor(completion.logps), expected, rtol=0, atol=LOGP_TOLERANCE
+            )
+
+
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_checkpoint_tensors_are_those_of_the_table_and_live(name: str) -> None:
+    model, config = make_reference(name), EXPERT_MODELS[name]
+    family = resolve_family(None, config)
+    tensors = checkpoint_tensors(model, config)
+    shapes = {tensor: tuple(value.shape) for tensor, value in tensors.items()}
+    assert shapes == hf_shapes(family, family.shape(config))
+    stacks = {n: p for n, p in model.named_parameters() if ".experts." in n}
+    for tensor in tensors.values():
+        tensor.fill_(7.0)
+    assert all((parameter == 7.0).all() for parameter in stacks.values())
+
+
+Change = Callable[[str], str]
+
+
+def swapped(one: str, other: str) -> Change:
+    return lambda name: name.replace(one, "?").replace(other, one).replace("?", other)
+
+
+def renamed(layout: RankLayout, change: Change) -> RankLayout:
+    regions = (dataclasses.replace(region, hf=change(region.hf)) for region in layout.regions)
+    return dataclasses.replace(layout, regions=tuple(regions))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            swapped("layers.3.mlp.experts.2.", "layers.3.mlp.experts.5."),
+            r"layers.3.mlp.experts.routed_experts.w13_weight/2\[0:24, 0:128\]",
+        ),
+        (
+            swapped("layers.0.mlp.experts.7.gate_proj", "layers.0.mlp.experts.7.up_proj"),
+            r"layers.0.mlp.experts.routed_experts.w13_weight/7\[0:24, 0:128\]",
+        ),
+        (
+            swapped("layers.0.mlp.experts.0.down_proj", "layers.0.mlp.experts.1.down_proj"),
+            r"layers.0.mlp.experts.routed_experts.w2_weight/0\[0:128, 0:24\]",
+        ),
+    ],
+)
+@NEEDS_VLLM[0]
+@NEEDS_VLLM[1]
+def test_vllm_engine_refuses_a_table_with_experts_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, change: Change, named: str
+) -> None:
+    def faulty(*arguments: Any) -> RankLayout:
+        return renamed(fused_layout(*arguments), change)
+
+    monkeypatch.setattr("hybridrl.rollout.vllm.fused_layout", faulty)
+    with pytest.raises(ModelError, match=named):
+        start_vllm(QWEN3)
+
+
+def test_experts_of_all_ranks_add_up_to_those_of_one() -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    hidden, gate_up, down = drawn(11, 6), drawn(4, 10, 6), drawn(4, 6, 5)
+    weights, experts = drawn(11, 2), torch.stack([torch.randperm(4)[:2] for _ in range(11)])
+    expected = torch.zeros(11, 6, dtype=torch.float64)
+    for token in range(11):
+        for weight, expert in zip(weights[token], experts[token].tolist(), strict=True):
+            gate, up = (gate_up[expert] @ hidden[token]).split(5)
+            expected[token] += weight * (down[expert] @ (gate * gate.sigmoid() * up))
+    whole = experts_forward(hidden, gate_up, down, weights, experts.int())
+    torch.testing.assert_close(whole, expected)
+    parts = []
+    for start in (0, 2):
+        local = torch.tensor([e - start if start <= e < start + 2 else -1 for e in range(4)])
+        own = gate_up[start : start + 2], down[start : start + 2]
+        parts.append(experts_forward(hidden, *own, weights, experts.int(), local))
+    torch.testing.assert_close(parts[0] + parts[1], expected)

@@ -1,0 +1,122 @@
+"""One rank of the experts' test: dealt over ranks, resharded into vLLM, against transformers.
+
+experts_worker.py FOLDER
+
+FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hybridrl.hybrid_engine.engine import HybridEngine
+from hybridrl.hybrid_engine.verify import VerifyError
+from hybridrl.models.family import read_model
+from hybridrl.models.hf import box_view
+from hybridrl.models.weights import RankLayout, megatron_layouts
+from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.platform import Platform
+from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.vllm import VllmEngine
+from hybridrl.rollout.vllm_arguments import EngineSettings
+
+WORLD = 2
+# Training layout, tensor- and expert-parallel size of the engine.
+CASES = [
+    (TrainLayout(WORLD, ep=2), 2, 2),
+    (TrainLayout(WORLD, ep=2), 2, 1),
+    (TrainLayout(WORLD, tp=2, etp=2), 2, 2),
+    (TrainLayout(WORLD, pp=2), 1, 1),
+]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=10)
+LOGP_TOLERANCE = 1e-4  # float32 sums in another order, over four layers
+
+
+def write(layout: RankLayout, tensors: dict[str, torch.Tensor], hf: dict[str, Any]) -> None:
+    """Fills the tensors of a training layout, as training would have them."""
+    for region in layout.regions:
+        part = box_view(hf[region.hf], region.hf_box)
+        box_view(tensors[region.local], region.local_box).copy_(part)
+
+
+def check_greedy(engine: VllmEngine, oracle: torch.nn.Module, replica: int) -> None:
+    rng = np.random.default_rng(replica)
+    asked = [
+        Request(i, tuple(rng.integers(2, 190, size).tolist()), i, GREEDY)
+        for i, size in enumerate((3, 1, 8, 70, 5))
+    ]
+    for request, done in zip(asked, generate(engine, asked), strict=True):
+        with torch.no_grad():
+            logits = oracle(torch.tensor([request.prompt + done.tokens])).logits[0]
+        logp = logits.log_softmax(-1)[len(request.prompt) - 1 : -1]
+        assert logp.argmax(-1).tolist() == list(done.tokens), request.request_id
+        expected = logp[range(len(done.tokens)), list(done.tokens)]
+        worst = float((expected - torch.tensor(done.logps)).abs().max())
+        assert worst < LOGP_TOLERANCE, worst
+
+
+def check(folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: int) -> None:
+    hf_config = json.loads((folder / f"{name}_0" / "config.json").read_text())
+    family, shape = read_model(None, hf_config)
+    sources = megatron_layouts(family, shape, train)
+    weights = {name: torch.zeros(size) for name, size in sources[rank].shapes.items()}
+    settings = EngineSettings(hf_config, family.architectures, "float32", 4, 96, ep=ep)
+    layout = RolloutLayout.consecutive(WORLD, tp)
+    engine = VllmEngine(settings, family, layout, rank)
+    hybrid = HybridEngine(sources, weights, engine, staging_bytes=1 << 16, verify_every=1)
+    for version in range(2):
+        directory = folder / f"{name}_{version}"
+        write(sources[rank], weights, load_file(directory / "model.safetensors"))
+        stats = hybrid.to_rollout(version)
+        oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        check_greedy(engine, oracle, layout.place(rank)[0])
+    if (train.ep, ep) == (2, 2):  # each rank has its experts already, and half of the rest
+        experts = [r for r in engine.layout().regions if ".experts." in r.hf]
+        held = {(r.hf, r.hf_box) for r in sources[rank].regions}
+        assert experts and all((r.hf, r.hf_box) in held for r in experts)
+        assert stats.received_bytes == 0
+    stack = next(n for n in engine.tensors() if n.endswith("w13_weight/1"))
+    finish = engine.finish_update
+
+    def plant(version: int) -> None:
+        if rank == 1:
+            first, other = (engine.tensors()[f"{stack[:-1]}{i}"] for i in (0, 1))
+            other.copy_(first)
+        finish(version)
+
+    engine.finish_update = plant  # type: ignore[method-assign]
+    try:
+        hybrid.to_rollout()
+    except VerifyError as error:
+        assert str(error).startswith(stack) and "rank 1" in str(error), error
+    else:
+        raise AssertionError("one expert in the place of another was not found")
+    hybrid.close()
+    engine.close()
+    print(f"rank {rank} {name} {train} -> tp {tp} ep {ep}: equal", flush=True)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, 120)
+    torch.set_grad_enabled(False)
+    rank = torch.distributed.get_rank()
+    for name in ("qwen3_moe", "mixtral"):
+        for train, tp, ep in CASES:
+            check(folder, name, train, tp, ep, rank)
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    main()
