@@ -97,7 +97,7 @@ def replay(world: World, roles: Roles, saved: SavedBatch) -> dict[str, Any]:
     models = {
         share.name: _told(world, one, share) | ({"loss_of": one.name} if number else {})
         for one in found
-        for number, share in enumerate(one.shares)
+        for number, share in enumerate(one.loss_parts)
     }
     for name, told in models.items():
         of_model = next(one for one in found if one.name == told.get("loss_of", name))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hybridrl.config.environment import EnvironmentConfig
-from hybridrl.contracts.batch import Prompt, Rollout
+from hybridrl.contracts.batch import Prompt
 from hybridrl.environments.base import Answer, Play
 from hybridrl.environments.chat import ObservationEncoder, text_of_turn
 from hybridrl.environments.stage import Stages
@@ -65,13 +65,6 @@ def restored(fields: Mapping[str, Any]) -> Completion:
     made = {name: fields[name] and tuple(fields[name]) for name in names}
     kind = Response if "observed" in fields else Completion
     return kind(**{**fields, **made})
-
-
-def as_rollout(done: Completion, prompt: Prompt) -> Rollout:
-    """Returns a completion or response as the data contract has it."""
-    observed = done.observed if isinstance(done, Response) else None
-    reason, version = done.finish_reason, done.version
-    return Rollout(done.request_id, prompt, done.tokens, done.logps, reason, version, observed)
 
 
 @dataclass

@@ -25,7 +25,7 @@ Respond = Callable[[Sequence[Prompt], int], ScoredBatch | None]
 response has a score."""
 
 
-def resampled(
+def replace_uniform_groups(
     algorithm: GroupAlgorithm,
     batch: ScoredBatch,
     source: PromptSource,
@@ -33,7 +33,8 @@ def resampled(
     next_group: int,
 ) -> tuple[ScoredBatch, dict[str, float]]:
     """Replaces uninformative groups by informative ones of the next prompts, as many rounds as
-    `algorithm.max_resampling`; a round of which no response has a score brings none.
+    `algorithm.max_resampling`: with 0 groups are only counted. A round of which no response has a
+    score brings none.
 
     Returns:
         The batch, in order of sample numbers, and `reward/uniform_groups`, the share of its groups

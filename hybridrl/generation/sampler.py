@@ -28,13 +28,19 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.contracts.batch import GREEDY, Producer, Prompt, RolloutBatch, ScoredBatch
+from hybridrl.contracts.batch import (
+    GREEDY,
+    Producer,
+    Prompt,
+    Rollout,
+    RolloutBatch,
+    ScoredBatch,
+)
 from hybridrl.data.spread import ResponseLengths, group_work, spread
 from hybridrl.errors import UserError
 from hybridrl.generation.episodes import (
     Episodes,
     Response,
-    as_rollout,
     episode_counts,
     episode_metrics,
 )
@@ -92,7 +98,7 @@ class Sampler:
         reward_models: Sequence[Callable[[ScoredBatch], ScoredBatch]] = (),
     ) -> None:
         self.episodes = episodes
-        self._episode_counts: dict[str, int] = {}  # since the last `score`
+        self._episode_counts: dict[str, int] = {}  # since the last `score_or_none`
         self.world, self.layout, self._replica = world, layout, replica
         self.engine, self.scorer = engine, scorer
         self.sampling, self.samples_per_prompt, self.seed = sampling, samples_per_prompt, seed
@@ -105,8 +111,8 @@ class Sampler:
         self._saved = SavedRollouts()  # of the checkpoint that was loaded
         self._lengths = ResponseLengths()
         self._has_greedy = False
-        # Seconds that this rank's engine worked since the last `score`; and of all replicas, by
-        # `generate` call of the step, their mean and the longest.
+        # Seconds that this rank's engine worked since the last `score_or_none`; and of all
+        # replicas, by `generate` call of the step, their mean and the longest.
         self._busy_s = 0.0
         self._busy_of_calls: list[tuple[float, float]] = []
         self.reward_models = reward_models
@@ -256,7 +262,7 @@ class Sampler:
         self._done |= {done.request_id: done for done in finished}
         for done in finished:
             prompt, group = self._owners[done.request_id]
-            if self._scores(group):
+            if self._is_mine_to_score(group):
                 observed = done.observed if isinstance(done, Response) else None
                 self.scorer.begin(done.request_id, prompt, done.tokens, observed)
 
@@ -268,7 +274,7 @@ class Sampler:
         self.engine.submit(requests)
         return ended
 
-    def _scores(self, group: int) -> bool:
+    def _is_mine_to_score(self, group: int) -> bool:
         """Whether the samples of a group are this rank's to score: each rank of a replica has its
         share of whole groups.
         """
@@ -283,7 +289,8 @@ class Sampler:
         if not owners:
             return None
         rollouts = [
-            as_rollout(done[sample_id], prompt) for sample_id, (prompt, _) in sorted(owners.items())
+            _as_rollout(done[sample_id], prompt)
+            for sample_id, (prompt, _) in sorted(owners.items())
         ]
         groups = [group for _, (_, group) in sorted(owners.items())]
         producer = Producer.of(type(self.engine), "rollout engine")
@@ -297,15 +304,15 @@ class Sampler:
             UserError, PeerError: the reward failed on some rank, or no response has a score; raised
                 on all of them.
         """
-        if (scored := self.score_left(local)) is None:
+        if (scored := self.score_or_none(local)) is None:
             raise self.scorer.nothing_left()
         return scored
 
-    def score_left(self, local: RolloutBatch | None) -> ScoredBatch | None:
+    def score_or_none(self, local: RolloutBatch | None) -> ScoredBatch | None:
         """Returns what `score` does, but None, on all ranks, where no response has a score."""
         with self.world.all_agree("the reward") as agreement:
             groups = [] if local is None else local.group_B.tolist()
-            rows = [i for i, group in enumerate(groups) if self._scores(group)]
+            rows = [i for i, group in enumerate(groups) if self._is_mine_to_score(group)]
             scored = self.scorer.score(local.select(rows)) if local is not None and rows else None
             if scored is not None and self._has_greedy:
                 scored = compared_with_greedy(scored)
@@ -424,7 +431,7 @@ class Sampler:
         if self.episodes is None:
             return
         self.episodes.finish()
-        mine = [one for one in done.values() if self._scores(owners[one.request_id][1])]
+        mine = [one for one in done.values() if self._is_mine_to_score(owners[one.request_id][1])]
         for one in mine:
             assert isinstance(one, Response)
             self.scorer.end_episode(one.request_id, one.outcome)
@@ -435,3 +442,10 @@ class Sampler:
         self.scorer.close()
         if self.episodes is not None:
             self.episodes.close()
+
+
+def _as_rollout(done: Completion, prompt: Prompt) -> Rollout:
+    """Returns a completion or response as the data contract has it."""
+    observed = done.observed if isinstance(done, Response) else None
+    reason, version = done.finish_reason, done.version
+    return Rollout(done.request_id, prompt, done.tokens, done.logps, reason, version, observed)

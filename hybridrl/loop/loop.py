@@ -1,9 +1,8 @@
 """The loop: generate, score, look up log-probabilities, estimate advantages, update, reshard.
 
-SPMD: every rank runs this same code on the same samples, each with the tokens of its own; there is
-no controller. A step is
-`Trainer.train_step`, on one screen; what it calls is public, so another dataflow is another script
-over the same parts.
+SPMD: every rank runs this same code and knows lengths and rewards of all samples, but holds the
+tokens of some only; there is no controller. A step is `Trainer.train_step`, on one screen; what it
+calls is public, so another dataflow is another script over the same parts.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from hybridrl.data.packing import even_sizes
 from hybridrl.data.prompt_store import Rows
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
-from hybridrl.generation.resampling import UniformGroupsWarning, resampled
+from hybridrl.generation.resampling import UniformGroupsWarning, replace_uniform_groups
 from hybridrl.hybrid_engine.phases import Phase
 from hybridrl.loop import ledger, probe, rollout_setup, setup
 from hybridrl.loop.evaluate import Evaluation, Evaluations, evaluate
@@ -277,7 +276,7 @@ class Trainer:
             batch = self.add_columns(scored)
         with timer.phase("advantages"), self.world.all_agree("estimating advantages"):
             batch = self.algorithm.advantages(batch)
-        check_stop(self.world)  # of which the agreement above has told
+        check_stop(self.world)  # the signal came with the agreement above
         with timer.phase("update"):
             metrics = self.update(batch) | sampled
         if isinstance(self.algorithm, AdaptiveAlgorithm):
@@ -305,8 +304,8 @@ class Trainer:
             raise self.scorer.nothing_left()
         metrics: dict[str, float] = {}
         if isinstance(self.algorithm, GroupAlgorithm):
-            parts = self.prompts, self._respond, len(prompts)
-            scored, metrics = resampled(self.algorithm, scored, *parts)
+            parts = self.prompts, self._respond, len(prompts)  # generates again, in rounds
+            scored, metrics = replace_uniform_groups(self.algorithm, scored, *parts)
         self.enter_training()
         return scored, metrics
 
@@ -325,12 +324,11 @@ class Trainer:
         if sampler.reward_models or not has_rounds:
             self.enter_training()
         with timer.phase("reward"):
-            return sampler.score_left(local)
+            return sampler.score_or_none(local)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
-        """Returns the samples that the algorithm learns from, each rank with the tokens of those
-        that it trains on, with what it reads: what the policy and frozen models say of them, and
-        values.
+        """Returns the samples that the algorithm learns from, with the columns that its `needs`
+        name; moves their tokens to the ranks that train on them.
         """
         num_updates = self.config.steps.updates_per_step
         is_reused = self.algorithm.needs.rollouts and num_updates > 1

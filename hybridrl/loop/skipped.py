@@ -126,20 +126,20 @@ def first_cause(world: World, found: Sequence[Gradients]) -> str:
     replicas, so that theirs is the first rank that has one, not always the one it began on.
     """
     mine: list[tuple[int, int, int, int, str]] = []
-    shares = [(one, share) for one in found for share in one.shares]
+    shares = [(one, share) for one in found for share in one.loss_parts]
     for order, (one, share) in enumerate(shares):
         for index in share.bad_micro_batches():
             loss, rows = float(share.results[index].loss), list(share.rows(index))
             text = f"{share.name}/loss is {loss} in micro-batch {index} on rank {world.rank}"
             mine.append((0, index, order, world.rank, f"{text}, of the batch's rows {rows}"))
-        if share is one.shares[0] and (name := one.model.bad_gradient()) is not None:
+        if share is one.loss_parts[0] and (name := one.model.bad_gradient()) is not None:
             text = f"the gradient of {one.name} {name} is not finite, first on rank {world.rank}"
             mine.append((1, 0, order, world.rank, text))
     causes = [cause for causes in world.gather_objects(mine) for cause in causes]
     if causes:
         return min(causes)[-1]
     bad = next(one for one in found if not one.is_finite)
-    losses = ", ".join(f"{share.name}/loss is {share.loss:g}" for share in bad.shares)
+    losses = ", ".join(f"{share.name}/loss is {share.loss:g}" for share in bad.loss_parts)
     return (
         f"{losses} and {bad.name}/grad_norm {bad.grad_norm:g}, though each "
         "micro-batch's loss and each gradient is finite: together they are beyond fp32"

@@ -108,19 +108,19 @@ class Policy:
         main = _loss(self.algorithm, denominator, logps)
         results: list[LossOutput] = self.model.accumulate(plan.inputs, main, *more)
         done = len(plan.inputs)
-        shares = [LossPart.of("policy", self.model, batch, plan.inputs, results[:done])]
+        loss_parts = [LossPart.of("policy", self.model, batch, plan.inputs, results[:done])]
         for term, of in zip(terms, plans, strict=True):
-            part, done = results[done : done + len(of.inputs)], done + len(of.inputs)
-            shares.append(LossPart.of(term.name, self.model, term.batch, of.inputs, part))
-        found = Gradients.of("policy", self.model, shares, self.num_updates_in_run)
+            found_here, done = results[done : done + len(of.inputs)], done + len(of.inputs)
+            loss_parts.append(LossPart.of(term.name, self.model, term.batch, of.inputs, found_here))
+        found = Gradients.of("policy", self.model, loss_parts, self.num_updates_in_run)
         if self.algorithm.needs.rollouts:
             # Without the column this forward's log-probabilities are those of the step's start.
             old_T = batch.old_logp_T
             if old_T is None:
                 old_T = plan.column(logps)
             found.metrics.update(behaviour_metrics(batch, old_T, self.algorithm))
-        for term, share in zip(terms, shares[1:], strict=True):
-            found.metrics.update(_term_metrics(term, share))
+        for term, part in zip(terms, loss_parts[1:], strict=True):
+            found.metrics.update(_term_metrics(term, part))
         found.metrics["policy/learning_rate"] = found.rate
         return found
 
@@ -148,9 +148,9 @@ def _loss_of_term(term: LossTerm) -> Loss:
     return _loss(term.algorithm, term.algorithm.denominator(term.batch), weight=term.weight)
 
 
-def _term_metrics(term: LossTerm, share: LossPart) -> dict[str, float]:
+def _term_metrics(term: LossTerm, part: LossPart) -> dict[str, float]:
     """Returns a term's metrics under its own name: `policy/kl` becomes `NAME/kl`."""
-    found = {**share.metrics}
+    found = {**part.metrics}
     if term.algorithm.needs.feedback is not None:
         found |= {  # the loss itself, where `loss` is its change
             name.replace("policy/", f"{term.name}/"): value

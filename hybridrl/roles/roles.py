@@ -91,25 +91,25 @@ class Roles:
         self,
         algorithm: Algorithm,
         scored: ScoredBatch,
-        has_old_logps: bool = False,
+        needs_old_logps: bool = False,
         temperature: float | None = None,
         num_updates: int = 1,
     ) -> TrainBatch:
-        """Returns the samples that an algorithm learns from, each rank with the tokens of those
-        that it trains on, with what it reads: what the policy and frozen models say of them, and
-        values.
+        """Selects the samples that an algorithm learns from, moves their tokens to the ranks that
+        train on them, and adds the columns that its `needs` name: log-probabilities of policy,
+        reference and teacher, and values. Collective.
 
         Args:
-            has_old_logps: adds the former, even if the algorithm does without.
+            needs_old_logps: adds those of the policy even if the algorithm does not ask.
             temperature: of log-probabilities; None: that of the main algorithm's samples.
-            num_updates: optimizer steps that they are trained on in.
+            num_updates: mini-batches that the samples are cut into.
         """
         if isinstance(algorithm, SelectiveAlgorithm):
             scored = scored.select(algorithm.selected(scored))
         batch, needs = scored.to_train(Producer.here("the trainer")), algorithm.needs
-        batch = self.brought(batch, num_updates)
+        batch = self.with_tokens_where_trained(batch, num_updates)
         columns: dict[str, torch.Tensor] = {}
-        if needs.old_logps or has_old_logps:
+        if needs.old_logps or needs_old_logps:
             columns["old_logp_T"] = self.policy.logprobs(batch, temperature)
         if self.reference is not None and needs.reference:
             columns["reference_logp_T"] = self.reference.logprobs(batch, temperature)
@@ -134,13 +134,15 @@ class Roles:
         """All ranks."""
         return self.policy.model.world
 
-    def brought(self, batch: TrainBatch, num_updates: int) -> TrainBatch:
-        """Returns the batch with the tokens on the ranks that train on them."""
+    def with_tokens_where_trained(self, batch: TrainBatch, num_updates: int) -> TrainBatch:
+        """Returns the batch with the tokens on the ranks that train on them, so that the update
+        moves none.
+        """
         models = list(self.trained.values()) or [self.policy.model]
-        wanted = [model.planner.wanted(batch, num_updates) for model in models]
+        wanted = [model.planner.training_ranks(batch, num_updates) for model in models]
         want_BW = torch.stack(wanted).any(0)
         digest = hashlib.sha256(want_BW.numpy().tobytes()).hexdigest()
-        same_on_all_ranks(self.world, "the micro-batch schedule", digest)
+        same_on_all_ranks(self.world, "which ranks train on which samples", digest)
         return bring(batch, want_BW, self.world, num_updates)
 
     def flops(

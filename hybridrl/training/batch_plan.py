@@ -66,14 +66,14 @@ class BatchPlan:
         here: the same, with the tokens that this rank's micro-batches are made of.
         inputs: the micro-batches, none outside of the mesh.
         mesh: that computes with them.
-        reported_BW: (B, W) bool, which rank has the results of a sample in the end.
+        result_ranks_BW: (B, W) bool, which rank has the results of a sample in the end.
     """
 
     batch: TrainBatch
     here: TrainBatch
     inputs: list[ModelInput]
     mesh: Mesh
-    reported_BW: Tensor
+    result_ranks_BW: Tensor
 
     def column(self, outputs: Sequence[Tensor], *width: int) -> Tensor:
         """Puts per-position results of the last stage together into a column of the batch, on each
@@ -93,7 +93,7 @@ class BatchPlan:
             return mesh.sum_over_world(column_T)
         if mesh.reports and mesh.layout.cp > 1:
             column_T = mesh.sum_over_context(column_T)
-        ways = self.reported_BW, self.batch.holders.by_rank_BW
+        ways = self.result_ranks_BW, self.batch.holders.by_rank_BW
         return Route(here.lengths_B, *ways, mesh.world, here.rows_H)(column_T)
 
 
@@ -120,7 +120,7 @@ class BatchPlanner:
         self._shape, self._train, self._layers = shape, train, layers
         self._pad_each = 2 * mesh.layout.cp if mesh.layout.cp > 1 else 1
 
-    def wanted(self, batch: TrainBatch, num_parts: int = 1) -> Tensor:
+    def training_ranks(self, batch: TrainBatch, num_parts: int = 1) -> Tensor:
         """Returns which ranks compute with which samples where the batch is cut into `num_parts`
         mini-batches: (B, W) bool.
         """
@@ -139,6 +139,7 @@ class BatchPlanner:
             DataError: a sample is longer than a micro-batch.
         """
         holders, world = batch.holders, self.mesh.world
+        # Of one mini-batch both schedules are the same.
         dealt = self._schedule(batch, 1 if holders is None else holders.num_parts, is_lookup=True)
         same_on_all_ranks(world, "the micro-batch schedule", schedule_hash(dealt))
         wanted_BW, here = self._on_ranks(dealt), batch

@@ -46,7 +46,8 @@ from hybridrl.training.optimizer import (
 from hybridrl.training.peer_weights import PeerWeights
 from hybridrl.training.trained_weights import TrainedWeights
 
-Loss = Callable[[Any, MicroBatch], tuple[torch.Tensor, Any]]  # of the last chunk's output
+Loss = Callable[[Any, MicroBatch], tuple[torch.Tensor, Any]]
+"""Of the last chunk's output and its micro-batch: the loss, and what `accumulate` returns of it."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,9 @@ class ParallelModel:
     ) -> list[Any]:
         """Runs forward and backward over every micro-batch, and `more` with losses of their own,
         into the same cleared gradients; returns the losses' extras.
+
+        Of each micro-batch in turn Megatron's schedule calls the chunks (`_forward`), whose last
+        one ends in a head (models/heads.py), then `loss` with the head's output, then backward.
         """
         if not self.mesh.is_member:
             return []
@@ -336,6 +340,6 @@ def _forward(chunk: torch.nn.Module, one: ModelInput) -> Any:
         input_ids=one.local.tokens_S[None],
         position_ids=one.local.positions_S[None],
         attention_mask=None,
-        labels=one.head,  # Megatron hands them to the head
+        labels=one.head,  # Megatron hands it to the head untouched (models/heads.py)
         packed_seq_params=one.packed,
     )

@@ -70,41 +70,41 @@ class Gradients:
     Args:
         name: of the model, first part of its metrics' names.
         model: holds the gradients.
-        shares: of the mini-batch, and of further terms of the loss.
+        loss_parts: of the mini-batch, and of further terms of the loss.
         metrics: the same on all ranks, `NAME/loss` and `NAME/grad_norm` among them.
         rate: learning rate to apply them with.
     """
 
     name: str
     model: ParallelModel
-    shares: Sequence[LossPart]
+    loss_parts: Sequence[LossPart]
     metrics: dict[str, float]
     rate: float
 
     @staticmethod
     def of(
-        name: str, model: ParallelModel, shares: Sequence[LossPart], num_updates_in_run: int
+        name: str, model: ParallelModel, loss_parts: Sequence[LossPart], num_updates_in_run: int
     ) -> Gradients:
-        """Takes the gradients' norm; the metrics are the first share's.
+        """Takes the gradients' norm; the metrics are the first part's.
 
         Args:
-            name, model, shares: as above.
+            name, model, loss_parts: as above.
             num_updates_in_run: optimizer steps of this model in the whole run.
         """
-        metrics = {**shares[0].metrics, f"{name}/grad_norm": model.grad_norm()}
+        metrics = {**loss_parts[0].metrics, f"{name}/grad_norm": model.grad_norm()}
         done, peak = model.num_updates, model.peak_learning_rate
         rate = learning_rate(model.train, peak, done, num_updates_in_run)
-        return Gradients(name, model, shares, metrics, rate)
+        return Gradients(name, model, loss_parts, metrics, rate)
 
     @property
     def is_finite(self) -> bool:
         """Whether losses and gradients are, on all ranks."""
-        return all(map(math.isfinite, (self.grad_norm, *(share.loss for share in self.shares))))
+        return all(map(math.isfinite, (self.grad_norm, *(part.loss for part in self.loss_parts))))
 
     @property
     def loss(self) -> float:
         """The mini-batch's, over all ranks, without further terms."""
-        return self.shares[0].loss
+        return self.loss_parts[0].loss
 
     @property
     def grad_norm(self) -> float:

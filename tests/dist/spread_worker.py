@@ -86,7 +86,7 @@ def check_dropped_groups(trainer: Trainer, prompts: list[Prompt]) -> None:
     assert rest.group_B.unique().tolist() == [1, 2, 3, 5, 6]
     assert sampler.metrics()["reward/dropped_groups"] == 2
     lost |= {prompt.text for prompt in prompts}
-    assert sampler.score_left(sampler.generate(prompts[:3], step=0, first_group=7)) is None
+    assert sampler.score_or_none(sampler.generate(prompts[:3], step=0, first_group=7)) is None
     shown = trainer.world.gather_objects(sampler.metrics())
     assert [one["reward/dropped_groups"] for one in shown] == [5, 5]
     assert [one["reward/refuses/errors"] for one in shown] == [15, 15]

@@ -77,7 +77,7 @@ def moments(trainer: Trainer) -> list[tuple[str, Any, str, int]]:
         (begun, sampler, "score", 1),  # of its responses
         (begun, sampler, "advance", 3),
         (begun, sampler, "advance", 1),  # the same step's generation again
-        (begun, sampler, "score_left", 1),
+        (begun, sampler, "score_or_none", 1),
         (begun, t, "add_columns", 1),
         (begun, t.algorithm, "advantages", 2),
         ("saved to", t, "update", 1),

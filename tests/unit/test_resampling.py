@@ -12,7 +12,7 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.config.schema import GrpoConfig
 from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
 from hybridrl.data.prompts import PromptSource
-from hybridrl.generation.resampling import UNIFORM, UniformGroupsWarning, resampled
+from hybridrl.generation.resampling import UNIFORM, UniformGroupsWarning, replace_uniform_groups
 
 HERE = Producer.here("test")
 NUM_SAMPLES = 3
@@ -55,7 +55,7 @@ def run(
     respond = Responses(informative, lost)
     algorithm = make_algorithm(GrpoConfig(name=name, max_resampling=max_resampling))
     first = respond(source.take(num), 0)
-    batch, metrics = resampled(algorithm, first, source, respond, num)
+    batch, metrics = replace_uniform_groups(algorithm, first, source, respond, num)
     return batch, metrics, respond.asked[1:], source
 
 
