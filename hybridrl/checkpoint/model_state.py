@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +30,9 @@ from hybridrl.errors import CheckpointError
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.mesh import Mesh
 
-EXTRA_STATE = "_extra_state"  # torch's ending of the names of get_extra_state's results
+# The end of the names of get_extra_state's results: torch's, and of experts that are multiplied at
+# once transformer-engine's, which numbers them.
+EXTRA_STATE = re.compile(r"_extra_state\d*$")
 FORMAT_FILE, COMMON_FILE = "metadata.json", "common.pt"  # of a sharded part, read by every rank
 
 
@@ -177,13 +180,13 @@ def _only_weights(state: Mapping[str, Any]) -> dict[str, Any]:
     With Megatron's own renaming of norms, what is left is the same for torch's layers and for
     transformer-engine's, so that either kind loads the other's checkpoints.
     """
-    return {name: part for name, part in state.items() if not name.endswith(EXTRA_STATE)}
+    return {name: part for name, part in state.items() if not EXTRA_STATE.search(name)}
 
 
 def _load_weights(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
     found = chunk.load_state_dict(state, strict=False)
     names = (*found.missing_keys, *found.unexpected_keys)
-    if lost := [name for name in names if not name.endswith(EXTRA_STATE)]:
+    if lost := [name for name in names if not EXTRA_STATE.search(name)]:
         raise RuntimeError(f"not a parameter of checkpoint and model alike: {lost}")
 
 
