@@ -37,20 +37,20 @@ def open_on_all_ranks(
     """
     with world.all_agree("finding the checkpoint") as agreement:
         found = find_checkpoint(path) if world.rank == 0 else None
-        agreement.told = (str(path), found)
-    differing = [rank for rank, told in enumerate(agreement.heard) if told[0] != str(path)]
+        agreement.value = (str(path), found)
+    differing = [rank for rank, seen in enumerate(agreement.values) if seen[0] != str(path)]
     if differing:
-        told = ", ".join(f"rank {rank}: {agreement.heard[rank][0]}" for rank in differing[:8])
+        named = ", ".join(f"rank {rank}: {agreement.values[rank][0]}" for rank in differing[:8])
         raise CheckpointError(
-            "the checkpoint to load", f"{path} on rank {world.rank}; {told}", "one path on all", ""
+            "the checkpoint to load", f"{path} on rank {world.rank}; {named}", "one path on all", ""
         )
-    folder: Path = agreement.heard[0][1]
+    folder: Path = agreement.values[0][1]
     with damage_is_told(world, "reading the checkpoint", folder, tell) as agreement:
         if world.rank == 0:
             checkpoint = Checkpoint.open(folder)
             state = checkpoint.check()
-            agreement.told = (checkpoint.digest, state.model_dump())
-    digest, saved = agreement.heard[0]
+            agreement.value = (checkpoint.digest, state.model_dump())
+    digest, saved = agreement.values[0]
     with world.all_agree("reading the manifest"):
         checkpoint = _wait_for(folder, digest, world)
     if world.rank == 0 and not checkpoint.manifest.has_digests:
@@ -100,11 +100,11 @@ def damage_is_told(
         try:
             yield agreement
         except CheckpointError as error:
-            agreement.told = error
-    errors = [told for told in agreement.heard if isinstance(told, CheckpointError)]
+            agreement.value = error
+    errors = [one for one in agreement.values if isinstance(one, CheckpointError)]
     if not errors:
         return
     with world.all_agree("finding another checkpoint") as other:
         if world.rank == 0:
-            other.told = with_remedy(errors[0], folder, tell)
-    raise other.heard[0]
+            other.value = with_remedy(errors[0], folder, tell)
+    raise other.values[0]

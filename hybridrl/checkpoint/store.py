@@ -111,8 +111,8 @@ class CheckpointStore:
     def _decide(self, what: str, choose: Callable[[], Path | None]) -> Any:
         with self.world.all_agree(what) as agreement:
             if self.world.rank == 0:
-                agreement.told = choose()
-        return agreement.heard[0]
+                agreement.value = choose()
+        return agreement.values[0]
 
     def save(
         self, step: int, models: Mapping[str, Saved], state: Mapping[str, Any], files: ModelFiles
@@ -150,8 +150,8 @@ class CheckpointStore:
                         orders.append(Checkpoint.open(folder).manifest.order)
                     except CheckpointError:  # damaged; it is overwritten or left alone
                         continue
-                agreement.told = max(orders, default=0) + 1
-        return int(agreement.heard[0])
+                agreement.value = max(orders, default=0) + 1
+        return int(agreement.values[0])
 
     def _remove_old(self, lineage: Sequence[Ancestor]) -> None:
         """Removes what the run went through longer ago than `keep` checkpoints. Others stay: the

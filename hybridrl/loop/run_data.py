@@ -85,13 +85,13 @@ def make_data(
         with world.all_agree("reading the prompts") as agreement:
             if world.rank == builder:
                 loaded, source, evaluated, mix = load()
-                agreement.told = store.files, store.notes, store.found
-        told = agreement.heard
-        for line in dict.fromkeys(line for one in told if one is not None for line in one[1]):
+                agreement.value = store.files, store.notes, store.found
+        reports = agreement.values
+        for line in dict.fromkeys(line for one in reports if one is not None for line in one[1]):
             say(line)
         with world.all_agree("mapping the prompts"):
             if world.rank != builder:
-                files, _, found = told[builder]
+                files, _, found = reports[builder]
                 store.follow(files, found)
                 loaded, source, evaluated, mix = load()
     say(loaded.report())

@@ -107,8 +107,8 @@ class SkippedSteps:
                 try:
                     self._write(saved, file)
                 except Exception as error:  # be it the disk or a user's column: the run goes on
-                    agreement.told = f"{type(error).__name__}: {error}"
-        fault: str | None = agreement.heard[0]
+                    agreement.value = f"{type(error).__name__}: {error}"
+        fault: str | None = agreement.values[0]
         return fault
 
     def _write(self, saved: SavedBatch, file: Path) -> None:
