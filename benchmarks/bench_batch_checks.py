@@ -42,7 +42,7 @@ from hybridrl.contracts.batch import (
     ScoredBatch,
     TrainBatch,
 )
-from hybridrl.generation.gathered import table_of, told
+from hybridrl.generation.gathered import gathered_batch, table_of
 
 LIMIT = 0.01
 HERE = Producer.here("benchmark")
@@ -72,7 +72,7 @@ def step(
     scored = local.scored(reward_B, {"exact_match": reward_B}, HERE)
     prompts = dict(zip(groups, (one.prompt for one in rollouts), strict=True))
     first: Any = SimpleNamespace(rank=0, size=ranks)
-    batch = told([table_of(scored)] * ranks, scored, prompts, first)
+    batch = gathered_batch([table_of(scored)] * ranks, scored, prompts, first)
     train = batch.to_train(HERE).join_columns(HERE, old_logp_T=batch.behaviour_logp_T)
     return algorithm.advantages(train).split(updates)
 

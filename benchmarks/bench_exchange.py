@@ -36,7 +36,7 @@ from hybridrl.contracts.batch import Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.contracts.checks import columns_of
 from hybridrl.data.packing import even_sizes
 from hybridrl.data.sharing import ScheduleInputs, schedule_samples
-from hybridrl.generation.gathered import table_of, told
+from hybridrl.generation.gathered import gathered_batch, table_of
 from hybridrl.parallel.exchange import Route, bring
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -120,9 +120,9 @@ def step(world: ThreadRank, prompts: list[Prompt], case: argparse.Namespace) -> 
     world.gather_objects(None)  # what was measured before is over
     with clock.part("table"):
         table = table_of(own)
-    heard = world.gather_objects(table)
+    tables = world.gather_objects(table)
     with clock.part("told"):
-        scored = told(heard, own, all_prompts, world)
+        scored = gathered_batch(tables, own, all_prompts, world)
     most = held(own, scored)
     own = None
     batch: TrainBatch = scored.to_train(HERE)

@@ -22,7 +22,7 @@ from hybridrl.algorithms.base import LossOutput
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.config.needs import Needs
 from hybridrl.config.supervised import DpoConfig, KtoConfig, OnlineDpoConfig
-from hybridrl.contracts.batch import MISMATCHED, BatchError, MicroBatch, Producer, TrainBatch
+from hybridrl.contracts.batch import UNRELATED, BatchError, MicroBatch, Producer, TrainBatch
 
 # Parts of the reward that `advantages` adds for the metrics: beta times the (mean) log-ratio, the
 # sample's share of the loss, and KTO's estimate of the KL.
@@ -161,20 +161,20 @@ class Kto:
         return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Fills the advantages and leaves out the mismatched samples, which nothing learns from.
+        """Fills the advantages and leaves out the unrelated samples, which nothing learns from.
 
         Raises:
-            BatchError: there is no mismatched sample, or no other.
+            BatchError: there is no unrelated sample, or no other.
         """
         none_B = torch.zeros(batch.num_samples)
-        is_mismatched_B = batch.reward_parts.get(MISMATCHED, none_B) > 0
-        if not 0 < (num := int(is_mismatched_B.sum())) < batch.num_samples:
-            got = f"returned {num} mismatched of {batch.num_samples} samples"
-            raise BatchError(batch.producer, MISMATCHED, got, "some, but not all, for kto")
+        is_unrelated_B = batch.reward_parts.get(UNRELATED, none_B) > 0
+        if not 0 < (num := int(is_unrelated_B.sum())) < batch.num_samples:
+            got = f"returned {num} unrelated of {batch.num_samples} samples"
+            raise BatchError(batch.producer, UNRELATED, got, "some, but not all, for kto")
         ratio_B = response_sums(batch.require("old_logp_T", self.name), batch)
         ratio_B = ratio_B - reference_sums(batch, self.name)
-        kl = ratio_B[is_mismatched_B].mean().clamp(min=0)
-        kept = batch.select((~is_mismatched_B).nonzero()[:, 0])
+        kl = ratio_B[is_unrelated_B].mean().clamp(min=0)
+        kept = batch.select((~is_unrelated_B).nonzero()[:, 0])
         kept = kept.with_parts({KL: kl.expand(kept.num_samples).float()})
         return with_advantages(self, kept, self.name)
 

@@ -242,19 +242,19 @@ def check_family(named: str, allowed: str | None, folder: Path) -> None:
 
 
 def newest_whole(
-    root: Path, other_than: Path, tell: Callable[[str], None] = lambda text: None
+    root: Path, other_than: Path, notify: Callable[[str], None] = lambda text: None
 ) -> Path | None:
     """Returns the newest checkpoint under `root`, beside one, of which every byte is as written.
 
     Args:
         root: folder of checkpoints.
         other_than: a checkpoint that is not meant.
-        tell: gets a line about each checkpoint before it is read, which may take long.
+        notify: gets a line about each checkpoint before it is read, which may take long.
     """
     for folder in newest_first(root):
         if folder.name == other_than.name:
             continue
-        tell(f"verifying {folder}")
+        notify(f"verifying {folder}")
         try:
             checkpoint = Checkpoint.open(folder)
             checkpoint.check()
@@ -266,16 +266,16 @@ def newest_whole(
 
 
 def with_remedy(
-    error: CheckpointError, folder: Path, tell: Callable[[str], None] = lambda text: None
+    error: CheckpointError, folder: Path, notify: Callable[[str], None] = lambda text: None
 ) -> CheckpointError:
     """Returns the error of a damaged checkpoint, naming the newest one beside it that is whole.
 
     Args:
         error: of a file in it.
         folder: of the damaged checkpoint.
-        tell: as of `newest_whole`.
+        notify: as of `newest_whole`.
     """
-    whole = newest_whole(folder.parent, folder, tell) if STEP_FOLDER.match(folder.name) else None
+    whole = newest_whole(folder.parent, folder, notify) if STEP_FOLDER.match(folder.name) else None
     if whole is not None:
         remedy = (
             f"The newest whole checkpoint beside it is {whole}: train with --resume previous to go "

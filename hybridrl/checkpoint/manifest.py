@@ -328,21 +328,21 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def verify_all(
-    folder: Path, manifest: Manifest, tell: Callable[[str], None] = lambda text: None
+    folder: Path, manifest: Manifest, notify: Callable[[str], None] = lambda text: None
 ) -> None:
     """Reads every byte of a checkpoint and verifies it.
 
     Args:
         folder: of the checkpoint.
         manifest: of it.
-        tell: gets a line about each file, before it is read.
+        notify: gets a line about each file, before it is read.
 
     Raises:
         CheckpointError: naming the first file that is missing or damaged.
     """
     check_sizes(folder, manifest)
     for name, entry in manifest.files.items():
-        tell(f"{name}: {entry.bytes} bytes")
+        notify(f"{name}: {entry.bytes} bytes")
         file = folder / name
         with open_for_reading(file) as handle:
             for piece in entry.pieces:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.manifest import Manifest, damaged, read_listed
-from hybridrl.checkpoint.opening import Tell, damage_is_told
+from hybridrl.checkpoint.opening import Notify, damage_is_told
 from hybridrl.checkpoint.optimizer_state import hand_out, own_shares
 from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failure
 from hybridrl.config.files import parse_json
@@ -56,7 +56,7 @@ class Saved(Protocol):
 
 
 def load_model(
-    checkpoint: Checkpoint, part: str, model: Saved, world: World, tell: Tell = print
+    checkpoint: Checkpoint, part: str, model: Saved, world: World, notify: Notify = print
 ) -> None:
     """Loads one sharded part into a model and, when the model is trained, its optimizer.
 
@@ -65,7 +65,7 @@ def load_model(
         part: `policy` or `critic`.
         model: of the shapes that were saved, in any layout.
         world: of the ranks.
-        tell: tells the user, once.
+        notify: tells the user, once.
 
     Raises:
         CheckpointError: it is damaged, has no such part, or is of another model.
@@ -79,11 +79,11 @@ def load_model(
             f"one of {', '.join(parts)}, which {folder} has",
             "Was it saved by this algorithm?",
         )
-    with damage_is_told(world, f"verifying {folder / part}", folder, tell):
+    with damage_is_told(world, f"verifying {folder / part}", folder, notify):
         _check_common_files(folder, part, manifest)
         reader = ShardedReader(folder, part, manifest)
     with (
-        damage_is_told(world, f"loading {folder / part}", folder, tell, is_unbounded=True),
+        damage_is_told(world, f"loading {folder / part}", folder, notify, is_unbounded=True),
         model.mesh.active(),
         world.platform.megatron_phase(),
     ):

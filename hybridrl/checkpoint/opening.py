@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hybridrl.checkpoint.folders import Checkpoint, SavedState, find_checkpoint, with_remedy
 from hybridrl.checkpoint.manifest import MANIFEST, read_manifest
-from hybridrl.checkpoint.run_lock import Tell
+from hybridrl.checkpoint.run_lock import Notify
 from hybridrl.errors import CheckpointError
 from hybridrl.parallel.groups import Agreement, World
 
@@ -26,7 +26,7 @@ POLL_S = 0.5
 
 
 def open_on_all_ranks(
-    path: Path, world: World, tell: Tell = print
+    path: Path, world: World, notify: Notify = print
 ) -> tuple[Checkpoint, SavedState]:
     """Opens the checkpoint that rank 0 finds at `path`, on every rank.
 
@@ -37,24 +37,24 @@ def open_on_all_ranks(
     """
     with world.all_agree("finding the checkpoint") as agreement:
         found = find_checkpoint(path) if world.rank == 0 else None
-        agreement.told = (str(path), found)
-    differing = [rank for rank, told in enumerate(agreement.heard) if told[0] != str(path)]
+        agreement.value = (str(path), found)
+    differing = [rank for rank, seen in enumerate(agreement.values) if seen[0] != str(path)]
     if differing:
-        told = ", ".join(f"rank {rank}: {agreement.heard[rank][0]}" for rank in differing[:8])
+        named = ", ".join(f"rank {rank}: {agreement.values[rank][0]}" for rank in differing[:8])
         raise CheckpointError(
-            "the checkpoint to load", f"{path} on rank {world.rank}; {told}", "one path on all", ""
+            "the checkpoint to load", f"{path} on rank {world.rank}; {named}", "one path on all", ""
         )
-    folder: Path = agreement.heard[0][1]
-    with damage_is_told(world, "reading the checkpoint", folder, tell) as agreement:
+    folder: Path = agreement.values[0][1]
+    with damage_is_told(world, "reading the checkpoint", folder, notify) as agreement:
         if world.rank == 0:
             checkpoint = Checkpoint.open(folder)
             state = checkpoint.check()
-            agreement.told = (checkpoint.digest, state.model_dump())
-    digest, saved = agreement.heard[0]
+            agreement.value = (checkpoint.digest, state.model_dump())
+    digest, saved = agreement.values[0]
     with world.all_agree("reading the manifest"):
         checkpoint = _wait_for(folder, digest, world)
     if world.rank == 0 and not checkpoint.manifest.has_digests:
-        tell(f"{folder} has no digests, which older versions did not write: it is not verified")
+        notify(f"{folder} has no digests, which older versions did not write: it is not verified")
     return checkpoint, SavedState.model_validate(saved)
 
 
@@ -82,7 +82,7 @@ def _wait_for(folder: Path, digest: str, world: World) -> Checkpoint:
 
 @contextmanager
 def damage_is_told(
-    world: World, what: str, folder: Path, tell: Tell = print, is_unbounded: bool = False
+    world: World, what: str, folder: Path, notify: Notify = print, is_unbounded: bool = False
 ) -> Iterator[Agreement]:
     """Runs a part in which a rank may find a damaged file; then all ranks raise the same error,
     which names the newest checkpoint beside it that is whole.
@@ -93,18 +93,18 @@ def damage_is_told(
         world: of the ranks.
         what: the part does.
         folder: of the checkpoint that is read.
-        tell: tells the user, once.
+        notify: tells the user, once.
         is_unbounded: as of `World.all_agree`.
     """
     with world.all_agree(what, is_unbounded) as agreement:
         try:
             yield agreement
         except CheckpointError as error:
-            agreement.told = error
-    errors = [told for told in agreement.heard if isinstance(told, CheckpointError)]
+            agreement.value = error
+    errors = [one for one in agreement.values if isinstance(one, CheckpointError)]
     if not errors:
         return
     with world.all_agree("finding another checkpoint") as other:
         if world.rank == 0:
-            other.told = with_remedy(errors[0], folder, tell)
-    raise other.heard[0]
+            other.value = with_remedy(errors[0], folder, notify)
+    raise other.values[0]

@@ -37,7 +37,7 @@ STALE_S = 90.0
 SETTLE_S = 0.5  # after a stale lock was replaced
 START_TOLERANCE_S = 2.0  # between two readings of when a process started
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class RunLock:
         self._own: Holder | None = None
         self._ended = threading.Event()
 
-    def acquire(self, tell: Tell) -> bool:
+    def acquire(self, notify: Notify) -> bool:
         """Takes the folder, unless this object or the launcher of this process has it already.
 
         Args:
-            tell: tells the user of a stale lock that is taken over.
+            notify: tells the user of a stale lock that is taken over.
 
         Returns:
             Whether it was taken now, and is to be released.
@@ -127,7 +127,7 @@ class RunLock:
         if found is not None and not found.is_this_process:
             if not found.is_stale(self._folder):
                 raise _in_use(self._folder, found)
-            tell(f"taking over {self._folder}: {found} no longer runs")
+            notify(f"taking over {self._folder}: {found} no longer runs")
         self._replace(found)
         touching = threading.Thread(target=self._touch, name="run lock", daemon=True)
         self._ended.clear()
@@ -135,14 +135,14 @@ class RunLock:
         return True
 
     @contextlib.contextmanager
-    def held(self, world: World, tell: Tell) -> Iterator[None]:
+    def held(self, world: World, notify: Notify) -> Iterator[None]:
         """Holds the folder on rank 0 within the block, unless it is held already; collective.
 
         Raises:
             UserError: another run is in the folder.
         """
         with world.all_agree("taking the run folder"):
-            is_taken = world.rank == 0 and self.acquire(tell)
+            is_taken = world.rank == 0 and self.acquire(notify)
         try:
             yield
         finally:

@@ -31,7 +31,7 @@ from hybridrl.checkpoint.folders import (
 )
 from hybridrl.checkpoint.manifest import Ancestor, damaged, read_listed
 from hybridrl.checkpoint.model_state import Saved, load_model
-from hybridrl.checkpoint.opening import Tell, damage_is_told, open_on_all_ranks
+from hybridrl.checkpoint.opening import Notify, damage_is_told, open_on_all_ranks
 from hybridrl.checkpoint.random_states import rng_file, set_rng_state
 from hybridrl.checkpoint.writing import (
     ModelFiles,
@@ -54,14 +54,14 @@ class CheckpointStore:
         root: the run's `checkpoints` folder.
         world: this rank's place.
         keep: how many of the newest checkpoints stay, of those that the run went through.
-        tell: tells the user, once.
+        notify: tells the user, once.
         layout: of the run's models, in words; random states go on in the same one only.
     """
 
     def __init__(
-        self, root: Path, world: World, keep: int, tell: Tell = print, layout: str = ""
+        self, root: Path, world: World, keep: int, notify: Notify = print, layout: str = ""
     ) -> None:
-        self.root, self.world, self.keep, self._tell = root, world, keep, tell
+        self.root, self.world, self.keep, self._notify = root, world, keep, notify
         self._layout = layout
         self._lineage: list[Ancestor] = []  # of the state that the ranks hold, the newest first
 
@@ -96,7 +96,7 @@ class CheckpointStore:
 
         def choose() -> Path:
             newest = next(newest_first(self.root), None)
-            whole = newest_whole(self.root, newest, self._tell) if newest is not None else None
+            whole = newest_whole(self.root, newest, self._notify) if newest is not None else None
             if whole is None:
                 raise CheckpointError(
                     str(self.root),
@@ -111,8 +111,8 @@ class CheckpointStore:
     def _decide(self, what: str, choose: Callable[[], Path | None]) -> Any:
         with self.world.all_agree(what) as agreement:
             if self.world.rank == 0:
-                agreement.told = choose()
-        return agreement.heard[0]
+                agreement.value = choose()
+        return agreement.values[0]
 
     def save(
         self, step: int, models: Mapping[str, Saved], state: Mapping[str, Any], files: ModelFiles
@@ -150,8 +150,8 @@ class CheckpointStore:
                         orders.append(Checkpoint.open(folder).manifest.order)
                     except CheckpointError:  # damaged; it is overwritten or left alone
                         continue
-                agreement.told = max(orders, default=0) + 1
-        return int(agreement.heard[0])
+                agreement.value = max(orders, default=0) + 1
+        return int(agreement.values[0])
 
     def _remove_old(self, lineage: Sequence[Ancestor]) -> None:
         """Removes what the run went through longer ago than `keep` checkpoints. Others stay: the
@@ -163,7 +163,7 @@ class CheckpointStore:
                 if folder.is_dir() and Checkpoint.open(folder).ancestor == old:
                     shutil.rmtree(folder)
             except (OSError, CheckpointError) as error:  # a full disk is no reason to stop
-                self._tell(f"warning: {folder} could not be removed: {error}")
+                self._notify(f"warning: {folder} could not be removed: {error}")
 
     def load(self, path: Path, models: Mapping[str, Saved]) -> SavedState:
         """Restores models, optimizers and, in the same layout, random states.
@@ -179,7 +179,7 @@ class CheckpointStore:
             CheckpointError: the checkpoint is damaged, holds weights alone, is of a model of other
                 shapes, or ranks do not see the same one.
         """
-        checkpoint, state = open_on_all_ranks(path, self.world, self._tell)
+        checkpoint, state = open_on_all_ranks(path, self.world, self._notify)
         if state.step is None:
             raise CheckpointError(
                 str(checkpoint.folder),
@@ -195,7 +195,7 @@ class CheckpointStore:
                 "Was it saved by this algorithm?",
             )
         for name, model in models.items():
-            load_model(checkpoint, name, model, self.world, self._tell)
+            load_model(checkpoint, name, model, self.world, self._notify)
         if state.layout == self._layout:
             self._load_rng(checkpoint)
         self._lineage = self._lineage_of(checkpoint)
@@ -203,7 +203,9 @@ class CheckpointStore:
 
     def _load_rng(self, checkpoint: Checkpoint) -> None:
         name = rng_file(self.world.rank)
-        with damage_is_told(self.world, "reading the random states", checkpoint.folder, self._tell):
+        with damage_is_told(
+            self.world, "reading the random states", checkpoint.folder, self._notify
+        ):
             content = read_listed(checkpoint.folder, name, checkpoint.manifest)
             try:
                 states = load_tensors(content)

@@ -95,7 +95,7 @@ def write_checkpoint(
                 entries |= {f"{name}/{file}": entry for file, entry in written.items()}
             name = rng_file(world.rank)
             entries[name] = write_digested(partial / name, save_tensors(rng_state()))
-            agreement.told = entries
+            agreement.value = entries
         with write_errors_are_told(world, "completing the checkpoint", folder):
             if world.rank == 0:
                 content = {
@@ -106,7 +106,7 @@ def write_checkpoint(
                 }
                 (partial / STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
                 write_side_files(partial / HF_FILES, files.hf_config, files.dtype, files.side_files)
-                listed = {name: entry for told in agreement.heard for name, entry in told.items()}
+                listed = {name: one for found in agreement.values for name, one in found.items()}
                 manifest = Manifest(step=step, order=order, lineage=list(lineage), files=listed)
                 _seal(partial, folder, manifest)
     except CheckpointError:

@@ -54,7 +54,7 @@ from hybridrl.contracts.samples import Prompt, Rollout
 __all__ = [
     "GREEDY",
     "LENGTHS",
-    "MISMATCHED",
+    "UNRELATED",
     "BatchError",
     "MicroBatch",
     "Producer",
@@ -65,7 +65,7 @@ __all__ = [
     "TrainBatch",
 ]
 
-MISMATCHED = "mismatched"
+UNRELATED = "unrelated"
 """The reward part that is 1 for responses to another prompt, which nothing learns from."""
 GREEDY = "greedy"
 """The reward part that is the reward of the greedy response to the same prompt, no term itself."""

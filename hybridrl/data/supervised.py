@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from hybridrl.config.needs import Feedback
-from hybridrl.contracts.batch import MISMATCHED, Producer, Prompt, TrainBatch
+from hybridrl.contracts.batch import UNRELATED, Producer, Prompt, TrainBatch
 
 
 def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> TrainBatch:
@@ -22,7 +22,7 @@ def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> Tr
         prompts: with what `feedback` says they have.
         feedback: None gives the demonstrations, 'pairs' both sides of each. 'labels' gives the
             responses and then every prompt with the response to the next other one, of reward part
-            `mismatched` 1: those are only to be looked at, for KTO's estimate of the KL.
+            `unrelated` 1: those are only to be looked at, for KTO's estimate of the KL.
     """
     num, producer = len(prompts), Producer.here("the data's responses")
     if feedback is None:
@@ -37,7 +37,7 @@ def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> Tr
             for number, prompt in enumerate(prompts)
         ]
         reward_B = torch.tensor([float(p.columns["label"] is True) for p in prompts] * 2)
-        parts = {MISMATCHED: torch.tensor([0.0, 1.0]).repeat_interleave(num)}
+        parts = {UNRELATED: torch.tensor([0.0, 1.0]).repeat_interleave(num)}
     batch = TrainBatch.supervised([*prompts, *others], producer)
     group_B = torch.arange(num).repeat(2)
     return replace(batch, group_B=group_B, reward_B=reward_B, reward_parts=parts)

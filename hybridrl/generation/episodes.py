@@ -236,19 +236,19 @@ class Episodes:
         """Returns what environments answered since the last call, on all ranks of the replica."""
         if not self.is_waiting:
             return []
-        told: list[tuple[int, Answer]] | UserError = []
+        answers: list[tuple[int, Answer]] | UserError = []
         if self._stages is not None:
             if blocks:
                 wait(self._plays.values(), LONGEST_WAIT_S, FIRST_COMPLETED)
             ready = [sample_id for sample_id, play in self._plays.items() if play.done()]
             try:
-                told = [(one, _plain(self._plays.pop(one).result()[0])) for one in ready]
+                answers = [(one, _plain(self._plays.pop(one).result()[0])) for one in ready]
             except UserError as error:  # the others of the replica wait to hear of it
-                told = error
-        told = self._replica.tell(told)
-        if isinstance(told, UserError):
-            raise told
-        return told
+                answers = error
+        answers = self._replica.broadcast_object(answers)
+        if isinstance(answers, UserError):
+            raise answers
+        return answers
 
     def _turn_ended(self, done: Completion) -> Response | None:
         episode = self._open[done.request_id]

@@ -47,7 +47,7 @@ def table_of(batch: ScoredBatch) -> Table:
     return table
 
 
-def told(
+def gathered_batch(
     tables: Sequence[Table | None],
     own: ScoredBatch | None,
     prompts: Mapping[int, Prompt],

@@ -44,7 +44,7 @@ from hybridrl.generation.episodes import (
     episode_counts,
     episode_metrics,
 )
-from hybridrl.generation.gathered import compared_with_greedy, table_of, told
+from hybridrl.generation.gathered import compared_with_greedy, gathered_batch, table_of
 from hybridrl.generation.saved_rollouts import SavedRollouts, digest_of, joined, rollout_state
 from hybridrl.metrics.flops import GeneratedLengths, num_generated
 from hybridrl.metrics.values import GENERATED_TOKENS
@@ -318,11 +318,11 @@ class Sampler:
                 scored = compared_with_greedy(scored)
             mine = None if scored is None else table_of(scored)
             counts = self.scorer.take_counts() | self._episode_counts
-            agreement.told = (self._busy_s, mine, counts, self._lengths_of(local))
+            agreement.value = (self._busy_s, mine, counts, self._lengths_of(local))
             self._episode_counts = {}
-        self._note_busy([seconds for seconds, *_ in agreement.heard])
-        tables = [table for _, table, *_ in agreement.heard]
-        for *_, counts, lengths in agreement.heard:
+        self._note_busy([seconds for seconds, *_ in agreement.values])
+        tables = [table for _, table, *_ in agreement.values]
+        for *_, counts, lengths in agreement.values:
             self._count(counts)
             self.generated |= lengths
         if self.scorer.drops:
@@ -330,7 +330,7 @@ class Sampler:
             self._count({DROPPED_GROUPS: len(self._prompts) - len(left)})
         if not any(tables):
             return None
-        batch = told(tables, scored, self._prompts, self.world)
+        batch = gathered_batch(tables, scored, self._prompts, self.world)
         for model in self.reward_models:
             batch = model(batch)
         self._observe(batch)

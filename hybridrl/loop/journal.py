@@ -70,7 +70,7 @@ class Journal:
         world.heartbeat.phase = lambda: self.timer.current
         self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Prints a line for the user, once, and logs it."""
         if not self.is_writer:
             return
@@ -109,12 +109,12 @@ class Journal:
             self.console = ConsoleSink(num_steps, last_step)
             self.sinks.append(self.console)
         if last_step:
-            self.say(f"continuing {self.folder} after step {last_step}, to step {num_steps}")
+            self.notify(f"continuing {self.folder} after step {last_step}, to step {num_steps}")
         if lines.num_damaged:
-            self.say(f"metrics.jsonl: {lines.num_damaged} damaged lines are beside it now")
+            self.notify(f"metrics.jsonl: {lines.num_damaged} damaged lines are beside it now")
         for change in changes:
-            self.say(f"changed from step {last_step + 1} on: {change}")
-        self.say(self._when_saved(num_steps))
+            self.notify(f"changed from step {last_step + 1} on: {change}")
+        self.notify(self._when_saved(num_steps))
 
     def _changes(self) -> Sequence[str]:
         """Returns how knobs differ from those that the run was last trained with."""
@@ -218,7 +218,7 @@ class Journal:
             taken = (
                 f"steps {first + 1} to {last} were taken" if last > first else "no step was taken"
             )
-            self.say(f"{taken}; run folder: {self.folder}  ({seconds:.0f} s)")
+            self.notify(f"{taken}; run folder: {self.folder}  ({seconds:.0f} s)")
         return summary
 
     def nothing_to_do(
@@ -233,12 +233,12 @@ class Journal:
             evaluations, seconds: as of `finish`.
         """
         goal = f"step {last}" if done >= last else "steps.stop_at_accuracy"
-        self.say(
+        self.notify(
             f"{self.folder} has reached {goal} (finished steps: {done}): nothing is left to train. "
             "Raise steps.num_steps to train on, or choose another run.name to train anew."
         )
         for change in self._changes() if self.is_writer else ():
-            self.say(f"not used: {change}")
+            self.notify(f"not used: {change}")
         summary = self._summary(evaluations, seconds)
         if self.is_writer and not (self.folder / SUMMARY).exists():
             self._write_summary(summary)

@@ -112,29 +112,29 @@ class Trainer:
             check_run_folder(config)
         self.journal = Journal(config, self.world)
         if (order := meshes.of("policy").layout.order) not in (config.train.order, DEFAULT_ORDER):
-            self.journal.say(f"train.order=auto: {order}, in which engines receive fewest bytes")
+            self.journal.notify(f"train.order=auto: {order}, in which engines receive fewest bytes")
         self.step, self.seconds, self._started = 0, 0.0, time.monotonic()
         self._has_begun = False  # a checkpoint was loaded, or a step taken
         self._saved_step = 0  # of the checkpoint that was saved or loaded last
         self._lock = RunLock(self.journal.folder)
         replay = self.journal.folder / "replay"
-        self.skipped = SkippedSteps(config, self.world, replay, self.journal.say)
+        self.skipped = SkippedSteps(config, self.world, replay, self.journal.notify)
         self.algorithm: Algorithm = make_algorithm(config.algorithm)
-        of_run = config, self.world, self.algorithm.needs, given, self.journal.say
+        of_run = config, self.world, self.algorithm.needs, given, self.journal.notify
         data = make_data(*of_run, self._trains)
         self.tokenizer, self.scorer, self.mix = data.tokenizer, data.scorer, data.mix
         self.prompts, self.eval_prompts = data.prompts, data.eval_prompts
         self._position = Position(self.prompts, self.mix)
         self.evaluations = Evaluations(config.steps, bool(self.eval_prompts))
-        parts = (config, meshes, self.algorithm, self.models, self.journal.say)
+        parts = (config, meshes, self.algorithm, self.models, self.journal.notify)
         roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
         self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
         self._warnings = (MismatchWarning(self.source.dtype), UniformGroupsWarning())
         self._make_engine(meshes.placement.rollout)
         checkpoints, keep = run_folder(config) / "checkpoints", config.checkpoint.keep
-        told = self.journal.say, meshes.name
-        self.store = CheckpointStore(checkpoints, self.world, keep, *told)
+        of_store = self.journal.notify, meshes.name
+        self.store = CheckpointStore(checkpoints, self.world, keep, *of_store)
 
     @classmethod
     def from_config(
@@ -181,7 +181,7 @@ class Trainer:
                 next `fit` goes on from it.
         """
         self._started = time.monotonic()
-        with self._lock.held(self.world, self.journal.say):
+        with self._lock.held(self.world, self.journal.notify):
             newest = self.store.previous if resume == "previous" else self.store.newest
             if not self._has_begun and (found := newest()) is not None:
                 self.load_checkpoint(found)
@@ -224,7 +224,7 @@ class Trainer:
                 self.journal.log(self.step, metrics)
             for warning in self._warnings:
                 if (text := warning.text(self.step, metrics)) is not None:
-                    self.journal.say(text)
+                    self.journal.notify(text)
             ends = last if not self.evaluations.reach_goal(self.step) else self.step
             if is_due(self.config.checkpoint.every, self.step, ends):
                 self.save_checkpoint()
@@ -243,7 +243,7 @@ class Trainer:
         saved += f", with the responses of step {self.step + 1} so far" if rollouts else ""
         again = "The same command" + (" without --resume" if resume == "previous" else "")
         done = f"{stop} after step {self.step} of {last}"
-        self.journal.say(f"{done}: {saved}. {again} goes on from there.")
+        self.journal.notify(f"{done}: {saved}. {again} goes on from there.")
         self.world.arrive("removing old checkpoints")
 
     def memory_table(self) -> str:
@@ -382,8 +382,8 @@ class Trainer:
         answers = probe.ask(self.sampler, self.source.shape, self.config.data.max_prompt_tokens)
         self.enter_training()
         gap = probe.compare(self.policy, answers)
-        self.journal.say(f"engine and trainer agree within {gap:.1e} nats a token")
-        self.journal.say(self.memory_table())
+        self.journal.notify(f"engine and trainer agree within {gap:.1e} nats a token")
+        self.journal.notify(self.memory_table())
         self.reshard()
 
     def enter_training(self, frees_memory: bool = False) -> None:
@@ -414,7 +414,7 @@ class Trainer:
     def _keep_evaluation(self, found: Evaluation) -> dict[str, float]:
         """Notes an evaluation of this step; returns its metrics."""
         if found.note and not self.evaluations.by_step:
-            self.journal.say(f"evaluations report the reward and no accuracy: {found.note}")
+            self.journal.notify(f"evaluations report the reward and no accuracy: {found.note}")
         self.evaluations.by_step[str(self.step)] = found.record()
         return found.metrics()
 
@@ -425,7 +425,7 @@ class Trainer:
             CheckpointError: a file could not be written.
             UserError: another run has taken the run folder over.
         """
-        with self._lock.held(self.world, self.journal.say):
+        with self._lock.held(self.world, self.journal.notify):
             return self._save_checkpoint()
 
     def _save_checkpoint(self) -> Path:

@@ -55,7 +55,7 @@ def make_data(
     world: World,
     needs: Needs,
     given: Given,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     trains: bool = True,
 ) -> RunData:
     """Reads what a run reads; collective.
@@ -63,7 +63,7 @@ def make_data(
     Args:
         needs: of the algorithm.
         given: by the user's script in place of sections.
-        say: tells the user, once.
+        notify: tells the user, once.
         trains: False leaves out what only training reads.
     """
     with world.all_agree("loading the tokenizer"):
@@ -78,23 +78,23 @@ def make_data(
         for prompts in (loaded.prompts, evaluated):
             store.once(partial(check_token_range, prompts, num_tokens))
         source = prompt_source(loaded, config.data, config.run.seed, store.once)
-        return loaded, source, evaluated, Mix(mixed, store, say, given.mix)
+        return loaded, source, evaluated, Mix(mixed, store, notify, given.mix)
 
     builder = world.mates[0]
     with contextlib.closing(store):
         with world.all_agree("reading the prompts") as agreement:
             if world.rank == builder:
                 loaded, source, evaluated, mix = load()
-                agreement.told = store.files, store.notes, store.found
-        told = agreement.heard
-        for line in dict.fromkeys(line for one in told if one is not None for line in one[1]):
-            say(line)
+                agreement.value = store.files, store.notes, store.found
+        reports = agreement.values
+        for line in dict.fromkeys(line for one in reports if one is not None for line in one[1]):
+            notify(line)
         with world.all_agree("mapping the prompts"):
             if world.rank != builder:
-                files, _, found = told[builder]
+                files, _, found = reports[builder]
                 store.follow(files, found)
                 loaded, source, evaluated, mix = load()
-    say(loaded.report())
+    notify(loaded.report())
     return RunData(tokenizer, scorer, source, evaluated, mix)
 
 

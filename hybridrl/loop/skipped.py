@@ -35,13 +35,13 @@ class SkippedSteps:
         config: of the run, saved with each batch.
         world: rank 0 writes.
         folder: where batches are saved.
-        say: tells the user, once.
+        notify: tells the user, once.
     """
 
     def __init__(
-        self, config: Config, world: World, folder: Path, say: Callable[[str], None]
+        self, config: Config, world: World, folder: Path, notify: Callable[[str], None]
     ) -> None:
-        self._config, self._world, self._folder, self._say = config, world, folder, say
+        self._config, self._world, self._folder, self._notify = config, world, folder, notify
         self._allowed = config.train.max_skipped_steps
         self.in_a_row = 0
 
@@ -83,7 +83,7 @@ class SkippedSteps:
         fault = self._save(saved, file)
         told = f"saved to {file}" if fault is None else f"not saved: {fault}"
         row = f"{self.in_a_row} of at most {self._allowed} in a row"
-        self._say(f"step {step}: optimizer step skipped ({row}): {reason}; batch {told}")
+        self._notify(f"step {step}: optimizer step skipped ({row}): {reason}; batch {told}")
         if self.in_a_row >= self._allowed:
             symptom = f"{self.in_a_row} optimizer steps skipped in a row, at step {step}: {reason}"
             models = {one.name: one.model for one in found}
@@ -107,8 +107,8 @@ class SkippedSteps:
                 try:
                     self._write(saved, file)
                 except Exception as error:  # be it the disk or a user's column: the run goes on
-                    agreement.told = f"{type(error).__name__}: {error}"
-        fault: str | None = agreement.heard[0]
+                    agreement.value = f"{type(error).__name__}: {error}"
+        fault: str | None = agreement.values[0]
         return fault
 
     def _write(self, saved: SavedBatch, file: Path) -> None:

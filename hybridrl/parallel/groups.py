@@ -48,17 +48,17 @@ DYING_S = 0.5
 # over 32 channels, and moves 148 GB/s between two H200 in place of 281.
 NCCL_SETTINGS = {"NCCL_GRAPH_REGISTER": "0", "NCCL_P2P_NVL_CHUNKSIZE": "65536"}
 _STARTS = itertools.count()  # of its process groups, likewise
-_TOLD = itertools.count()  # of what rank 0 told in it, likewise
+_BROADCASTS = itertools.count()  # of rank 0 in it, likewise
 T = TypeVar("T")
 _JOB: list[tuple[dist.Store, int, int]] = []  # empty until the first start
 
 
 @dataclass
 class Agreement:
-    """What ranks tell each other at the end of `World.all_agree`: own `told`, all in `heard`."""
+    """What ranks tell each other at the end of `World.all_agree`: own `value`, all `values`."""
 
-    told: Any = None
-    heard: list[Any] = field(default_factory=list)
+    value: Any = None
+    values: list[Any] = field(default_factory=list)
 
 
 class World:
@@ -219,7 +219,7 @@ class World:
     @contextlib.contextmanager
     def all_agree(self, what: str, is_unbounded: bool = False) -> Iterator[Agreement]:
         """Runs a part that may fail on one rank only; afterwards either all ranks go on or all
-        raise. What each put into `told` of the agreement, all find in `heard`, by rank.
+        raise. What each set as `value` of the agreement, all find in its `values`, by rank.
 
         A peer of the failed rank may sit in a collective of that part, for which nobody else comes:
         NCCL's kernels would spin there until `run.collective_timeout_s`, and no other thread could
@@ -252,8 +252,8 @@ class World:
         if error is not None and not room.wait_in_failure(f"failed in {what}: {_line(error)}"):
             first = room.first_failure()  # a closed connection is not why a run failed
             raise error if first is None else first from error
-        is_silent = error is None and agreement.told is None
-        mine = None if is_silent else (outcome, None if error else agreement.told)
+        is_silent = error is None and agreement.value is None
+        mine = None if is_silent else (outcome, None if error else agreement.value)
         try:
             found = self._gather(pack(mine), what, room)
         except PeerError as lost:
@@ -268,7 +268,7 @@ class World:
                 raise other
             if other is not None:
                 raise PeerError(f"rank {rank} failed in {what}: {other}", rank)
-        agreement.heard = [told for _, told in answers]
+        agreement.values = [value for _, value in answers]
 
     @contextlib.contextmanager
     def _unbounded(self, is_unbounded: bool) -> Iterator[None]:
@@ -306,11 +306,11 @@ class World:
         The sizes carry the signal that asks a rank to stop in their upper bits.
         """
         with self._explained(what, room):
-            told = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            given = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             mine = len(packed) | self.heartbeat.stop_signal << SIZE_BITS
-            self._all_gather(told, torch.tensor([mine]), what, room)
-            sizes = [int(one) & ((1 << SIZE_BITS) - 1) for one in told]
-            self.stop_signal = max(int(one) >> SIZE_BITS for one in told)
+            self._all_gather(given, torch.tensor([mine]), what, room)
+            sizes = [int(one) & ((1 << SIZE_BITS) - 1) for one in given]
+            self.stop_signal = max(int(one) >> SIZE_BITS for one in given)
             longest = max(sizes)
             if not longest:
                 return [None] * self.size
@@ -369,7 +369,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
         UserError: of rank 0, on every rank.
         PeerError: rank 0 failed, or was not done START_S after this one came.
     """
-    key, timeout = f"from_rank_0/{next(_TOLD)}", datetime.timedelta(seconds=START_S)
+    key, timeout = f"from_rank_0/{next(_BROADCASTS)}", datetime.timedelta(seconds=START_S)
     if dist.is_initialized():
         store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     elif "MASTER_PORT" in os.environ:
@@ -377,20 +377,20 @@ def from_rank_0(make: Callable[[], T]) -> T:
     else:
         return make()
     if rank == 0:
-        told: tuple[Any, Exception | None] = None, PeerError("rank 0 failed before the run", 0)
+        outcome: tuple[Any, Exception | None] = None, PeerError("rank 0 failed before the run", 0)
         try:
-            told = make(), None
+            outcome = make(), None
         except UserError as error:
-            told = None, error
+            outcome = None, error
         finally:
-            store.set(key, pickle.dumps(told))  # type: ignore[arg-type]  # it takes bytes too
+            store.set(key, pickle.dumps(outcome))  # type: ignore[arg-type]  # it takes bytes too
     else:
         try:
             store.wait([key], timeout)
         except dist.DistError as error:
             raise PeerError(f"rank 0 did not answer: {error}", 0) from error
-        told = pickle.loads(store.get(key))
-    found, failure = told
+        outcome = pickle.loads(store.get(key))
+    found, failure = outcome
     if failure is not None:
         raise failure
     return cast(T, found)

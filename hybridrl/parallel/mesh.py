@@ -169,7 +169,7 @@ class Mesh:
         if not self.is_whole_world:
             self.world.arrive(what)
 
-    def told(self, value: Any) -> Any:
+    def from_first(self, value: Any) -> Any:
         """Returns, on all ranks of the world, what the mesh's first rank gives; collective. Where
         all ranks are of the mesh each returns its own: these are the same.
         """

@@ -1,8 +1,8 @@
 """What the ranks of an engine replica tell each other.
 
-Who waits for whom: all ranks of a replica call `tell` or `is_any` together, and wait for the others
-as long as they live: the first one may wait for a tool. Replicas are independent of each other;
-making the groups is collective over the world.
+Who waits for whom: all ranks of a replica call `broadcast_object` or `is_any` together, and wait
+for the others as long as they live: the first one may wait for a tool. Replicas are independent of
+each other; making the groups is collective over the world.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReplicaGroup:
                 self._group, self._ranks = group, ranks
                 self._source = layout.assignment.index((replica, 0))
 
-    def tell(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Returns the first rank's `value` (picklable) on all ranks of the replica."""
         if self._group is None:
             return value

@@ -18,7 +18,7 @@ rarely have. It leaves the program of a root trainer with root's user id outside
 namespaces, which docker's root with SYS_ADMIN need not be allowed; here such a program gets a user
 of its own, which no file belongs to. The limits, the filter of calls, the two roles, and telling
 its own failure from the program's would stay to be written around it. What it would take over is
-`_build_root` and `_enter_namespaces`, some 60 lines. Linux only: 5.12, without root 5.14.
+`_build_root` and `_enter_namespaces`, some 90 lines. Linux only: 5.12, without root 5.14.
 """
 
 from __future__ import annotations

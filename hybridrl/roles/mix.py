@@ -35,7 +35,7 @@ class Mix:
     Args:
         config: of the run.
         store: loads the rows.
-        say: tells the user, once.
+        notify: tells the user, once.
         given: rows in place of a term's `data.prompts`, by its name.
 
     Raises:
@@ -46,7 +46,7 @@ class Mix:
         self,
         config: Config,
         store: PromptStore,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         given: Mapping[str, Rows],
     ) -> None:
         self.terms, self._sections = make_auxiliary_losses(config), config.mix
@@ -59,7 +59,7 @@ class Mix:
                 needs, rows = term.algorithm.needs, given.get(name)
                 loaded = load_rows(data, config.rollout, store, needs, rows)
                 self._sources[name] = prompt_source(loaded, data, seed, store.once)
-            say(f"mix.{name}: {loaded.report()}")
+            notify(f"mix.{name}: {loaded.report()}")
         self.taken: list[TrainBatch] = []
 
     def batches(

@@ -191,7 +191,7 @@ def make_roles(
     meshes: Meshes,
     algorithm: Algorithm,
     models: dict[str, ParallelModel],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     has_reference: bool = True,
     has_reward_models: bool = True,
     terms: Mapping[str, AuxiliaryLoss] | None = None,
@@ -203,7 +203,7 @@ def make_roles(
         meshes: that they are cut over, by role.
         algorithm: says which are needed.
         models: gets each as soon as it is there, by name, for the table of an out-of-memory error.
-        say: tells the user, once.
+        notify: tells the user, once.
         has_reference: False leaves out the reference and the teacher, where their columns are known
             already, or nothing is trained.
         has_reward_models: False leaves out reward models.
@@ -223,9 +223,9 @@ def make_roles(
     num_policy_updates = max(num_updates - warmup * config.steps.updates_per_step, 0)
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
     models["policy"] = model = _build(meshes, "policy", source, config)
-    say(model.layers.said)
+    notify(model.layers.said)
     if held.trains_policy:
-        model.make_trainable(config.train.learning_rate, peer_weights(config, world, say))
+        model.make_trainable(config.train.learning_rate, peer_weights(config, world, notify))
     else:
         model.freeze()
     policy = Policy(model, algorithm, num_policy_updates, temperature)

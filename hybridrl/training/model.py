@@ -115,7 +115,9 @@ class ParallelModel:
         )
         same_on_all_ranks(world, "sharing of prompts", str(shares), mesh.ranks)
         # Ranks outside know the schedule too.
-        self.planner = BatchPlanner(mesh, source.shape, train, self.layers.kind, mesh.told(shares))
+        self.planner = BatchPlanner(
+            mesh, source.shape, train, self.layers.kind, mesh.from_first(shares)
+        )
         self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
         self._optimizer: Any = None
         self.memory: TrainedModelMemory | None = None
@@ -299,7 +301,7 @@ class ParallelModel:
         if self.mesh.is_member:
             with self.mesh.active(), self.world.platform.megatron_phase():
                 norm = gradient_norm(self.optimizer)
-        return float(self.mesh.told(norm))
+        return float(self.mesh.from_first(norm))
 
     def apply(self, learning_rate: float, grad_norm: float) -> None:
         """Takes the optimizer's step with the accumulated gradients, of this finite norm."""

@@ -54,11 +54,11 @@ class PeerWeights:
             _move(buffer, own[start : start + buffer.param_data.nbytes])
 
 
-def peer_weights(config: Config, world: World, say: Callable[[str], None]) -> PeerWeights | None:
+def peer_weights(config: Config, world: World, notify: Callable[[str], None]) -> PeerWeights | None:
     """Returns where the policy's parameters go, None where weights travel as packed messages.
 
     Args:
-        say: tells the user, once, why 'auto' did not choose 'peer'.
+        notify: tells the user, once, why 'auto' did not choose 'peer'.
 
     Raises:
         UserError: on every rank, if `rollout.transport` is 'peer' but ranks cannot reach others.
@@ -83,7 +83,7 @@ def peer_weights(config: Config, world: World, say: Callable[[str], None]) -> Pe
             "packed or auto here",
             f"Set rollout.transport=auto. {found[0]}.",
         )
-    say(f"weights travel as packed messages: {found[0]}")
+    notify(f"weights travel as packed messages: {found[0]}")
     return None
 
 

@@ -46,7 +46,7 @@ from hybridrl.config.schema import (
 from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.contracts.batch import (
     GREEDY,
-    MISMATCHED,
+    UNRELATED,
     BatchError,
     MicroBatch,
     Producer,
@@ -216,13 +216,13 @@ def with_teacher(batch: TrainBatch, top: int) -> TrainBatch:
 
 
 def make_feedback_batch(case: str, tables: Tables, seed: int = 0) -> TrainBatch:
-    """Six pairs, or twelve labelled responses and then as many mismatched ones."""
+    """Six pairs, or twelve labelled responses and then as many unrelated ones."""
     if CASES[case].needs.feedback == "pairs":
         batch = make_batch(tables, seed, 6, 2)
         return replace(batch, reward_B=torch.tensor([1.0, 0.0, 0.0, 1.0] * 3))
     batch = make_batch(tables, seed, 12, 2)
     batch = batch.select([*range(0, 24, 2), *range(1, 24, 2)])
-    parts = {MISMATCHED: torch.tensor([0.0, 1.0]).repeat_interleave(12)}
+    parts = {UNRELATED: torch.tensor([0.0, 1.0]).repeat_interleave(12)}
     reward_B = torch.tensor([1.0, 0.0, 0.0] * 8)
     # Above the reference, or its KL would be cut off at 0.
     reference_T = batch.old_logp_T - 0.4 * batch.response_mask_T
@@ -235,7 +235,7 @@ def has_feedback(case: str) -> bool:
 
 
 def kept(algorithm: Algorithm, batch: TrainBatch) -> TrainBatch:
-    """The samples that the algorithm learns from: kto's mismatched ones are behind the others."""
+    """The samples that the algorithm learns from: kto's unrelated ones are behind the others."""
     if isinstance(algorithm, SelectiveAlgorithm):
         return batch.select(algorithm.selected(batch))
     return batch.select(range(min(batch.num_samples, 12)))
@@ -561,7 +561,7 @@ def with_other(batch: TrainBatch, need: str) -> TrainBatch:
     if need != "rollouts":
         return other
     noisy = {n: p * (1 + torch.rand(p.shape)) for n, p in batch.reward_parts.items()}
-    kept = {n: p for n, p in batch.reward_parts.items() if n in (GREEDY, MISMATCHED)}
+    kept = {n: p for n, p in batch.reward_parts.items() if n in (GREEDY, UNRELATED)}
     return other.with_parts(noisy | kept)
 
 

@@ -46,15 +46,15 @@ def raised(world: World, on_ranks: tuple[int, ...], error: Exception, delay_s: f
 
 def check_what_is_told(world: World) -> None:
     with world.all_agree("telling") as agreement:
-        agreement.told = (world.rank, columns(world.rank) if world.rank else None)
-    (zero, nothing), (one, found) = agreement.heard
+        agreement.value = (world.rank, columns(world.rank) if world.rank else None)
+    (zero, nothing), (one, found) = agreement.values
     assert (zero, nothing, one) == (0, None, 1)
     for name, column in columns(1).items():
         assert found[name].dtype == column.dtype and np.array_equal(found[name], column)
         assert found[name].flags.aligned and found[name].flags.writeable
     with world.all_agree("telling nothing") as agreement:
         pass
-    assert agreement.heard == [None, None]
+    assert agreement.values == [None, None]
 
 
 def check_failures(world: World) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from job_world import job_world
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -72,7 +73,9 @@ def check(folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: i
     settings = EngineSettings(hf_config, family.architectures, "float32", 4, 96, ep=ep)
     layout = RolloutLayout.consecutive(WORLD, tp)
     engine = VllmEngine(settings, family, layout, rank)
-    hybrid = HybridEngine(sources, weights, engine, staging_bytes=1 << 16, verify_every=1)
+    hybrid = HybridEngine(
+        sources, weights, engine, job_world(), staging_bytes=1 << 16, verify_every=1
+    )
     for version in range(2):
         directory = folder / f"{name}_{version}"
         write(sources[rank], weights, load_file(directory / "model.safetensors"))

@@ -46,7 +46,7 @@ def check_late_ranks(world: World) -> None:
     world.arrive("the test")
     replica = ReplicaGroup(RolloutLayout.consecutive(3, 3), world.rank, world.heartbeat)
     time.sleep(LATE_S * replica.is_first)
-    assert replica.tell(world.rank) == 0
+    assert replica.broadcast_object(world.rank) == 0
     assert replica.is_any(is_late) and not replica.is_any(False)
     with world.all_agree("reading", is_unbounded=True):
         time.sleep(LATE_S * is_late)

@@ -251,7 +251,7 @@ def check_skipped(folder: Path) -> None:
     mix["bad"] = {"algorithm": POISONED, "data": data, "weight": 0.5, "prompts_per_step": 8}
     said: list[str] = []
     with trainer_of(folder, "skipped", mix) as trainer:
-        trainer.skipped._say = said.append
+        trainer.skipped._notify = said.append
         assert trainer.train_step()[SKIPPED] == 0
         before = state_of(trainer)
         metrics = trainer.train_step()

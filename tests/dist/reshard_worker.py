@@ -458,7 +458,12 @@ def check_expert_faults(rank: int, world: int) -> None:
     for name, plant in (*faults, ("w2_weight/3", keep_stale)):
         engine = Engine(case.targets()[rank], torch.float32)
         hybrid = HybridEngine(
-            case.sources(), trained, engine, staging_bytes=STAGING_BYTES, verify_every=1
+            case.sources(),
+            trained,
+            engine,
+            job_world(),
+            staging_bytes=STAGING_BYTES,
+            verify_every=1,
         )
         if rank == world - 1:
             engine.finish_update = lambda version, e=engine, plant=plant: plant(e.tensors())

@@ -139,7 +139,7 @@ def differing(one: State, other: State) -> list[str]:
 def check_case(case: Case, folder: Path) -> None:
     said: list[str] = []
     with trainer_of(case, folder) as trainer:
-        trainer.skipped._say = said.append
+        trainer.skipped._notify = said.append
         if trainer.algorithm.needs.rollouts:
             trainer.reshard()
         first = trainer.train_step()
@@ -259,7 +259,7 @@ def check_exploded(folder: Path) -> None:
     ):
         case = Case(f"exploded-{name}", {"name": name}, {"pp": 2}, steps=[GOOD] * 4)
         with trainer_of(case, folder, learning_rate=1e-3) as trainer:
-            trainer.skipped._say = lambda text: None
+            trainer.skipped._notify = lambda text: None
             trainer.train_step()
             world = trainer.world
             if world.rank == 1:
@@ -280,7 +280,7 @@ def check_unsaved(folder: Path) -> None:
     case = Case("unsaved", poisoned(name="sft"), {}, steps=[BAD, BAD, GOOD])
     said: list[str] = []
     with trainer_of(case, folder, max_skipped_steps=2) as trainer:
-        trainer.skipped._say = said.append
+        trainer.skipped._notify = said.append
         if trainer.world.rank == 0:
             trainer.journal.folder.mkdir(parents=True, exist_ok=True)
             (trainer.journal.folder / "replay").write_text("no folder")

@@ -196,7 +196,7 @@ def test_a_checkpoint_without_digests_loads_and_says_so(
     folder = copied(saved / "step_6", tmp_path / "step_6")
     as_before_digests(folder)
     said: list[str] = []
-    monkeypatch.setattr(trainer.store, "_tell", said.append)
+    monkeypatch.setattr(trainer.store, "_notify", said.append)
     trainer.load_checkpoint(folder)
     assert trainer.step == 6 and any("no digests" in line for line in said)
     for name, what in (

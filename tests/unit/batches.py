@@ -81,7 +81,7 @@ def observed_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int 
 
 
 def feedback_batch(feedback: Feedback, num: int, seed: int) -> TrainBatch:
-    """Returns a step's batch of `num` pairs, or labelled responses with their mismatched ones, with
+    """Returns a step's batch of `num` pairs, or labelled responses with their unrelated ones, with
     random log-probabilities of the policy and a reference near it.
     """
     rng = random.Random(seed)

@@ -17,7 +17,7 @@ from batches import feedback_batch
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.preference import IMPLICIT, feedback_metrics
 from hybridrl.config.schema import AlgorithmConfig, DpoConfig, KtoConfig
-from hybridrl.contracts.batch import MISMATCHED, BatchError, TrainBatch
+from hybridrl.contracts.batch import UNRELATED, BatchError, TrainBatch
 from hybridrl.data.collate import micro_batch, unpack
 
 NUM_BATCHES = 200
@@ -217,8 +217,8 @@ def test_what_is_not_pairs_is_refused() -> None:
         )
 
 
-def test_kto_without_mismatched_responses_is_refused() -> None:
+def test_kto_without_unrelated_responses_is_refused() -> None:
     batch = feedback_batch("labels", 3, 0)
-    for parts in ({}, {MISMATCHED: torch.zeros(6)}, {MISMATCHED: torch.ones(6)}):
-        with pytest.raises(BatchError, match="mismatched.*kto"):
+    for parts in ({}, {UNRELATED: torch.zeros(6)}, {UNRELATED: torch.ones(6)}):
+        with pytest.raises(BatchError, match="unrelated.*kto"):
             make_algorithm(KtoConfig()).advantages(replace(batch, reward_parts=parts))

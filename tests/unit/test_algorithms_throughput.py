@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from hybridrl.algorithms import ALGORITHMS, make_algorithm
 from hybridrl.algorithms.base import CriticAlgorithm, Needs
 from hybridrl.config.algorithm import AlgorithmConfig
-from hybridrl.contracts.batch import GREEDY, MISMATCHED, Producer, Prompt, RolloutBatch, TrainBatch
+from hybridrl.contracts.batch import GREEDY, UNRELATED, Producer, Prompt, RolloutBatch, TrainBatch
 from hybridrl.data.collate import micro_batch
 
 NUM_SAMPLES, NUM_TOKENS, GROUP = 1024, 1024 * 1024, 8
@@ -74,7 +74,7 @@ def given(batch: TrainBatch, needs: Needs) -> TrainBatch:
         batch = replace(batch, group_B=torch.arange(NUM_SAMPLES) // 2, reward_B=is_odd_B)
     if needs.feedback == "labels":
         some_B = (torch.arange(NUM_SAMPLES) % GROUP == 0).float()
-        batch = replace(batch, reward_B=is_odd_B, reward_parts={MISMATCHED: some_B})
+        batch = replace(batch, reward_B=is_odd_B, reward_parts={UNRELATED: some_B})
     if needs.greedy:
         batch = batch.with_parts({GREEDY: is_odd_B})
     if needs.teacher_top:

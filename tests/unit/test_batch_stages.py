@@ -25,7 +25,7 @@ from hybridrl.contracts.batch import (
 )
 from hybridrl.contracts.checks import RESPONSE, columns_of, holds
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS, MicroBatch
-from hybridrl.generation.gathered import table_of, told
+from hybridrl.generation.gathered import gathered_batch, table_of
 from hybridrl.parallel.exchange import collect
 
 HERE = Producer.here("test")
@@ -301,7 +301,7 @@ def test_scored_batches_arrive_as_they_were_sent(is_observed):
     def tell(world):
         own = parts[world.rank]
         tables = world.gather_objects(None if own is None else table_of(own))
-        found = told(tables, own, prompts, world)
+        found = gathered_batch(tables, own, prompts, world)
         assert found.num_observed_B is None if not is_observed else True
         whole = collect(found, world)
         if whole is not None:

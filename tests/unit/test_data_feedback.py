@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.contracts.batch import MISMATCHED
+from hybridrl.contracts.batch import UNRELATED
 from hybridrl.data.prompts import PromptSource, load_prompts
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import DataError
@@ -120,7 +120,7 @@ def test_a_step_of_labels_has_each_prompt_with_the_next_ones_response(load: Load
     prompts = load("labels", GOOD, BAD, third).prompts
     batch = supervised_batch(prompts, "labels")
     assert batch.reward_B[:3].tolist() == [1, 0, 1]
-    assert batch.reward_parts[MISMATCHED].tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch.reward_parts[UNRELATED].tolist() == [0, 0, 0, 1, 1, 1]
     found = [part.tolist() for part in batch.tokens_T.split(batch.lengths_B.tolist())]
     assert found[:3] == [[*p.tokens, *p.response_tokens] for p in prompts]
     assert found[3:] == [
@@ -137,11 +137,11 @@ def test_a_source_of_other_rejected_responses_is_another_source(load: Load) -> N
         PromptSource(other, seed=0, shuffle=True).load_state(state)
 
 
-def test_a_mismatched_response_is_to_another_prompt(load: Load) -> None:
+def test_an_unrelated_response_is_to_another_prompt(load: Load) -> None:
     again = {**GOOD, "response": "two", "label": False}
     batch = supervised_batch(load("labels", GOOD, again, BAD).prompts, "labels")
     found = [part.tolist() for part in batch.tokens_T.split(batch.lengths_B.tolist())]
-    # The next row has the same prompt: its response would not be mismatched.
+    # The next row has the same prompt: its response would not be unrelated.
     assert found[3] == found[4] == [*map(ord, "1+1="), *letters("44")]
     assert found[5] == [*map(ord, "1+2="), *letters("2")]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.preference import feedback_metrics, response_sums
 from hybridrl.config.schema import AlgorithmConfig, DpoConfig, KtoConfig
-from hybridrl.contracts.batch import MISMATCHED, TrainBatch
+from hybridrl.contracts.batch import UNRELATED, TrainBatch
 
 pytest.importorskip("trl")
 
@@ -117,7 +117,7 @@ def trl_orpo(logp_BL: Tensor, batch: TrainBatch) -> Tensor:
 
 
 def trl_kto(logp_BL: Tensor, batch: TrainBatch) -> Tensor:
-    is_mismatched_B = batch.reward_parts[MISMATCHED] > 0
+    is_unrelated_B = batch.reward_parts[UNRELATED] > 0
     logp_B, reference_B = logp_BL.sum(1), response_sums(batch.reference_logp_T, batch)
     trainer = with_knobs(
         beta=0.1,
@@ -125,15 +125,15 @@ def trl_kto(logp_BL: Tensor, batch: TrainBatch) -> Tensor:
         undesirable_weight=0.7,
         loss_type="kto",
         calculate_KL=True,
-        _compute_kl_logps=lambda *_: logp_B[is_mismatched_B].detach(),
+        _compute_kl_logps=lambda *_: logp_B[is_unrelated_B].detach(),
     )
-    real = batch.select((~is_mismatched_B).nonzero()[:, 0])
-    inputs, model = inputs_and_model(logp_BL[~is_mismatched_B], batch)
-    inputs = {name: value[~is_mismatched_B] for name, value in inputs.items()}
+    real = batch.select((~is_unrelated_B).nonzero()[:, 0])
+    inputs, model = inputs_and_model(logp_BL[~is_unrelated_B], batch)
+    inputs = {name: value[~is_unrelated_B] for name, value in inputs.items()}
     inputs |= {
         "label": real.reward_B > 0,
-        "ref_logps": reference_B[~is_mismatched_B],
-        "ref_KL_logps": reference_B[is_mismatched_B],
+        "ref_logps": reference_B[~is_unrelated_B],
+        "ref_KL_logps": reference_B[is_unrelated_B],
     }
     return KTOTrainer._compute_loss(trainer, model, inputs, False)
 
