@@ -151,21 +151,28 @@ def _report(
         verdict = gpu_verdict(config, roles, hf_config, found, assumed, may_change)
     else:
         verdict = cpu_verdict(found)
+    expert_axes = ("etp", "edp") if shape.moe else ()
     order, layout, memories = laid.layout.order, laid.best.layout, [one.memory for one in found]
     return {
         "fits": verdict["fits"],
         "verdict": verdict,
         "gpu_memory_bytes": assumed.gpu_memory_bytes if assumed else None,
-        "train": {axis: getattr(laid.layout, axis) for axis in SIZES},
+        "train": {axis: getattr(laid.layout, axis) for axis in (*SIZES, *expert_axes)},
         "order": {
             "axes": order,
             "reason": order_reason(
-                config.train.order, order, laid.choice, itemsize, placement.is_shared
+                config.train.order,
+                order,
+                laid.choice,
+                itemsize,
+                placement.is_shared,
+                shape.moe is not None,
             ),
         },
         "rollout": {
             "engine": config.rollout.engine,
             "tp": layout.tp,
+            **({"ep": config.rollout.ep} if shape.moe else {}),
             "replicas": layout.replicas,
             "assignment": [place and list(place) for place in layout.assignment],
             "choices": choices(config.train.order, laid, node, itemsize),

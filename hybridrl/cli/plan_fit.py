@@ -10,10 +10,10 @@ allocator cannot use of its own blocks, 2 GiB for the context and libraries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice, product
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 from hybridrl.cli.plan_cluster import GIB, Assumptions
@@ -28,6 +28,7 @@ from hybridrl.cli.plan_memory import (
     RankMemory,
     RoleModel,
     estimate_memory,
+    fullest,
     itemsize_of,
     most_elements,
 )
@@ -204,7 +205,8 @@ class _Search:
         """Returns the bytes of weights, gradients and optimizer over all ranks, each held once."""
         itemsize = itemsize_of(self.config, on_gpu=True)
         optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
-        elements, _, _ = _sizes(self.models[0].family, self.models[0].shape, 1, 1, 1, 1)
+        policy = self.models[0]
+        (elements, _), _, _ = _sizes(policy.family, policy.shape, TrainLayout(1), 1, 1)
         return elements * (itemsize + MAIN_GRAD_BYTES + optimizer)
 
     def _candidates(self) -> Iterator[Changes]:
@@ -218,9 +220,15 @@ class _Search:
         }
         if not ENGINES[rollout.engine].is_tensor_parallel:
             del wanted["rollout.tp"]
+        if self.models[0].shape.moe is not None:
+            wanted["train.ep"] = [size for size in SIZES if train.ep < size]
         layouts: list[Changes] = [{}]
         for key, sizes in wanted.items():
             layouts += [{**found, key: size} for found in layouts for size in sizes]
+        if rollout.ep > 1:  # as large as rollout.tp
+            for found in layouts:
+                if "rollout.tp" in found:
+                    found["rollout.ep"] = found["rollout.tp"]
         longest = self.config.data.max_prompt_tokens + rollout.max_new_tokens
         fewer = max(longest, train.micro_batch_tokens // 4)
         # What takes memory off a rank and costs time, the least first.
@@ -246,39 +254,46 @@ def _estimate(config: Config, models: Sequence[RoleModel], placement: Placement)
     trainer share, of which only those of equal layouts are counted.
     """
     family, shape = models[0].family, models[0].shape
-    train, tp, world_size = config.train, config.rollout.tp, placement.num_ranks
+    train, world_size = config.train, placement.num_ranks
+    engine_sizes = config.rollout.tp, config.rollout.ep
     sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
     layout = TrainLayout(world_size, *sizes, etp=train.etp)
-    elements, engine, shared = _sizes(family, shape, train.tp, train.pp, train.vpp, tp)
+    elements, engine, shared = _sizes(family, shape, _least_ranks(layout), *engine_sizes)
     if ENGINES[config.rollout.engine].shares_memory and not train.release_weights_in_rollout:
         engine -= shared
     held = []
     for model in models:
-        num_params = elements
+        of_fullest = elements
         if (model.family, model.shape, model.head) != (family, shape, "lm"):
             parts = megatron_layouts(model.family, model.shape, layout, model.head)
-            num_params = most_elements(parts)
-        held.append(HeldModel(model, placement.policy, layout, num_params))
+            of_fullest = fullest(parts)
+        held.append(HeldModel(model, placement.policy, layout, *of_fullest))
     of_engine = HeldEngine(itemsize_of(config, on_gpu=True) * engine, world_size)
     ranks = Held(held, of_engine)
     return estimate_memory(config, shape, world_size, ranks, "packed", on_gpu=True)
 
 
+def _least_ranks(layout: TrainLayout) -> TrainLayout:
+    """Returns the layout without replicas that hold the same, whose ranks hold as much."""
+    plane = lcm(layout.tp, layout.ep * layout.etp)
+    return replace(layout, world_size=plane * layout.pp, cp=1)
+
+
 @cache
 def _sizes(
-    family: Family, shape: ModelShape, tp: int, pp: int, vpp: int, rollout_tp: int
-) -> tuple[int, int, int]:
-    """Returns the elements of the fullest pipeline stage, of an engine's rank, and those of the
-    engine's that are the trainer's own memory where both are cut alike.
+    family: Family, shape: ModelShape, layout: TrainLayout, tp: int, ep: int
+) -> tuple[tuple[int, int], int, int]:
+    """Returns the elements of the fullest pipeline stage, all and those of experts, those of an
+    engine's rank, and those of the engine's that are the trainer's own memory where both are cut
+    alike; `tp` and `ep` are the engine's sizes.
     """
-    layout = TrainLayout(tp * pp, tp, pp, vpp=vpp)
-    stages = (layout.rank_at(tp=0, cp=0, dp=0, pp=stage) for stage in range(pp))
+    stages = (layout.rank_at(tp=0, cp=0, dp=0, pp=stage) for stage in range(layout.pp))
     held = [megatron_layout(family, shape, layout, rank) for rank in stages]
-    engine = fused_layout(family, shape, rollout_tp, 0)
+    engine = fused_layout(family, shape, tp, 0, ep)
     shared = 0
-    if tp == rollout_tp and pp == 1:
+    if layout.tp == tp and layout.pp == 1:
         shared = sum(prod(engine.shapes[name]) for name in shared_names(held[0], engine))
-    return most_elements(held), most_elements([engine]), shared
+    return fullest(held), most_elements([engine]), shared
 
 
 def _changed(config: Config, changes: Changes) -> Config:

@@ -16,7 +16,7 @@ from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import read_teacher
 from hybridrl.models.family import Family, ModelShape, read_model
-from hybridrl.models.weights import Head, RankLayout
+from hybridrl.models.weights import EXPERTS, Head, RankLayout
 from hybridrl.parallel.layout import TrainLayout
 
 MIB = 2**20
@@ -114,12 +114,21 @@ class HeldModel:
         place: where it lies; models of one place share process groups.
         layout: how it is cut there.
         num_params: parameters of that of the ranks which holds most.
+        num_expert_params: of those, parameters of experts, which have fewer replicas.
     """
 
     model: RoleModel
     place: Place
     layout: TrainLayout
     num_params: int
+    num_expert_params: int = 0
+
+    @property
+    def num_updated(self) -> int:
+        """Parameters whose optimizer state is on a rank: ranks that hold the same share them."""
+        layout, experts = self.layout, self.num_expert_params
+        own = (self.num_params - experts) // (layout.dp * layout.cp)
+        return own + experts // layout.edp
 
 
 @dataclass(frozen=True)
@@ -207,11 +216,11 @@ def estimate_memory(
     optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
     frozen = trained = gradients = states = 0
     for one in held.models:
-        num_params, layout = one.num_params, one.layout
+        num_params = one.num_params
         if one.model.is_trained:
             trained += num_params * itemsize
             gradients += num_params * MAIN_GRAD_BYTES
-            states += optimizer * num_params // (layout.dp * layout.cp)
+            states += optimizer * one.num_updated
         else:
             frozen += num_params * itemsize
     engine, kv_cache = ENGINES[config.rollout.engine], 0
@@ -259,8 +268,11 @@ def _gpu_bytes(config: Config, world_size: int, held: Held, transport: str) -> i
     for layout in {one.place: one.layout for one in held.models}.values():
         sizes += [layout.tp, layout.pp, layout.cp, layout.dp]
         sizes += [layout.dp * layout.cp, layout.tp * layout.pp]
+        if layout.ep * layout.etp > 1:
+            sizes += [layout.ep, layout.etp, layout.ep * layout.etp, layout.edp]
     if held.engine is not None:
         sizes += 2 * [config.rollout.tp]  # torch's group and vLLM's own communicator
+        sizes += [config.rollout.ep]
     is_staged = transport == "packed" and world_size > 1
     num_groups = sum(size > 1 for size in sizes) + is_staged  # blocks go over a group of their own
     moves_weights = held.engine is not None or "policy" in held.roles
@@ -282,20 +294,26 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int) -> int:
 
     Of a layer: its input, what follows each norm, and the input of the feed-forward half (4 hidden
     sizes); queries, keys and values, and what attention gives; the feed-forward layer's two halves
-    and their product. Tensor and sequence parallel cut all of it. A frozen model keeps nothing: one
-    layer at a time is whole.
+    and their product. Tensor and sequence parallel cut all of it. Of a mixture of experts the same
+    of each of a token's experts, and their inputs and outputs, which ranks exchange; tokens are
+    taken to be spread evenly over the experts, and all layers to be mixtures. A frozen model keeps
+    nothing: one layer at a time is whole.
     """
     model, layout = held.model, held.layout
     shape, tokens = model.shape, config.train.micro_batch_tokens // layout.cp
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    per_token = 4 * shape.hidden_size + attention + 3 * shape.ffn_size
+    product, exchanged = shape.ffn_size, 0
+    if (moe := shape.moe) is not None:
+        product = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
+        exchanged = 2 * moe.experts_per_token * shape.hidden_size * layout.etp
+    per_token = 4 * shape.hidden_size + attention + 3 * product + exchanged
     layers, stages = shape.num_layers // layout.pp, layout.pp
     if not model.is_trained:
         kept, stages = per_token, 1
     elif config.train.recompute == "full":  # each layer keeps its input; one at a time is whole
         kept = shape.hidden_size * layers + per_token
     elif config.train.recompute == "selective":  # not the product
-        kept = (per_token - shape.ffn_size) * layers
+        kept = (per_token - product) * layers
     else:
         kept = per_token * layers
     logits = tokens * shape.padded_vocab(layout.tp) // layout.tp if model.head == "lm" else 0
@@ -303,10 +321,20 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int) -> int:
     return tokens * kept * itemsize * stages // layout.tp + scratch
 
 
+def fullest(layouts: Sequence[RankLayout]) -> tuple[int, int]:
+    """Returns the elements of the rank that holds most, and how many of them are of experts."""
+    different = {id(layout): layout for layout in layouts}.values()
+    found = []
+    for layout in different:
+        elements = {name: prod(shape) for name, shape in layout.shapes.items()}
+        experts = sum(num for name, num in elements.items() if EXPERTS in name)
+        found.append((sum(elements.values()), experts))
+    return max(found)
+
+
 def most_elements(layouts: Sequence[RankLayout]) -> int:
     """Returns the elements of the rank that holds most."""
-    different = {id(layout): layout for layout in layouts}.values()
-    return max(sum(prod(shape) for shape in layout.shapes.values()) for layout in different)
+    return fullest(layouts)[0]
 
 
 def itemsize_of(config: Config, on_gpu: bool) -> int:

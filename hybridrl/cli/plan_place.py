@@ -14,6 +14,7 @@ from hybridrl.cli.plan_memory import (
     HeldEngine,
     HeldModel,
     RoleModel,
+    fullest,
     most_elements,
 )
 from hybridrl.config.engines import ENGINES
@@ -161,7 +162,7 @@ def held_by_ranks(
     found = []
     for ranks in sets.values():
         held = [
-            HeldModel(model, place, layout, max(elements[rank] for rank in ranks))
+            HeldModel(model, place, layout, *max(elements[rank] for rank in ranks))
             for model, (place, layout, elements) in zip(models, parts, strict=True)
             if ranks[0] in elements
         ]
@@ -182,9 +183,9 @@ class _Sizes:
         key = policy.family, policy.shape, placed.layout, policy.head
         self._found = {key: [placed.whole[rank] for rank in placed.placement.policy.ranks]}
 
-    def of(self, model: RoleModel) -> tuple[Place, TrainLayout, dict[int, int]]:
+    def of(self, model: RoleModel) -> tuple[Place, TrainLayout, dict[int, tuple[int, int]]]:
         """Returns where a model lies, how it is cut there, and the elements on each of these
-        ranks.
+        ranks, all and those of experts.
         """
         place, layout = self._placed.placement.of(model.role), self._placed.layout
         if place != self._placed.placement.policy:
@@ -194,6 +195,6 @@ class _Sizes:
         if key not in self._found:
             self._found[key] = megatron_layouts(*key)
         parts = self._found[key]
-        elements = {id(part): most_elements([part]) for part in parts}
+        elements = {id(part): fullest([part]) for part in parts}
         held = (elements[id(part)] for part in parts)
         return place, layout, dict(zip(place.ranks, held, strict=True))

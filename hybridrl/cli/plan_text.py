@@ -19,6 +19,7 @@ def order_reason(
     choice: OrderChoice | None,
     itemsize: int,
     is_shared: bool = True,
+    has_experts: bool = False,
 ) -> str:
     """Returns why the training axes are in this order.
 
@@ -28,10 +29,13 @@ def order_reason(
         choice: what 'auto' finds; None where the engine's ranks need everything in any order.
         itemsize: bytes of an element.
         is_shared: whether all models and engines share all ranks.
+        has_experts: whether the policy is a mixture of experts.
     """
     own = "Megatron's own" if used == DEFAULT_ORDER else "as configured"
     if not is_shared:
         return f"{own}; another is chosen only where all models and engines share all ranks"
+    if has_experts:
+        return f"{own}; another is chosen only for models without experts"
     if choice is None:
         return f"{own}; with rollout.tp=1 ranks receive as much in any"
     best, default = (traffic(itemsize * n) for n in (choice.receive, choice.default_receive))
@@ -73,7 +77,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     replicas = rollout["replicas"]
     yield (
         f"rollout  {rollout['engine']}: {replicas} {'replicas' if replicas > 1 else 'replica'} "
-        f"at tp {rollout['tp']}"
+        f"at tp {rollout['tp']}" + (f" ep {rollout['ep']}" if "ep" in rollout else "")
     )
     yield from _memory_lines(report)
     yield from _rank_lines(report["ranks"])

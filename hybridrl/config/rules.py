@@ -369,6 +369,10 @@ def _expert_model_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[Us
     """Rules of what cannot be done with a mixture of experts."""
     experts = num_experts(shape)
     if not experts:
+        for name, coefficient in config.train.moe:
+            if shape and coefficient:
+                allowed = "0 with a dense model, which has no experts"
+                yield UserError(f"train.moe.{name}", coefficient, allowed, "Set it to 0.")
         return
     engine = config.rollout.engine
     if not ENGINES[engine].takes_experts:

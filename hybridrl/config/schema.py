@@ -121,6 +121,21 @@ class ModelConfig(Section):
     )
 
 
+class MoeLosses(Section):
+    """Losses of a mixture of experts beside the algorithm's: means over all tokens of an update."""
+
+    aux_loss: float = Field(
+        0.0,
+        ge=0,
+        description="Coefficient of the load-balancing loss (Switch Transformers). 0: it pulls the policy away from what rewards ask for; the model's own coefficient is for pretraining.",
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="Coefficient of the router's z-loss (ST-MoE). 0: fine-tuning does not need it.",
+    )
+
+
 class TrainConfig(Section):
     """How Megatron trains: the layout, the micro-batch budget and the optimizer."""
 
@@ -143,6 +158,9 @@ class TrainConfig(Section):
         1,
         ge=1,
         description="Expert tensor parallel size: into how many parts each expert is cut. 1: small experts lose speed when cut, so deal them by train.ep; Megatron's own default is tp.",
+    )
+    moe: MoeLosses = Field(
+        MoeLosses(), description="Losses of mixtures of experts. All of them are off; see there."
     )
     order: str = Field(
         "auto",

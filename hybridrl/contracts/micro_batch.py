@@ -75,6 +75,11 @@ class MicroBatch:
         return len(self.tokens_S)
 
     @property
+    def num_tokens(self) -> int:
+        """How many positions hold a token."""
+        return int((self.sequence_index_S >= 0).sum())
+
+    @property
     def labels(self) -> Tensor:
         """The tokens whose log-probabilities a model is asked for at each position: the targets,
         (S,), or beside them those of the teacher, (S, 1 + K).

@@ -4,6 +4,7 @@ of a few ranks.
 
 from __future__ import annotations
 
+from math import gcd
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.models.directory import read_config
-from hybridrl.models.family import read_model
+from hybridrl.models.family import ModelShape, read_model
 from hybridrl.models.hf import HfCheckpoint, load_hf
 from hybridrl.models.weights import Head, hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
@@ -48,22 +49,31 @@ def convert_rank(
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, TIMEOUT_S)
-    mesh = Mesh(World(platform, TIMEOUT_S), TrainLayout(tp * pp, tp, pp))
-    platform.seed(0)
+    world = World(platform, TIMEOUT_S)
     if to == HF_FORMAT:
-        _to_hf(mesh, source, target, family)
+        _to_hf(world, (tp, pp), source, target, family)
     else:
-        _to_megatron(mesh, source, target, family)
+        _to_megatron(world, (tp, pp), source, target, family)
     stop_process_group()
 
 
-def _to_megatron(mesh: Mesh, source: Path, target: Path, family_key: str | None) -> None:
-    world = mesh.world
+def _mesh(world: World, tp: int, pp: int, shape: ModelShape) -> Mesh:
+    """Returns the mesh of a model; a stage's ranks share its experts out as far as they go."""
+    ep = 1 if shape.moe is None else gcd(tp, shape.moe.num_experts)
+    mesh = Mesh(world, TrainLayout(tp * pp, tp, pp, ep=ep))
+    world.platform.seed(0)
+    return mesh
+
+
+def _to_megatron(
+    world: World, sizes: tuple[int, int], source: Path, target: Path, family_key: str | None
+) -> None:
     with world.all_agree("reading the HF directory"):
         hf_config = read_config(source)
         family, _ = read_model(family_key, hf_config)
         dtype = next(iter(HfCheckpoint(source).dtypes.values()))
         model_source = ModelSource(family, hf_config, dtype, family_key or family.name, source)
+    mesh = _mesh(world, *sizes, model_source.shape)
     model = ParallelModel(mesh, model_source, "lm", TrainConfig())
     shapes = hf_shapes(family, model_source.shape)
     with world.all_agree("loading the weights"):
@@ -72,8 +82,9 @@ def _to_megatron(mesh: Mesh, source: Path, target: Path, family_key: str | None)
     write_checkpoint(target, world, {"policy": model}, {}, files, layout=layout)
 
 
-def _to_hf(mesh: Mesh, source: Path, target: Path, family_key: str | None) -> None:
-    world = mesh.world
+def _to_hf(
+    world: World, sizes: tuple[int, int], source: Path, target: Path, family_key: str | None
+) -> None:
     checkpoint, state = open_on_all_ranks(source, world)
     folder = checkpoint.folder
     with world.all_agree("reading the model's config"):
@@ -86,6 +97,7 @@ def _to_hf(mesh: Mesh, source: Path, target: Path, family_key: str | None) -> No
     head: Head = "lm" if (folder / "policy").is_dir() else "value"
     if head == "value":
         hf_config = {**hf_config, "num_labels": 1}
+    mesh = _mesh(world, *sizes, model_source.shape)
     model = ParallelModel(mesh, model_source, head, TrainConfig())
     load_model(checkpoint, "policy" if head == "lm" else "critic", model, world)
     layouts = [model.layout_of(rank) for rank in range(world.size)]

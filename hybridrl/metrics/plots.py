@@ -81,6 +81,9 @@ PLOTS = (
     ),
     Plot("Entropy", {"entropy": "policy/entropy"}, "nats"),
     Plot("Gradient norm", {"norm": "policy/grad_norm"}),
+    Plot("Tokens of the busiest expert, as a multiple of the mean", {"load": "moe/max_load"}),
+    Plot("Experts without a token", {"experts": "moe/unused_experts"}),
+    Plot("Entropy of routing", {"entropy": "moe/routing_entropy"}, "nats"),
     Plot("Response length", {"mean": "response_tokens/mean"}, "tokens"),
     Plot(
         "Log-probability difference, engine and trainer",

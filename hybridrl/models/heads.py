@@ -203,12 +203,24 @@ def _placeholder(weight: torch.Tensor) -> torch.Tensor:
 
 
 class PackedModel(GPTModel):
-    """Megatron's GPTModel, whose rotary angles follow positions where sequences share a prompt."""
+    """Megatron's GPTModel, whose rotary angles follow positions where sequences share a prompt, and
+    whose padding mask (1, S) is cut for sequence parallelism on every pipeline stage, not the first
+    alone.
+    """
 
     def _preprocess(  # type: ignore[override]
-        self, *args: Any, packed_seq_params: PackedSequences | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        packed_seq_params: PackedSequences | None = None,
+        padding_mask: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[Any, ...]:
         found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if padding_mask is not None:
+            group = self.pg_collection.tp
+            if self.config.sequence_parallel:
+                padding_mask = padding_mask.chunk(group.size(), dim=1)[group.rank()]
+            found = (*found[:5], padding_mask, *found[6:])
         if packed_seq_params is None or packed_seq_params.shared is None:
             return found
         embedded, angles_LD, *rest = found

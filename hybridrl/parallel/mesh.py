@@ -162,6 +162,14 @@ class Mesh:
         dist.all_reduce(on_device, group=group)
         return on_device.cpu()
 
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of `values`, on the CPU, over this rank's data-parallel group."""
+        summed = values.clone()
+        with self.active():
+            group = parallel_state.get_data_parallel_group_gloo()
+        dist.all_reduce(summed, group=group)
+        return summed
+
     def meet(self, what: str) -> None:
         """Waits for the ranks of the mesh where some are outside: these have nothing to compute,
         and the wait in a collective of tensors is bounded.

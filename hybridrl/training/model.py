@@ -23,6 +23,7 @@ from hybridrl.hybrid_engine.owned import owned_layout
 from hybridrl.models.build import build_chunks, named_weights, transformer_config
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.layers import choose_layers, shares_prompts
+from hybridrl.models.router import load_metrics, load_of, routers
 from hybridrl.models.weights import (
     NOTHING,
     Head,
@@ -285,6 +286,7 @@ class ParallelModel:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
         self._optimizer.zero_grad()  # forgets views of gradients; the state may still be on its way
         pairs = [(one, loss) for some, loss in passes for one in some]
+        self._prepare_routers([one for some, _ in passes for one in some])
         assert self.memory is not None  # a model without does not learn
         most = max((one.whole.num_positions for one, _ in pairs), default=0)
         with self.mesh.active(), self.memory.watching(most):
@@ -294,6 +296,31 @@ class ParallelModel:
                 lambda chunk, pair: _forward(chunk, pair[0]),
                 lambda output, pair: pair[1](output, pair[0].local),
             )
+
+    def _prepare_routers(self, inputs: Sequence[ModelInput]) -> None:
+        """Gives routers the coefficients and the denominator of their losses, the tokens of all
+        replicas; collective over these.
+        """
+        if self.source.shape.moe is None:
+            return
+        losses, num_tokens = self.train.moe, 1
+        if losses.aux_loss or losses.z_loss:
+            count = torch.tensor(sum(one.whole.num_tokens for one in inputs), dtype=torch.float64)
+            num_tokens = max(int(self.mesh.sum_over_replicas(count)), 1)
+        for router in routers(self._chunks):
+            router.clear()
+            router.aux_loss, router.z_loss = losses.aux_loss, losses.z_loss
+            router.num_step_tokens = num_tokens
+
+    def expert_load(self) -> dict[str, float]:
+        """Returns how evenly the last update used the experts, as `load_metrics`; nothing for a
+        dense model. Collective over the world.
+        """
+        shape = self.source.shape
+        if shape.moe is None:
+            return {}
+        load = load_of(self._chunks, shape.num_layers, shape.moe.num_experts)
+        return load_metrics(self.mesh.sum_over_world(load), shape.moe.experts_per_token)
 
     def grad_norm(self) -> float:
         """Returns the accumulated gradients' global norm before clipping, as `gradient_norm`."""
@@ -338,10 +365,13 @@ class ParallelModel:
 
 
 def _forward(chunk: torch.nn.Module, one: ModelInput) -> Any:
+    config: Any = chunk.config
+    has_routers = config.num_moe_experts is not None
     return chunk(
         input_ids=one.local.tokens_S[None],
         position_ids=one.local.positions_S[None],
         attention_mask=None,
         labels=one.head,  # Megatron hands it to the head untouched (models/heads.py)
         packed_seq_params=one.packed,
+        padding_mask=(one.local.sequence_index_S < 0)[None] if has_routers else None,
     )

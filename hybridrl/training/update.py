@@ -71,7 +71,8 @@ class Gradients:
         name: of the model, first part of its metrics' names.
         model: holds the gradients.
         loss_parts: of the mini-batch, and of further terms of the loss.
-        metrics: the same on all ranks, `NAME/loss` and `NAME/grad_norm` among them.
+        metrics: the same on all ranks, `NAME/loss` and `NAME/grad_norm` among them, and of a
+            mixture of experts `moe/max_load` and the like (models/router.py, load_metrics).
         rate: learning rate to apply them with.
     """
 
@@ -92,6 +93,8 @@ class Gradients:
             num_updates_in_run: optimizer steps of this model in the whole run.
         """
         metrics = {**loss_parts[0].metrics, f"{name}/grad_norm": model.grad_norm()}
+        experts = "moe" if name == "policy" else f"{name}/moe"
+        metrics |= {f"{experts}/{what}": value for what, value in model.expert_load().items()}
         done, peak = model.num_updates, model.peak_learning_rate
         rate = learning_rate(model.train, peak, done, num_updates_in_run)
         return Gradients(name, model, loss_parts, metrics, rate)

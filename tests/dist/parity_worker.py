@@ -7,6 +7,7 @@ parity_worker.py compare FOLDER FAMILIES LAYOUT...   each is "tp,pp,cp,vpp,order
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from dataclasses import replace
@@ -15,11 +16,13 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from hybridrl.config.schema import TrainConfig
+from hybridrl.config.schema import MoeLosses, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
+from hybridrl.models.router import load_of
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group
 from hybridrl.parallel.layout import TrainLayout
@@ -30,6 +33,7 @@ from hybridrl.training.model import ModelSource, ParallelModel
 LENGTHS = [(3, 9), (5, 2), (2, 17), (7, 7), (1, 30), (4, 1), (6, 12), (3, 3)]
 # A user's own families, which no architecture name leads to.
 FAMILY_KEYS = {"olmo": "olmo_family:FAMILY", "windowed": "windowed_family:FAMILY"}
+NO_LOSSES = MoeLosses()
 GRADIENT_TOLERANCE = 2e-6  # of the largest gradient; fp32 sums in another order, nothing else
 
 
@@ -97,13 +101,16 @@ def check_against_transformers(folder: Path, model, batch, inputs, logp_T, gradi
     logits = logits_of(model, inputs)
     loss, worst = torch.zeros(()), 0.0
     expected_T = torch.zeros(batch.num_tokens)
-    offsets = batch.offsets.tolist()
+    offsets, losses = batch.offsets.tolist(), model.train.moe
+    has_losses = bool(losses.z_loss or losses.aux_loss)
     for one, found in zip(inputs, logits, strict=True):
-        starts = one.whole.cu_seqlens.tolist()
+        starts, routed = one.whole.cu_seqlens.tolist(), []
         for index, sample in enumerate(one.whole.sample_indices):
             prompt, response = LENGTHS[sample]
             tokens = batch.tokens_T[offsets[sample] : offsets[sample + 1]]
-            full = oracle(tokens[None]).logits[0]
+            output = oracle(tokens[None], **({"output_router_logits": True} if has_losses else {}))
+            routed.append(output.router_logits if has_losses else ())
+            full = output.logits[0]
             ours = found[starts[index] : starts[index] + prompt + response]
             worst = max(worst, float((full - ours).abs().max()))
             log_p = full.log_softmax(-1)
@@ -112,6 +119,7 @@ def check_against_transformers(folder: Path, model, batch, inputs, logp_T, gradi
             entropy = -(log_p.exp() * log_p).sum(-1)[position]
             expected_T[offsets[sample] + prompt : offsets[sample + 1]] = logp.detach()
             loss = loss + (((position % 5) - 1.5) * logp + 0.3 * entropy).sum() / 100
+        loss = loss + router_losses(oracle, routed, losses) / batch.num_tokens
     loss.backward()
     assert worst < 1e-4, f"logits differ from transformers by {worst}"
     assert float((expected_T - logp_T).abs().max()) < 1e-5
@@ -132,6 +140,28 @@ def on_disk(oracle, attribute: str) -> dict[str, torch.Tensor]:
         state = {name: getattr(p, attribute) for name, p in oracle.named_parameters()}
         oracle.save_pretrained(folder, state_dict=state)
         return load_file(Path(folder) / "model.safetensors")
+
+
+def losses_of(name: str) -> MoeLosses:
+    """Returns the losses of routers that a name asks for, as in qwen3_moe+z."""
+    kinds = name.split("+")[1:]
+    return MoeLosses(z_loss=0.5 * ("z" in kinds), aux_loss=0.5 * ("aux" in kinds))
+
+
+def router_losses(oracle, routed, losses: MoeLosses) -> torch.Tensor:
+    """Returns the losses of a micro-batch's tokens, not yet divided by the tokens of the batch.
+
+    Args:
+        routed: of each sample transformers' router logits, (T, E) of each layer.
+    """
+    found, k = torch.zeros(()), oracle.config.num_experts_per_tok
+    for layer in zip(*routed, strict=True):
+        logits_TE = torch.cat(layer)
+        z = logits_TE.logsumexp(-1).square().sum()
+        # transformers' loss of experts that are used evenly is k.
+        aux = load_balancing_loss_func((logits_TE,), logits_TE.size(1), k) / k * len(logits_TE)
+        found = found + losses.z_loss * z + losses.aux_loss * aux
+    return found
 
 
 def check_nothing_read(model: ParallelModel, inputs) -> None:
@@ -157,8 +187,23 @@ def check_disagreement(model: ParallelModel, vocab: int) -> None:
         raise AssertionError("ranks went on with different schedules")
 
 
+def check_load(model: ParallelModel, num_tokens: int) -> None:
+    """Counts of routers are of real tokens, each once, whatever the layout."""
+    model.accumulate(model.plan(sample_batch(model.source.shape.vocab_size)).inputs, objective)
+    shape, found = model.source.shape, model.expert_load()
+    load = load_of(model._chunks, shape.num_layers, shape.moe.num_experts)
+    whole = model.mesh.sum_over_world(load)[:, :-1]
+    num_layers = shape.num_layers - len(shape.moe.dense_layers)
+    assert int(whole.sum()) == num_layers * num_tokens * shape.moe.experts_per_token, whole
+    assert (whole.sum(1) == 0).sum() == len(shape.moe.dense_layers)
+    assert 1 < found["max_load"] < shape.moe.num_experts / shape.moe.experts_per_token
+    assert 0 < found["routing_entropy"] < math.log(shape.moe.num_experts)
+    means = whole.sum(1, keepdim=True) / shape.moe.num_experts
+    assert abs(float((whole / means).nan_to_num().max()) - found["max_load"]) < 1e-9
+
+
 def run(
-    folder: Path, family: str | None, layout: TrainLayout, recompute: str = "none"
+    folder: Path, family: str | None, layout: TrainLayout, recompute: str = "none", moe=NO_LOSSES
 ) -> tuple[dict, torch.Tensor, float]:
     platform = Platform.detect()
     mesh = Mesh(World(platform, 120), layout)
@@ -167,7 +212,7 @@ def run(
     resolved = resolve_family(family, hf_config)
     source = ModelSource(resolved, hf_config, torch.float32, resolved.name, folder)
     model = ParallelModel(
-        mesh, source, "lm", TrainConfig(micro_batch_tokens=48, recompute=recompute)
+        mesh, source, "lm", TrainConfig(micro_batch_tokens=48, recompute=recompute, moe=moe)
     )
     shapes = hf_shapes(source.family, source.shape)
     load_hf(folder, model.layout(), model.weights(), shapes)
@@ -190,7 +235,10 @@ def run(
         check_against_transformers(folder, model, batch, inputs, masked_T, gradients)
     norm = model.grad_norm()
     model.apply(1e-3, norm)
-    check_nothing_read(model, inputs)
+    if moe == NO_LOSSES:  # those are of all tokens
+        check_nothing_read(model, inputs)
+    if source.shape.moe is not None:
+        check_load(model, batch.num_tokens)
     if layout.world_size > 1:
         check_disagreement(model, hf_config["vocab_size"])
     return gradients, logp_T * batch.response_mask_T, norm
@@ -205,9 +253,10 @@ def main() -> None:
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     failures = []
     for name in families:
-        folder, family = root / name, FAMILY_KEYS.get(name)
+        folder, family = root / name.split("+")[0], FAMILY_KEYS.get(name)
+        losses = losses_of(name)
         if mode == "reference":
-            gradients, logp_T, norm = run(folder, family, TrainLayout(1))
+            gradients, logp_T, norm = run(folder, family, TrainLayout(1), moe=losses)
             tensors = {n: g for n, (g, _) in gradients.items()}
             tensors |= {"logp_T": logp_T, "norm": torch.tensor(norm)}
             save_file(tensors, root / f"{name}.safetensors")
@@ -223,7 +272,7 @@ def main() -> None:
             recompute = [one for one in more if "=" not in one]
             sizes = {"vpp": int(vpp), "order": order, **experts}
             layout = TrainLayout(size, int(tp), int(pp), int(cp), **sizes)
-            gradients, logp_T, norm = run(folder, family, layout, *recompute)
+            gradients, logp_T, norm = run(folder, family, layout, *recompute, moe=losses)
             worst, where, covered = 0.0, "", 0
             for tensor, (gradient, held) in gradients.items():
                 difference = ((gradient - reference[tensor]).abs() * held).max().item()

@@ -65,6 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     names = (*NAMES, "windowed", *WITH_EXPERTS)
     save_tiny_models(folder, names)
+    names += ("qwen3_moe+z", "qwen3_moe+aux")
     run_ranks(1, WORKER, ["reference", str(folder), ",".join(names)], timeout_s=200)
     return folder
 
@@ -90,6 +91,17 @@ def test_experts_have_the_gradients_of_one_process(name: str, models: Path) -> N
     two, four = TWO_RANKS_WITH_EXPERTS, FOUR_RANKS_WITH_EXPERTS
     run_ranks(2, WORKER, ["compare", str(models), name, *two], timeout_s=300)
     run_ranks(4, WORKER, ["compare", str(models), name, *four], timeout_s=500)
+
+
+@pytest.mark.dist
+def test_losses_of_routers_are_scaled_by_no_layout(models: Path) -> None:
+    """The z-loss is a mean over tokens, the same in every layout; the shares of the load-balancing
+    loss are of a micro-batch, so layouts are compared that cut the batch alike.
+    """
+    z = (f"1,1,1,1,{ORDER},ep=2", f"1,2,1,2,{ORDER},full", f"2,1,1,1,{ORDER},ep=2")
+    run_ranks(2, WORKER, ["compare", str(models), "qwen3_moe+z", *z], timeout_s=300)
+    aux = (f"2,1,1,1,{ORDER},ep=2", f"2,1,1,1,{ORDER},etp=2", f"1,2,1,1,{ORDER}")
+    run_ranks(2, WORKER, ["compare", str(models), "qwen3_moe+aux", *aux], timeout_s=300)
 
 
 def test_four_ranks_take_all_families() -> None:

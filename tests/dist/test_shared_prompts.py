@@ -20,3 +20,9 @@ def test_shared_prompts_give_the_gradients_of_unshared_ones(tmp_path: Path) -> N
     save_tiny_models(tmp_path, NAMES)
     layouts = ("2,1,1", "1,2,1", "1,1,1,full", "1,2,2,selective")
     run_ranks(2, WORKER, [str(tmp_path), ",".join(NAMES), *layouts], timeout_s=300)
+
+
+@pytest.mark.dist
+def test_shared_prompts_of_experts_give_the_gradients_of_unshared_ones(tmp_path: Path) -> None:
+    save_tiny_models(tmp_path, ("qwen3_moe",))
+    run_ranks(2, WORKER, [str(tmp_path), "qwen3_moe", "2,1,1", "1,1,1,full"], timeout_s=300)

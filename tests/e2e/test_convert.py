@@ -1,4 +1,6 @@
-"""HF -> Megatron (TP2 PP2) -> HF on the command line gives back the input, bit for bit."""
+"""HF -> Megatron (TP2 PP2, with experts EP2) -> HF on the command line gives back the input, bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from command_line import run
 from safetensors import safe_open
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES, WITH_EXPERTS, tiny_model
 from transformers import AutoModelForCausalLM
 
 
@@ -23,7 +25,11 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "name", [n if n == "qwen2" else pytest.param(n, marks=pytest.mark.full) for n in FAMILIES]
+    "name",
+    [
+        name if name in ("qwen2", "qwen3_moe") else pytest.param(name, marks=pytest.mark.full)
+        for name in (*FAMILIES, *WITH_EXPERTS)
+    ],
 )
 def test_convert_there_and_back_is_bitwise_the_input(name: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if name == "qwen2" else torch.float32

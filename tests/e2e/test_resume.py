@@ -156,6 +156,29 @@ def test_sft_continues_under_another_layout_with_the_same_losses(tmp_path: Path)
         assert found[10]["policy/loss"] != 0
 
 
+@pytest.mark.dist
+def test_experts_continue_under_another_layout_with_the_same_losses(tmp_path: Path) -> None:
+    """Weights and optimizer states of experts, which lie on ranks of their own."""
+    model = shutil.copytree(QUICKSTART / "model", tmp_path / "model") / "config.json"
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    model.write_text(json.dumps(json.loads(model.read_text()) | kind | experts))
+    config = (*SFT, f"model.init={model.parent}", "train.ep=2", "steps.num_steps=9")
+    run(*arguments(config, tmp_path))
+    folder = tmp_path / "quickstart-sft"
+    expected = records(folder)
+    layout = ("train.tp=1", "train.pp=1", "train.ep=1", "train.etp=2")
+    copy = tmp_path / "etp" / "quickstart-sft"
+    shutil.copytree(folder, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_9")
+    run(*arguments(config, tmp_path / "etp", *layout), "--world", "2")
+    found = records(copy)
+    assert [one["step"] for one in found] == [one["step"] for one in expected]
+    for ours, theirs in zip(found[5:], expected[5:], strict=True):
+        for name in ("policy/loss", "policy/grad_norm"):
+            assert abs(ours[name] / theirs[name] - 1) < 1e-4, (ours["step"], name)
+
+
 @pytest.mark.full
 @pytest.mark.dist
 def test_grpo_on_scripted_rollouts_continues_with_the_same_gradient(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ WALLS = {
         "models/norm.py",
         "models/heads.py",
         "models/layers.py",
+        "models/router.py",
         "training/optimizer.py",
         "checkpoint/model_state.py",
         "checkpoint/optimizer_state.py",

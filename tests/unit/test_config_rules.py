@@ -186,6 +186,12 @@ def test_experts_follow_the_model() -> None:
     assert expert_keys(roles % 8, reference) == ["placement.reference.ep"]  # of 4 ranks
 
 
+def test_losses_of_routers_ask_for_a_mixture_of_experts() -> None:
+    assert expert_keys("train.moe.aux_loss=0.01", "train.moe.z_loss=0.001") == []
+    assert keys("train.moe.aux_loss=0.01") == ["train.moe.aux_loss"]
+    assert keys("train.moe.z_loss=0.01", "train.moe.aux_loss=0") == ["train.moe.z_loss"]
+
+
 def test_what_a_mixture_of_experts_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for override, key in (
         ("train.recompute=selective", "train.recompute"),

@@ -1,0 +1,31 @@
+"""How evenly experts are used, from counts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hybridrl.models.router import load_metrics
+
+EVEN = [4.0, 4.0, 4.0, 4.0]
+
+
+def test_load_is_of_the_busiest_layer_and_dense_layers_count_nowhere() -> None:
+    # Tokens of four experts, two a token, and the entropy's sum over the 8 tokens.
+    load = torch.tensor(
+        [[*EVEN, 8 * math.log(4)], [0, 0, 0, 0, 0], [8, 8, 0, 0, 8 * math.log(2)]],
+        dtype=torch.float64,
+    )
+    assert load_metrics(load, experts_per_token=2) == pytest.approx(
+        {
+            "max_load": 2.0,
+            "unused_experts": 2.0,
+            "routing_entropy": (math.log(4) + math.log(2)) / 2,
+        }
+    )
+
+
+def test_load_of_nothing_is_no_metric() -> None:
+    assert load_metrics(torch.zeros(2, 5, dtype=torch.float64), 2) == {}
