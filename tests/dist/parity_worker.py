@@ -154,9 +154,9 @@ def router_losses(oracle, routed, losses: MoeLosses) -> torch.Tensor:
     Args:
         routed: of each sample transformers' router logits, (T, E) of each layer.
     """
-    found, k = torch.zeros(()), oracle.config.num_experts_per_tok
+    found = torch.zeros(())
     for layer in zip(*routed, strict=True):
-        logits_TE = torch.cat(layer)
+        logits_TE, k = torch.cat(layer), oracle.config.num_experts_per_tok
         z = logits_TE.logsumexp(-1).square().sum()
         # transformers' loss of experts that are used evenly is k.
         aux = load_balancing_loss_func((logits_TE,), logits_TE.size(1), k) / k * len(logits_TE)
