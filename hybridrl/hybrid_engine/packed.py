@@ -116,8 +116,7 @@ class PackedTransport:
         self._exchanges = schedule_exchanges(
             plan, self._rank, capacity, direct.ops, direct.elements
         )
-        held = chain(sources.values(), dests.values())
-        self._device = next((tensor.device for tensor in held), torch.device("cpu"))
+        self._device = _one_device(sources, dests)
         self._buffers: tuple[list[Tensor], list[Tensor]] | None = None
         self._addresses: tuple[int, ...] | None = None
         self._graph: Any = None
@@ -345,6 +344,21 @@ class PackedTransport:
         for part, place in chain(*messages.values()):
             for op, staged in _shaped(part, place):
                 yield staged, box_view(written[op.dest], op.dest_box)
+
+
+def _one_device(sources: Mapping[str, Tensor], dests: Mapping[str, Tensor]) -> torch.device:
+    """Returns the device of all tensors; kernels read them by address, so that one elsewhere would
+    be read as other memory.
+    """
+    found: torch.device | None = None
+    for side, tensors in (("the trainer", sources), ("the engine", dests)):
+        for name, tensor in tensors.items():
+            found = found or tensor.device
+            if tensor.device != found:
+                raise ValueError(
+                    f"{name} of {side} is on {tensor.device}, the other tensors on {found}"
+                )
+    return found or torch.device("cpu")
 
 
 def make_block_group(peers: Peers, timeout_s: float) -> dist.ProcessGroup | None:

@@ -29,6 +29,9 @@ class Router(TopKRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Megatron (0.16.1) makes the weight on the CPU and moves it in the first forward pass:
+        # too late for what reads it before, as an export does.
+        self.weight.data = self.weight.data.to(torch.cuda.current_device())
         self.aux_loss = self.z_loss = 0.0
         self.num_step_tokens = 1
         self.tokens_E: Tensor | None = None
