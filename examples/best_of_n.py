@@ -27,13 +27,13 @@ def best_of_groups(scored: ScoredBatch) -> list[int]:
 
 
 trainer = Trainer.from_config(sys.argv[1], sys.argv[2:])
-steps, engine, loop = trainer.config.steps, trainer.sampler, Producer.here("best of n")
+steps, sampler, loop = trainer.config.steps, trainer.sampler, Producer.here("best of n")
 # The same weights under another loss.
 student = Policy(trainer.policy.model, make_algorithm(SftConfig()), steps.num_steps)
 trainer.hybrid_engine.to_rollout()
 for step in range(steps.num_steps):
     prompts = trainer.prompts.take(steps.prompts_per_step)
-    scored = engine.score(engine.generate(prompts))  # all samples; tokens where they were scored
+    scored = sampler.score(sampler.generate(prompts))  # all samples; tokens where they were scored
     trainer.hybrid_engine.to_train()
     best, metrics = best_of_groups(scored), {"policy/loss": 0.0}
     if best:

@@ -9,13 +9,13 @@ from hybridrl import Trainer
 from hybridrl.contracts.batch import Producer
 
 trainer = Trainer.from_config(sys.argv[1], sys.argv[2:])
-policy, engine, algorithm = trainer.policy, trainer.sampler, trainer.algorithm
+policy, sampler, algorithm = trainer.policy, trainer.sampler, trainer.algorithm
 steps, loop = trainer.config.steps, Producer.here("the custom loop")
 trainer.hybrid_engine.to_rollout()
 for step in range(steps.num_steps):
     prompts = trainer.prompts.take(steps.prompts_per_step)
-    rollouts = engine.generate(prompts)  # this replica's share
-    scored = engine.score(rollouts)  # all samples; tokens where they were scored
+    rollouts = sampler.generate(prompts)  # this replica's share
+    scored = sampler.score(rollouts)  # all samples; tokens where they were scored
     trainer.hybrid_engine.to_train()
     seen: dict[int, set[float]] = {}
     for group, reward in zip(scored.group_B.tolist(), scored.reward_B.tolist(), strict=True):

@@ -166,7 +166,7 @@ class Grpo(PolicyGradient):
         if GREEDY not in batch.reward_parts:
             got = f"returned a batch without the part {GREEDY!r}"
             expected = f"the reward of a greedy response to each prompt, for {self.name}"
-            remedy = "Call engine.generate(prompts, greedy=True)."
+            remedy = "Call sampler.generate(prompts, greedy=True)."
             raise BatchError(batch.producer, "reward_parts", got, expected, remedy)
         return batch.reward_parts[GREEDY].double()
 
