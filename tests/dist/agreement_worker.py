@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hybridrl.errors import UserError
 from hybridrl.parallel import waiting_room
-from hybridrl.parallel.groups import PeerError, World, start_process_group
+from hybridrl.parallel.groups import PeerError, World, start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
@@ -55,6 +55,18 @@ def check_what_is_told(world: World) -> None:
     with world.all_agree("telling nothing") as agreement:
         pass
     assert agreement.values == [None, None]
+
+
+def check_stop(world: World) -> None:
+    """A signal that reached one rank is known to all after the next exchange, not later."""
+    world.gather_objects(None)
+    assert world.stop_signal == 0
+    if world.rank == 1:
+        world.heartbeat.stop_signal = 15
+    world.gather_objects(None)
+    assert world.stop_signal == 15
+    world.forget_stop()
+    world.gather_objects(None)
 
 
 def check_failures(world: World) -> None:
@@ -102,10 +114,13 @@ def main() -> None:
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 60)
+    stop_process_group()  # as a Trainer that is closed does before another in the same processes
+    start_process_group(platform, 60)
     check_layouts(platform, dist.get_rank())
     world = World(platform, 60)
     other = dist.new_group(backend="gloo")
     check_what_is_told(world)
+    check_stop(world)
     check_failures(world)
     Path(sys.argv[1], f"passed_{world.rank}").touch()
     check_stuck_peer(World(platform, 60), other, Path(sys.argv[1]))

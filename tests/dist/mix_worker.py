@@ -122,6 +122,7 @@ def check_gradients(folder: Path, name: str, **changes: Any) -> None:
         # Until then they were one model, also at the temperature of terms.
         assert abs(first["pairs/loss"] - math.log(2)) < 1e-5, first
         assert abs(first["labels/preference/kl"]) < 1e-5, first
+        assert 0 < first["policy/entropy"] < math.log(15), "a mean over tokens"
         policy, roles = trainer.policy, trainer.roles
         scored = trainer.sampler.score(trainer.sampler.generate(trainer.prompts.take(4)))
         trainer.enter_training()
@@ -172,6 +173,7 @@ def check_weight_zero(folder: Path) -> None:
     zero = terms(folder, dict.fromkeys(WEIGHTS, 0.0))
     zero["sft"]["data"] = {**zero["sft"]["data"], "prompts": str(folder / "spoilt.jsonl")}
     zero["sft"]["algorithm"] = POISONED
+    zero["labels"]["data"] = {"max_prompt_tokens": 8}  # rows that nothing reads need not be there
     states, found = [], []
     for name, mix in (("without", {}), ("zero", zero)):
         with trainer_of(folder, name, mix, steps={"updates_per_step": 2}) as trainer:
@@ -309,15 +311,18 @@ def main() -> None:
     if torch.distributed.get_rank() == 0:
         write_rows(folder)
     torch.distributed.barrier()
-    check_gradients(folder, "tp2-dp2")
-    check_gradients(folder, "pp2-dp2", train={"tp": 1, "pp": 2, "vpp": 2, "micro_batch_tokens": 24})
-    check_gradients(folder, "cp2-tp2", train={"cp": 2})
-    check_gradients(folder, "unshared", train={"share_prompts": False})
-    check_weight_zero(folder)
-    check_resumed(folder)
-    check_warmup(folder)
-    check_skipped(folder)
-    check_refused(folder)
+    if sys.argv[2] == "some":
+        stages = {"tp": 1, "pp": 2, "vpp": 2, "micro_batch_tokens": 24}
+        check_gradients(folder, "tp2-dp2")
+        check_gradients(folder, "pp2-dp2", train=stages)
+        check_weight_zero(folder)
+        check_resumed(folder)
+        check_warmup(folder)
+        check_skipped(folder)
+        check_refused(folder)
+    else:
+        check_gradients(folder, "cp2-tp2", train={"cp": 2})
+        check_gradients(folder, "unshared", train={"share_prompts": False})
     stop_process_group()
 
 

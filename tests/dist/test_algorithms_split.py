@@ -16,6 +16,7 @@ WORKER = str(Path(__file__).with_name("split_worker.py"))
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.full
 def test_eight_ranks_learn_what_one_process_does(tmp_path: Path) -> None:
     tiny_model("qwen3").save_pretrained(tmp_path)
     run_ranks(1, WORKER, ["reference", str(tmp_path)], timeout_s=200)

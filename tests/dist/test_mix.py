@@ -15,5 +15,6 @@ WORKER = str(Path(__file__).with_name("mix_worker.py"))
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_four_ranks_train_a_mixed_loss(tmp_path: Path) -> None:
-    run_ranks(4, WORKER, [str(tmp_path)], timeout_s=400)
+@pytest.mark.parametrize("cases", ["some", pytest.param("more", marks=pytest.mark.full)])
+def test_four_ranks_train_a_mixed_loss(cases: str, tmp_path: Path) -> None:
+    run_ranks(4, WORKER, [str(tmp_path), cases], timeout_s=400)

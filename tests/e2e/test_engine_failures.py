@@ -95,10 +95,19 @@ def test_vllm_engine_that_fails_ends_the_command_which_can_go_on(tmp_path: Path)
 
 
 @vllm
-def test_vllm_rank_that_fails_while_its_peer_sits_in_a_collective(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "failure",
+    [
+        ("2:0", 0, "hybridrl: rank 0 on host"),
+        pytest.param(("1:1", 1, OTHER_FAILED), marks=pytest.mark.full),
+    ],
+    ids=["rank 0", "rank 1"],
+)
+def test_vllm_rank_that_fails_while_its_peer_sits_in_a_collective(
+    failure: tuple[str, int, str], tmp_path: Path
+) -> None:
     """Rank 0 holds the key-value store of the job: with it goes what ranks can tell each other."""
-    both = [("1:1", 1, OTHER_FAILED), ("2:0", 0, "hybridrl: rank 0 on host")]
-    check_failures(tmp_path, both, "rollout.engine=vllm", "rollout.tp=2")
+    check_failures(tmp_path, [failure], "rollout.engine=vllm", "rollout.tp=2")
 
 
 @vllm

@@ -265,3 +265,10 @@ def test_of_processes_that_take_a_stale_lock_one_gets_it(tmp_path: Path) -> None
     for racer in racers:
         racer.communicate("end\n")
     assert sorted(found) == ["UserError", "UserError", "UserError", "got"], found
+
+
+def test_a_trainer_that_was_made_to_evaluate_does_not_train(tmp_path: Path) -> None:
+    with small_run(tmp_path, trains=False) as trainer:
+        assert trainer.reference is None
+        with pytest.raises(UserError, match="a Trainer with trains=True"):
+            trainer.train_step()

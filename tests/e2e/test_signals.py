@@ -20,6 +20,7 @@ from command_line import QUICKSTART
 from small_runs import small_run
 
 from hybridrl import Trainer
+from hybridrl.loop.evaluate import Evaluation
 from hybridrl.parallel import stopping
 
 NAME = "quickstart-grpo"
@@ -156,6 +157,32 @@ def test_a_run_that_began_without_evaluations_is_not_evaluated_at_every_start(
     with small_run(tmp_path, *more) as trainer:
         trainer.fit()
         assert set(trainer.evaluations.by_step) == {"2", "6"}
+
+
+def test_a_run_that_fails_is_not_evaluated_at_every_start_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_run(tmp_path, "steps.num_steps=2") as trainer:
+        trainer.fit()
+    evaluated = (f"data.eval_prompts={QUICKSTART / 'heldout.jsonl'}", "data.eval_limit=4")
+    found = []
+    for _ in range(2):
+        with small_run(tmp_path, "steps.num_steps=6", "steps.eval_every=0", *evaluated) as trainer:
+            counted: list[Evaluation] = []
+
+            def evaluate(
+                counted: list[Evaluation] = counted,
+                own: Callable[[], Evaluation] = trainer.evaluate,
+            ) -> Evaluation:
+                counted.append(own())
+                return counted[-1]
+
+            monkeypatch.setattr(trainer, "evaluate", evaluate)
+            monkeypatch.setattr(trainer, "train_step", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                trainer.fit()
+            found.append(len(counted))
+    assert found == [1, 0]
 
 
 def test_a_second_signal_ends_the_process_at_once(

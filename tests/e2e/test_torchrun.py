@@ -63,6 +63,7 @@ def check_logs(folder: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.full
 def test_two_torchrun_nodes_give_the_weights_of_the_local_launcher(tmp_path: Path) -> None:
     port = free_port()
     nodes = [start_node(node, port, tmp_path / "nodes") for node in range(2)]

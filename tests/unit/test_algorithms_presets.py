@@ -345,7 +345,9 @@ def test_rewards_that_are_all_equal_teach_nothing(name, reward):
 def test_remax_takes_one_sample_and_says_where_its_baseline_comes_from():
     algorithm = make_algorithm(GrpoConfig(name="remax"))
     batch = train_batch(3, 1)
-    with pytest.raises(BatchError, match=r"part 'greedy'.*sampler.generate\(prompts, greedy=True\)"):
+    with pytest.raises(
+        BatchError, match=r"part 'greedy'.*sampler.generate\(prompts, greedy=True\)"
+    ):
         algorithm.advantages(batch)
     greedy_B = batch.reward_B + torch.tensor([0.0, 0.5, -1.0])
     filled = algorithm.advantages(batch.with_parts({GREEDY: greedy_B}))

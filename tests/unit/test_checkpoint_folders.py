@@ -51,3 +51,15 @@ def test_only_checkpoints_that_the_run_went_through_are_removed(tmp_path: Path) 
     assert folder.is_dir()
     store._remove_old([newest, Ancestor(step=10, order=2)])
     assert not folder.exists()
+
+
+def test_the_weights_of_a_step_are_those_of_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step, order=step)
+    store = CheckpointStore(tmp_path, None, keep=9)  # type: ignore[arg-type]  # rank 0 alone chooses
+    monkeypatch.setattr(store, "_decide", lambda _, choose: choose())
+    newest = {step: store.newest(before_step=step) for step in (None, 4, 3, 1)}
+    found = {step: folder and folder.name for step, folder in newest.items()}
+    assert found == {None: "step_3", 4: "step_3", 3: "step_2", 1: None}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.cli.launch import is_launched, is_rank, launch
+from hybridrl.cli import launch as launch_module
+from hybridrl.cli.launch import is_launched, is_rank, launch, launch_run
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import Failure
 
@@ -325,3 +326,17 @@ def test_torchrun_ranks_are_ranks_but_not_ours(monkeypatch: pytest.MonkeyPatch) 
     assert is_rank() and not is_launched()
     monkeypatch.setenv("HYBRIDRL_LAUNCHER_PID", "7")
     assert is_launched()
+
+
+@pytest.mark.parametrize("existed", [False, True], ids=["new", "existed"])
+def test_a_users_mistake_leaves_no_folder_but_one_that_was_there(
+    existed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runs" / "mine"
+    if existed:
+        folder.mkdir(parents=True)
+        (folder / "notes.txt").write_text("of the user")
+    monkeypatch.setattr(launch_module, "launch", lambda *_, **__: 2)
+    assert launch_run([], 1, folder) == 2
+    assert (folder / "notes.txt").exists() == existed
+    assert folder.parent.exists() == existed and tmp_path.exists()

@@ -14,6 +14,7 @@ from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rules import check
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.loop.evaluate import evaluate, summarized
+from hybridrl.rollout.engine import SamplingParams
 
 
 def batch(weights: dict[str, float], **scores: list[float]) -> Any:
@@ -90,3 +91,21 @@ def test_rules_of_the_accuracy() -> None:
     for wrong in ("reward.accuracy=c", "reward.functions={}"):
         with pytest.raises(ConfigError, match="accuracy: "):
             load_config_dict(content, [wrong, "reward.accuracy=c"])
+
+
+def test_an_evaluation_draws_greedily_unless_asked_otherwise() -> None:
+    asked = []
+
+    class Sampler:
+        sampling = SamplingParams(temperature=0.7, max_new_tokens=5)
+
+        def generate(self, prompts: Any, **given: Any) -> None:
+            asked.append((given["sampling"], given["samples_per_prompt"]))
+
+        def score(self, _: None) -> Any:
+            return batch({"right": 1.0}, right=[1.0])
+
+    for temperature in ({}, {"temperature": 0.3}):
+        evaluate(Sampler(), [None], section(right=("exact_match", 1.0)), **temperature)  # type: ignore[arg-type, list-item]
+    assert [(drawn.temperature, count) for drawn, count in asked] == [(0.0, 1), (0.3, 1)]
+    assert all(drawn.max_new_tokens == 5 for drawn, _ in asked)

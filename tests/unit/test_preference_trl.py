@@ -158,6 +158,7 @@ CASES: dict[str, tuple[AlgorithmConfig, Callable[[Tensor, TrainBatch], Tensor], 
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_are_trls(case: str) -> None:
     config, theirs, tolerance = CASES[case]
