@@ -220,9 +220,11 @@ class Copy:
             if done.returncode:
                 raise RuntimeError(f"the copy's package is not what is imported: {done.stderr}")
 
-    def _variables(self) -> dict[str, str]:
+    def _variables(self, full: bool = False) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return {**kept, "OMP_NUM_THREADS": "1"}
+        # As `make test-full` starts the tests of several processes.
+        cold = {"HYBRIDRL_COLD_STARTS": "1"} if full else {}
+        return {**kept, "OMP_NUM_THREADS": "1", **cold}
 
     def plant(self, mutant: Mutant) -> None:
         """Puts a fault into the copy."""
@@ -255,7 +257,7 @@ class Copy:
             process = subprocess.Popen(
                 command,
                 cwd=self.tree,
-                env=self._variables(),
+                env=self._variables(full),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
