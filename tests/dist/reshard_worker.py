@@ -433,7 +433,7 @@ def check_verification(rank: int, world: int) -> None:
 
 def check_expert_faults(rank: int, world: int) -> None:
     """Faults of single experts, behind the transport's back on the last rank, are named by all."""
-    shape = ModelShape(2, 16, 4, 2, 4, 32, 100, moe=MoeShape(8, 2, 24))
+    shape = ModelShape(2, 16, 8, 2, 4, 32, 100, moe=MoeShape(8, 2, 24))
     rollout = RolloutLayout.consecutive(world, world)
     case = Case(shape, TrainLayout(world, ep=world), rollout, "fused")
     trained = tensors_of(case.trained(case.weights(), rank), torch.float32)
