@@ -1,4 +1,6 @@
-"""Whether a step may be taken: its losses and its gradients' norm must be finite, each of them."""
+"""Whether a step may be taken: its losses and its gradients' norm must be finite, each of them; and
+that a loss outlives the memory that Megatron had it in.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
-from hybridrl.training.update import Gradients, LossPart
+from hybridrl.algorithms.base import LossOutput
+from hybridrl.training.update import Gradients, LossPart, detached
 
 
 @pytest.mark.parametrize(
@@ -27,3 +31,11 @@ def test_one_number_that_is_not_finite_is_enough(
     model: Any = None
     found = Gradients("policy", model, parts, {"policy/grad_norm": grad_norm}, 1e-3)
     assert found.is_finite == is_finite
+
+
+def test_a_loss_is_what_it_was_when_megatron_uses_its_memory_for_something_else() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    loss = weight * 3
+    kept = detached(LossOutput(loss, {}))
+    loss.data.fill_(float("nan"))
+    assert kept.loss == 6 and not kept.loss.requires_grad
