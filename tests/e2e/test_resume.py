@@ -79,6 +79,25 @@ def rank_process(launcher_pid: int, rank: int) -> psutil.Process:
     return sorted(ranks, key=lambda child: (child.create_time(), child.pid))[rank]
 
 
+def hold_in_generation(
+    launcher_pid: int, phase_file: Path, step: int
+) -> tuple[psutil.Process, int]:
+    """Stops rank 1 in the middle of a generation, so that the step cannot end before a signal has
+    come. Returns its process and the step: this one, or a later one where it was just over.
+    """
+    for later in range(step, step + 5):
+        phase = f"generate, step {later}"
+        wait_for(phase_file, phase)
+        held = rank_process(launcher_pid, 1)
+        held.suspend()
+        while held.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
+        if phase_file.read_text().strip().endswith(phase):
+            return held, later
+        held.resume()
+    raise AssertionError(f"rank 1 was never found in the generations from step {step} on")
+
+
 def kill_rank(launcher_pid: int, rank: int, phase_file: Path, step: int) -> str:
     """Waits until the rank is in `step`, kills it with SIGKILL and returns the phase it was in."""
     wait_for(phase_file, f"step {step}")
@@ -104,12 +123,14 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
     reference, expected = unbroken
     folder = tmp_path / "quickstart-grpo"
     # First it is asked to stop in the middle of generation: one rank alone, then the launcher.
-    for step, number in ((3, signal.SIGTERM), (5, signal.SIGINT)):
+    for first, number in ((3, signal.SIGTERM), (5, signal.SIGINT)):
         process = start(arguments(GRPO, tmp_path))
-        wait_for(folder / "logs" / "rank_1.phase", f"generate, step {step}")
+        held, step = hold_in_generation(process.pid, folder / "logs" / "rank_1.phase", first)
         is_rank = number == signal.SIGTERM
         asked = rank_process(process.pid, 3) if is_rank else psutil.Process(process.pid)
         asked.send_signal(number)
+        time.sleep(1)  # the launcher hands it to the ranks
+        held.resume()
         output, _ = process.communicate(timeout=30)
         assert process.returncode == 1 and "Traceback" not in output, output
         stopped = f"stopped by {number.name}"
@@ -118,7 +139,7 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
         assert not (folder / LOCK_FILE).exists()
 
     process = start(arguments(GRPO, tmp_path))
-    phase = kill_rank(process.pid, rank, folder / "logs" / f"rank_{rank}.phase", step=7)
+    phase = kill_rank(process.pid, rank, folder / "logs" / f"rank_{rank}.phase", step + 2)
     killed = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
