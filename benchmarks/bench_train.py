@@ -8,11 +8,14 @@ divided by time and by the rate of a large bf16 matrix product measured in the s
     python benchmarks/bench_train.py --out OUT.json 7b/tp1dp4 7b/tp2dp2 0.5b/dp4
     python benchmarks/bench_train.py --out OUT.json 7b/tp2dp2 --layers torch --tails
 
-A case is MODEL/TRAIN: a file benchmarks/models/qwen2.5-MODEL.json and training sizes, whose product
-is the number of GPUs. Before anything is timed the loss of a step must be finite and the update
-must change the log-probabilities. --tails adds lengths with a long tail, where what counts is
-tokens that are no padding: packed and balanced, against samples in order of arrival, as many on
-each replica, padded to the longest of their micro-batch. --samples G gives each prompt G samples
+A case is MODEL/TRAIN: a file benchmarks/models/MODEL.json, or qwen2.5-MODEL.json, and training
+sizes, whose product, but for vpp, ep and etp, is the number of GPUs. --num-layers takes fewer of a
+model that one GPU cannot hold, each as wide as it is.
+
+Before anything is timed the loss of a step must be finite and the update must change the
+log-probabilities. --tails adds lengths with a long tail, where what counts is tokens that are no
+padding: packed and balanced, against samples in order of arrival, as many on each replica, padded
+to the longest of their micro-batch. --samples G gives each prompt G samples
 and times the passes a second time with shared prompts (train.share_prompts), whose MFU counts the
 FLOPs of samples that are not. Times are of the slowest rank; OUT.json is written anew after each
 case.
@@ -35,7 +38,10 @@ from bench_reshard_gpu import ROOT, check_gpus, run_showing_progress
 from bench_rollout import command_of
 from case_record import PROGRESS, commit
 
-CASE = re.compile(r"^(?P<model>[\w.]+)/(?P<train>(?:(?:tp|pp|vpp|cp|dp)\d+)+)$")
+CASE = re.compile(r"^(?P<model>[\w.-]+)/(?P<train>(?:(?:tp|pp|vpp|cp|dp|ep|etp)\d+)+)$")
+
+# The axes whose product is the number of GPUs; experts are dealt over the ranks of these.
+RANKS = ("tp", "pp", "cp", "dp")
 
 
 def main() -> int:
@@ -72,6 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--response-tokens", type=int, default=512)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--micro-batches", type=int, default=4, help="of a replica, in a step")
+    parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--tails", action="store_true", help="also lengths with a long tail")
     parser.add_argument("--samples", type=int, default=1, help="of each prompt")
@@ -90,19 +97,20 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     found = CASE.match(case)
     if found is None:
         sys.exit(f"case {case!r}: expected MODEL/TRAIN, e.g. 7b/tp2dp2")
-    axes = re.findall(r"(tp|vpp|pp|cp|dp)(\d+)", found["train"])
+    axes = re.findall(r"(etp|ep|tp|vpp|pp|cp|dp)(\d+)", found["train"])
     sizes = {axis: int(size) for axis, size in axes}
-    model = arguments.models / f"qwen2.5-{found['model']}.json"
-    if not model.is_file():
-        known = ", ".join(sorted(p.stem for p in model.parent.glob("qwen2.5-*.json")))
-        sys.exit(f"case {case!r}: no {model}; there are {known}")
+    files = [arguments.models / f"{family}{found['model']}.json" for family in ("", "qwen2.5-")]
+    model = next((file for file in files if file.is_file()), None)
+    if model is None:
+        known = ", ".join(sorted(p.stem for p in arguments.models.glob("*.json")))
+        sys.exit(f"case {case!r}: no {files[0]}; there are {known}")
     sample = arguments.prompt_tokens + arguments.response_tokens
     if sample > arguments.micro_batch_tokens:
         sys.exit(f"samples of {sample} tokens: at most --micro-batch-tokens")
     return {
         "case": case,
         "model": str(model),
-        "world": math.prod(size for axis, size in sizes.items() if axis != "vpp"),
+        "world": math.prod(size for axis, size in sizes.items() if axis in RANKS),
         "replicas": sizes.get("dp", 1),
         "train": {axis: size for axis, size in sizes.items() if axis != "dp"},
         **{
@@ -114,6 +122,7 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 "micro_batch_tokens",
                 "micro_batches",
                 "samples",
+                "num_layers",
                 "iterations",
                 "tails",
                 "set",
@@ -127,7 +136,12 @@ def launch(job: Mapping[str, Any], script: str = __file__) -> dict[str, Any]:
     """Runs one case under torchrun; returns what it measured, with an error if it did not end."""
     with tempfile.TemporaryDirectory() as folder:
         case_file, result_file = Path(folder) / "case.json", Path(folder) / "result.json"
-        case_file.write_text(json.dumps({**job, "folder": folder, "launched_at": time.time()}))
+        model = json.loads(Path(job["model"]).read_text())
+        if job["num_layers"] is not None:
+            model["num_hidden_layers"] = job["num_layers"]
+        (Path(folder) / "model.json").write_text(json.dumps(model))
+        job = {**job, "model": str(Path(folder) / "model.json"), "folder": folder}
+        case_file.write_text(json.dumps({**job, "launched_at": time.time()}))
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         command += [f"--nproc-per-node={job['world']}", script, "--case-file", str(case_file)]

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.log_ratio import KlEstimator, kl_estimate
 from hybridrl.algorithms.over_tokens import OverTokens
-from hybridrl.algorithms.surrogate import KlEstimator, kl_estimate
 from hybridrl.contracts.batch import RolloutBatch, TrainBatch
 
 Keys = Callable[[Tensor], Tensor]

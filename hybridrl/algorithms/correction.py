@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantage import response_values
+from hybridrl.algorithms.log_ratio import importance_ratio
 from hybridrl.algorithms.over_tokens import OverTokens
-from hybridrl.algorithms.surrogate import importance_ratio
 from hybridrl.config.correction import CorrectionConfig, Level
 from hybridrl.contracts.batch import RolloutBatch
 

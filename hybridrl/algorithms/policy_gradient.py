@@ -1,6 +1,6 @@
 """What every algorithm with rollouts shares: needs, denominator and loss, from one config section.
 
-An algorithm adds its advantages. The loss is put together from an objective a token (surrogate.py),
+An algorithm adds its advantages. The loss is put together from an objective a token (py),
 KL and entropy, each position weighted as `aggregate` says; no part knows of the others.
 """
 
@@ -11,10 +11,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms import correction, surrogate
+from hybridrl.algorithms import correction
 from hybridrl.algorithms.advantage import overlong_penalty, sequence_kl, token_kl
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.algorithms.kl_control import AdaptiveKl
+from hybridrl.algorithms.log_ratio import importance_ratio, kl_estimate
 from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.contracts.batch import MicroBatch, TrainBatch
 from hybridrl.errors import UserError
@@ -83,9 +84,9 @@ class PolicyGradient:
             loss_S = loss_S + term_S
         if self._kl_in_loss:
             reference_S = micro.require("reference_logp_S", self.name)
-            kl_S = surrogate.kl_estimate(logp_S, reference_S, config.kl_estimator)
+            kl_S = kl_estimate(logp_S, reference_S, config.kl_estimator)
             if config.kl_importance_weighted:
-                kl_S = kl_S * surrogate.importance_ratio(logp_S - old_S)
+                kl_S = kl_S * importance_ratio(logp_S - old_S)
             loss_S = loss_S + self.kl_coef * kl_S
         loss_S = self.weighted(loss_S, micro)
         metrics = {
@@ -142,24 +143,22 @@ class PolicyGradient:
         config = self._section
         low, high = config.clip_low, config.clip_high
         if config.objective == "clip":
-            return surrogate.clipped_surrogate(
-                log_ratio_S, advantages_S, low, high, config.dual_clip
-            )
+            return clipped_surrogate(log_ratio_S, advantages_S, low, high, config.dual_clip)
         if config.objective == "ratio":
-            ratio_S = surrogate.importance_ratio(log_ratio_S)
+            ratio_S = importance_ratio(log_ratio_S)
             return ratio_S * advantages_S, torch.zeros_like(micro.loss_mask_S)
         if config.objective == "sequence_clip":
             log_ratio_S = with_sequence_mean(log_ratio_S, micro)
-            return surrogate.clipped_surrogate(log_ratio_S, advantages_S, low, high)
+            return clipped_surrogate(log_ratio_S, advantages_S, low, high)
         if config.objective == "geometric_mean":
-            bounded_S, clipped_S = surrogate.clipped_log_ratio(log_ratio_S, advantages_S, low, high)
-            ratio_S = surrogate.importance_ratio(with_sequence_mean(bounded_S, micro))
+            bounded_S, clipped_S = clipped_log_ratio(log_ratio_S, advantages_S, low, high)
+            ratio_S = importance_ratio(with_sequence_mean(bounded_S, micro))
             return ratio_S * advantages_S, clipped_S
         if config.objective == "cispo":
-            return surrogate.weighted_logp(logp_S, log_ratio_S, advantages_S, low, high)
+            return weighted_logp(logp_S, log_ratio_S, advantages_S, low, high)
         if config.objective == "sapo":
             taus = config.sapo_tau_positive, config.sapo_tau_negative
-            gated_S = surrogate.soft_gated(log_ratio_S, advantages_S, *taus)
+            gated_S = soft_gated(log_ratio_S, advantages_S, *taus)
             return gated_S, torch.zeros_like(micro.loss_mask_S)
         return logp_S * advantages_S, torch.zeros_like(micro.loss_mask_S)
 
@@ -188,6 +187,77 @@ class PolicyGradient:
         )
 
 
+def clipped_surrogate(
+    log_ratio_S: Tensor,
+    advantages_S: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The clipped objective of PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
+
+    min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logp - old_logp); equal bounds
+    are the paper's, a higher upper one is DAPO's (Yu et al. 2025, arXiv 2503.14476, eq. 10). With
+    the ratio of a whole response it is GSPO's (Zheng et al. 2025, arXiv 2507.18071, eq. 5).
+
+    Args:
+        dual_clip: c > 1 keeps the objective from falling below c A where A < 0, however large the
+            ratio (Ye et al. 2020, arXiv 1912.09729).
+
+    Returns:
+        The objective, and where it is a clipped term, which has no gradient.
+    """
+    ratio_S = importance_ratio(log_ratio_S)
+    plain_S = ratio_S * advantages_S
+    clipped_S = ratio_S.clamp(1 - clip_low, 1 + clip_high) * advantages_S
+    objective_S, is_clipped_S = torch.minimum(plain_S, clipped_S), clipped_S < plain_S
+    if dual_clip is None:
+        return objective_S, is_clipped_S
+    floor_S = dual_clip * advantages_S
+    is_below_S = (advantages_S < 0) & (objective_S < floor_S)
+    return torch.where(is_below_S, floor_S, objective_S), is_clipped_S | is_below_S
+
+
+def clipped_log_ratio(
+    log_ratio_S: Tensor, advantages_S: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Bounds the logarithm of the ratio on the side to which the advantage pushes it.
+
+    GMPO's clipping of a token, before the geometric mean (Zhao et al. 2025, arXiv 2507.20673):
+    at most clip_high where A > 0, at least -clip_low where A < 0.
+    """
+    bounded_S = torch.where(
+        advantages_S > 0, log_ratio_S.clamp(max=clip_high), log_ratio_S.clamp(min=-clip_low)
+    )
+    return bounded_S, bounded_S != log_ratio_S
+
+
+def weighted_logp(
+    logp_S: Tensor, log_ratio_S: Tensor, advantages_S: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """The objective of CISPO (MiniMax 2025, arXiv 2506.13585, eq. 4-5).
+
+    sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp, sg without a gradient: a bounded weight, and
+    a gradient at every token.
+    """
+    ratio_S = importance_ratio(log_ratio_S.detach())
+    weight_S = ratio_S.clamp(1 - clip_low, 1 + clip_high)
+    return weight_S * advantages_S * logp_S, weight_S != ratio_S
+
+
+def soft_gated(
+    log_ratio_S: Tensor, advantages_S: Tensor, tau_positive: float, tau_negative: float
+) -> Tensor:
+    """The objective of SAPO (Gao et al. 2025, arXiv 2511.20347, eq. 5-6).
+
+    4 / tau sigmoid(tau (r - 1)) A, with a temperature for each sign of A: the gradient at r = 1 is
+    that of r A, and fades on both sides.
+    """
+    tau_S = torch.full_like(log_ratio_S, tau_negative).masked_fill(advantages_S > 0, tau_positive)
+    gate_S = torch.sigmoid(tau_S * (importance_ratio(log_ratio_S) - 1))
+    return 4 / tau_S * gate_S * advantages_S
+
+
 def sequence_sum(value_S: Tensor, micro: MicroBatch) -> Tensor:
     """Returns at each position the sum over its sequence, of a micro-batch that is whole.
 
@@ -213,5 +283,5 @@ def with_sequence_mean(value_S: Tensor, micro: MicroBatch) -> Tensor:
 def _reported_kl(logp_S: Tensor, old_S: Tensor, reference_S: Tensor | None) -> Tensor:
     """KL(policy, reference), or KL(old, policy) without a reference; k3 in both cases."""
     if reference_S is not None:
-        return surrogate.kl_estimate(logp_S, reference_S, "k3")
-    return surrogate.kl_estimate(old_S, logp_S, "k3")
+        return kl_estimate(logp_S, reference_S, "k3")
+    return kl_estimate(old_S, logp_S, "k3")

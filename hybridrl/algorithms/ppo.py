@@ -21,7 +21,6 @@ from hybridrl.algorithms.advantage import (
 from hybridrl.algorithms.base import LossOutput
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
-from hybridrl.algorithms.surrogate import clipped_value_loss
 from hybridrl.config.schema import PpoConfig
 from hybridrl.contracts.batch import MicroBatch, Producer, TrainBatch
 
@@ -94,3 +93,21 @@ class Ppo(PolicyGradient):
         )
         metrics = {"critic/clip_fraction": clipped_S.sum()}
         return LossOutput(self.weighted(loss_S, micro).sum() / denominator, metrics)
+
+
+def clipped_value_loss(
+    values_S: Tensor, old_values_S: Tensor, returns_S: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
+    """Squared error of the critic, no better for moving a value further than `clip` from its old
+    one.
+
+    max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2: the value loss of the PPO
+    authors' code (openai/baselines, ppo2; Huang et al. 2022, "The 37 implementation details of
+    PPO", no. 9).
+
+    Returns:
+        The loss, and where the clipped term is the larger one, which has no gradient.
+    """
+    near_S = old_values_S + (values_S - old_values_S).clamp(-clip, clip)
+    plain_S, clipped_S = (values_S - returns_S).square(), (near_S - returns_S).square()
+    return torch.maximum(plain_S, clipped_S) / 2, clipped_S > plain_S

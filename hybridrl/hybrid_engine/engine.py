@@ -1,5 +1,8 @@
 """The 3D-HybridEngine: writes a training layout's weights into an inference engine's parameters.
 
+A plan is a rank's list of copies: which rectangle of which training tensor goes into which
+rectangle of which engine parameter (plan.py). A transport carries it out (packed.py, peer.py).
+
 Who waits for whom: making one and `to_rollout` are collective. Whatever one rank
 finds wrong while the plan is made is told to all before any raises. Invariant: a plan runs only if
 it is proven to fill every parameter, by each rank for its own, and only if all hold the same plan.

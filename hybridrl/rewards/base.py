@@ -32,7 +32,7 @@ from hybridrl.rewards.functions import (
     find_reward,
     where,
 )
-from hybridrl.rewards.outcome import WHERE, Job, Noted, Outcome, ScorerFailure, outcomes
+from hybridrl.rewards.outcome import WHERE, Job, Noted, Outcome, ScorerFailure, call_reward
 from hybridrl.rewards.pool import Pool, Scoring
 from hybridrl.rewards.traits import traits_of
 
@@ -71,7 +71,7 @@ class Part:
         if config is not None and place == "process":
             self._pool = Pool(partial(Scoring, config), config.workers, name)
         elif config is not None and place == "thread":
-            self._pool = Pool(lambda: partial(outcomes, function), config.workers, name)
+            self._pool = Pool(lambda: partial(call_reward, function), config.workers, name)
         self._begun: dict[Key, Future[list[Outcome]]] = {}
 
     @property
@@ -288,13 +288,16 @@ class Scorer:
     def _outcomes(self, keys: Sequence[Key], job: Job) -> list[list[Outcome]]:
         """Returns what each scorer made of the samples; where a failure stops the run, what there
         is when the first is known, with a number for what is not.
+
+        A function gets the prompt's text, the response's text and the row's other columns, once a
+        sample, or once with lists of all where it is batched, and returns a float a sample.
         """
         stops = self._config.on_error == "stop"
         started = [part.start(keys, job) for part in self.parts]
         waiting = list(chain.from_iterable(started))
         try:
             here = [
-                outcomes(part.function, job, stops) if part.is_in_place else []
+                call_reward(part.function, job, stops) if part.is_in_place else []
                 for part in self.parts
             ]
             has_failed = stops and any(_has_failed(found) for found in here)

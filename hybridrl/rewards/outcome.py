@@ -59,7 +59,7 @@ Job = tuple[Sequence[str], Sequence[str], Sequence[Mapping[str, object]]]
 """Prompts, responses and columns of the samples to score."""
 
 
-def outcomes(function: Callable[..., Any], job: Job, stops: bool = False) -> list[Outcome]:
+def call_reward(function: Callable[..., Any], job: Job, stops: bool = False) -> list[Outcome]:
     """Calls a reward function on these samples: one call each, or one for all if it is batched.
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.errors import UserError
 from hybridrl.rewards.functions import find_reward
-from hybridrl.rewards.outcome import Job, Outcome, outcomes
+from hybridrl.rewards.outcome import Job, Outcome, call_reward
 from hybridrl.rewards.pool import LENGTH, encoded, framed
 from hybridrl.rewards.traits import traits_of
 
@@ -64,7 +64,7 @@ def _scorer(config: ScorerConfig) -> Callable[[Job], list[Outcome]]:
     limit = traits_of(function).memory_bytes
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    return partial(outcomes, function)
+    return partial(call_reward, function)
 
 
 def _user_error(error: UserError) -> dict[str, Any]:

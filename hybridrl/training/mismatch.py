@@ -16,9 +16,9 @@ import torch
 from hybridrl.algorithms.advantage import response_values
 from hybridrl.algorithms.base import Algorithm
 from hybridrl.algorithms.correction import off_policy_metrics
+from hybridrl.algorithms.log_ratio import bounded_log_ratio
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
-from hybridrl.algorithms.surrogate import bounded_log_ratio
 from hybridrl.contracts.batch import RolloutBatch
 
 MEAN = "mismatch/logprob_diff_mean"

@@ -11,13 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.algorithms.surrogate import (
-    clipped_surrogate,
-    clipped_value_loss,
-    importance_ratio,
-    kl_estimate,
-    soft_gated,
-)
+from hybridrl.algorithms.log_ratio import importance_ratio, kl_estimate
+from hybridrl.algorithms.policy_gradient import clipped_surrogate, soft_gated
+from hybridrl.algorithms.ppo import clipped_value_loss
 from hybridrl.config.schema import GrpoConfig
 from hybridrl.contracts.batch import MicroBatch
 
