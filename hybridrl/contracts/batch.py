@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.contracts.checks import (
+    EXPERTS,
     FLAG,
     INTEGER,
     NO_MASK,
@@ -49,6 +50,7 @@ from hybridrl.contracts.checks import (
 )
 from hybridrl.contracts.holders import Holders
 from hybridrl.contracts.micro_batch import MicroBatch
+from hybridrl.contracts.routed_experts import token_rows
 from hybridrl.contracts.samples import Prompt, Rollout
 
 __all__ = [
@@ -82,6 +84,9 @@ class RolloutBatch:
     response together; `prompt_lengths_B`; `behaviour_logp_T` (T,) float32; `versions_B` the
     weights' version; `finished_B` whether it ended by itself; `producer` who made the batch;
     `observed_T` (T,) bool which response tokens an environment gave, None where none has a part;
+    `routed_experts_TK` (T, K) uint8, int16 with more than 256 experts, the experts that the engine
+    chose for each token but the last of a sample, whose row is 0 (contracts/routed_experts.py);
+    None where they were not asked for;
     `holders` which ranks have the tokens of which samples, None where each has all;
     `num_observed_B` with `holders`: how many tokens of each response an environment gave.
     """
@@ -97,6 +102,7 @@ class RolloutBatch:
     finished_B: Tensor = field(metadata=holds(FLAG))
     producer: Producer
     observed_T: Tensor | None = field(default=None, metadata=holds(TOKEN_FLAG))
+    routed_experts_TK: Tensor | None = field(default=None, metadata=holds(EXPERTS))
     num_observed_B: Tensor | None = field(default=None, metadata=holds(INTEGER))
     holders: Holders | None = None
 
@@ -170,6 +176,7 @@ class RolloutBatch:
             before = ((False,) * len(r.prompt.tokens) for r in rollouts)
             masks = (r.observed or (False,) * len(r.tokens) for r in rollouts)
             observed_T = _flatten(before, masks)[0].bool()
+        experts = [r.experts for r in rollouts if r.experts is not None]
         tokens_T, lengths_B, prompt_lengths_B = _flatten(
             [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts]
         )
@@ -185,6 +192,7 @@ class RolloutBatch:
             finished_B=torch.tensor(finished, dtype=torch.bool),
             producer=producer,
             observed_T=observed_T,
+            routed_experts_TK=torch.from_numpy(token_rows(experts)) if experts else None,
         )
 
     @property
