@@ -298,6 +298,10 @@ class RolloutBatch:
             return replace(self, **columns)  # type: ignore[arg-type]
         return self._with(**columns)
 
+    def without_experts(self) -> Self:
+        """Returns the batch without the experts that the engine chose."""
+        return self if self.routed_experts_TK is None else self._with(routed_experts_TK=None)
+
     def _with(self, **checked: Any) -> Self:
         # The rest has passed its checks, and what is cached follows from lengths and observations.
         made = copy(self)
