@@ -131,6 +131,10 @@ class PolicyGradientConfig(Section):
         CorrectionConfig(),
         description="Off-policy correction between the engine and the trainer. All of it is off; see there.",
     )
+    router_replay: Literal["off", "rollout"] = Field(
+        "off",
+        description="Mixtures of experts: 'rollout' computes old log-probabilities and the update with the experts that the engine chose for each token. 'off': a byte a layer, expert and token is saved.",
+    )
 
     @property
     def needs(self) -> Needs:

@@ -15,6 +15,7 @@ import torch
 
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, SelectiveAlgorithm
 from hybridrl.config.roles import run_models
+from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.contracts.batch import BatchError, Producer, ScoredBatch, TrainBatch
 from hybridrl.errors import UserError
@@ -224,6 +225,8 @@ def make_roles(
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
     models["policy"] = model = _build(meshes, "policy", source, config)
     notify(model.layers.said)
+    if replays(config):
+        model.replay_experts()
     if held.trains_policy:
         model.make_trainable(config.train.learning_rate, peer_weights(config, world, notify))
     else:
