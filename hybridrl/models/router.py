@@ -171,16 +171,24 @@ def load_metrics(load: Tensor, experts_per_token: int) -> dict[str, float]:
     Returns:
         `max_load`: tokens of the busiest expert of any layer, as a multiple of the mean over its
         layer; 1 is even. `unused_experts`: how many of all layers got no token.
-        `routing_entropy`: of the router's softmax, mean over tokens and layers, nats.
+        `routing_entropy`: of the router's softmax, mean over tokens and layers, nats. The first and
+        the last of each layer too: `max_load/layer_3`, layers from 0.
     """
-    used = load[load[:, :-1].sum(1) > 0]  # dense layers have no counts
+    is_used_L = load[:, :-1].sum(1) > 0  # dense layers have no counts
+    used = load[is_used_L]
     if not len(used):
         return {}
     tokens_LE, entropy_L = used[:, :-1], used[:, -1]
     totals_L = tokens_LE.sum(1)
     busiest_L = tokens_LE.amax(1) * tokens_LE.size(1) / totals_L
-    return {
+    mean_entropy_L = entropy_L * experts_per_token / totals_L
+    found = {
         "max_load": float(busiest_L.max()),
         "unused_experts": float((tokens_LE == 0).sum()),
-        "routing_entropy": float((entropy_L * experts_per_token / totals_L).mean()),
+        "routing_entropy": float(mean_entropy_L.mean()),
     }
+    layers = is_used_L.nonzero()[:, 0].tolist()
+    for name, value_L in (("max_load", busiest_L), ("routing_entropy", mean_entropy_L)):
+        pairs = zip(layers, value_L.tolist(), strict=True)
+        found |= {f"{name}/layer_{layer}": value for layer, value in pairs}
+    return found

@@ -225,8 +225,6 @@ def make_roles(
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
     models["policy"] = model = _build(meshes, "policy", source, config)
     notify(model.layers.said)
-    if replays(config):
-        model.replay_experts()
     if held.trains_policy:
         model.make_trainable(config.train.learning_rate, peer_weights(config, world, notify))
     else:
@@ -252,7 +250,10 @@ def make_roles(
 
 def _build(meshes: Meshes, role: str, source: ModelSource, config: Config) -> ParallelModel:
     head: Head = "value" if role == "critic" else "lm"
-    return build_model(meshes.of(role), source, head, config)
+    model = build_model(meshes.of(role), source, head, config)
+    if role == "policy" and replays(config):
+        model.replay_experts()
+    return model
 
 
 def _make_critic(
