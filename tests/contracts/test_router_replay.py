@@ -37,7 +37,7 @@ from hybridrl.training.model import ModelSource, ParallelModel
 
 NAME = "qwen3-moe"
 SAMPLES = 3  # of a prompt
-TINY_LOGITS = 1e-5  # of routers: experts weigh nearly the same, whichever are chosen
+TINY_LOGITS = 1e-6  # of routers: experts weigh nearly the same, whichever are chosen
 
 
 @pytest.fixture(scope="module")
