@@ -5,10 +5,10 @@ Trains the quickstart's mixture (examples/quickstart/moe_sft.yaml), then takes a
 bfloat16 from there, of the same seeds, once with each value of `algorithm.router_replay`. Reported
 are medians over steps, with the 10th and 90th percentile: the KL of the trainer from the engine
 (`mismatch/kl`, k3), the mean and the largest difference of log-probabilities, and how many of the
-engine's experts the trainer's router would have chosen too. Refuses a run whose response tokens were
-not all replayed.
+engine's experts the trainer's router would have chosen too. Refuses a run whose response tokens
+were not all replayed.
 
-    python benchmarks/bench_router_replay.py --engine vllm --out benchmarks/results/router_replay_cpu.json
+    python benchmarks/bench_router_replay.py --engine vllm --out router_replay.json
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ METRICS = (
 
 
 def hybridrl(*arguments: object) -> None:
-    """Runs the command line; its output is shown where it fails."""
+    """Runs the command line; its errors are shown where it fails."""
     program = "from hybridrl.cli.main import main; main()"
     command = [sys.executable, "-c", program, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -51,7 +51,7 @@ def hybridrl(*arguments: object) -> None:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
-        sys.exit(f"{' '.join(command[3:])}: exit code {done.returncode}\n{done.stdout[-4000:]}")
+        sys.exit(f"{' '.join(command[3:])}: exit code {done.returncode}\n{done.stderr[-4000:]}")
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import pytest
 from hybridrl.cli.plan import plan_report
 from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
-from hybridrl.config.rules_experts import graph_rules
+from hybridrl.config.rules_experts import graph_rules, replays
 
 LAYERS, HIDDEN, EXPERTS, WIDTH = 4, 64, 8, 48
 MODEL = {
@@ -131,6 +131,8 @@ def test_vllm_on_gpus_records_experts_without_graphs_only(config_file: Path) -> 
         "algorithm": {"name": "grpo", "router_replay": "rollout"},
         "rollout": {"engine": "vllm"},
     }
+    off = load_config_dict(content, ["algorithm.router_replay=off"])  # which YAML reads as false
+    assert not replays(off) and not list(graph_rules(off, is_cpu=False))
     config = load_config_dict(content, [])
     assert [one.name for one in graph_rules(config, is_cpu=False)] == ["rollout.eager"]
     assert not list(graph_rules(config, is_cpu=True))
