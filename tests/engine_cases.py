@@ -126,7 +126,9 @@ def write_weights(engine: Any, model: Any, version: int) -> None:
     engine.finish_update(version)
 
 
-def make_engine(name: str, max_batch: int = 8, version: int = 0) -> Any:
+def make_engine(
+    name: str, max_batch: int = 8, version: int = 0, records_experts: bool = False
+) -> Any:
     """Returns the engine of a name with the weights of `make_reference`."""
     engine: Any
     if name == "scripted":
@@ -136,9 +138,10 @@ def make_engine(name: str, max_batch: int = 8, version: int = 0) -> Any:
         engine.finish_update(version)
         return engine
     if name in VLLM_ALL:
-        engine = start_vllm(name, max_batch)
+        engine = start_vllm(name, max_batch, records_experts=records_experts)
     else:
-        engine = HfEngine(ALL_MODELS[name], max_batch=max_batch)
+        parts = ALL_MODELS[name], "float32", "cpu", max_batch
+        engine = HfEngine(*parts, records_experts=records_experts)
     write_weights(engine, make_reference(name), version)
     return engine
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from own_environments import Numbers
 
 from hybridrl.config.environment import EnvironmentConfig
@@ -33,7 +34,7 @@ def answer(request: Request) -> tuple[list[int], list[float]]:
 
 
 class Recorded(ScriptedEngine):
-    """Keeps what it was fed."""
+    """Keeps what it was fed, and tells as experts of a position the request that it was of."""
 
     def __init__(self) -> None:
         super().__init__(answer, {}, max_batch=5)
@@ -43,6 +44,17 @@ class Recorded(ScriptedEngine):
         super().submit(requests)
         for request in requests:
             self.fed.setdefault(request.request_id, []).append(request)
+
+    def step(self) -> None:
+        for row in (scripted.row for scripted in list(self._unfinished)[: self._max_batch]):
+            read, known = len(row.request.prompt) + len(row.tokens), row.num_recorded
+            row.record(known, np.full((read - known, 2), expert_of(row.request.seed), np.uint8))
+        super().step()
+
+
+def expert_of(seed: int) -> int:
+    """Returns the expert that stands for a turn."""
+    return seed % 251
 
 
 def make_sampler(

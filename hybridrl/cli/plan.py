@@ -153,6 +153,7 @@ def _report(
         verdict = cpu_verdict(found)
     expert_axes = ("etp", "edp") if shape.moe else ()
     order, layout, memories = laid.layout.order, laid.best.layout, [one.memory for one in found]
+    replay = memories[0].replay
     return {
         "fits": verdict["fits"],
         "verdict": verdict,
@@ -182,6 +183,7 @@ def _report(
             "train_peak_bytes": max(memory.train for memory in memories),
             "rollout_peak_bytes": max(memory.rollout for memory in memories),
             "staging_bytes": memories[0].staging,
+            "router_replay": replay.as_json() if replay else None,
         },
         "ranks": [one.as_json() for one in found],
         "assumptions": assumed and {key: v._asdict() for key, v in assumed.values.items()},

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from hybridrl.cli.plan_replay import ReplayBytes, replay_bytes
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.placement import REWARD, Place
 from hybridrl.config.roles import RunModels
@@ -40,10 +41,12 @@ class Memory:
     Args:
         train: in training.
         rollout: in generation, the KV cache with it.
-        kv_cache: with room for all requests that are decoded together.
+        kv_cache: with room for all requests that are decoded together, and with the experts that
+            are recorded of them.
         num_requests: how many those are, each as long as it may be.
         least_requests: for how many the cache must have room; others would wait.
         staging: of the reshard, where weights travel as messages.
+        replay: of it, what recorded experts take; None: they are not replayed.
     """
 
     train: int
@@ -52,6 +55,7 @@ class Memory:
     num_requests: int
     least_requests: int
     staging: int
+    replay: ReplayBytes | None = None
 
     @property
     def has_engine(self) -> bool:
@@ -216,19 +220,17 @@ def estimate_memory(
     optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
     frozen = trained = gradients = states = 0
     for one in held.models:
-        num_params = one.num_params
         if one.model.is_trained:
-            trained += num_params * itemsize
-            gradients += num_params * MAIN_GRAD_BYTES
+            trained += one.num_params * itemsize
+            gradients += one.num_params * MAIN_GRAD_BYTES
             states += optimizer * one.num_updated
         else:
-            frozen += num_params * itemsize
+            frozen += one.num_params * itemsize
     engine, kv_cache = ENGINES[config.rollout.engine], 0
     num_requests = _num_requests(config, held.engine.num_ranks if held.engine else world_size)
+    replay = replay_bytes(config, shape, num_requests)
     if held.engine is not None:
-        heads = max(1, shape.num_kv_heads // config.rollout.tp)  # repeated where ranks are more
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        kv_cache = num_requests * longest * 2 * heads * shape.head_dim * shape.num_layers * itemsize
+        kv_cache = _kv_cache_bytes(config, shape, itemsize, num_requests, replay)
     engine_bytes = held.engine.num_bytes if held.engine else 0
     always = held.peer_bytes + frozen
     always += _gpu_bytes(config, world_size, held, transport) if on_gpu else 0
@@ -238,6 +240,7 @@ def estimate_memory(
         + gradients
         + states
         + _activation_bytes(config, held.models, itemsize)
+        + (replay.train if replay and "policy" in held.roles else 0)
         + (0 if engine.sleeps else engine_bytes),
         rollout=always
         + (0 if config.train.release_weights_in_rollout else trained)
@@ -248,7 +251,18 @@ def estimate_memory(
         num_requests=num_requests,
         least_requests=1 if engine.has_fixed_kv_cache else num_requests,
         staging=config.rollout.staging_mib * MIB,
+        replay=replay,
     )
+
+
+def _kv_cache_bytes(
+    config: Config, shape: ModelShape, itemsize: int, num_requests: int, replay: ReplayBytes | None
+) -> int:
+    """Returns what the longest requests take of a rank's KV cache, and of what is recorded."""
+    heads = max(1, shape.num_kv_heads // config.rollout.tp)  # repeated where ranks are more
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    per_request = longest * 2 * heads * shape.head_dim * shape.num_layers * itemsize
+    return num_requests * per_request + (replay.rollout if replay else 0)
 
 
 def _num_requests(config: Config, num_ranks: int) -> int:

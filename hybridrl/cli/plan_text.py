@@ -106,6 +106,13 @@ def _memory_lines(report: dict[str, Any]) -> Iterator[str]:
         f"{memory_size(verdict['kv_cache_bytes'])} are the KV cache of {verdict['max_requests']} "
         "longest requests"
     )
+    if (replay := memory["router_replay"]) is not None:
+        yield (
+            f"         replayed experts: {replay['token_bytes']} B a token, at most "
+            f"{memory_size(replay['step_bytes'])} a step on the hosts; a rank's device holds "
+            f"{memory_size(replay['train_bytes'])} in training, "
+            f"{memory_size(replay['rollout_bytes'])} in rollout"
+        )
 
 
 def _rank_lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:

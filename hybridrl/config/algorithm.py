@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from hybridrl.config.correction import CorrectionConfig
 from hybridrl.config.distillation import DistillationConfig, GkdConfig, SampledTokensConfig
@@ -131,6 +131,10 @@ class PolicyGradientConfig(Section):
         CorrectionConfig(),
         description="Off-policy correction between the engine and the trainer. All of it is off; see there.",
     )
+    router_replay: Literal["off", "rollout"] = Field(
+        "off",
+        description="Mixtures of experts: 'rollout' computes old log-probabilities and the update with the experts that the engine chose for each token. 'off': a byte a layer, expert and token is saved.",
+    )
 
     @property
     def needs(self) -> Needs:
@@ -148,6 +152,11 @@ class PolicyGradientConfig(Section):
             or self.objective in ("sequence_clip", "geometric_mean")
             or self.correction.needs_whole_sequences
         )
+
+    @field_validator("router_replay", mode="before")
+    @classmethod
+    def _read_off(cls, value: object) -> object:
+        return "off" if value is False else value  # what YAML reads `off` as
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -31,6 +31,7 @@ class EngineTraits:
         has_fused_parameters: its parameters are laid out as `models/weights.py:fused_layout` says;
             else they are the HF checkpoint's tensors, whole.
         takes_experts: it runs mixtures of experts, and can be written with them.
+        records_experts: it can tell which experts it chose for each token.
         sleeps: it gives weights and KV cache back while the policy trains, on GPUs.
         shares_memory: its parameters can be the trainer's own memory where both cut a tensor alike.
         has_fixed_kv_cache: the KV cache is made at the start, for `rollout.max_batch` requests, and
@@ -48,6 +49,7 @@ class EngineTraits:
     is_expert_parallel: bool = False
     has_fused_parameters: bool = False
     takes_experts: bool = False
+    records_experts: bool = False
     sleeps: bool = False
     shares_memory: bool = False
     has_fixed_kv_cache: bool = False
@@ -75,13 +77,16 @@ class EnginePackage:
 
 
 ENGINES = {
-    "hf": EngineTraits(builder="hybridrl.rollout.hf:build", takes_experts=True),
+    "hf": EngineTraits(
+        builder="hybridrl.rollout.hf:build", takes_experts=True, records_experts=True
+    ),
     "vllm": EngineTraits(
         builder="hybridrl.rollout.vllm:build",
         package="hybridrl.rollout.vllm_version:PACKAGE",
         is_tensor_parallel=True,
         is_expert_parallel=True,
         takes_experts=True,
+        records_experts=True,
         has_fused_parameters=True,
         sleeps=True,
         shares_memory=True,

@@ -16,7 +16,7 @@ from hybridrl.config.engines import ENGINES
 from hybridrl.config.environment import environment_rules
 from hybridrl.config.placement import Machines, Placement, asks_for, least_ranks
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
-from hybridrl.config.rules_experts import rollout_expert_rules
+from hybridrl.config.rules_experts import replay_rules, rollout_expert_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
 from hybridrl.config.rules_placement import (
     AUTO_ORDER,
@@ -362,6 +362,7 @@ def _shape_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
         yield from split_rules(key, tp, shape)
     yield from expert_rules("train", train.ep, train.etp, train.order, train.pp, shape)
     yield from rollout_expert_rules(config.rollout, shape)
+    yield from replay_rules(config, shape)
     yield from _expert_model_rules(config, shape)
 
 

@@ -1,4 +1,4 @@
-"""Rules of `rollout.ep` and of cutting experts over an engine's ranks. No torch.
+"""Rules of experts in an engine: how they are cut over its ranks, and what it tells. No torch.
 
 Knows a model only through its HF config.json; keys it lacks are not judged.
 """
@@ -8,10 +8,55 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.rules_placement import num_experts
-from hybridrl.config.schema import RolloutConfig
+from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.errors import UserError
+
+
+def replay_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
+    """Returns what keeps the engine's experts from being replayed.
+
+    Args:
+        config: of the run.
+        shape: the policy's config.json, or nothing.
+    """
+    if not replays(config):
+        return
+    key, engine = "algorithm.router_replay", config.rollout.engine
+    off = f"{key}=off"
+    if shape and not num_experts(shape):
+        allowed = "off with a dense model, which has no experts"
+        yield UserError(key, "rollout", allowed, f"Set {off}.")
+    elif not ENGINES[engine].records_experts:
+        able = [name for name, traits in ENGINES.items() if traits.records_experts]
+        allowed = f"off with engine {engine!r}, which does not tell the experts that it chose"
+        yield UserError(key, "rollout", allowed, f"Set rollout.engine={able[0]}, or {off}.")
+
+
+def graph_rules(config: Config, is_cpu: bool) -> Iterator[UserError]:
+    """Returns what keeps experts from being recorded where engines capture graphs.
+
+    Args:
+        config: of the run.
+        is_cpu: whether the host has no GPUs; then nothing is captured.
+    """
+    rollout = config.rollout
+    captures = ENGINES[rollout.engine].captures_graphs and not (is_cpu or rollout.eager)
+    if captures and replays(config):
+        yield UserError(
+            "rollout.eager",
+            "false",
+            f"true with algorithm.router_replay=rollout and engine {rollout.engine!r} on GPUs",
+            "Set rollout.eager=true, or algorithm.router_replay=off.",
+        )
+
+
+def replays(config: Config) -> bool:
+    """Whether the experts that the engine chose are recorded and replayed."""
+    algorithm = config.algorithm
+    return isinstance(algorithm, PolicyGradientConfig) and algorithm.router_replay == "rollout"
 
 
 def rollout_expert_rules(rollout: RolloutConfig, shape: Mapping[str, Any]) -> Iterator[UserError]:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.contracts.checks import (
+    EXPERTS,
     FLAG,
     INTEGER,
     NO_MASK,
@@ -51,6 +52,7 @@ from hybridrl.contracts.checks import (
 )
 from hybridrl.contracts.holders import Holders
 from hybridrl.contracts.micro_batch import MicroBatch
+from hybridrl.contracts.routed_experts import token_rows
 from hybridrl.contracts.samples import Prompt, Rollout
 
 __all__ = [
@@ -84,6 +86,9 @@ class RolloutBatch:
     response together; `prompt_lengths_B`; `behaviour_logp_T` (T,) float32; `versions_B` the
     weights' version; `finished_B` whether it ended by itself; `producer` who made the batch;
     `observed_T` (T,) bool which response tokens an environment gave, None where none has a part;
+    `routed_experts_TK` (T, K) uint8, int16 with more than 256 experts, the experts that the engine
+    chose for each token but the last of a sample, whose row is 0 (contracts/routed_experts.py);
+    None where they were not asked for;
     `holders` which ranks have the tokens of which samples, None where each has all;
     `num_observed_B` with `holders`: how many tokens of each response an environment gave.
     """
@@ -99,6 +104,7 @@ class RolloutBatch:
     finished_B: Tensor = field(metadata=holds(FLAG))
     producer: Producer
     observed_T: Tensor | None = field(default=None, metadata=holds(TOKEN_FLAG))
+    routed_experts_TK: Tensor | None = field(default=None, metadata=holds(EXPERTS))
     num_observed_B: Tensor | None = field(default=None, metadata=holds(INTEGER))
     holders: Holders | None = None
 
@@ -172,6 +178,7 @@ class RolloutBatch:
             before = ((False,) * len(r.prompt.tokens) for r in rollouts)
             masks = (r.observed or (False,) * len(r.tokens) for r in rollouts)
             observed_T = _flatten(before, masks)[0].bool()
+        experts = [r.experts for r in rollouts if r.experts is not None]
         tokens_T, lengths_B, prompt_lengths_B = _flatten(
             [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts]
         )
@@ -187,6 +194,7 @@ class RolloutBatch:
             finished_B=torch.tensor(finished, dtype=torch.bool),
             producer=producer,
             observed_T=observed_T,
+            routed_experts_TK=torch.from_numpy(token_rows(experts)) if experts else None,
         )
 
     @property
@@ -291,6 +299,10 @@ class RolloutBatch:
         if not columns.keys().isdisjoint({"tokens_T", "observed_T", "num_observed_B"}):
             return replace(self, **columns)  # type: ignore[arg-type]
         return self._with(**columns)
+
+    def without_experts(self) -> Self:
+        """Returns the batch without the experts that the engine chose."""
+        return self if self.routed_experts_TK is None else self._with(routed_experts_TK=None)
 
     def _with(self, **checked: Any) -> Self:
         # The rest has passed its checks, and what is cached follows from lengths and observations.

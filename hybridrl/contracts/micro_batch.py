@@ -35,6 +35,11 @@ class MicroBatch:
     `loss_mask_S`, or None; those that end in `_SK` are (S, K), `teacher_tokens_SK` int32. They are
     what losses read of a TrainBatch's columns, which have the same names with `_T` for `_S`.
 
+    What the model's routers read is about a position's own token, not about the next one:
+    `routed_experts_SK` (S, K) uint8 or int16, the experts that the engine chose for it, and
+    `is_routed_S` (S,) bool, whether it chose any: not on padding, nor on a sample's last token.
+    Both are None where choices are not replayed.
+
     Where samples share their prompt (data/sharing.py), `prefix_sequences` has for each sequence the
     index of the one that it goes on from, -1 for none: the prompt without its last token is a
     sequence of its own, and each sample's begins with that last token. Positions count from the
@@ -59,6 +64,8 @@ class MicroBatch:
     max_seqlen: int
     sample_indices: tuple[int, ...]
     prefix_sequences: tuple[int, ...] | None = None
+    routed_experts_SK: Tensor | None = None
+    is_routed_S: Tensor | None = None
     old_logp_S: Tensor | None = None
     reference_logp_S: Tensor | None = None
     behaviour_logp_S: Tensor | None = None
@@ -115,7 +122,11 @@ class MicroBatch:
         return replace(self, **changed)
 
 
+ROUTER_COLUMNS = ("routed_experts_SK", "is_routed_S")
+"""The columns that routers read."""
 LOSS_COLUMNS = tuple(
-    f.name for f in fields(MicroBatch) if f.default is None and f.name.endswith(("_S", "_SK"))
+    f.name
+    for f in fields(MicroBatch)
+    if f.default is None and f.name.endswith(("_S", "_SK")) and f.name not in ROUTER_COLUMNS
 )
 """The columns of a batch that losses read, by their names in a MicroBatch."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hybridrl.contracts.routed_experts import Experts
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -31,7 +33,8 @@ class Rollout:
     """One finished response: tokens (with the end token, if it came) and log-probabilities.
 
     Where an environment takes part, `observed` says which of the tokens it gave; their
-    log-probabilities are 0. None: all were sampled.
+    log-probabilities are 0. None: all were sampled. `experts` are those that the engine chose, as
+    contracts/routed_experts.py has them; None: they were not asked for.
     """
 
     sample_id: int
@@ -41,3 +44,4 @@ class Rollout:
     finish_reason: Literal["stop", "length"]
     version: int
     observed: tuple[bool, ...] | None = None
+    experts: Experts | None = field(default=None, compare=False)

@@ -1,8 +1,9 @@
 """Between a batch's token alignment and a micro-batch's predictor alignment, both ways.
 
 Owns the shift by one: what a batch says about token t of a sample, a micro-batch holds at the
-position of token t - 1. Nothing else in hybridrl shifts. Runs on the CPU; `MicroBatch.to` moves
-the result.
+position of token t - 1. Nothing else in hybridrl shifts. The experts that the engine chose are the
+exception: they are about the hidden state of token t itself, and stand at its own position. Runs on
+the CPU; `MicroBatch.to` moves the result.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def micro_batch(
             column_S = torch.zeros(total, *column_T.shape[1:], dtype=column_T.dtype)
             column_S[predictor_R] = column_T[source_R]
             columns[name] = column_S
+    columns |= _routed(batch, laid, total)
     return MicroBatch(
         tokens_S=tokens_S,
         positions_S=laid.positions_S,
@@ -71,6 +73,20 @@ def micro_batch(
         prefix_sequences=laid.prefix_sequences,
         **columns,
     )
+
+
+def _routed(batch: RolloutBatch, laid: _Layout, total: int) -> dict[str, Tensor]:
+    """Returns the micro-batch's columns of the experts that the engine chose, if it told any."""
+    experts_TK = batch.routed_experts_TK
+    if experts_TK is None:
+        return {}
+    experts_SK = torch.zeros(total, experts_TK.shape[1], dtype=experts_TK.dtype)
+    experts_SK[laid.place_N] = experts_TK[laid.source_N]
+    is_last_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    is_last_T[batch.offsets[1:] - 1] = True
+    is_routed_S = torch.zeros(total, dtype=torch.bool)
+    is_routed_S[laid.place_N] = ~is_last_T[laid.source_N]
+    return {"routed_experts_SK": experts_SK, "is_routed_S": is_routed_S}
 
 
 def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: RolloutBatch) -> Tensor:

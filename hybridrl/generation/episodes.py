@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.contracts.batch import Prompt
+from hybridrl.contracts.routed_experts import Experts, experts_from_json, experts_to_json
 from hybridrl.environments.base import Answer, Play
 from hybridrl.environments.chat import ObservationEncoder, text_of_turn
 from hybridrl.environments.stage import Stages
@@ -60,9 +61,12 @@ class Response(Completion):
 
 
 def restored(fields: Mapping[str, Any]) -> Completion:
-    """Returns a completion or response from its `dataclasses.asdict`, after a trip through JSON."""
+    """Returns a completion or response from its `dataclasses.asdict`, after a trip through JSON,
+    with experts as `experts_to_json` has them.
+    """
     names = {"tokens", "logps", "observed", "failure"} & set(fields)
-    made = {name: fields[name] and tuple(fields[name]) for name in names}
+    made: dict[str, Any] = {name: fields[name] and tuple(fields[name]) for name in names}
+    made["experts"] = experts_from_json(fields.get("experts"))
     kind = Response if "observed" in fields else Completion
     return kind(**{**fields, **made})
 
@@ -87,6 +91,7 @@ class _Episode:
     failure: tuple[str, str] | None = None
     notes: Counter[str] = field(default_factory=Counter)
     waits: bool = True
+    experts: Experts | None = None
 
     def add(self, tokens: Sequence[int], logps: Sequence[float] | None) -> None:
         """Adds tokens; without log-probabilities they are observed."""
@@ -112,6 +117,7 @@ class _Episode:
             self.reward,
             self.failure,
             dict(self.notes),
+            experts=self.experts,
         )
 
 
@@ -174,6 +180,7 @@ class Episodes:
                 setattr(episode, name, deepcopy(saved[name]))
             episode.notes = Counter(saved["notes"])
             episode.failure = saved["failure"] and tuple(saved["failure"])
+            episode.experts = experts_from_json(saved.get("experts"))
         self._open[sample_id] = episode
         if episode.waits:
             self._ask(episode)
@@ -216,7 +223,11 @@ class Episodes:
     def state(self) -> list[dict[str, Any]]:
         """Returns the responses under way, for JSON; a turn's request is the engine's."""
         return [
-            {"sample_id": one.sample_id, **{name: getattr(one, name) for name in _SAVED}}
+            {
+                "sample_id": one.sample_id,
+                "experts": experts_to_json(one.experts),
+                **{name: getattr(one, name) for name in _SAVED},
+            }
             for one in self._open.values()
         ]
 
@@ -254,6 +265,7 @@ class Episodes:
         episode = self._open[done.request_id]
         episode.version = done.version if episode.version < 0 else episode.version
         episode.add(done.tokens, done.logps)
+        episode.experts = done.experts
         episode.num_turns += 1
         if episode.failure is not None:
             return episode.response("failure")
@@ -299,7 +311,8 @@ class Episodes:
         seed = request_seed(self._seed, episode.step, episode.sample_id, turn)
         prompt = (*episode.prompt.tokens, *episode.tokens)
         sampling = replace(episode.sampling, max_new_tokens=longest)
-        return Request(episode.sample_id, prompt, seed, sampling)
+        # What earlier turns recorded stays, also where their positions are computed anew.
+        return Request(episode.sample_id, prompt, seed, sampling, experts=episode.experts)
 
 
 def _plain(answer: Answer) -> Answer:

@@ -43,6 +43,8 @@ def table_of(batch: ScoredBatch) -> Table:
     table["num_observed_B"] = None
     if batch.observed_T is not None:
         table["num_observed_B"] = batch.observed_lengths_B.numpy()
+    experts = batch.routed_experts_TK
+    table["experts"] = None if experts is None else (experts.shape[1], experts.dtype)
     table["reward_parts"] = {name: part.numpy() for name, part in batch.reward_parts.items()}
     return table
 
@@ -66,7 +68,7 @@ def gathered_batch(
     counts = [0 if table is None else len(table["sample_ids_B"]) for table in tables]
     columns: dict[str, Any] = {name: [table[name] for table in found] for name in found[0]}
     parts = columns.pop("reward_parts")
-    observed = columns.pop("num_observed_B")
+    observed, experts = columns.pop("num_observed_B"), columns.pop("experts")[0]
     has_observed = any(one is not None for one in observed)
     if has_observed:
         sizes = [count for count in counts if count]
@@ -88,16 +90,30 @@ def gathered_batch(
         producer=Producer.here("the gathered rollouts"),
         holders=Holders(maker_B[:, None] == torch.arange(len(counts)), ranks),
         **tensors,
-        **_own_tokens(own, has_observed),
+        **_own_tokens(own, has_observed, experts),
     )
 
 
-def _own_tokens(own: ScoredBatch | None, has_observed: bool) -> dict[str, torch.Tensor]:
-    """Returns the per-token columns of this rank's samples; empty ones if it has none."""
+def _own_tokens(
+    own: ScoredBatch | None, has_observed: bool, experts: tuple[int, torch.dtype] | None
+) -> dict[str, torch.Tensor]:
+    """Returns the per-token columns of this rank's samples; empty ones if it has none.
+
+    Args:
+        own: of this rank.
+        has_observed: whether some rank has observations.
+        experts: width and dtype of the column of experts; None: there is none.
+    """
     num_tokens = 0 if own is None else own.num_tokens
-    given = {} if own is None else own.columns()
+    absent = set() if has_observed else {"observed_T"}
+    empty: dict[str, torch.Tensor] = {}
+    if experts is None:
+        absent.add("routed_experts_TK")
+    else:
+        empty["routed_experts_TK"] = torch.zeros(num_tokens, experts[0], dtype=experts[1])
+    given = empty | ({} if own is None else own.columns())
     return {
         name: given.get(name, torch.zeros(num_tokens, dtype=column.dtype))
         for name, column in columns_of(ScoredBatch).items()
-        if column.per_token and (has_observed or name != "observed_T")
+        if column.per_token and name not in absent
     }

@@ -448,4 +448,5 @@ def _as_rollout(done: Completion, prompt: Prompt) -> Rollout:
     """Returns a completion or response as the data contract has it."""
     observed = done.observed if isinstance(done, Response) else None
     reason, version = done.finish_reason, done.version
-    return Rollout(done.request_id, prompt, done.tokens, done.logps, reason, version, observed)
+    parts = prompt, done.tokens, done.logps, reason, version, observed
+    return Rollout(done.request_id, *parts, experts=done.experts)

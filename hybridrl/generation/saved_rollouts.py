@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridrl.contracts.batch import Prompt
+from hybridrl.contracts.routed_experts import experts_to_json
 from hybridrl.generation.episodes import restored
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
@@ -95,11 +96,16 @@ def rollout_state(
         digests: of the prompt of each sample.
     """
     return {
-        "completions": [dataclasses.asdict(done) for done in whole],
-        "requests": [dataclasses.asdict(request) for request in requests],
+        "completions": [_plain(done) for done in whole],
+        "requests": [_plain(request) for request in requests],
         "episodes": list(turns),
         "prompts": {str(sample_id): digest for sample_id, digest in digests.items()},
     }
+
+
+def _plain(one: Completion | Request) -> dict[str, Any]:
+    found = dataclasses.asdict(dataclasses.replace(one, experts=None))
+    return found | {"experts": experts_to_json(one.experts)}
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

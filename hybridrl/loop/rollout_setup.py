@@ -10,6 +10,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.engines import ENGINES
+from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.table import check_environment, observes_messages
@@ -108,6 +109,7 @@ def build_engine(
             reserved_bytes=reserved_bytes,
             timeout_s=config.run.collective_timeout_s,
             shard=shard,
+            records_experts=replays(config),
         )
     )
 

@@ -84,6 +84,11 @@ PLOTS = (
     Plot("Tokens of the busiest expert, as a multiple of the mean", {"load": "moe/max_load"}),
     Plot("Experts without a token", {"experts": "moe/unused_experts"}),
     Plot("Entropy of routing", {"entropy": "moe/routing_entropy"}, "nats"),
+    Plot(
+        "Experts of the engine in the update",
+        {"replayed": "router/replayed_share", "the trainer's too": "router/agreed_share"},
+        "share",
+    ),
     Plot("Response length", {"mean": "response_tokens/mean"}, "tokens"),
     Plot(
         "Log-probability difference, engine and trainer",
@@ -112,6 +117,11 @@ PLOTS = (
     ),
     Plot("Skipped optimizer steps", {"skipped": SKIPPED}, needs_others_than_zero=True),
 )
+MOST_LAYERS = 8
+BY_LAYER = (
+    ("Load of the busiest expert, by layer", "moe/max_load", "multiple of the mean"),
+    ("Entropy of routing, by layer", "moe/routing_entropy", "nats"),
+)
 OF_MODELS = {"policy/loss", "critic/loss"}
 TIMES = "Time of a step"
 
@@ -129,10 +139,24 @@ def figures(runs: Runs) -> list[tuple[str, bytes]]:
     """Returns the title and the SVG of every figure that has something to show."""
     # Between two dollar signs of a run's name matplotlib would read a formula.
     runs = {run.replace("$", r"\$"): records for run, records in runs.items()}
-    plots = (*PLOTS, _losses_of_terms(runs))
+    by_layer = [_by_layer(runs, title, name, unit) for title, name, unit in BY_LAYER]
+    plots = (*PLOTS, *by_layer, _losses_of_terms(runs))
     found = [(p.title, _lines(p, lines)) for p in plots if (lines := p.of(runs))]
     stacks = {run: stack for run, records in runs.items() if (stack := _stack(records))}
     return [*found, (TIMES, _stacks(stacks))] if stacks else found
+
+
+def _by_layer(runs: Runs, title: str, name: str, unit: str) -> Plot:
+    """Returns the plot of a metric that layers have, of at most MOST_LAYERS of them, evenly spread
+    from the first to the last.
+    """
+    prefix = f"{name}/layer_"
+    names = {key for records in runs.values() for record in records for key in record}
+    layers = sorted(int(key.removeprefix(prefix)) for key in names if key.startswith(prefix))
+    if len(layers) > MOST_LAYERS:
+        last = len(layers) - 1
+        layers = [layers[round(i * last / (MOST_LAYERS - 1))] for i in range(MOST_LAYERS)]
+    return Plot(title, {f"layer {layer}": f"{prefix}{layer}" for layer in layers}, unit)
 
 
 def _losses_of_terms(runs: Runs) -> Plot:

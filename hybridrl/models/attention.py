@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from hybridrl.errors import ModelError
+from hybridrl.models.replay import RoutedExperts
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,20 @@ class PackedSequences(PackedSeqParams):
 
     cu_seqlens count padded tokens of the whole sequences, before context parallel cuts them. Where
     prompts are shared they are of one sequence of all positions, whose rotary angles `heads.py`
-    takes by position: Megatron gives them no other meaning than that.
+    takes by position: Megatron gives them no other meaning than that. `routed` are the experts that
+    the engine chose: every layer gets these parameters, also one that is computed anew.
     """
 
     shared: SharedPrompts | None = None
+    routed: RoutedExperts | None = None
     _buckets: dict[tuple[int, int], tuple[list[Bucket], torch.Tensor]] = field(default_factory=dict)
 
     @staticmethod
     def of(
-        cu_seqlens: torch.Tensor, max_seqlen: int, shared: SharedPrompts | None = None
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        shared: SharedPrompts | None = None,
+        routed: RoutedExperts | None = None,
     ) -> PackedSequences:
         """Builds the parameters of sequences that start at `cu_seqlens` (int32, one more than
         sequences).
@@ -131,6 +137,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
             shared=shared,
+            routed=routed,
         )
 
     def buckets(self, cp_size: int, cp_rank: int) -> tuple[list[Bucket], torch.Tensor]:

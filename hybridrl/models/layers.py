@@ -31,6 +31,7 @@ from hybridrl.errors import UserError
 from hybridrl.models.attention import GatherKeys, PackedAttention
 from hybridrl.models.family import Family
 from hybridrl.models.norm import TorchNorm
+from hybridrl.models.replay import ReplayingLayer
 from hybridrl.models.router import Router
 from hybridrl.platform import TRANSFORMER_ENGINE_VERSIONS, Platform
 
@@ -233,6 +234,7 @@ def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleS
         moe_grouped_gemm=config.moe_grouped_gemm,
     )
     layer.mlp.submodules.router = Router
+    spec.module = ReplayingLayer
     names = layer.sharded_state_dict_keys_map
     layer.sharded_state_dict_keys_map = {
         own: fused for own, fused in names.items() if own != "pre_mlp_layernorm."

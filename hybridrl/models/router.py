@@ -16,6 +16,15 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from hybridrl.models.replay import (
+    COUNTS,
+    Counted,
+    Replay,
+    RoutedExperts,
+    expert_layer_index,
+    replay_of,
+)
+
 
 class Router(TopKRouter):
     """Megatron's router, computed in fp32 (`moe_router_dtype`), that drops no token.
@@ -25,6 +34,9 @@ class Router(TopKRouter):
         num_step_tokens: tokens of the update over all ranks, the denominator of both.
         tokens_E: how many tokens each expert got since `clear`, on this rank.
         entropy: sum of the entropy of the router's softmax over these tokens, nats.
+        routed: the experts that the engine chose for the micro-batch under way; None: the router
+            chooses (models/replay.py).
+        replayed: what was counted of these since `clear`, as `Counted`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -36,10 +48,12 @@ class Router(TopKRouter):
         self.num_step_tokens = 1
         self.tokens_E: Tensor | None = None
         self.entropy: Tensor | None = None
+        self.routed: RoutedExperts | None = None
+        self.replayed: Tensor | None = None
 
     def clear(self) -> None:
         """Forgets what was counted."""
-        self.tokens_E = self.entropy = None
+        self.tokens_E = self.entropy = self.replayed = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the weight of each expert for each token, 0 where it is not chosen, and which are
@@ -49,7 +63,10 @@ class Router(TopKRouter):
             logits: (S, 1, E).
             padding_mask: (S, 1) bool, which positions hold no token; None: none.
         """
+        replay, predicts_T = self._replay(logits.size(0) * logits.size(1))
+        self.router_replay = replay
         probs_TE, chosen_TE = super().routing(logits, padding_mask)
+        self.router_replay = None
         if not (self.training and torch.is_grad_enabled()):  # nor a pass that is made anew later
             return probs_TE, chosen_TE
         logits_TE = logits.view(-1, logits.size(-1))
@@ -58,10 +75,20 @@ class Router(TopKRouter):
             is_token_T = ~padding_mask.reshape(-1)
         tokens_E = (chosen_TE & is_token_T[:, None]).sum(0)
         self._count(logits_TE.detach(), is_token_T, tokens_E)
+        if replay is not None and predicts_T is not None:
+            counted = torch.stack(Counted.of(replay, predicts_T, is_token_T))
+            self.replayed = counted if self.replayed is None else self.replayed + counted
         loss = self._loss(logits_TE, is_token_T, tokens_E)
         if loss is not None:
             probs_TE = _WithLoss.apply(probs_TE, loss)
         return probs_TE, chosen_TE
+
+    def _replay(self, num_tokens: int) -> tuple[Replay | None, Tensor | None]:
+        """Returns the choices for this rank's tokens, and which predict response tokens."""
+        if self.routed is None:
+            return None, None
+        layer = expert_layer_index(self.config.moe_layer_freq, self.layer_number)
+        return replay_of(self.routed, num_tokens, layer, self.tp_group)
 
     @torch.no_grad()
     def _count(self, logits_TE: Tensor, is_token_T: Tensor, tokens_E: Tensor) -> None:
@@ -125,6 +152,15 @@ def load_of(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int
     return found
 
 
+def replayed_of(chunks: Iterable[torch.nn.Module], num_layers: int) -> Tensor:
+    """Returns what this rank's routers have counted of replays, (L, COUNTS) float64 on the CPU."""
+    found = torch.zeros(num_layers, COUNTS, dtype=torch.float64)
+    for router in routers(chunks):
+        if router.replayed is not None:
+            found[router.layer_number - 1] += router.replayed.double().cpu()  # as in load_of
+    return found
+
+
 def load_metrics(load: Tensor, experts_per_token: int) -> dict[str, float]:
     """Returns how evenly the experts of a model are used.
 
@@ -135,16 +171,24 @@ def load_metrics(load: Tensor, experts_per_token: int) -> dict[str, float]:
     Returns:
         `max_load`: tokens of the busiest expert of any layer, as a multiple of the mean over its
         layer; 1 is even. `unused_experts`: how many of all layers got no token.
-        `routing_entropy`: of the router's softmax, mean over tokens and layers, nats.
+        `routing_entropy`: of the router's softmax, mean over tokens and layers, nats. The first and
+        the last of each layer too: `max_load/layer_3`, layers from 0.
     """
-    used = load[load[:, :-1].sum(1) > 0]  # dense layers have no counts
+    is_used_L = load[:, :-1].sum(1) > 0  # dense layers have no counts
+    used = load[is_used_L]
     if not len(used):
         return {}
     tokens_LE, entropy_L = used[:, :-1], used[:, -1]
     totals_L = tokens_LE.sum(1)
     busiest_L = tokens_LE.amax(1) * tokens_LE.size(1) / totals_L
-    return {
+    mean_entropy_L = entropy_L * experts_per_token / totals_L
+    found = {
         "max_load": float(busiest_L.max()),
         "unused_experts": float((tokens_LE == 0).sum()),
-        "routing_entropy": float((entropy_L * experts_per_token / totals_L).mean()),
+        "routing_entropy": float(mean_entropy_L.mean()),
     }
+    layers = is_used_L.nonzero()[:, 0].tolist()
+    for name, value_L in (("max_load", busiest_L), ("routing_entropy", mean_entropy_L)):
+        pairs = zip(layers, value_L.tolist(), strict=True)
+        found |= {f"{name}/layer_{layer}": value for layer, value in pairs}
+    return found

@@ -102,12 +102,21 @@ def bring(batch: B, want_BW: Tensor, world: Ranks, num_parts: int = 1) -> B:
     moved: dict[str, Any] = {}
     for name, value in batch.columns().items():
         if declared[name].per_token:
-            # Token numbers travel as 32 bits.
-            is_packed = route.moves and value.dtype == torch.int64
-            moved[name] = route(value.int()).long() if is_packed else route(value)
+            moved[name] = _moved(route, value)
     if batch.observed_T is not None and batch.num_observed_B is None:
         moved["num_observed_B"] = batch.observed_lengths_B
     return replace(batch, holders=wanted, **moved)
+
+
+def _moved(route: Route, column_T: Tensor) -> Tensor:
+    """Returns a column by a route; token numbers travel as 32 bits, and 16 bits, which gloo does
+    not know, as bytes.
+    """
+    if route.moves and column_T.dtype == torch.int64:
+        return route(column_T.int()).long()
+    if route.moves and column_T.dtype == torch.int16:
+        return route(column_T.view(torch.uint8)).view(torch.int16)
+    return route(column_T)
 
 
 def collect(batch: B, world: Ranks, rank: int = 0) -> B | None:

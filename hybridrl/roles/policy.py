@@ -68,10 +68,18 @@ class Policy:
         """Returns the log-probability of each response token, nats, (T,) fp32, zero on prompt
         tokens; at the policy's own temperature, or at this one.
         """
+        self._check_experts(batch)
         plan = self.model.plan(batch, self.temperature if temperature is None else temperature)
         outputs: list[TokenStats] = self.model.forward_all(plan.inputs)
         logp_T = plan.column([output.logp_S for output in outputs])
         return logp_T * batch.response_mask_T
+
+    def _check_experts(self, batch: TrainBatch) -> None:
+        """Raises BatchError if the experts that the model is to take are not there; those of terms
+        need none.
+        """
+        if self.model.planner.replays:
+            batch.require("routed_experts_TK", "algorithm.router_replay=rollout")
 
     def update(self, batch: TrainBatch, terms: Sequence[LossTerm] = ()) -> dict[str, float]:
         """Takes one optimizer step on a mini-batch, or none if its loss or gradient is not finite.
@@ -101,6 +109,7 @@ class Policy:
         """
         if denominator is None:
             denominator = self.algorithm.denominator(batch)
+        self._check_experts(batch)
         logps: list[torch.Tensor] = []
         plan = self.model.plan(batch, self.temperature)
         plans = [self.model.plan(term.batch, TERM_TEMPERATURE) for term in terms]

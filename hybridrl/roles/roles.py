@@ -15,6 +15,7 @@ import torch
 
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, SelectiveAlgorithm
 from hybridrl.config.roles import run_models
+from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.contracts.batch import BatchError, Producer, ScoredBatch, TrainBatch
 from hybridrl.errors import UserError
@@ -249,7 +250,10 @@ def make_roles(
 
 def _build(meshes: Meshes, role: str, source: ModelSource, config: Config) -> ParallelModel:
     head: Head = "value" if role == "critic" else "lm"
-    return build_model(meshes.of(role), source, head, config)
+    model = build_model(meshes.of(role), source, head, config)
+    if role == "policy" and replays(config):
+        model.replay_experts()
+    return model
 
 
 def _make_critic(

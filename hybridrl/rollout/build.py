@@ -38,6 +38,8 @@ class EngineInputs:
         timeout_s: bound of collectives inside the engine.
         shard: the trainer's parameters on this rank, which stay where they are; None: the engine
             has its own memory.
+        records_experts: whether completions have the experts that were chosen; of engines with the
+            trait `records_experts`.
     """
 
     rollout: RolloutConfig
@@ -51,6 +53,7 @@ class EngineInputs:
     reserved_bytes: int
     timeout_s: float
     shard: TrainingShard | None
+    records_experts: bool = False
 
     @property
     def dtype_name(self) -> str:

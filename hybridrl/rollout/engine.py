@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from hybridrl.contracts.routed_experts import Experts, experts_from_json
 
 FinishReason = Literal["stop", "length"]
 
@@ -55,6 +59,8 @@ class Request:
         seed: drives the sampling of this request alone; see `request_seed`.
         tokens, logps: the response so far, empty for a new request.
         version: the weights that made the first of `tokens`; None while there is none.
+        experts: what was recorded of prompt and response so far (contracts/routed_experts.py), by
+            an engine that records; it stays as it is. None: nothing.
     """
 
     request_id: int
@@ -64,6 +70,7 @@ class Request:
     tokens: tuple[int, ...] = ()
     logps: tuple[float, ...] = ()
     version: int | None = None
+    experts: Experts | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         name = f"request {self.request_id}"
@@ -82,11 +89,15 @@ class Request:
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Request:
-        """Rebuilds a request from `dataclasses.asdict` of it, also after a trip through JSON."""
+        """Rebuilds a request from `dataclasses.asdict` of it after a trip through JSON, with
+        experts as `experts_to_json` has them.
+        """
         sampling = dict(fields["sampling"])
         sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
         sequences = {name: tuple(fields[name]) for name in ("prompt", "tokens", "logps")}
-        return Request(**{**fields, **sequences, "sampling": SamplingParams(**sampling)})
+        experts = experts_from_json(fields.get("experts"))
+        made = {**sequences, "sampling": SamplingParams(**sampling), "experts": experts}
+        return Request(**{**fields, **made})
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,8 @@ class Completion:
             distribution (temperature 1).
         finish_reason: "stop" (ended by a stop token) or "length" (`max_new_tokens` reached).
         version: the weights that made the first token, so the oldest that took part.
+        experts: of prompt and response but the last token (contracts/routed_experts.py); None: the
+            engine does not record them.
     """
 
     request_id: int
@@ -107,6 +120,7 @@ class Completion:
     logps: tuple[float, ...]
     finish_reason: FinishReason
     version: int
+    experts: Experts | None = field(default=None, compare=False, kw_only=True)
 
 
 class Holding(NamedTuple):
@@ -213,13 +227,39 @@ def generate(
 class RunningRequest:
     """A request inside an engine that decodes token by token, with the tokens it has so far."""
 
-    __slots__ = ("logps", "request", "tokens", "version")
+    __slots__ = ("_experts", "logps", "num_recorded", "request", "tokens", "version")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.tokens = list(request.tokens)
         self.logps = list(request.logps)
         self.version = request.version
+        # Parts of what is recorded, each of further positions.
+        self._experts: list[Experts] = [] if request.experts is None else [request.experts]
+        self.num_recorded = sum(map(len, self._experts))
+
+    def record(self, start: int, experts: Experts) -> None:
+        """Keeps the experts of positions from `start` on, of those that have none yet.
+
+        Args:
+            start: at most `num_recorded`.
+            experts: (P, K); copied, as far as it is kept.
+        """
+        if start > self.num_recorded:
+            raise ValueError(
+                f"request {self.request.request_id} has experts of {self.num_recorded} positions, "
+                f"and gets those from {start} on"
+            )
+        if len(kept := experts[self.num_recorded - start :]):
+            self._experts.append(kept.copy())
+            self.num_recorded += len(kept)
+
+    @property
+    def experts(self) -> Experts | None:
+        """What is recorded, (P, K); None: nothing."""
+        if len(self._experts) > 1:
+            self._experts = [np.concatenate(self._experts)]
+        return self._experts[0] if self._experts else None
 
     def append(self, token: int, logp: float, version: int) -> Completion | None:
         """Adds a token made by the weights `version`; returns the completion if it is the last."""
@@ -231,13 +271,22 @@ class RunningRequest:
         if reason is None:
             return None
         return Completion(
-            self.request.request_id, tuple(self.tokens), tuple(self.logps), reason, self.version
+            self.request.request_id,
+            tuple(self.tokens),
+            tuple(self.logps),
+            reason,
+            self.version,
+            experts=self.experts,
         )
 
     def so_far(self) -> Request:
         """Returns the request with the tokens it has, ready to be saved or submitted again."""
         return replace(
-            self.request, tokens=tuple(self.tokens), logps=tuple(self.logps), version=self.version
+            self.request,
+            tokens=tuple(self.tokens),
+            logps=tuple(self.logps),
+            version=self.version,
+            experts=self.experts,
         )
 
 

@@ -25,6 +25,7 @@ from hybridrl.models.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import RankLayout, hf_layout
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
+from hybridrl.rollout.hf_experts import ChosenExperts
 from hybridrl.rollout.sampling import no_logprob, sample, uniforms
 
 # One prefill forward takes at most this many padded tokens, and computes logits of at most this
@@ -41,7 +42,7 @@ def build(inputs: EngineInputs) -> HfEngine:
     """Builds the engine of this rank, which is a replica by itself."""
     model_config, max_batch = dict(inputs.hf_config), inputs.rollout.max_batch
     parts = inputs.dtype_name, inputs.device, max_batch, inputs.family
-    return HfEngine(model_config, *parts)
+    return HfEngine(model_config, *parts, records_experts=inputs.records_experts)
 
 
 class HfEngine:
@@ -53,6 +54,7 @@ class HfEngine:
         device: where they live.
         max_batch: most requests decoded together.
         family: that describes the model; None: found from config.json, where it has experts.
+        records_experts: whether completions have the experts that were chosen.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class HfEngine:
         device: str | torch.device = "cpu",
         max_batch: int = 256,
         family: Family | None = None,
+        records_experts: bool = False,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch} must be 1 or more")
@@ -72,6 +75,7 @@ class HfEngine:
         _refuse_undecodable(self._model.config)
         self._masks = _Masks(self._model.config)
         self._max_batch = max_batch
+        self._chosen = ChosenExperts(self._model) if records_experts else None
         self._tensors = checkpoint_tensors(self._model, model_config, family)
         self._cache = _SlotCache(self._model.config.num_hidden_layers)
         self._waiting: deque[RunningRequest] = deque()
@@ -195,6 +199,10 @@ class HfEngine:
             ).logits
             context_B = torch.arange(len(contexts), device=self._device)
             logits_BV = logits_BUV[context_B, where_B][source_B]
+            if self._chosen is not None:
+                experts_BLK = self._chosen.take(*tokens_BL.shape)
+                for row, number in zip(chunk, source, strict=True):
+                    row.record(0, experts_BLK[number, : len(contexts[number])])
             self._running.extend(chunk)
             self._append(start, logits_BV)
 
@@ -212,6 +220,10 @@ class HfEngine:
             past_key_values=self._cache,
             use_cache=True,
         ).logits
+        if self._chosen is not None:
+            experts_B1K = self._chosen.take(len(last), 1)
+            for row, start, experts_1K in zip(self._running, position, experts_B1K, strict=True):
+                row.record(start, experts_1K)
         self._append(0, logits_BLV[:, -1])
 
     def _append(self, start: int, logits_BV: Tensor) -> None:

@@ -23,7 +23,7 @@ from hybridrl.config.engines import ENGINES
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
 from hybridrl.models.boxes import Shape
-from hybridrl.models.family import Family
+from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokenAgreement
@@ -42,6 +42,7 @@ from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_decoding import DecodingSteps
 from hybridrl.rollout.vllm_experts import live_tensors
+from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule, is_scheduler_known
 
@@ -60,6 +61,7 @@ def build(inputs: EngineInputs) -> VllmEngine:
         timeout_s=inputs.timeout_s,
         eager=inputs.rollout.eager,
         ep=inputs.rollout.ep,
+        records_experts=inputs.records_experts,
     )
     parts = inputs.family, inputs.layout, inputs.rank, inputs.device, inputs.shard
     return VllmEngine(settings, *parts)
@@ -134,12 +136,23 @@ class VllmEngine:
         self._rows: dict[int, RunningRequest] = {}
         self._running: dict[str, RunningRequest] = {}
         self._num_named = 0
+        self._experts = self._recorded(shape) if settings.records_experts else None
         self._finished: list[Completion] = []
         self._version = -1
         self._is_updating = True
         self._is_asleep = self._keeps_memory = False
         self.sleep()  # a run begins in the training phase
         self._kept_bytes = free_bytes - self._free_bytes()
+
+    def _recorded(self, shape: ModelShape) -> RecordedExperts:
+        scheduler = self._live.llm.engine_core.engine_core.scheduler
+        if self._device.type != "cpu" and not self._settings.eager:
+            raise ValueError("experts are recorded only where no graphs are captured")
+        try:
+            return RecordedExperts(self._live.model, scheduler, shape, self._device, self._running)
+        except ModelError:
+            self.close()
+            raise
 
     def _check(self, model: torch.nn.Module, shapes: dict[str, Shape], version: str) -> None:
         tensors = live_tensors(model)
@@ -183,6 +196,8 @@ class VllmEngine:
         # Keys and values of older weights may be cached.
         if not self._live.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, which holds keys of older weights")
+        if self._experts is not None:
+            self._experts.forget()
         self._version = version
         self._is_updating = False
 

@@ -45,6 +45,7 @@ class EngineSettings:
             so).
         ep: into how many parts the experts of a layer are dealt, each whole; 1: every rank has a
             part of each expert.
+        records_experts: whether completions have the experts that were chosen.
     """
 
     hf_config: Mapping[str, Any]
@@ -57,6 +58,7 @@ class EngineSettings:
     timeout_s: float | None = None
     eager: bool = False
     ep: int = 1
+    records_experts: bool = False
 
 
 def engine_arguments(

@@ -25,6 +25,7 @@ from hybridrl.models.attention import PackedSequences, SharedPrompts
 from hybridrl.models.family import ModelShape
 from hybridrl.models.heads import HeadInput
 from hybridrl.models.layers import LayerKind
+from hybridrl.models.replay import RoutedExperts, check_numbers
 from hybridrl.parallel.exchange import Route, bring
 from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
@@ -106,6 +107,10 @@ class BatchPlanner:
         train: micro-batch budget and number format.
         layers: what its layers are made of.
         shares_prompts: whether samples of one prompt that follow each other hold it once.
+
+    Attributes:
+        replays: whether the model takes the experts that the engine chose; of other models they are
+            no input, and move nowhere.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class BatchPlanner:
     ) -> None:
         self.mesh, self.shares_prompts = mesh, shares_prompts
         self._shape, self._train, self._layers = shape, train, layers
+        self.replays = False
         self._pad_each = 2 * mesh.layout.cp if mesh.layout.cp > 1 else 1
 
     def training_ranks(self, batch: TrainBatch, num_parts: int = 1) -> Tensor:
@@ -138,6 +144,8 @@ class BatchPlanner:
             RuntimeError: ranks have different schedules.
             DataError: a sample is longer than a micro-batch.
         """
+        if not self.replays:
+            batch = batch.without_experts()
         holders, world = batch.holders, self.mesh.world
         # Of one mini-batch both schedules are the same.
         dealt = self._schedule(batch, 1 if holders is None else holders.num_parts, is_lookup=True)
@@ -154,6 +162,8 @@ class BatchPlanner:
         layout, where = self.mesh.layout, self.mesh.place
         pad_total = layout.tp * self._pad_each * (1 if self._train.fp8 == "none" else FP8_TOKENS)
         whole = micro_batch(batch, indices, self._pad_each, pad_total, self.shares_prompts)
+        if self._shape.moe is not None:
+            check_numbers(whole, self._shape.moe.num_experts)
         index_S = context_positions(whole.cu_seqlens, layout.cp, where.cp)
         local = whole if layout.cp == 1 else whole.take_positions(index_S)
         device = self.mesh.platform.device
@@ -163,7 +173,10 @@ class BatchPlanner:
         # transformer-engine reads the bounds on the device, torch's layers on the host.
         bounds = local if self._layers == "transformer_engine" else whole
         packed = PackedSequences.of(
-            bounds.cu_seqlens, whole.max_seqlen, shared_prompts(whole, local.positions_S)
+            bounds.cu_seqlens,
+            whole.max_seqlen,
+            shared_prompts(whole, local.positions_S),
+            RoutedExperts.of(local, self._shape),
         )
         head = HeadInput(local.labels, rows_N, temperature)
         return ModelInput(whole, local, index_S, head, packed)

@@ -23,7 +23,8 @@ from hybridrl.hybrid_engine.owned import owned_layout
 from hybridrl.models.build import build_chunks, named_weights, transformer_config
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.layers import choose_layers, shares_prompts
-from hybridrl.models.router import load_metrics, load_of, routers
+from hybridrl.models.replay import check_layers, replay_metrics
+from hybridrl.models.router import load_metrics, load_of, replayed_of, routers
 from hybridrl.models.weights import (
     NOTHING,
     Head,
@@ -142,6 +143,16 @@ class ParallelModel:
             )
             parts = source.family, source.hf_config, self.config, self.head
             return build_chunks(*parts, kind, train.recompute)
+
+    def replay_experts(self) -> None:
+        """Lets the model take the experts that the engine chose, of batches that have them.
+
+        Raises:
+            UserError: its layers do not know of them.
+        """
+        with self.world.all_agree("replaying experts"):
+            check_layers(self._chunks)
+        self.planner.replays = True
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
@@ -321,6 +332,16 @@ class ParallelModel:
             return {}
         load = load_of(self._chunks, shape.num_layers, shape.moe.num_experts)
         return load_metrics(self.mesh.sum_over_world(load), shape.moe.experts_per_token)
+
+    def replays(self) -> dict[str, float]:
+        """Returns what became of recorded experts in the last update, as `replay_metrics`; nothing
+        where the model does not take them. Collective over the world.
+        """
+        shape = self.source.shape
+        if shape.moe is None or not self.planner.replays:
+            return {}
+        counts = self.mesh.sum_over_world(replayed_of(self._chunks, shape.num_layers))
+        return replay_metrics(counts, shape.moe.experts_per_token)
 
     def grad_norm(self) -> float:
         """Returns the accumulated gradients' global norm before clipping, as `gradient_norm`."""

@@ -72,7 +72,8 @@ class Gradients:
         model: holds the gradients.
         loss_parts: of the mini-batch, and of further terms of the loss.
         metrics: the same on all ranks, `NAME/loss` and `NAME/grad_norm` among them, and of a
-            mixture of experts `moe/max_load` and the like (models/router.py, load_metrics).
+            mixture of experts `moe/max_load` and the like (models/router.py, load_metrics) and
+            `router/replayed_share` and the like (models/replay.py, replay_metrics).
         rate: learning rate to apply them with.
     """
 
@@ -95,6 +96,7 @@ class Gradients:
         metrics = {**loss_parts[0].metrics, f"{name}/grad_norm": model.grad_norm()}
         experts = "moe" if name == "policy" else f"{name}/moe"
         metrics |= {f"{experts}/{what}": value for what, value in model.expert_load().items()}
+        metrics |= {f"router/{what}": value for what, value in model.replays().items()}
         done, peak = model.num_updates, model.peak_learning_rate
         rate = learning_rate(model.train, peak, done, num_updates_in_run)
         return Gradients(name, model, loss_parts, metrics, rate)

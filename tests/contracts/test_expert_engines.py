@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_cases import (
@@ -14,6 +17,7 @@ from engine_cases import (
     MIXED,
     NEEDS_VLLM,
     VLLM_EXPERT_MODELS,
+    VOCAB,
     close_engines,
     expected_logps,
     make_engine,
@@ -24,12 +28,13 @@ from engine_cases import (
 )
 
 from hybridrl.errors import ModelError
+from hybridrl.generation.saved_rollouts import rollout_state
 from hybridrl.models.family import resolve_family
 from hybridrl.models.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import RankLayout, check_layout, fused_layout, hf_shapes
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
-from hybridrl.rollout.engine import generate
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.vllm_experts import experts_forward
 
 QWEN3 = "vllm-qwen3-moe"
@@ -52,17 +57,64 @@ def process_group() -> Iterator[None]:
 @pytest.mark.parametrize("name", [*EXPERT_MODELS, *VLLM])
 def test_engine_with_experts_draws_from_the_distribution_of_transformers(name: str) -> None:
     """Also after an update: nothing of the older weights is kept, packed or not."""
-    engine = make_engine(name)
+    engine = make_engine(name, records_experts=True)
     check_layout(engine.layout())
     for version in range(2):
         model = make_reference(name, version)
         write_weights(engine, model, version)
         requests = make_requests(12, MIXED)
+        # Of one prompt, longer than a block of the KV cache: several are computed once.
+        prompt = tuple(2 + i % (VOCAB - 2) for i in range(40))
+        requests += [replace(one, request_id=i, prompt=prompt) for i, one in enumerate(requests)]
         for request, completion in zip(requests, generate(engine, requests), strict=True):
+            check_experts(model, request, completion)
             expected = expected_logps(model, request, completion)
             torch.testing.assert_close(
                 torch.tensor(completion.logps), expected, rtol=0, atol=LOGP_TOLERANCE
             )
+
+
+def chosen_experts(model: Any, tokens: tuple[int, ...]) -> torch.Tensor:
+    """Returns what transformers' routers choose for these tokens, (T, layers, experts a token)."""
+    found: list[torch.Tensor] = []
+    gates = [part for name, part in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [gate.register_forward_hook(lambda *given: found.append(given[2][2])) for gate in gates]
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1)
+
+
+def check_experts(model: Any, request: Request, completion: Completion) -> None:
+    expected_TLK = chosen_experts(model, (*request.prompt, *completion.tokens[:-1]))
+    assert completion.experts is not None and completion.experts.dtype == np.uint8
+    found_TLK = torch.from_numpy(completion.experts).long().view(expected_TLK.shape)
+    assert torch.equal(found_TLK.sort(-1).values, expected_TLK.sort(-1).values)
+
+
+@pytest.mark.parametrize("name", [*EXPERT_MODELS, VLLM[0]])
+def test_experts_that_were_recorded_stay_when_other_weights_go_on(name: str) -> None:
+    """A request that is interrupted by an update, saved, and goes on after it."""
+    engine, sampling = make_engine(name, records_experts=True), SamplingParams(max_new_tokens=12)
+    (request,) = make_requests(1, sampling)
+    engine.submit([request])
+    for _ in range(5):
+        engine.step()
+    older, newer = make_reference(name), make_reference(name, 1)
+    write_weights(engine, newer, 1)
+    (begun,) = engine.pending()
+    assert 0 < len(begun.tokens) < 12
+    read = (*request.prompt, *begun.tokens[:-1])
+    assert len(begun.experts) == len(read)
+    engine.clear()
+    saved = json.loads(json.dumps(rollout_state([], [begun], [], {})))["requests"][0]
+    (done,) = generate(engine, [Request.from_dict(saved)])
+    whole = (*request.prompt, *done.tokens[:-1])
+    before, after = chosen_experts(older, read), chosen_experts(newer, whole)[len(read) :]
+    expected_TLK = torch.cat((before, after)).sort(-1).values
+    found_TLK = torch.from_numpy(done.experts).long().view(expected_TLK.shape)
+    assert torch.equal(found_TLK.sort(-1).values, expected_TLK)
 
 
 @pytest.mark.parametrize("name", EXPERT_MODELS)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,17 @@ def write(layout: RankLayout, tensors: dict[str, torch.Tensor], hf: dict[str, An
         box_view(tensors[region.local], region.local_box).copy_(part)
 
 
+@contextmanager
+def chosen_by(oracle: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Gives the experts that each router of transformers chooses, layer after layer."""
+    found: list[torch.Tensor] = []
+    gates = [part for name, part in oracle.named_modules() if name.endswith("mlp.gate")]
+    hooks = [gate.register_forward_hook(lambda *given: found.append(given[2][2])) for gate in gates]
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
 def check_greedy(engine: VllmEngine, oracle: torch.nn.Module, replica: int) -> None:
     rng = np.random.default_rng(replica)
     asked = [
@@ -56,8 +69,12 @@ def check_greedy(engine: VllmEngine, oracle: torch.nn.Module, replica: int) -> N
         for i, size in enumerate((3, 1, 8, 70, 5))
     ]
     for request, done in zip(asked, generate(engine, asked), strict=True):
-        with torch.no_grad():
+        with torch.no_grad(), chosen_by(oracle) as chosen:
             logits = oracle(torch.tensor([request.prompt + done.tokens])).logits[0]
+        # Each rank tells the same of all experts, wherever they are; of the last token nothing.
+        expected = torch.stack(chosen, 1)[:-1].sort(-1).values
+        found = torch.from_numpy(done.experts).long().view(expected.shape)
+        assert torch.equal(found.sort(-1).values, expected), request.request_id
         logp = logits.log_softmax(-1)[len(request.prompt) - 1 : -1]
         assert logp.argmax(-1).tolist() == list(done.tokens), request.request_id
         expected = logp[range(len(done.tokens)), list(done.tokens)]
@@ -70,7 +87,9 @@ def check(folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: i
     family, shape = read_model(None, hf_config)
     sources = megatron_layouts(family, shape, train)
     weights = {name: torch.zeros(size) for name, size in sources[rank].shapes.items()}
-    settings = EngineSettings(hf_config, family.architectures, "float32", 4, 96, ep=ep)
+    settings = EngineSettings(
+        hf_config, family.architectures, "float32", 4, 96, ep=ep, records_experts=True
+    )
     layout = RolloutLayout.consecutive(WORLD, tp)
     engine = VllmEngine(settings, family, layout, rank)
     hybrid = HybridEngine(

@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import tempfile
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,37 @@ def sample_batch(vocab: int, lengths=LENGTHS) -> TrainBatch:
 
     prompts = [Prompt(i, "", draw(p), {}, draw(r)) for i, (p, r) in enumerate(lengths)]
     return TrainBatch.supervised(prompts, Producer.here("the parity test"))
+
+
+def with_experts(batch: TrainBatch, shape) -> TrainBatch:
+    """Returns the batch with experts that no router has chosen, others in each place."""
+    generator = torch.Generator().manual_seed(6)
+    num_layers = shape.num_layers - len(shape.moe.dense_layers)
+    drawn = torch.rand(batch.num_tokens, num_layers, shape.moe.num_experts, generator=generator)
+    experts_TLK = drawn.topk(shape.moe.experts_per_token).indices.to(torch.uint8)
+    experts_TLK[batch.offsets[1:] - 1] = 0
+    return replace(batch, routed_experts_TK=experts_TLK.flatten(1))
+
+
+@contextmanager
+def replaying(oracle, experts_TLK: torch.Tensor | None):
+    """Lets transformers' routers take these experts, for all tokens but the last."""
+
+    def taken(layer: int):
+        def hook(gate, _, output):
+            logits_TE, _, own_TK = output
+            chosen_TK = torch.cat((experts_TLK[:-1, layer].long(), own_TK[-1:]))
+            weights_TK = logits_TE.float().softmax(-1).gather(1, chosen_TK)
+            return logits_TE, weights_TK / weights_TK.sum(-1, keepdim=True), chosen_TK
+
+        return hook
+
+    gates = [m for n, m in oracle.named_modules() if n.endswith(".mlp.gate")]
+    hooks = [] if experts_TLK is None else gates
+    hooks = [gate.register_forward_hook(taken(layer)) for layer, gate in enumerate(hooks)]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def objective(output, micro):
@@ -108,7 +140,13 @@ def check_against_transformers(folder: Path, model, batch, inputs, logp_T, gradi
         for index, sample in enumerate(one.whole.sample_indices):
             prompt, response = LENGTHS[sample]
             tokens = batch.tokens_T[offsets[sample] : offsets[sample + 1]]
-            output = oracle(tokens[None], **({"output_router_logits": True} if has_losses else {}))
+            experts_TLK = None
+            if batch.routed_experts_TK is not None:
+                experts_TK = batch.routed_experts_TK[offsets[sample] : offsets[sample + 1]]
+                experts_TLK = experts_TK.unflatten(1, (-1, oracle.config.num_experts_per_tok))
+            asked = {"output_router_logits": True} if has_losses else {}
+            with replaying(oracle, experts_TLK):
+                output = oracle(tokens[None], **asked)
             routed.append(output.router_logits if has_losses else ())
             full = output.logits[0]
             ours = found[starts[index] : starts[index] + prompt + response]
@@ -143,7 +181,7 @@ def on_disk(oracle, attribute: str) -> dict[str, torch.Tensor]:
 
 
 def losses_of(name: str) -> MoeLosses:
-    """Returns the losses of routers that a name asks for, as in qwen3_moe+z."""
+    """Returns the losses of routers that a name asks for, as in qwen3_moe+z+replay."""
     kinds = name.split("+")[1:]
     return MoeLosses(z_loss=0.5 * ("z" in kinds), aux_loss=0.5 * ("aux" in kinds))
 
@@ -202,8 +240,18 @@ def check_load(model: ParallelModel, num_tokens: int) -> None:
     assert abs(float((whole / means).nan_to_num().max()) - found["max_load"]) < 1e-9
 
 
+def logprobs(model: ParallelModel, batch: TrainBatch) -> torch.Tensor:
+    plan = model.plan(batch)
+    return plan.column([output.logp_S for output in model.forward_all(plan.inputs)])
+
+
 def run(
-    folder: Path, family: str | None, layout: TrainLayout, recompute: str = "none", moe=NO_LOSSES
+    folder: Path,
+    family: str | None,
+    layout: TrainLayout,
+    recompute: str = "none",
+    moe=NO_LOSSES,
+    replays: bool = False,
 ) -> tuple[dict, torch.Tensor, float]:
     platform = Platform.detect()
     mesh = Mesh(World(platform, 120), layout)
@@ -218,6 +266,10 @@ def run(
     load_hf(folder, model.layout(), model.weights(), shapes)
     model.make_trainable(1e-3)
     batch = sample_batch(hf_config["vocab_size"])
+    if replays:
+        batch = with_experts(batch, source.shape)
+        own_T = logprobs(model, batch)
+        model.replay_experts()
     plan = model.plan(batch)
     inputs = plan.inputs
     outputs = model.forward_all(inputs)
@@ -233,6 +285,11 @@ def run(
     if layout.world_size == 1:
         masked_T = logp_T * batch.response_mask_T
         check_against_transformers(folder, model, batch, inputs, masked_T, gradients)
+    if replays:
+        assert float((logp_T - own_T).abs().max()) > 0.1, "the experts made no difference"
+        found = model.replays()
+        assert found["replayed_share"] == 1 and found["own_choice_tokens"] == batch.num_samples
+        assert 0 < found["agreed_share"] < 1
     norm = model.grad_norm()
     model.apply(1e-3, norm)
     if moe == NO_LOSSES:  # those are of all tokens
@@ -254,9 +311,11 @@ def main() -> None:
     failures = []
     for name in families:
         folder, family = root / name.split("+")[0], FAMILY_KEYS.get(name)
-        losses = losses_of(name)
+        losses, replays = losses_of(name), "replay" in name.split("+")
         if mode == "reference":
-            gradients, logp_T, norm = run(folder, family, TrainLayout(1), moe=losses)
+            gradients, logp_T, norm = run(
+                folder, family, TrainLayout(1), moe=losses, replays=replays
+            )
             tensors = {n: g for n, (g, _) in gradients.items()}
             tensors |= {"logp_T": logp_T, "norm": torch.tensor(norm)}
             save_file(tensors, root / f"{name}.safetensors")
@@ -272,7 +331,9 @@ def main() -> None:
             recompute = [one for one in more if "=" not in one]
             sizes = {"vpp": int(vpp), "order": order, **experts}
             layout = TrainLayout(size, int(tp), int(pp), int(cp), **sizes)
-            gradients, logp_T, norm = run(folder, family, layout, *recompute, moe=losses)
+            gradients, logp_T, norm = run(
+                folder, family, layout, *recompute, moe=losses, replays=replays
+            )
             worst, where, covered = 0.0, "", 0
             for tensor, (gradient, held) in gradients.items():
                 difference = ((gradient - reference[tensor]).abs() * held).max().item()

@@ -65,7 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     names = (*NAMES, "windowed", *WITH_EXPERTS)
     save_tiny_models(folder, names)
-    names += ("qwen3_moe+z", "qwen3_moe+aux")
+    names += ("qwen3_moe+z", "qwen3_moe+aux", "qwen3_moe+replay")
     run_ranks(1, WORKER, ["reference", str(folder), ",".join(names)], timeout_s=200)
     return folder
 
@@ -102,6 +102,20 @@ def test_losses_of_routers_are_scaled_by_no_layout(models: Path) -> None:
     run_ranks(2, WORKER, ["compare", str(models), "qwen3_moe+z", *z], timeout_s=300)
     aux = (f"2,1,1,1,{ORDER},ep=2", f"2,1,1,1,{ORDER},etp=2", f"1,2,1,1,{ORDER}")
     run_ranks(2, WORKER, ["compare", str(models), "qwen3_moe+aux", *aux], timeout_s=300)
+
+
+@pytest.mark.dist
+def test_recorded_experts_have_the_gradients_of_one_process(models: Path) -> None:
+    """As those of the router's own choice; one process is compared with transformers, whose routers
+    take the same experts.
+    """
+    two = (
+        f"2,1,1,1,{ORDER},ep=2",
+        f"1,2,1,2,{ORDER}",
+        f"1,1,2,1,{ORDER},ep=2",
+        f"1,2,1,1,{ORDER},full",
+    )
+    run_ranks(2, WORKER, ["compare", str(models), "qwen3_moe+replay", *two], timeout_s=300)
 
 
 def test_four_ranks_take_all_families() -> None:

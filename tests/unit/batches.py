@@ -18,6 +18,7 @@ LOGP_COLUMNS = tuple(
     if column == RESPONSE and name not in columns_of(RolloutBatch)
 )
 TEACHER_TOP = 3
+EXPERT_WIDTH = 4  # of layers and experts of a token together
 
 
 def rollouts(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0) -> list[Rollout]:
@@ -60,6 +61,11 @@ def train_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0
     shape = batch.num_tokens, TEACHER_TOP
     columns["teacher_logp_TK"] = torch.randn(shape) * mask_T[:, None]
     columns["teacher_tokens_TK"] = torch.randint(1, 50, shape).int() * mask_T[:, None]
+    # Numbers of more than 256 experts in every other batch.
+    dtype, most = ((torch.uint8, 256), (torch.int16, 1000))[seed % 2]
+    experts_TK = torch.randint(0, most, (batch.num_tokens, EXPERT_WIDTH)).to(dtype)
+    experts_TK[batch.offsets[1:] - 1] = 0
+    columns["routed_experts_TK"] = experts_TK
     return made.to_train(Producer.here("test")).join_columns(Producer.here("test"), **columns)
 
 

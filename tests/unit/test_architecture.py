@@ -62,6 +62,7 @@ WALLS = {
         "models/build.py",
         "models/attention.py",
         "models/norm.py",
+        "models/replay.py",
         "models/heads.py",
         "models/layers.py",
         "models/router.py",
@@ -74,7 +75,7 @@ WALLS = {
     ],
     "transformer_engine": ["platform.py"],
     "vllm": [
-        f"rollout/{name}.py" for name in ("vllm", "vllm_decoding", "vllm_experts", "vllm_start")
+        f"rollout/vllm{part}.py" for part in ("", "_decoding", "_experts", "_routing", "_start")
     ],
     "triton": ["../kernels/*"],
     "ray": ["cli/launch.py"],

@@ -54,7 +54,10 @@ def test_micro_batch_agrees_with_a_loop_over_positions(seed, cp, tp, data):
             for name in COLUMNS:
                 value = getattr(micro, f"{name}_S")[position]
                 assert value == (getattr(batch, f"{name}_T")[token + 1] if predicts else 0)
+            assert micro.is_routed_S[position] == (not is_last)
+            assert torch.equal(micro.routed_experts_SK[position], batch.routed_experts_TK[token])
     padding = ~seen
+    assert not micro.is_routed_S[padding].any() and not micro.routed_experts_SK[padding].any()
     assert not micro.loss_mask_S[padding].any()
     assert (micro.sequence_index_S[padding] == -1).all()
     assert (micro.tokens_S[padding] == 0).all() and (micro.targets_S[padding] == 0).all()
@@ -105,6 +108,12 @@ def test_several_values_a_token_go_the_way_of_one(shares_prompts):
     part = micro.take_positions(torch.arange(1, micro.num_positions, 3))
     assert torch.equal(part.teacher_tokens_SK, tokens_SK[1::3])
     held_T = torch.isin(batch.sample_index_T, torch.tensor(order))[:, None]
+    if shares_prompts:  # those of a shared prompt are there once, as its first sample has them
+        rows = batch.routed_experts_TK.split(batch.lengths_B.tolist())
+        for position in micro.is_routed_S.nonzero()[:, 0].tolist():
+            sample = order[int(micro.sequence_index_S[position])]
+            at = int(micro.positions_S[position])
+            assert torch.equal(micro.routed_experts_SK[position], rows[sample][at])
     back_TK = unpack([micro], [micro.teacher_logp_SK], batch)
     assert torch.equal(back_TK, batch.teacher_logp_TK * held_T)
 
@@ -161,5 +170,5 @@ def test_take_positions_slices_every_column_alike():
 def test_to_moves_every_tensor():
     moved = micro_batch(train_batch(), [0, 1], 1, 1).to("meta")
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 15 and all(tensor.device.type == "meta" for tensor in tensors)
+    assert len(tensors) == 17 and all(tensor.device.type == "meta" for tensor in tensors)
     assert isinstance(moved, MicroBatch)

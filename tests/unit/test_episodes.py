@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from own_environments import SPECIAL, Sums
-from scripted_turns import SAMPLING, SEED, STEP, STOP, answer, make_sampler, prompts
+from scripted_turns import SAMPLING, SEED, STEP, STOP, answer, expert_of, make_sampler, prompts
 
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.contracts.batch import BatchError, Prompt, ScoredBatch
@@ -59,7 +59,7 @@ def by_hand(
     start = environment.reset(prompt.text, prompt.columns)
     tokens = [int(word) for word in (start or "").split()]
     logps, observed = [0.0] * len(tokens), [True] * len(tokens)
-    fed, reward, ended, turn = [], 0.0, None, 0
+    fed, read, reward, ended, turn = [], [], 0.0, None, 0
     while ended is None:
         limit = min(room - len(tokens), turn_room)
         seed = request_seed(SEED, STEP, sample_id, turn)
@@ -70,6 +70,9 @@ def by_hand(
         tokens += said[:limit]
         logps += said_logps[:limit]
         observed += [False] * len(said[:limit])
+        # Up to the token before the last; what earlier turns have read is not theirs.
+        last = len(prompt.tokens) + len(tokens) - 1
+        read += [expert_of(seed)] * (last - len(read))
         if said[:limit][-1] != STOP:
             ended = "tokens"
             break
@@ -87,8 +90,9 @@ def by_hand(
             else:
                 tokens, logps = tokens + seen, logps + [0.0] * len(seen)
                 observed += [True] * len(seen)
-    names = ("tokens", "logps", "observed", "fed", "reward", "ended", "turns")
-    return dict(zip(names, (tokens, logps, observed, fed, reward, ended, turn), strict=True))
+    names = ("tokens", "logps", "observed", "fed", "experts", "reward", "ended", "turns")
+    values = tokens, logps, observed, fed, [*read, 0], reward, ended, turn
+    return dict(zip(names, values, strict=True))
 
 
 def rows(batch: ScoredBatch) -> dict[int, dict[str, list[Any]]]:
@@ -101,6 +105,7 @@ def rows(batch: ScoredBatch) -> dict[int, dict[str, list[Any]]]:
             "tokens": batch.tokens_T[part].tolist(),
             "logps": batch.behaviour_logp_T[part].tolist(),
             "observed": batch.observed_T[part].tolist(),
+            "experts": batch.routed_experts_TK[batch.offsets[i] : part.stop, 1].tolist(),
             "mask": batch.response_mask_T[part].tolist(),
             "reward": batch.reward_B[i].item(),
             "finished": batch.finished_B[i].item(),
@@ -136,6 +141,7 @@ def test_what_is_trained_on_is_what_the_engine_was_fed(make: Any, limits: str) -
         assert row["tokens"] == expected["tokens"]
         assert row["logps"] == pytest.approx(expected["logps"], abs=1e-6)  # float32 columns
         assert row["observed"] == expected["observed"]
+        assert row["experts"] == expected["experts"]
         assert row["mask"] == [not seen for seen in expected["observed"]]
         assert row["reward"] == pytest.approx(expected["reward"], abs=1e-6)
         assert row["finished"] == (expected["ended"] == "done")

@@ -230,3 +230,15 @@ def test_report_leaves_out_what_is_zero_without_a_reference(
 def test_report_imports_no_torch() -> None:
     code = "import sys, hybridrl.metrics.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_layers_of_a_mixture_have_a_figure_of_eight_at_most() -> None:
+    for num_layers, shown in ((3, [0, 1, 2]), (29, [0, 4, 8, 12, 16, 20, 24, 28])):
+        records = [
+            {"step": step, **{f"moe/max_load/layer_{i}": 1.0 + i for i in range(num_layers)}}
+            for step in range(3)
+        ]
+        found = dict(figures({"run": records}))
+        assert list(found) == ["Load of the busiest expert, by layer"]
+        svg = found["Load of the busiest expert, by layer"].decode()
+        assert [int(one) for one in re.findall(r"<!-- layer (\d+) -->", svg)] == shown

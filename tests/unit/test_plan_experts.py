@@ -11,6 +11,7 @@ import pytest
 from hybridrl.cli.plan import plan_report
 from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
+from hybridrl.config.rules_experts import graph_rules, replays
 
 LAYERS, HIDDEN, EXPERTS, WIDTH = 4, 64, 8, 48
 MODEL = {
@@ -76,3 +77,64 @@ def test_plan_of_experts_counts_what_ranks_hold(config_file: Path) -> None:
     exchanged = 4096 * 2 * 2 * HIDDEN * LAYERS * 2  # tokens, in and out, experts a token, bytes
     less = four["train_peak_bytes"] - cut["train_peak_bytes"]
     assert less == (2 + 4) * ALL_EXPERTS // 8 - exchanged  # as many groups
+
+
+def test_plan_of_replayed_experts_counts_what_they_take(config_file: Path) -> None:
+    vllm = ("rollout.engine=vllm", "rollout.eager=true", "rollout.max_new_tokens=100")
+    sizes = ("data.max_prompt_tokens=28", "rollout.max_batch=16", "steps.prompts_per_step=32")
+    off = report(config_file, *vllm, *sizes)["memory"]
+    on = report(config_file, *vllm, *sizes, "algorithm.router_replay=rollout")
+    memory, token = on["memory"], LAYERS * 2
+    assert off["router_replay"] is None
+    assert memory["router_replay"] == {
+        "token_bytes": token,
+        "step_bytes": token * 128 * 32 * 8,
+        "train_bytes": token * 4096,
+        "rollout_bytes": token * 128 * 16,
+    }
+    assert memory["train_peak_bytes"] - off["train_peak_bytes"] == token * 4096
+    assert memory["rollout_peak_bytes"] - off["rollout_peak_bytes"] == token * 128 * 16
+    assert "replayed experts: 8 B a token, at most 0.2 MiB a step" in plan_text(on)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["rollout.engine=scripted"], "algorithm.router_replay", "does not tell the experts"),
+        (["model.init=DENSE"], "algorithm.router_replay", "off with a dense model"),
+    ],
+)
+def test_replay_is_refused_before_ranks_start(
+    tmp_path: Path, config_file: Path, overrides: list[str], key: str, said: str
+) -> None:
+    dense = tmp_path / "dense" / "config.json"
+    dense.parent.mkdir()
+    names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    dense.write_text(
+        json.dumps({k: v for k, v in MODEL.items() if "expert" not in k and "moe" not in k} | names)
+    )
+    content = {
+        "run": {"name": "a"},
+        "model": {"init": str(config_file)},
+        "algorithm": {"name": "grpo", "router_replay": "rollout"},
+    }
+    overrides = [one.replace("DENSE", str(dense)) for one in overrides]
+    _, violations = plan_report(load_config_dict(content, overrides), 1)
+    found = [one for one in violations if one.name == key]
+    assert len(found) == 1 and said in str(found[0].allowed) and "=off" in found[0].remedy
+
+
+def test_vllm_on_gpus_records_experts_without_graphs_only(config_file: Path) -> None:
+    content = {
+        "run": {"name": "a"},
+        "model": {"init": str(config_file)},
+        "algorithm": {"name": "grpo", "router_replay": "rollout"},
+        "rollout": {"engine": "vllm"},
+    }
+    off = load_config_dict(content, ["algorithm.router_replay=off"])  # which YAML reads as false
+    assert not replays(off) and not list(graph_rules(off, is_cpu=False))
+    config = load_config_dict(content, [])
+    assert [one.name for one in graph_rules(config, is_cpu=False)] == ["rollout.eager"]
+    assert not list(graph_rules(config, is_cpu=True))
+    eager = load_config_dict(content, ["rollout.eager=true"])
+    assert not list(graph_rules(eager, is_cpu=False))

@@ -23,6 +23,10 @@ def test_load_is_of_the_busiest_layer_and_dense_layers_count_nowhere() -> None:
             "max_load": 2.0,
             "unused_experts": 2.0,
             "routing_entropy": (math.log(4) + math.log(2)) / 2,
+            "max_load/layer_0": 1.0,
+            "max_load/layer_2": 2.0,
+            "routing_entropy/layer_0": math.log(4),
+            "routing_entropy/layer_2": math.log(2),
         }
     )
 

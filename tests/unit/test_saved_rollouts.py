@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hybridrl.contracts.batch import Prompt
@@ -40,6 +41,19 @@ def test_saved_rollouts_find_what_was_saved(saved: SavedRollouts) -> None:
     assert saved.find(5, 1, PROMPT, SAMPLING) == Found(request=BEGUN)
     assert saved.find(5, 2, PROMPT, SAMPLING) == Found(request=TURN, turns=TURNS)
     assert saved.find(5, 3, PROMPT, SAMPLING) == Found()
+
+
+def test_saved_rollouts_keep_recorded_experts() -> None:
+    experts = np.arange(10, dtype=np.int16).reshape(5, 2)
+    parts = [replace(WHOLE, experts=experts)], [replace(BEGUN, experts=experts[:3])]
+    digests = dict.fromkeys(range(2), digest_of(PROMPT.tokens))
+    state = {"step": 5, **rollout_state(*parts, [], digests)}
+    saved = SavedRollouts(json.loads(json.dumps(state)))
+    whole, begun = (saved.find(5, sample_id, PROMPT, SAMPLING) for sample_id in range(2))
+    assert whole.whole is not None and begun.request is not None
+    for found, expected in ((whole.whole, experts), (begun.request, experts[:3])):
+        assert found.experts is not None and found.experts.dtype == np.int16
+        assert np.array_equal(found.experts, expected)
 
 
 def test_saved_rollouts_are_of_their_step_and_prompt_alone(saved: SavedRollouts) -> None:

@@ -1,0 +1,60 @@
+"""What replayed experts take, for `hybridrl plan`: a byte a choice, two with more than 256 experts.
+No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.rules_experts import replays
+from hybridrl.config.schema import Config
+from hybridrl.contracts.routed_experts import ONE_BYTE, experts_dtype
+from hybridrl.models.family import ModelShape
+
+
+@dataclass(frozen=True)
+class ReplayBytes:
+    """Bytes of recorded experts.
+
+    Args:
+        token: of one token, over all layers with experts.
+        step: of all tokens of a step, each response as long as it may be, on the host; a rank has
+            those of the samples that it trains on, and they move with their tokens.
+        train: of a micro-batch, on the device of each rank that trains the policy.
+        rollout: of the engine's buffer, on the device, where its KV cache is made at the start.
+    """
+
+    token: int
+    step: int
+    train: int
+    rollout: int
+
+    def as_json(self) -> dict[str, int]:
+        """Returns it as the report has it."""
+        return {f"{name}_bytes": value for name, value in asdict(self).items()}
+
+
+def replay_bytes(config: Config, shape: ModelShape, num_requests: int) -> ReplayBytes | None:
+    """Returns what replay takes; None where experts are not replayed.
+
+    Args:
+        config: of the run.
+        shape: of the policy.
+        num_requests: for which the engine has room.
+    """
+    if not replays(config) or shape.moe is None:
+        return None
+    num_layers = sum(map(shape.has_experts, range(shape.num_layers)))
+    choices, num_experts = num_layers * shape.moe.experts_per_token, shape.moe.num_experts
+    token = choices * np.dtype(experts_dtype(num_experts)).itemsize
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    samples = config.steps.prompts_per_step * config.steps.samples_per_prompt
+    kept = 0
+    if ENGINES[config.rollout.engine].has_fixed_kv_cache:
+        # One number stands for no expert (rollout/vllm_routing.py).
+        kept = choices * (1 if num_experts < ONE_BYTE else 2) * longest * num_requests
+    micro_batch = token * config.train.micro_batch_tokens // config.train.cp
+    return ReplayBytes(token, token * longest * samples, micro_batch, kept)

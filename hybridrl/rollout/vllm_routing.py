@@ -1,0 +1,133 @@
+"""The experts that vLLM's routers choose, kept by the places of the KV cache.
+
+vLLM's own way to return them exists in newer versions only, and not with the model runner that CPUs
+have. Here each router writes what it chose for a token where the token's keys lie in the KV cache,
+so that what holds for keys holds for choices: prompts in pieces, prompts that are found in the
+prefix cache, requests that were preempted. They are read when a request leaves its place.
+
+Owns the callbacks of routers and the buffer: as many rows as the KV cache has tokens, a byte a
+choice (two from 256 experts on), which is well under a hundredth of the cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.contracts.routed_experts import ONE_BYTE, Experts, experts_dtype
+from hybridrl.errors import ModelError
+from hybridrl.models.family import ModelShape
+from hybridrl.rollout.engine import RunningRequest
+from hybridrl.rollout.vllm_decoding import cache_fits
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class RecordedExperts:
+    """Records the experts of every request of one live engine, which runs its model module by
+    module: in a captured graph the places of the tokens that pad a batch may be those of others.
+
+    Args:
+        model: vLLM's.
+        scheduler: the engine's.
+        shape: of the model.
+        device: of the KV cache.
+        running: the requests by vLLM's names, kept up to date by the owner.
+
+    Raises:
+        ModelError: the layers with experts have no routers that can be listened to, or keys do not
+            stay where they are until a request ends.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        scheduler: Any,
+        shape: ModelShape,
+        device: torch.device,
+        running: Mapping[str, RunningRequest],
+    ) -> None:
+        if shape.moe is None:
+            raise ValueError("the model has no experts")
+        self._num_experts = shape.moe.num_experts
+        wanted = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
+        found = _routers(model)
+        if sorted(found) != wanted:
+            raise _unfit(
+                type(model).__name__,
+                "a model whose routers vLLM lets be listened to, one in each layer with experts",
+            )
+        self._manager, self._running = scheduler.kv_cache_manager, running
+        if not cache_fits(self._manager):
+            raise _unfit(
+                "attention that does not keep all keys, or several kinds of it",
+                "full attention in all layers",
+            )
+        self._block_size = self._manager.coordinator.single_type_managers[0].block_size
+        num_slots = scheduler.kv_cache_config.num_blocks * self._block_size
+        dtype = torch.uint8 if self._num_experts < ONE_BYTE else torch.int16
+        self._nothing = torch.iinfo(dtype).max  # no expert has this number
+        # The last row is of place -1, which is that of no token.
+        size = num_slots + 1, len(wanted), shape.moe.experts_per_token
+        self._by_slot = torch.full(size, self._nothing, dtype=dtype, device=device)
+        for index, layer in enumerate(wanted):
+            found[layer].set_capture_fn(self._writer(index))
+        self._free = scheduler._free_request
+        scheduler._free_request = self._record_and_free
+
+    def _writer(self, index: int) -> Callable[[Tensor], None]:
+        from vllm.forward_context import get_forward_context
+
+        def write(experts_TK: Tensor) -> None:
+            slots_of_layers = get_forward_context().slot_mapping
+            slots_T = next(iter(slots_of_layers.values()))[: len(experts_TK)]
+            self._by_slot[slots_T, index] = experts_TK.to(self._by_slot.dtype)
+
+        return write
+
+    def _record_and_free(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Records a request's experts before its place in the KV cache is taken away."""
+        row = self._running.get(request.request_id)
+        # Without a token its prompt may not be computed yet.
+        if row is not None and request.num_output_tokens:
+            (blocks,) = self._manager.get_block_ids(request.request_id)
+            row.record(0, self._read(blocks, request.num_tokens - 1))
+        return self._free(request, *args, **kwargs)
+
+    def _read(self, blocks: list[int], num_tokens: int) -> Experts:
+        """Returns the experts of a request's first tokens, which lie in these blocks."""
+        size = self._block_size
+        places = torch.tensor(blocks)[:, None] * size + torch.arange(size)
+        slots_T = places.flatten()[:num_tokens].to(self._by_slot.device)
+        found = self._by_slot[slots_T].flatten(1).cpu()  # a sync point, once a request
+        if len(found) < num_tokens or bool((found == self._nothing).any()):
+            raise RuntimeError(f"vLLM told no experts for a part of {num_tokens} tokens")
+        experts: Experts = found.numpy().astype(experts_dtype(self._num_experts))
+        return experts
+
+    def forget(self) -> None:
+        """Forgets all: the weights change."""
+        self._by_slot.fill_(self._nothing)
+
+
+def _unfit(value: str, allowed: str) -> ModelError:
+    return ModelError(
+        "config.json",
+        value,
+        f"{allowed}, to record experts with rollout.engine=vllm",
+        "Set algorithm.router_replay=off, or rollout.engine=hf.",
+    )
+
+
+def _routers(model: torch.nn.Module) -> dict[int, Any]:
+    """Returns the routers of vLLM's layers that can be listened to, by layer."""
+    found: dict[int, Any] = {}
+    for name, part in model.named_modules():
+        router = getattr(part, "router", None)
+        if hasattr(router, "set_capture_fn") and (match := LAYER.search(name)):
+            found[int(match[1])] = router
+    return found

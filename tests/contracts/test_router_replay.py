@@ -1,0 +1,133 @@
+"""Log-probabilities of engine and trainer where their routers choose otherwise. Real Megatron."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import (
+    EXPERTS,
+    LOGP_TOLERANCE,
+    NEEDS_VLLM,
+    close_engines,
+    make_engine,
+    make_reference,
+    make_requests,
+    write_weights,
+)
+
+from hybridrl.algorithms.grpo import Grpo
+from hybridrl.config.schema import GrpoConfig, TrainConfig
+from hybridrl.contracts.batch import BatchError, Producer, Prompt, Rollout, RolloutBatch, TrainBatch
+from hybridrl.models.family import resolve_family
+from hybridrl.models.hf import load_hf
+from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
+from hybridrl.platform import Platform
+from hybridrl.roles.policy import Policy
+from hybridrl.rollout.engine import SamplingParams, generate
+from hybridrl.training.model import ModelSource, ParallelModel
+
+NAME = "qwen3-moe"
+SAMPLES = 3  # of a prompt
+TINY_LOGITS = 1e-6  # of routers: experts weigh nearly the same, whichever are chosen
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, 60)
+    yield Mesh(World(platform, 60), TrainLayout(1))
+    stop_process_group()
+
+
+@pytest.fixture(autouse=True)
+def closed_engines() -> Iterator[None]:
+    yield
+    close_engines()
+
+
+def with_routers(name: str, seed: int) -> Any:
+    """Returns a model whose routers' choices follow from the seed, and next to nothing else."""
+    model, generator = make_reference(name), torch.Generator().manual_seed(seed)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("mlp.gate.weight"):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data = TINY_LOGITS * noise
+    return model
+
+
+def rollouts_of(engine: Any) -> TrainBatch:
+    """Returns responses of the engine, several to each prompt, one of them of a single token."""
+    prompts = [request.prompt for request in make_requests(4, SamplingParams())]
+    prompts[2] = prompts[2] * 20  # longer than a block of vLLM's KV cache
+    requests = []
+    for i in range(4 * SAMPLES):
+        sampling = SamplingParams(max_new_tokens=1 if i == 5 else 12)
+        (request,) = make_requests(1, sampling, seed=i)
+        requests.append(replace(request, request_id=i, prompt=prompts[i // SAMPLES]))
+    made = [
+        Rollout(
+            done.request_id,
+            Prompt(done.request_id // SAMPLES, "", request.prompt),
+            done.tokens,
+            done.logps,
+            done.finish_reason,
+            done.version,
+            experts=done.experts,
+        )
+        for request, done in zip(requests, generate(engine, requests), strict=True)
+    ]
+    here = Producer.here("the test")
+    batch = RolloutBatch.from_rollouts(made, [i // SAMPLES for i in range(len(made))], here)
+    return batch.scored(torch.zeros(batch.num_samples), {}, here).to_train(here)
+
+
+def trainer(mesh: Mesh, folder: Path, shares: bool) -> Policy:
+    mesh.platform.seed(1)
+    hf_config = json.loads((folder / "config.json").read_text())
+    family = resolve_family(None, hf_config)
+    source = ModelSource(family, hf_config, torch.float32, family.name, folder)
+    train = TrainConfig(micro_batch_tokens=512, share_prompts=shares)
+    model = ParallelModel(mesh, source, "lm", train)
+    load_hf(folder, model.layout(), model.weights(), hf_shapes(family, source.shape))
+    return Policy(model, Grpo(GrpoConfig()), 1)
+
+
+@pytest.mark.parametrize(
+    "name", [NAME, pytest.param(f"vllm-{NAME}", marks=NEEDS_VLLM)], ids=["hf", "vllm"]
+)
+def test_replay_gives_the_engines_log_probabilities_where_routers_differ(
+    mesh: Mesh, tmp_path: Path, name: str
+) -> None:
+    """Also where samples share their prompt's positions. The routers of engine and trainer have
+    other weights, which decide what is chosen and hardly how it is weighed.
+    """
+    assert EXPERTS[name]["num_experts_per_tok"] == 2
+    engine = make_engine(name, records_experts=True)
+    write_weights(engine, with_routers(name, 1), 0)
+    batch = rollouts_of(engine)
+    with_routers(name, 2).save_pretrained(tmp_path)
+    for shares in (True, False):
+        policy = trainer(mesh, tmp_path, shares)
+        own_T = policy.logprobs(batch)
+        assert float((own_T - batch.behaviour_logp_T).abs().max()) > 0.1
+        policy.model.replay_experts()
+        gap_T = (policy.logprobs(batch) - batch.behaviour_logp_T).abs()
+        assert float(gap_T.max()) < LOGP_TOLERANCE, shares
+    with pytest.raises(BatchError, match="router_replay=rollout"):
+        policy.logprobs(batch.without_experts())
+    experts_TK = batch.routed_experts_TK
+    assert experts_TK is not None
+    for wrong_TK, said in ((experts_TK[:, 1:], "5 experts a token"), (experts_TK + 7, "expert 1")):
+        wrong = replace(batch, routed_experts_TK=wrong_TK.contiguous())
+        with pytest.raises(BatchError, match=said):
+            policy.logprobs(wrong)
