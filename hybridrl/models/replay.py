@@ -196,24 +196,29 @@ def check_layers(chunks: Iterable[torch.nn.Module]) -> None:
                 )
 
 
-def replay_metrics(counts: Tensor, experts_per_token: int) -> dict[str, float]:
+def replay_metrics(counts: Tensor, shape: ModelShape) -> dict[str, float]:
     """Returns what became of the recorded experts in an update.
 
     Args:
-        counts: (L, COUNTS) as `Counted`, of all ranks.
-        experts_per_token: experts that compute with a token.
+        counts: (L, COUNTS) as `Counted`, of all ranks, a row for each layer of the model.
+        shape: of the model, which has experts.
 
     Returns:
-        `replayed_share`: of the choices for positions that predict response tokens, those that were
-        the engine's; 1 where nothing is wrong. `agreed_share`: of these, the experts that the
-        trainer's router would have chosen too. `own_choice_tokens`: tokens without a record, mean
-        over layers.
+        `replayed_share`: of the choices for positions that predict response tokens, in all layers
+        with experts, those that were the engine's; 1 where nothing is wrong, less where a layer
+        was not handed its record. `agreed_share`: of these, the experts that the trainer's router
+        would have chosen too. `own_choice_tokens`: tokens without a record, mean over layers.
+        Nothing if no layer saw a record.
     """
-    used = counts[counts[:, 0] > 0]
-    if not len(used):
+    if shape.moe is None:
+        raise ValueError("the model has no experts")
+    of_experts = counts[[layer for layer in range(len(counts)) if shape.has_experts(layer)]]
+    # Every layer sees the same positions; one without a record counts none.
+    predicting = float(of_experts[:, 0].max()) * len(of_experts)
+    if not predicting:
         return {}
-    predicting, replayed, agreeing, own = used.sum(0).tolist()
-    found = {"replayed_share": replayed / predicting, "own_choice_tokens": own / len(used)}
+    _, replayed, agreeing, own = of_experts.sum(0).tolist()
+    found = {"replayed_share": replayed / predicting, "own_choice_tokens": own / len(of_experts)}
     if replayed:
-        found["agreed_share"] = agreeing / (replayed * experts_per_token)
+        found["agreed_share"] = agreeing / (replayed * shape.moe.experts_per_token)
     return found

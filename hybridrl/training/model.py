@@ -341,7 +341,7 @@ class ParallelModel:
         if shape.moe is None or not self.planner.replays:
             return {}
         counts = self.mesh.sum_over_world(replayed_of(self._chunks, shape.num_layers))
-        return replay_metrics(counts, shape.moe.experts_per_token)
+        return replay_metrics(counts, shape)
 
     def grad_norm(self) -> float:
         """Returns the accumulated gradients' global norm before clipping, as `gradient_norm`."""

@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 
+from hybridrl.models.family import ModelShape, MoeShape
+from hybridrl.models.replay import replay_metrics
 from hybridrl.models.router import load_metrics
 
 EVEN = [4.0, 4.0, 4.0, 4.0]
@@ -33,3 +35,15 @@ def test_load_is_of_the_busiest_layer_and_dense_layers_count_nowhere() -> None:
 
 def test_load_of_nothing_is_no_metric() -> None:
     assert load_metrics(torch.zeros(2, 5, dtype=torch.float64), 2) == {}
+
+
+def test_a_layer_that_replays_nothing_lowers_the_share() -> None:
+    moe = MoeShape(4, 2, 16, dense_layers=(0,))
+    shape = ModelShape(3, 16, 4, 2, 4, 32, 99, False, moe=moe)
+    # Positions that predict, of these replayed, experts in agreement, tokens without a record.
+    told, nothing = [10, 10, 15, 2], [0, 0, 0, 0]
+    whole = replay_metrics(torch.tensor([nothing, told, told], dtype=torch.float64), shape)
+    assert whole == {"replayed_share": 1, "agreed_share": 0.75, "own_choice_tokens": 2}
+    half = replay_metrics(torch.tensor([nothing, told, nothing], dtype=torch.float64), shape)
+    assert half["replayed_share"] == 0.5
+    assert replay_metrics(torch.zeros(3, 4, dtype=torch.float64), shape) == {}
