@@ -30,7 +30,7 @@ from hybridrl.checkpoint.model_state import load_model
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
-from hybridrl.models.family import resolve_family
+from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group
@@ -65,21 +65,48 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {**SIZES, "model_type": "qwen2", "tie_word_embeddings": False},
     "qwen3": {**SIZES, "model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3_moe": {
+        **SIZES,
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
 }
 SMALL = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
 
 
-def a_batch(vocab: int) -> TrainBatch:
+def a_batch(shape: ModelShape) -> TrainBatch:
     generator = torch.Generator().manual_seed(5)
 
     def draw(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
+        return tuple(torch.randint(0, shape.vocab_size, (count,), generator=generator).tolist())
 
     groups = [length for length, _ in LENGTHS]
     tokens = {length: draw(length) for length in dict.fromkeys(groups)}
     prompts = [Prompt(p, "", tokens[p], {}, draw(r)) for p, r in LENGTHS]
     batch = TrainBatch.supervised(prompts, Producer.here("the trainer's checks"))
-    return replace(batch, group_B=torch.tensor(groups))
+    batch = replace(batch, group_B=torch.tensor(groups))
+    return batch if shape.moe is None else with_experts(batch, shape)
+
+
+def with_experts(batch: TrainBatch, shape: ModelShape) -> TrainBatch:
+    """Returns the batch with experts for the routers to take. Their own choice would follow from
+    roundings wherever two are about as good, and another expert is another gradient.
+    """
+    assert shape.moe is not None
+    rows: list[torch.Tensor] = []
+    for sample, (prompt, response) in enumerate(LENGTHS):
+        # Samples of one prompt have read it with the same experts.
+        for seed, count in ((prompt, prompt), (1000 + sample, response)):
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.rand(count, shape.num_layers, shape.moe.num_experts, generator=generator)
+            chosen = drawn.topk(shape.moe.experts_per_token).indices
+            rows.append(chosen.flatten(1).to(torch.uint8))
+        rows[-1][-1] = 0  # the engine reads no sample's last token
+    return replace(batch, routed_experts_TK=torch.cat(rows))
 
 
 class Run:
@@ -99,10 +126,12 @@ class Run:
         for tensor in model.weights().values():
             tensor.copy_(tensor.bfloat16())  # the same numbers in every type
         model.make_trainable(1e-3)
+        if source.shape.moe is not None:
+            model.replay_experts()
 
     def gradients(self) -> tuple[dict[str, Any], torch.Tensor]:
         """Returns what parity_worker does, and the log-probabilities of response tokens."""
-        batch = a_batch(self.model.source.shape.vocab_size)
+        batch = a_batch(self.model.source.shape)
         plan = self.model.plan(batch)
         inputs = plan.inputs
         outputs = self.model.forward_all(inputs)
@@ -184,6 +213,14 @@ def check_alone(platform: Platform, name: str, folder: Path) -> None:
             "share_prompts": {"share_prompts": True},
             "fp8": {"fp8": "hybrid"},  # the last, as it is the least like the others
         }
+        has_experts = chosen.model.source.shape.moe is not None
+        if has_experts:  # which are refused with it, as FP8 is with torch's layers
+            del ways["selective"]
+        if has_experts or chosen.model.layers.kind == "torch":
+            del ways["fp8"]
+        ours_from_fp32 = away(mesh, ours, reference)["all"]
+        print_once(mesh, f"{name} {chosen.model.layers.said}: {ours_from_fp32:.2e} from fp32")
+        assert ours_from_fp32 < TOLERANCE, f"{name}: gradients are {ours_from_fp32} from fp32"
         for way, settings in ways.items():
             other, _ = Run(name, mesh, torch.bfloat16, **settings).gradients()
             from_fp32 = away(mesh, other, reference)["all"]
@@ -199,7 +236,7 @@ def check_checkpoints(name: str, mesh: Mesh, folder: Path) -> None:
     for kinds in (("torch", "auto"), ("auto", "torch")):
         saved, loaded = (Run(name, mesh, torch.bfloat16, layers=kind).model for kind in kinds)
         saved.accumulate(
-            saved.plan(a_batch(saved.source.shape.vocab_size)).inputs,
+            saved.plan(a_batch(saved.source.shape)).inputs,
             objective,
         )
         saved.apply(1e-3, saved.grad_norm())
