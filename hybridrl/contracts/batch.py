@@ -6,10 +6,10 @@ Owns the layout of a batch; knows nothing about engines, models or algorithms. A
 samples is ragged and flat: `tokens_T` holds the prompt and response tokens of one sample after
 the other, `lengths_B` and `prompt_lengths_B` say where each ends. Entry t of a per-token column
 is about token t, given its predecessors in its own sample, and is zero on tokens that were not
-sampled: the prompt's, and those that an environment put into the response. Batches live on the CPU,
-so that no check waits for a device; a `MicroBatch` is what is moved to one: some samples packed,
-with columns _S, in which what is about token t stands at the position of token t - 1, which
-predicts it. Invariant: an object of
+sampled: the prompt's, and those that an environment put into the response. (The experts that an
+engine chose are of every token that it read.) Batches live on the CPU, so that no check waits for a
+device; a `MicroBatch` is what is moved to one: some samples packed, with columns _S, in which what
+is about token t stands at the position of token t - 1, which predicts it. Invariant: an object of
 these types that exists has passed every check, and is never changed afterwards.
 
 Per-sample columns (B,) are of all samples of a step on every rank. Per-token columns (T,) are of
