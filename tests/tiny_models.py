@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -88,3 +90,16 @@ def save_tiny_models(folder: Path, names: tuple[str, ...]) -> None:
     for name in names:
         size = "100KB" if name == "qwen2" else "5GB"
         tiny_model(name).save_pretrained(folder / name, max_shard_size=size)
+
+
+@contextmanager
+def chosen_by(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Gives the experts, (T, K), that each router of a transformers model chooses, layer after
+    layer.
+    """
+    found: list[torch.Tensor] = []
+    gates = [part for name, part in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [gate.register_forward_hook(lambda *given: found.append(given[2][2])) for gate in gates]
+    yield found
+    for hook in hooks:
+        hook.remove()

@@ -26,6 +26,7 @@ from engine_cases import (
     start_vllm,
     write_weights,
 )
+from tiny_models import chosen_by
 
 from hybridrl.errors import ModelError
 from hybridrl.generation.saved_rollouts import rollout_state
@@ -76,13 +77,8 @@ def test_engine_with_experts_draws_from_the_distribution_of_transformers(name: s
 
 def chosen_experts(model: Any, tokens: tuple[int, ...]) -> torch.Tensor:
     """Returns what transformers' routers choose for these tokens, (T, layers, experts a token)."""
-    found: list[torch.Tensor] = []
-    gates = [part for name, part in model.named_modules() if name.endswith("mlp.gate")]
-    hooks = [gate.register_forward_hook(lambda *given: found.append(given[2][2])) for gate in gates]
-    with torch.no_grad():
+    with torch.no_grad(), chosen_by(model) as found:
         model(torch.tensor([tokens]))
-    for hook in hooks:
-        hook.remove()
     return torch.stack(found, 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,9 @@ from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.weights import hf_shapes
-from hybridrl.parallel.groups import World, start_process_group, stop_process_group
-from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
-from hybridrl.platform import Platform
 from hybridrl.roles.policy import Policy
 from hybridrl.training.model import ModelSource, ParallelModel
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    platform = Platform.detect()
-    platform.activate()
-    start_process_group(platform, 60)
-    yield Mesh(World(platform, 60), TrainLayout(1))
-    stop_process_group()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,22 +24,10 @@ from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.layers import torch_layer_spec
 from hybridrl.models.weights import TE_NAMES, hf_shapes
-from hybridrl.parallel.groups import World, start_process_group, stop_process_group
-from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
-from hybridrl.platform import Platform
 from hybridrl.training.model import ModelSource, ParallelModel
 
 NUM_TOKENS = 6 * 12
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    platform = Platform.detect()
-    platform.activate()
-    start_process_group(platform, 60)
-    yield Mesh(World(platform, 60), TrainLayout(1))
-    stop_process_group()
 
 
 def make(

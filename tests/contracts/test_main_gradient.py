@@ -4,7 +4,6 @@ Megatron, one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,24 +19,12 @@ from hybridrl.models import heads
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.weights import hf_shapes
-from hybridrl.parallel.groups import World, start_process_group, stop_process_group
-from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
-from hybridrl.platform import Platform
 from hybridrl.training.batch_plan import ModelInput
 from hybridrl.training.model import ModelSource, ParallelModel
 
 # Kinds of output weights: tied, to which autograd brings the lookup's gradient too, and alone.
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    platform = Platform.detect()
-    platform.activate()
-    start_process_group(platform, 60)
-    yield Mesh(World(platform, 60), TrainLayout(1))
-    stop_process_group()
 
 
 def loss(output: heads.TokenStats, micro: object) -> tuple[torch.Tensor, None]:

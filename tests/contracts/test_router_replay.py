@@ -27,10 +27,7 @@ from hybridrl.contracts.batch import BatchError, Producer, Prompt, Rollout, Roll
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
-from hybridrl.parallel.groups import World, start_process_group, stop_process_group
-from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
-from hybridrl.platform import Platform
 from hybridrl.roles.policy import Policy
 from hybridrl.rollout.engine import SamplingParams, generate
 from hybridrl.training.model import ModelSource, ParallelModel
@@ -38,15 +35,6 @@ from hybridrl.training.model import ModelSource, ParallelModel
 NAME = "qwen3-moe"
 SAMPLES = 3  # of a prompt
 TINY_LOGITS = 1e-6  # of routers: experts weigh nearly the same, whichever are chosen
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    platform = Platform.detect()
-    platform.activate()
-    start_process_group(platform, 60)
-    yield Mesh(World(platform, 60), TrainLayout(1))
-    stop_process_group()
 
 
 @pytest.fixture(autouse=True)

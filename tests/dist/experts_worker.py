@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 from job_world import job_world
 from safetensors.torch import load_file
+from tiny_models import chosen_by
 from transformers import AutoModelForCausalLM
 
 from hybridrl.hybrid_engine.engine import HybridEngine
@@ -49,17 +48,6 @@ def write(layout: RankLayout, tensors: dict[str, torch.Tensor], hf: dict[str, An
     for region in layout.regions:
         part = box_view(hf[region.hf], region.hf_box)
         box_view(tensors[region.local], region.local_box).copy_(part)
-
-
-@contextmanager
-def chosen_by(oracle: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Gives the experts that each router of transformers chooses, layer after layer."""
-    found: list[torch.Tensor] = []
-    gates = [part for name, part in oracle.named_modules() if name.endswith("mlp.gate")]
-    hooks = [gate.register_forward_hook(lambda *given: found.append(given[2][2])) for gate in gates]
-    yield found
-    for hook in hooks:
-        hook.remove()
 
 
 def check_greedy(engine: VllmEngine, oracle: torch.nn.Module, replica: int) -> None:
