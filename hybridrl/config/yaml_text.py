@@ -17,6 +17,10 @@ from hybridrl.config.files import MAX_DEPTH, read_bytes
 from hybridrl.errors import UserError, said
 
 MOST_DIGITS = 300  # of a number; a float has no more
+_TOO_DEEP = f"YAML nested more than {MAX_DEPTH} deep"
+# libyaml, from the one in PyYAML 6.0.4 on, has a bound of its own, above MAX_DEPTH. It reads ahead,
+# so that of a long row of brackets it complains before it tells of the first.
+_TOO_DEEP_FOR_LIBYAML = "exceeded maximum nesting depth"
 # What YAML's constructors raise of values that are not of their tag, beside its own errors.
 _YAML_ERRORS = (
     *(yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, LookupError, TypeError),
@@ -37,7 +41,7 @@ def parse_yaml(text: str, *, is_value: bool = False) -> DictConfig | ListConfig:
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
-                raise YamlTextError(f"YAML nested more than {MAX_DEPTH} deep", event.start_mark)
+                raise YamlTextError(_TOO_DEEP, event.start_mark)
             if isinstance(event, yaml.ScalarEvent) and _is_long_number(event):
                 found = f"a number of {len(event.value)} digits ({event.value[:8]}...)"
                 raise YamlTextError(found, event.start_mark)
@@ -49,6 +53,8 @@ def parse_yaml(text: str, *, is_value: bool = False) -> DictConfig | ListConfig:
     except _YAML_ERRORS as error:
         marked = error if isinstance(error, yaml.MarkedYAMLError) else None
         problem = (marked and marked.problem) or said(error)
+        if problem == _TOO_DEEP_FOR_LIBYAML:
+            problem = _TOO_DEEP
         if isinstance(error, LookupError | TypeError | AttributeError):  # of a wrong tag
             problem = f"a value that is not of its tag ({type(error).__name__}: {said(error)})"
         raise YamlTextError(problem, marked and marked.problem_mark) from None
