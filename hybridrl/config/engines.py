@@ -67,13 +67,13 @@ class EnginePackage:
         is_installed: whether any build of it is there.
         installed_version: given whether the host is without GPUs, returns build and version; raises
             UserError where the package is missing or does not fit.
-        model_rules: given the size of an attention head and whether the host is without GPUs, the
+        model_rules: given a model's `ModelShape` and whether the host is without GPUs, the
             violations of models that it cannot run there.
     """
 
     is_installed: Callable[[], bool]
     installed_version: Callable[[bool], str]
-    model_rules: Callable[[object, bool], Iterable[UserError]]
+    model_rules: Callable[[Any, bool], Iterable[UserError]]
 
 
 ENGINES = {
@@ -94,6 +94,20 @@ ENGINES = {
         captures_graphs=True,
         bounds_positions=True,
         lowest_temperature=0.01,
+        runs_on_gpus=True,
+    ),
+    "sglang": EngineTraits(
+        builder="hybridrl.rollout.sglang:build",
+        package="hybridrl.rollout.sglang_version:PACKAGE",
+        is_tensor_parallel=True,
+        is_expert_parallel=True,
+        takes_experts=True,
+        has_fused_parameters=True,
+        sleeps=True,
+        shares_memory=True,
+        has_fixed_kv_cache=True,
+        captures_graphs=True,
+        bounds_positions=True,
         runs_on_gpus=True,
     ),
     "scripted": EngineTraits(

@@ -15,21 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-STACKS = ("w13_weight", "w2_weight")  # gate over up, and down, of all experts of a rank
-
-
-def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns vLLM's live parameters by the names of `fused_layout`: of one that stacks the experts
-    of this rank, (E, rows, columns), each expert's matrix as `<parameter>/<index>`.
-    """
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if name.rpartition(".")[2] in STACKS:
-            found |= {f"{name}/{i}": one for i, one in enumerate(parameter.data)}
-        else:
-            found[name] = parameter.data
-    return found
-
 
 def compute_with_live_experts() -> None:
     """Puts `experts_forward` in the place of vLLM's kernel and leaves the parameters unpacked."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -86,6 +87,11 @@ def installed_version(is_cpu: bool) -> str:
     return f"{name} {number}"
 
 
+def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
+    """Yields the violations of a model, given its `ModelShape`, that vLLM cannot run here."""
+    yield from head_dim_rule(shape.head_dim, is_cpu)
+
+
 def head_dim_rule(head_dim: object, is_cpu: bool) -> Iterator[UserError]:
     """Yields the violation if this host's vLLM has no attention kernel for the head size."""
     build = CPU if is_cpu else CUDA
@@ -158,4 +164,4 @@ def _version(name: str) -> str | None:
         return None
 
 
-PACKAGE = EnginePackage(is_installed, installed_version, head_dim_rule)
+PACKAGE = EnginePackage(is_installed, installed_version, model_rules)

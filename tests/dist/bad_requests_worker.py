@@ -16,7 +16,8 @@ from hybridrl.errors import UserError
 from hybridrl.loop.loop import Trainer
 from hybridrl.parallel.groups import PeerError
 from hybridrl.rollout import vllm
-from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, EngineSettings
+from hybridrl.rollout.settings import EngineSettings
+from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE
 
 
 def make_trainer(model: str, folder: Path, rollout_tp: int) -> Trainer:

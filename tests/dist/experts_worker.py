@@ -28,8 +28,8 @@ from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_arguments import EngineSettings
 
 WORLD = 2
 # Training layout, tensor- and expert-parallel size of the engine.

@@ -29,8 +29,8 @@ from hybridrl.parallel.groups import World, start_process_group, stop_process_gr
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
+from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.training.model import ModelSource, ParallelModel
 
 

@@ -28,8 +28,8 @@ from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.rollout.agreement import TokensDifferError
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.training.model import ModelSource, ParallelModel
 
 PAIRS = RolloutLayout.consecutive(4, 2)

@@ -22,8 +22,8 @@ from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_version import installed_version, is_scheduler_known
 
 CONFIG = {**VLLM_MODELS["vllm-qwen3"], "vocab_size": 4000, "head_dim": 64, "hidden_size": 256}

@@ -77,6 +77,7 @@ WALLS = {
     "vllm": [
         f"rollout/vllm{part}.py" for part in ("", "_decoding", "_experts", "_routing", "_start")
     ],
+    "sglang": [f"rollout/sglang{part}.py" for part in ("", "_sampling", "_scheduler", "_start")],
     "triton": ["../kernels/*"],
     "ray": ["cli/launch.py"],
     "hybridrl.kernels": ["ops.py", "../kernels/*"],
@@ -102,6 +103,7 @@ TORCH_FREE = [
     "hybrid_engine/assign.py",
     "hybrid_engine/proof.py",
     "hybrid_engine/senders.py",
+    "rollout/sglang_version.py",
     "rollout/vllm_version.py",
     "data/packing.py",
     "data/balance.py",
