@@ -195,7 +195,11 @@ class SglangEngine:
         named = f"{what.capitalize()}MemoryOccupationReqInput"
         request = getattr(io_struct, named)(tags=kinds)
         owner = getattr(self._scheduler, "weight_updater", self._scheduler)  # of newer versions
-        getattr(owner, f"{what}_memory_occupation")(request)
+        with keep_generators(self._device), torch.no_grad():
+            getattr(owner, f"{what}_memory_occupation")(request)
+        if "kv_cache" in kinds and what == "resume":
+            # What is mapped anew holds anything. Rows that pad a captured batch read place 0.
+            self._scheduler.req_to_token_pool.req_to_token.zero_()
 
     # RolloutEngine
 
@@ -284,13 +288,12 @@ class SglangEngine:
         """Gives a request to SGLang; the tokens it has so far are part of the prompt."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
-        tokens: Any = [*row.request.prompt, *row.tokens]
-        if self._scheduler.takes_arrays:
-            tokens = array("q", tokens)
         asked = TokenizedGenerateReqInput(
             rid=str(request_id),
             input_text=None,
-            input_ids=tokens,
+            input_ids=token_ids([*row.request.prompt, *row.tokens], self._scheduler),
+            input_embeds=None,
+            token_type_ids=None,
             mm_inputs=None,
             sampling_params=request_sampling(
                 row.request.sampling, row.request.seed, len(row.tokens)
@@ -300,7 +303,6 @@ class SglangEngine:
             top_logprobs_num=0,
             token_ids_logprob=None,
             stream=False,
-            **({"input_embeds": None, "token_type_ids": None}),
         )
         self._running[request_id] = _Running(row, self._scheduler.add(asked))
 
@@ -341,3 +343,8 @@ class SglangEngine:
 def layout_name(name: str) -> str:
     """Returns the layout's name of an SGLang parameter."""
     return name.replace(".experts.w", ".experts.routed_experts.w")
+
+
+def token_ids(tokens: list[int], scheduler: Any) -> Any:
+    """Returns token ids as this version of SGLang takes them."""
+    return array("q", tokens) if scheduler.takes_arrays else tokens

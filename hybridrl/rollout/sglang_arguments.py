@@ -80,6 +80,9 @@ def server_arguments(
         "enable_memory_saver": True,
         "disable_cuda_graph": settings.eager,
         "cuda_graph_max_bs": settings.max_batch,
+        # Graphs of prompts are compiled for every size, minutes at a start that a run does not get
+        # back: prompts take a small part of a rollout.
+        "disable_piecewise_cuda_graph": True,
         "chunked_prefill_size": max(GPU_CHUNK, 2 * settings.max_batch),
         "max_total_tokens": _tokens(settings, per_token),
         "mem_fraction_static": _static_share(settings, weight_bytes, *device_memory),

@@ -54,7 +54,7 @@ def keep_seeds() -> None:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     made = SamplingBatchInfo.from_schedule_batch
-    if getattr(made, "keeps_seeds", False):
+    if hasattr(made, "without_seeds"):
         return
 
     def from_schedule_batch(batch: Any, vocab_size: int) -> Any:
@@ -65,7 +65,7 @@ def keep_seeds() -> None:
         info.sampling_seed = seed_B.to(device, non_blocking=True)
         return info
 
-    from_schedule_batch.keeps_seeds = True  # type: ignore[attr-defined]
+    from_schedule_batch.without_seeds = made  # type: ignore[attr-defined]
     SamplingBatchInfo.from_schedule_batch = staticmethod(from_schedule_batch)
 
 

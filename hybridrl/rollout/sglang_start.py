@@ -8,6 +8,7 @@ Who waits for whom: `start` and `stop` are collective over the ranks that have a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import tempfile
@@ -37,6 +38,11 @@ ENVIRONMENT = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     # The trainer's ranks hold unlike amounts of memory, which SGLang takes for a fault.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+}
+# Arguments of 0.5.12 that are called otherwise in newer versions.
+RENAMED = {
+    "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
+    "disable_piecewise_cuda_graph": "disable_prefill_cuda_graph",
 }
 # Engines that are not stopped; SGLang's process groups belong to all of them.
 _OPEN: list[Any] = []
@@ -97,6 +103,7 @@ def start(
         _groups_of(layout),
         _after_loading(lambda model: prepare(model, version)),
         _sizes_as_they_are(),
+        _seeds_as_they_are(),
         without_watchdog(),
         quiet(),
     ):
@@ -142,7 +149,7 @@ def _make_scheduler(
         config = json.dumps(settings.config_json())
         (Path(folder) / "config.json").write_text(config, encoding="utf-8")
         try:
-            server_args = ServerArgs(model_path=folder, **arguments)
+            server_args = ServerArgs(model_path=folder, **_renamed(arguments, ServerArgs))
             set_global_server_args_for_scheduler(server_args)
             scheduler = make_scheduler(server_args, tp_rank, ep_rank, gpu_id)
         except (ValueError, NotImplementedError, AssertionError) as error:
@@ -154,6 +161,13 @@ def _make_scheduler(
     scheduler.tp_worker.model_runner.sampler = SeededSampler()
     scheduler.prepare_turns()
     return scheduler
+
+
+def _renamed(arguments: dict[str, Any], server_args: Any) -> dict[str, Any]:
+    """Returns the arguments by the names that this version has for them."""
+    known = {field.name for field in dataclasses.fields(server_args)}
+    names = {name: name if name in known else RENAMED.get(name, name) for name in arguments}
+    return {names[name]: value for name, value in arguments.items()}
 
 
 def stop(engine: LiveEngine) -> None:
@@ -179,7 +193,7 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
     if is_cpu:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         # A list of cores for each rank, of which it counts the entries; it binds none.
-        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(tp))))
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
     try:
         if is_cpu:
             stand_in()
@@ -291,6 +305,8 @@ def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]
     def load_and_prepare(loader: Any, **keywords: Any) -> Any:
         model = load(loader, **keywords)
         prepare(model)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         return model
 
     with replaced(DummyModelLoader, "load_model", load_and_prepare):
@@ -306,6 +322,17 @@ def _sizes_as_they_are() -> Iterator[None]:
         return model_config
 
     with replaced(model_runner, "adjust_config_with_unaligned_cpu_tp", keep):
+        yield
+
+
+@contextlib.contextmanager
+def _seeds_as_they_are() -> Iterator[None]:
+    """Keeps SGLang's seed where it is: ranks have the same, and a replica that does not begin with
+    rank 0 would wait for a sender that it takes for another rank.
+    """
+    from sglang.srt.managers import tp_worker
+
+    with replaced(tp_worker, "broadcast_pyobj", lambda data, *args, **kwargs: data):
         yield
 
 

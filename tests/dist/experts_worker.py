@@ -1,6 +1,7 @@
-"""One rank of the experts' test: dealt over ranks, resharded into vLLM, against transformers.
+"""One rank of the experts' test: dealt over ranks, resharded into an engine, against
+transformers.
 
-experts_worker.py FOLDER
+experts_worker.py ENGINE FOLDER
 
 FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model.
 """
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from job_world import job_world
+from packaged import engine_class
 from safetensors.torch import load_file
 from tiny_models import chosen_by
 from transformers import AutoModelForCausalLM
 
+from hybridrl.config.engines import ENGINES
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.family import read_model
@@ -29,7 +32,6 @@ from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.settings import EngineSettings
-from hybridrl.rollout.vllm import VllmEngine
 
 WORLD = 2
 # Training layout, tensor- and expert-parallel size of the engine.
@@ -50,7 +52,7 @@ def write(layout: RankLayout, tensors: dict[str, torch.Tensor], hf: dict[str, An
         box_view(tensors[region.local], region.local_box).copy_(part)
 
 
-def check_greedy(engine: VllmEngine, oracle: torch.nn.Module, replica: int) -> None:
+def check_greedy(engine: Any, oracle: torch.nn.Module, replica: int) -> None:
     rng = np.random.default_rng(replica)
     asked = [
         Request(i, tuple(rng.integers(2, 190, size).tolist()), i, GREEDY)
@@ -59,10 +61,11 @@ def check_greedy(engine: VllmEngine, oracle: torch.nn.Module, replica: int) -> N
     for request, done in zip(asked, generate(engine, asked), strict=True):
         with torch.no_grad(), chosen_by(oracle) as chosen:
             logits = oracle(torch.tensor([request.prompt + done.tokens])).logits[0]
-        # Each rank tells the same of all experts, wherever they are; of the last token nothing.
-        expected = torch.stack(chosen, 1)[:-1].sort(-1).values
-        found = torch.from_numpy(done.experts).long().view(expected.shape)
-        assert torch.equal(found.sort(-1).values, expected), request.request_id
+        if done.experts is not None:
+            # Each rank tells the same of all experts, wherever they are; of the last token nothing.
+            expected = torch.stack(chosen, 1)[:-1].sort(-1).values
+            found = torch.from_numpy(done.experts).long().view(expected.shape)
+            assert torch.equal(found.sort(-1).values, expected), request.request_id
         logp = logits.log_softmax(-1)[len(request.prompt) - 1 : -1]
         assert logp.argmax(-1).tolist() == list(done.tokens), request.request_id
         expected = logp[range(len(done.tokens)), list(done.tokens)]
@@ -70,16 +73,24 @@ def check_greedy(engine: VllmEngine, oracle: torch.nn.Module, replica: int) -> N
         assert worst < LOGP_TOLERANCE, worst
 
 
-def check(folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: int) -> None:
+def check(
+    engine_name: str, folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: int
+) -> None:
     hf_config = json.loads((folder / f"{name}_0" / "config.json").read_text())
     family, shape = read_model(None, hf_config)
     sources = megatron_layouts(family, shape, train)
     weights = {name: torch.zeros(size) for name, size in sources[rank].shapes.items()}
     settings = EngineSettings(
-        hf_config, family.architectures, "float32", 4, 96, ep=ep, records_experts=True
+        hf_config,
+        family.architectures,
+        "float32",
+        4,
+        96,
+        ep=ep,
+        records_experts=ENGINES[engine_name].records_experts,
     )
     layout = RolloutLayout.consecutive(WORLD, tp)
-    engine = VllmEngine(settings, family, layout, rank)
+    engine = engine_class(engine_name)(settings, family, layout, rank)
     hybrid = HybridEngine(
         sources, weights, engine, job_world(), staging_bytes=1 << 16, verify_every=1
     )
@@ -116,7 +127,7 @@ def check(folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: i
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    engine, folder = sys.argv[1], Path(sys.argv[2])
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 120)
@@ -124,7 +135,7 @@ def main() -> None:
     rank = torch.distributed.get_rank()
     for name in ("qwen3_moe", "mixtral"):
         for train, tp, ep in CASES:
-            check(folder, name, train, tp, ep, rank)
+            check(engine, folder, name, train, tp, ep, rank)
     stop_process_group()
 
 
