@@ -1,6 +1,6 @@
 """The one table of rollout engines: their names, and what other code may know of each. No torch.
 
-Owns the names and traits, and the refusal of names without an adapter. Code outside this table and
+Owns the names and traits, and the refusal of other names. Code outside this table and
 the adapters reads traits; it never asks for an engine's name or class. An adapter is imported when
 its engine is started (rollout/build.py), and its package is judged before any rank starts.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic_core import PydanticKnownError
 
 from hybridrl.errors import UserError
 
@@ -114,21 +114,16 @@ ENGINES = {
         builder="hybridrl.rollout.scripted:build", computes=False, takes_experts=True
     ),
 }
-NOT_YET = {"sglang": "SGLang"}
 
 
 def known_engine(name: object) -> str:
     """Passes on the name of an engine in the table.
 
     Raises:
-        PydanticCustomError: the engine is known, but has no adapter yet.
         PydanticKnownError: there is no such engine.
     """
     if isinstance(name, str) and name in ENGINES:
         return name
-    if isinstance(name, str) and name.lower() in NOT_YET:
-        said = f"'hf' or 'vllm', the engines that exist; {NOT_YET[name.lower()]} is not there yet"
-        raise PydanticCustomError("engine_not_yet", said)  # type: ignore[arg-type]  # a literal
     *others, last = (repr(known) for known in ENGINES)
     raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
 

@@ -58,20 +58,9 @@ def server_arguments(
     }
     if settings.timeout_s is not None:
         arguments["dist_timeout"] = max(1, int(settings.timeout_s))
-    itemsize = getattr(torch, settings.dtype).itemsize
-    per_token = token_bytes(shape, tp, itemsize)
+    per_token = token_bytes(shape, tp, getattr(torch, settings.dtype).itemsize)
     if device_memory is None:
-        num_tokens = _tokens(settings, per_token, CPU_MAX_KV_CACHE_BYTES)
-        return arguments | {
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "disable_cuda_graph": True,
-            "disable_overlap_schedule": True,
-            "chunked_prefill_size": -1,
-            "max_prefill_tokens": max(GPU_CHUNK, settings.max_tokens + SPARE_TOKENS),
-            "max_total_tokens": num_tokens,
-            "mem_fraction_static": 0.9,  # bounds nothing: `max_total_tokens` does
-        }
+        return arguments | _of_cpu(settings, per_token)
     if shape.moe is not None:
         # Other kernels keep experts transposed, packed, or gate and up in another order.
         arguments["moe_runner_backend"] = "triton"
@@ -86,6 +75,19 @@ def server_arguments(
         "chunked_prefill_size": max(GPU_CHUNK, 2 * settings.max_batch),
         "max_total_tokens": _tokens(settings, per_token),
         "mem_fraction_static": _static_share(settings, weight_bytes, *device_memory),
+    }
+
+
+def _of_cpu(settings: EngineSettings, per_token: int) -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "chunked_prefill_size": -1,
+        "max_prefill_tokens": max(GPU_CHUNK, settings.max_tokens + SPARE_TOKENS),
+        "max_total_tokens": _tokens(settings, per_token, CPU_MAX_KV_CACHE_BYTES),
+        "mem_fraction_static": 0.9,  # bounds nothing: `max_total_tokens` does
     }
 
 

@@ -137,11 +137,9 @@ def _make_scheduler(
     device: torch.device,
     version: str,
 ) -> Any:
-    from sglang.srt.eplb import expert_location
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-    # Where experts lie, of an engine that was started before: SGLang takes one for a process.
-    vars(expert_location)["_global_expert_location_metadata"] = None
+    _forget_places_of_experts()
     _, tp_rank = layout.place(rank)
     ep_rank = tp_rank // (layout.tp // settings.ep)
     gpu_id = 0 if device.type == "cpu" else torch.cuda.current_device()
@@ -161,6 +159,18 @@ def _make_scheduler(
     scheduler.tp_worker.model_runner.sampler = SeededSampler()
     scheduler.prepare_turns()
     return scheduler
+
+
+def _forget_places_of_experts() -> None:
+    """Lets a further engine say where its experts lie: SGLang takes one engine for a process."""
+    try:
+        from sglang.srt.runtime_context import get_resources  # of newer versions
+    except ImportError:
+        from sglang.srt.eplb import expert_location
+
+        vars(expert_location)["_global_expert_location_metadata"] = None
+    else:
+        get_resources().expert_location_metadata = None
 
 
 def _renamed(arguments: dict[str, Any], server_args: Any) -> dict[str, Any]:
