@@ -139,6 +139,9 @@ class _Driven:
         queued = self.waiting_queue[-1] if self.waiting_queue else None
         if queued is None or queued.rid != request.rid:
             raise RuntimeError(f"SGLang did not queue request {request.rid}")
+        # No log-probabilities of what is in the prompt, nor, where a request is taken back and
+        # computed again, of what it has drawn already.
+        queued.logprob_start_len = -1
         return queued
 
     def forget_requests(self) -> None:
