@@ -15,8 +15,10 @@ import torch
 from hybridrl.cli import environment
 from hybridrl.errors import UserError
 from hybridrl.models.family import read_model
+from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout import sglang_version
 from hybridrl.rollout.engine import SamplingParams
+from hybridrl.rollout.groups import over_layout
 from hybridrl.rollout.sampling import (
     RowSampling,
     log_distribution,
@@ -164,6 +166,15 @@ def test_names_of_parameters_are_the_layouts() -> None:
     stem = "model.layers.3.mlp.experts."
     assert layout_name(f"{stem}w13_weight") == f"{stem}routed_experts.w13_weight"
     assert layout_name("model.norm.weight") == "model.norm.weight"
+
+
+@pytest.mark.parametrize(("knows_replicas", "asked"), [(True, [[0, 1], [2, 3]]), (False, [[0, 1]])])
+def test_groups_are_made_over_the_ranks_of_the_layout(
+    knows_replicas: bool, asked: list[list[int]]
+) -> None:
+    layout = RolloutLayout(2, ((0, 0), (1, 0), (0, 1), (1, 1)))
+    build = over_layout(layout, lambda groups, *rest: (groups, rest), knows_replicas)
+    assert build(asked, "gloo") == ([[0, 2], [1, 3]], ("gloo",))
 
 
 def test_log_probabilities_are_found_in_old_and_new_requests() -> None:
