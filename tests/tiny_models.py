@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,10 +51,12 @@ EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 WIDE = {"hidden_size": 128}
 
 
-def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
+def tiny_model(
+    name: str, seed: int = 0, wide: bool = False, dense_layers: Sequence[int] = (1,)
+) -> torch.nn.Module:
     """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size), windowed
-    (qwen2 whose last layers attend within 5 tokens), olmo, qwen3_moe (a dense layer among those
-    with experts) or mixtral.
+    (qwen2 whose last layers attend within 5 tokens), olmo, qwen3_moe (with `dense_layers` among
+    those with experts) or mixtral.
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -71,7 +73,8 @@ def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
         head_dim = 64 if wide else 24
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim, tie_word_embeddings=False))
     elif name == "qwen3_moe":
-        own = {"head_dim": 64 if wide else 24, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
+        own = {"head_dim": 64 if wide else 24, "moe_intermediate_size": 32}
+        own["mlp_only_layers"] = list(dense_layers)
         config = Qwen3MoeConfig(**sizes, **EXPERTS, **own, norm_topk_prob=True)
         model = Qwen3MoeForCausalLM(config)
     elif name == "mixtral":
