@@ -173,3 +173,22 @@ def test_sglang_engine_refuses_experts_beside_dense_layers() -> None:
     config = {**PACKAGED_ALL["sglang-qwen3-moe"], "mlp_only_layers": [1]}
     with pytest.raises(UserError, match="layers without experts: got 1; allowed: none"):
         start_packaged("sglang-qwen3-moe", hf_config=config)
+
+
+def test_sglang_engine_gives_memory_back_by_sglangs_own_calls() -> None:
+    """On CPUs nothing is unmapped; that the calls are there, in order, and leave all as it was."""
+    requests = make_requests(6, MIXED)
+    engine = make_engine(QWEN3)
+    expected = generate(engine, requests)
+    engine.submit(requests)
+    engine.step()
+    engine.sleep()
+    engine._memory("release", ["kv_cache", "weights"])
+    engine._memory("resume", ["weights"])
+    write_weights(engine, make_reference(QWEN3), 1)
+    engine._scheduler.req_to_token_pool.req_to_token.fill_(10**6)  # as memory that is mapped anew
+    engine._memory("resume", ["kv_cache"])
+    assert not engine._scheduler.req_to_token_pool.req_to_token.any()
+    engine.clear()
+    found = generate(engine, requests)
+    assert all(close(one, two) for one, two in zip(found, expected, strict=True))
