@@ -24,6 +24,7 @@ from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.view import View
+from hybridrl.rollout.cpu_experts import experts_forward
 from hybridrl.rollout.groups import over_layout, replica_members
 from hybridrl.rollout.process_state import keep_generators, quiet, replaced
 from hybridrl.rollout.settings import EngineSettings
@@ -220,12 +221,29 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
             "a build without them: they would not see the weights that training writes",
             "Run: pip uninstall -y sgl-kernel-cpu",
         )
+    if is_cpu:
+        _compute_with_local_experts()
     if not is_cpu:
         import torch_memory_saver
 
         # The other way to give memory back asks for a library that is loaded before Python.
         with contextlib.suppress(AssertionError, TypeError):  # it was configured before
             torch_memory_saver.torch_memory_saver.hook_mode = "torch"
+
+
+def _compute_with_local_experts() -> None:
+    """Lets CPU engines deal experts to ranks: SGLang's computation there takes -1, an expert of
+    another rank, for a place.
+    """
+    from sglang.srt.layers.moe import fused_moe_native
+
+    def forward(layer: Any, hidden_TD: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
+        if config.apply_router_weight_on_input or config.activation != "silu":
+            raise NotImplementedError("experts other than gated SiLU, weighed after them")
+        weights_TK, experts_TK, _ = chosen
+        return experts_forward(hidden_TD, layer.w13_weight, layer.w2_weight, weights_TK, experts_TK)
+
+    fused_moe_native.moe_forward_native = forward
 
 
 def _check_groups(rank: int, members: list[int]) -> None:

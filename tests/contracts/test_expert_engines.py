@@ -36,8 +36,8 @@ from hybridrl.models.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import RankLayout, check_layout, fused_layout, hf_shapes
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
+from hybridrl.rollout.cpu_experts import experts_forward
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
-from hybridrl.rollout.vllm_experts import experts_forward
 
 RECORDING = [
     name
