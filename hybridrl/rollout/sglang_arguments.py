@@ -56,8 +56,6 @@ def server_arguments(
         # Experts that all tokens pass through stay parameters of their own.
         "disable_shared_experts_fusion": True,
     }
-    if settings.timeout_s is not None:
-        arguments["dist_timeout"] = max(1, int(settings.timeout_s))
     per_token = token_bytes(shape, tp, getattr(torch, settings.dtype).itemsize)
     if device_memory is None:
         return arguments | _of_cpu(settings, per_token)

@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def start(
     with (
         keep_generators(device, everywhere=True),
         _kept_threads(),
-        _groups_of(layout),
+        _groups_of(layout, settings.timeout_s),
         _after_loading(lambda model: prepare(model, version)),
         _sizes_as_they_are(),
         _seeds_as_they_are(),
@@ -227,7 +228,7 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
         import torch_memory_saver
 
         # The other way to give memory back asks for a library that is loaded before Python.
-        with contextlib.suppress(AssertionError, TypeError):  # it was configured before
+        with contextlib.suppress(AttributeError, AssertionError):  # it was asked before
             torch_memory_saver.torch_memory_saver.hook_mode = "torch"
 
 
@@ -275,12 +276,13 @@ def _check_groups(rank: int, members: list[int]) -> None:
 
 
 @contextlib.contextmanager
-def _groups_of(layout: RolloutLayout) -> Iterator[None]:
+def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]:
     """Makes SGLang build its process groups over the ranks that the layout assigns.
 
     SGLang takes a replica for the whole world, and makes groups of its ranks from 0 on. Here that
     world is the replica, the same groups are made for every replica, and those that are there are
-    kept for the next engine.
+    kept for the next engine. Their collectives are bounded as the trainer's: SGLang bounds those of
+    a process group that it has made itself.
     """
     from sglang.srt.distributed import parallel_state
 
@@ -295,6 +297,7 @@ def _groups_of(layout: RolloutLayout) -> Iterator[None]:
         if not parallel_state.model_parallel_is_initialized():
             initialize(*args, **kwargs)
 
+    bound = None if timeout_s is None else timedelta(seconds=timeout_s)
     distributed, seen = View(dist), View(torch)
     distributed.get_world_size = lambda group=None: (
         layout.tp if group is None else dist.get_world_size(group)
@@ -304,6 +307,7 @@ def _groups_of(layout: RolloutLayout) -> Iterator[None]:
         replaced(parallel_state, "init_model_parallel_group", build),
         replaced(parallel_state, "init_world_group", build_world),
         replaced(parallel_state, "torch", seen),
+        replaced(parallel_state, "_MODEL_PARALLEL_GROUP_TIMEOUT", bound),
         replaced(_caller_of_groups(), "initialize_model_parallel", initialize_once),
     ):
         yield
