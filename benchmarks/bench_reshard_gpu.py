@@ -17,18 +17,22 @@ cases before; both without others' ways.
 
     python benchmarks/bench_reshard_gpu.py OUT.json 7b/tp4/tp1 7b/tp2pp2/tp4 --fused 7b/dp4/tp4
 
-A case is MODEL/TRAIN/GEN: a file benchmarks/models/qwen2.5-MODEL.json, training sizes, whose
-product is the number of GPUs, and the engine's tensor parallel size. Times are of the slowest rank.
-OUT.json is written anew after each case.
+A case is MODEL/TRAIN/GEN (case_name.py): a model, training sizes, whose product (but for vpp, ep
+and etp) is the number of GPUs, and the sizes of an engine replica. --world takes more GPUs, for a
+`--set placement....` that puts the engines on ranks of their own; others' ways, which know no such
+thing, are then left out. --frozen makes no gradients and no optimizer, where GPUs have no room for
+them beside the engine. Times are of the slowest rank. OUT.json is written anew after each case.
+
+    python benchmarks/bench_reshard_gpu.py OUT.json qwen3-30b-a3b/dp2ep2/tp2ep2 --frozen
+    python benchmarks/bench_reshard_gpu.py OUT.json 1.5b/tp1/tp1 --world 2 \
+        --set placement.policy=0 --set placement.rollout=1
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -41,10 +45,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from case_name import parse_case
 from case_record import PROGRESS, commit
 
 ROOT = Path(__file__).resolve().parents[1]
-CASE = re.compile(r"^(?P<model>[\w.]+)/(?P<train>(?:(?:tp|pp|cp|dp)\d+)+)/tp(?P<rollout>\d+)$")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "4",
     # NVLink multicast stays off.
@@ -90,6 +94,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("cases", nargs="*", metavar="MODEL/TRAIN/GEN")
     parser.add_argument("--fused", nargs="+", default=[], metavar="MODEL/TRAIN/GEN")
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--world", type=int, help="GPUs; default: those of the training layout")
+    parser.add_argument("--frozen", action="store_true", help="no gradients, no optimizer")
     parser.add_argument("--no-baselines", dest="baselines", action="store_false")
     parser.add_argument("--limit-s", type=float, default=240, help="of one case")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
@@ -103,24 +109,18 @@ def parse() -> argparse.Namespace:
 
 def describe(case: str, kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns everything that the processes of a case need to know."""
-    found = CASE.match(case)
-    if found is None:
-        sys.exit(f"case {case!r}: expected MODEL/TRAIN/GEN, e.g. 7b/tp2pp2/tp4")
-    sizes = {a: int(size) for a, size in re.findall(r"(tp|pp|cp|dp)(\d+)", found["train"])}
-    model = arguments.models / f"qwen2.5-{found['model']}.json"
-    if not model.is_file():
-        known = ", ".join(sorted(p.stem for p in model.parent.glob("qwen2.5-*.json")))
-        sys.exit(f"case {case!r}: no {model}; there are {known}")
+    name = parse_case(case, arguments.models, "7b/tp2pp2/tp4")
     return {
         "case": case,
         "kind": kind,
-        "model": str(model),
-        "world": math.prod(sizes.values()),
-        "train": {axis: size for axis, size in sizes.items() if axis != "dp"},
-        "has_replicas": sizes.get("dp", 1) * sizes.get("cp", 1) > 1,
-        "rollout_tp": int(found["rollout"]),
+        "model": str(name.model),
+        "world": arguments.world or name.num_ranks,
+        "train": name.train,
+        "has_replicas": name.has_replicas and not arguments.frozen,
+        "rollout": name.rollout,
+        "is_frozen": arguments.frozen,
         "iterations": arguments.iterations,
-        "baselines": arguments.baselines and kind == "plain",
+        "baselines": arguments.baselines and kind == "plain" and not arguments.world,
         "limit_s": arguments.limit_s,
         "set": arguments.set,
     }

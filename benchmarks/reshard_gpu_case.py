@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -37,7 +38,10 @@ from hybridrl.hybrid_engine.cluster import TRANSPORTS as PLANNED
 from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.loop.loop import Trainer
-from hybridrl.models.weights import fused_layout
+from hybridrl.models.weights import NOTHING, fused_layouts
+from hybridrl.rollout.absent import AbsentEngine
+from hybridrl.training.model import ParallelModel
+from hybridrl.training.peer_weights import PeerWeights
 
 ROOT = Path(__file__).resolve().parents[1]
 Kind = Literal["peer", "packed"]
@@ -97,6 +101,8 @@ class Case(CaseRecord):
     def start(self) -> None:
         """Makes the Trainer and fills its engine once; it stays in the rollout phase."""
         job = self.job
+        if job["is_frozen"]:
+            ParallelModel.make_trainable = freeze  # type: ignore[method-assign]
         self.trainer = trainer = Trainer.from_config(
             config_of(job), prompts=[{"prompt": "1", "answer": ""}], reward=lambda *_: 0.0
         )
@@ -105,14 +111,14 @@ class Case(CaseRecord):
         self.save("trainer and engine made")
         trainer.reshard()
         self.live = trainer.engine.tensors()
-        raw_engine: Any = trainer.engine  # a VllmEngine
-        shared = raw_engine.shared
+        engine: Any = trainer.engine  # a VllmEngine, or what stands for one on other ranks
+        shared = () if isinstance(engine, AbsentEngine) else engine.shared
         self.own = {name: tensor for name, tensor in self.live.items() if name not in shared}
         plan = self.engine.plan
         shared_bytes = sum(self.live[name].nbytes for name in shared)
         self.result |= {
             "machine": machine(self.world.size),
-            "assignment": [list(place) for place in trainer.sampler.layout.assignment],
+            "assignment": [place and list(place) for place in trainer.sampler.layout.assignment],
             "receive_bytes": list(plan.receive_bytes),
             "send_bytes": list(plan.send_bytes),
             "local_bytes": list(plan.local_bytes),
@@ -257,10 +263,9 @@ class Case(CaseRecord):
             if self.job["kind"] != "fused":  # whose sources are not the training layouts
                 source, layout = self.trainer.source, self.trainer.sampler.layout
                 sources = [model.layout_of(rank) for rank in range(self.world.size)]
-                targets = [
-                    fused_layout(source.family, source.shape, layout.tp, tp_rank)
-                    for _, tp_rank in layout.assignment
-                ]
+                ep = self.job["rollout"].get("ep", 1)
+                parts = fused_layouts(source.family, source.shape, layout.tp, ep)
+                targets = [NOTHING if p is None else parts[p[1]] for p in layout.assignment]
                 itemsize = source.dtype.itemsize
                 predicted = predict(join(sources, targets), itemsize, cluster)
                 found["prediction_ms"] = predicted.predicted_ms
@@ -275,6 +280,29 @@ class Case(CaseRecord):
         return found
 
 
+def freeze(
+    model: ParallelModel, _learning_rate: float, peer_weights: PeerWeights | None = None
+) -> None:
+    """Stands in for `ParallelModel.make_trainable`: parameters where other ranks can read them, and
+    neither gradients nor an optimizer.
+    """
+    model.freeze()
+    model._peer_weights = peer_weights
+    if peer_weights is not None:
+        parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+        peer_weights.move(
+            [SimpleNamespace(buffers=list(map(buffer_of, parameters)), expert_parallel_buffers=[])]
+        )
+
+
+def buffer_of(parameter: torch.nn.Parameter) -> SimpleNamespace:
+    """Returns a parameter as Megatron's buffer of it alone."""
+    whole = (0, parameter.numel(), 0)
+    return SimpleNamespace(
+        param_data=parameter.data.view(-1), buckets=[], param_index_map={parameter: whole}
+    )
+
+
 def config_of(job: Mapping[str, Any]) -> Any:
     """Returns the configuration of the case; batches are small, so that the KV cache is."""
     config = {
@@ -286,7 +314,7 @@ def config_of(job: Mapping[str, Any]) -> Any:
         "train": {**job["train"], "micro_batch_tokens": 4096},
         "rollout": {
             "engine": "vllm",
-            "tp": job["rollout_tp"],
+            **job["rollout"],
             "max_new_tokens": 64,
             "max_batch": 8,
             "eager": True,

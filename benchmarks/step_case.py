@@ -418,7 +418,7 @@ def config_of(job: Mapping[str, Any]) -> Any:
         },
         "rollout": {
             "engine": "vllm",
-            "tp": job["rollout_tp"],
+            **job["rollout"],
             "max_new_tokens": job["response_tokens"],
             "max_batch": job["max_batch"],
         },
