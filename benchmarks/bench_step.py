@@ -12,9 +12,7 @@ behave like a real run: no sample ends at a token of its choice.
     python benchmarks/bench_step.py --out OUT.json 0.5b/dp4/tp1 --workload tailed
 
 A case is MODEL/TRAIN/GEN (case_name.py): a model, training sizes, whose product (but for vpp, ep
-and etp) is the number of GPUs, and the sizes of an engine replica. --world takes more GPUs, for a
-`--set placement....` that gives some of them to one role alone. --num-layers takes fewer layers of
-a model that the GPUs cannot hold, each as wide as it is. The engine's weights are
+and X
 verified by checksum before and after what is timed, and a step that is not finite, learns nothing
 or has other lengths is refused. Times are of the slowest rank, medians over `--steps` after
 `--warmups`; every step is in OUT.json, which is written anew after each case, and after each step
@@ -92,7 +90,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--micro-batch-tokens", type=int, help="default: by model and layout")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--world", type=int, help="GPUs; default: those of the training layout")
     parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
     parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")
     parser.add_argument("--limit-s", type=float, default=300, help="of one case")
@@ -108,8 +105,9 @@ def parse() -> argparse.Namespace:
 def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns everything that the processes of a case need to know."""
     name = parse_case(case, arguments.models, "7b/tp4/tp1")
-    world, rollout_tp = arguments.world or name.num_ranks, name.rollout["tp"]
-    if world % rollout_tp:
+    world, rollout_tp = name.num_ranks, name.rollout["tp"]
+    num_replicas = 1 if name.is_apart else world // rollout_tp
+    if not name.is_apart and world % rollout_tp:
         sys.exit(f"case {case!r}: tp{rollout_tp} engines over {world} GPUs: choose a divisor")
     hidden_size = json.loads(name.model.read_text())["hidden_size"]
     is_whole = name.train.get("tp", 1) * name.train.get("pp", 1) == 1
@@ -123,10 +121,11 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "world": world,
         "train": name.train,
         "rollout": name.rollout,
+        "placement": name.placement,
         "response_tokens": arguments.response_tokens or default_response,
         "micro_batch_tokens": arguments.micro_batch_tokens or budget,
         # All samples of a replica are decoded together.
-        "max_batch": math.ceil(arguments.prompts * arguments.samples * rollout_tp / world),
+        "max_batch": math.ceil(arguments.prompts * arguments.samples / num_replicas),
         **{key: getattr(arguments, key) for key in (*keys, "set", "limit_s")},
         "partial": str(arguments.out.with_suffix(".partial.json")),
     }

@@ -2,7 +2,7 @@
 
 A name is MODEL/TRAIN or MODEL/TRAIN/GEN. MODEL is a file benchmarks/models/MODEL.json, or
 qwen2.5-MODEL.json. TRAIN is training sizes, as tp2dp2 or dp2ep2, GEN the sizes of an engine
-replica, as tp1 or tp2ep2.
+replica, as tp1 or tp2ep2; with apart- before them there is one replica, on GPUs of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+APART = "apart-"
 SIZES = re.compile(r"(etp|ep|tp|vpp|pp|cp|dp)(\d+)")
 # The axes whose product is the number of GPUs; experts are dealt over the ranks of these.
 RANKS = ("tp", "pp", "cp", "dp")
@@ -28,17 +29,32 @@ class CaseName:
         train: sizes of `train`, by axis; `dp` follows from them and the number of ranks.
         dp: data-parallel replicas.
         rollout: sizes of `rollout`, by axis; empty where the case does not generate.
+        is_apart: the engine is on further ranks than those that train.
     """
 
     model: Path
     train: Mapping[str, int]
     dp: int
     rollout: Mapping[str, int]
+    is_apart: bool = False
+
+    @property
+    def num_train_ranks(self) -> int:
+        """GPUs that the training layout takes."""
+        return self.dp * math.prod(self.train.get(axis, 1) for axis in RANKS if axis != "dp")
 
     @property
     def num_ranks(self) -> int:
-        """GPUs that the training layout takes."""
-        return self.dp * math.prod(self.train.get(axis, 1) for axis in RANKS if axis != "dp")
+        """GPUs of the case."""
+        return self.num_train_ranks + (self.rollout["tp"] if self.is_apart else 0)
+
+    @property
+    def placement(self) -> dict[str, str]:
+        """The section `placement`; empty where all ranks train and generate."""
+        if not self.is_apart:
+            return {}
+        trains, all_ranks = self.num_train_ranks, self.num_ranks
+        return {"policy": f"0-{trains - 1}", "rollout": f"{trains}-{all_ranks - 1}"}
 
     @property
     def has_replicas(self) -> bool:
@@ -54,9 +70,11 @@ def parse_case(case: str, models: Path, example: str) -> CaseName:
         example: a name of as many parts.
     """
     model, *parts = case.split("/")
+    is_apart = len(parts) > 1 and parts[1].startswith(APART)
+    parts = [part.removeprefix(APART) if index else part for index, part in enumerate(parts)]
     layouts = [dict((axis, int(size)) for axis, size in SIZES.findall(part)) for part in parts]
     whole = ["".join(f"{axis}{size}" for axis, size in SIZES.findall(part)) for part in parts]
-    is_rollout = len(layouts) < 2 or set(layouts[1]) <= {"tp", "ep"}
+    is_rollout = len(layouts) < 2 or {"tp"} <= set(layouts[1]) <= {"tp", "ep"}
     if len(parts) != example.count("/") or whole != parts or "" in parts or not is_rollout:
         form = "/".join(("MODEL", "TRAIN", "GEN")[: example.count("/") + 1])
         sys.exit(f"case {case!r}: expected {form}, e.g. {example}")
@@ -66,6 +84,5 @@ def parse_case(case: str, models: Path, example: str) -> CaseName:
         known = ", ".join(sorted(p.stem for p in models.glob("*.json")))
         sys.exit(f"case {case!r}: no {files[0]}; there are {known}")
     train, rollout = layouts[0], layouts[1] if len(layouts) > 1 else {}
-    return CaseName(
-        file, {a: n for a, n in train.items() if a != "dp"}, train.get("dp", 1), rollout
-    )
+    axes = {axis: size for axis, size in train.items() if axis != "dp"}
+    return CaseName(file, axes, train.get("dp", 1), rollout, is_apart)

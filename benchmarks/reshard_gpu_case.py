@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from case_record import CaseRecord
+from case_record import READY, TURN, CaseRecord
 from megatron.core import parallel_state
 from reshard_clock import Clock, attempted, link_rates
 from reshard_libraries import (
@@ -49,6 +49,7 @@ TRANSPORTS: tuple[Kind, ...] = ("peer", "packed")
 BUCKET_BYTES = 512 << 20
 RIVAL_ITERATIONS = 5
 TRANSITIONS = 3
+POLL_S = 0.2
 # A barrier before and one after; nothing else has a fixed cost.
 LATENCY_US = 10.0
 
@@ -58,6 +59,7 @@ def run_case(job: Mapping[str, Any]) -> None:
     case = Case(job)
     case.save("starting")
     case.start()
+    case.wait_for_turn()
     case.measure_links()
     for name in TRANSPORTS:
         case.attempt(name, partial(case.transport, name))
@@ -126,6 +128,15 @@ class Case(CaseRecord):
             "auto_transport": type(self.engine.transport).__name__,
         }
         self.save("first reshard")
+
+    def wait_for_turn(self) -> None:
+        """Waits, where other cases were started at the same time, until they measure nothing."""
+        if self.job["waits"]:
+            self.save(READY)
+            while not Path(self.job["folder"], TURN).exists():
+                time.sleep(POLL_S)
+            self.clock.line_up()
+            self.save("its turn")
 
     def measure_links(self) -> None:
         """Measures what all figures of the case are shares of."""
@@ -319,6 +330,7 @@ def config_of(job: Mapping[str, Any]) -> Any:
             "max_batch": 8,
             "eager": True,
         },
+        **({"placement": job["placement"]} if job["placement"] else {}),
         "algorithm": {"name": "grpo"},
         "data": {"max_prompt_tokens": 64},
         "steps": {"prompts_per_step": 1, "samples_per_prompt": 8},

@@ -422,6 +422,7 @@ def config_of(job: Mapping[str, Any]) -> Any:
             "max_new_tokens": job["response_tokens"],
             "max_batch": job["max_batch"],
         },
+        **({"placement": job["placement"]} if job["placement"] else {}),
         "algorithm": {"name": "grpo", "kl_coef": KL_COEF},
         "data": {"max_prompt_tokens": job["prompt_tokens"]},
         "steps": {
