@@ -4,8 +4,9 @@
 // A batch because copies that are queued one by one leave the engines idle in between. A graph of
 // copies does so too, and batches cannot be captured into one (docs/adr/0003).
 
-#include <cuda_runtime_api.h>
 #include <Python.h>
+
+#include <cuda_runtime_api.h>
 #include <torch/library.h>
 
 #include <cstdint>
