@@ -79,6 +79,16 @@ def test_plan_of_experts_counts_what_ranks_hold(config_file: Path) -> None:
     assert less == (2 + 4) * ALL_EXPERTS // 8 - exchanged  # as many groups
 
 
+def test_plan_of_experts_counts_what_is_not_kept(config_file: Path) -> None:
+    """The product of the two halves, of each of a token's two experts, in all layers."""
+    none, selective = (
+        report(config_file, "rollout.engine=vllm", f"train.recompute={way}")["memory"]
+        for way in ("none", "selective")
+    )
+    less = none["train_peak_bytes"] - selective["train_peak_bytes"]
+    assert less == 4096 * 2 * WIDTH * LAYERS * 2
+
+
 def test_plan_of_replayed_experts_counts_what_they_take(config_file: Path) -> None:
     vllm = ("rollout.engine=vllm", "rollout.eager=true", "rollout.max_new_tokens=100")
     sizes = ("data.max_prompt_tokens=28", "rollout.max_batch=16", "steps.prompts_per_step=32")
