@@ -8,11 +8,12 @@ Every HF element has a value of its own, so a value tells where it came from; pa
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
 from hybridrl.hybrid_engine.plan import Plan
 from hybridrl.models.family import Family, ModelShape, MoeShape, resolve_family
 from hybridrl.models.weights import (
@@ -35,7 +36,7 @@ class Case:
     """A model, how it is trained, and how it generates; engine "hf" or "fused".
 
     `ranks` are those that train, of a world that may have others; None: all. The experts of an
-    engine are dealt to `rollout_ep` parts of its ranks.
+    engine are dealt to `rollout_ep` parts of its ranks, in order or as `rollout.experts` says.
     """
 
     shape: ModelShape
@@ -73,6 +74,9 @@ class Case:
             else:
                 parts = self.rollout.tp, tp_rank, self.rollout_ep
                 found[rank] = fused_layout(self.family, self.shape, *parts)
+                if (experts := self.rollout.experts_of(rank)) is not None:
+                    tensors = ExpertTensors(self.family, self.shape)
+                    found[rank] = with_experts(found[rank], tensors, experts)
         return found
 
     def weights(self) -> Arrays:
@@ -96,7 +100,8 @@ class Case:
             return {}
         if self.engine == "hf":
             return dict(hf)
-        return fused_reference(hf, self.shape, self.rollout.tp, tp_rank, self.rollout_ep)
+        experts = self.rollout.experts_of(rank)
+        return fused_reference(hf, self.shape, self.rollout.tp, tp_rank, self.rollout_ep, experts)
 
 
 def random_case(seed: int, world: int | None = None) -> Case:
@@ -135,8 +140,20 @@ def random_case_with_experts(seed: int, world: int | None = None) -> Case:
         moe = MoeShape(8, 2, 8 * rng.randint(1, 3), dense_layers=dense)
         if len(dense) < shape.num_layers and moe.expert_ffn_size % case.rollout.tp == 0:
             shape = replace(shape, moe=moe, linear_bias=False)
-            train = replace(train, ep=ep, etp=etp)
-            return replace(case, shape=shape, train=train, rollout_ep=rollout_ep)
+            train, rollout = replace(train, ep=ep, etp=etp), case.rollout
+            if rollout_ep > 1 and rng.random() < 0.5:
+                rollout = replace(rollout, experts=_dealt_anyhow(rng, rollout, 8))
+            return replace(case, shape=shape, train=train, rollout=rollout, rollout_ep=rollout_ep)
+
+
+def _dealt_anyhow(
+    rng: random.Random, layout: RolloutLayout, num_experts: int
+) -> tuple[tuple[int, ...], ...]:
+    """Deals the experts of each replica to its ranks, as many to each, at random."""
+    experts = [rng.sample(range(num_experts), num_experts) for _ in range(layout.replicas)]
+    count = num_experts // layout.tp
+    places = (layout.place(rank) for rank in layout.ranks)
+    return tuple(tuple(sorted(experts[r][at * count : (at + 1) * count])) for r, at in places)
 
 
 def random_placed_case(seed: int, world: int | None = None) -> Case:
@@ -267,9 +284,16 @@ def megatron_reference(
 
 
 def fused_reference(
-    hf: Mapping[str, np.ndarray], shape: ModelShape, tp: int, tp_rank: int, ep: int = 1
+    hf: Mapping[str, np.ndarray],
+    shape: ModelShape,
+    tp: int,
+    tp_rank: int,
+    ep: int = 1,
+    experts: Sequence[int] | None = None,
 ) -> Arrays:
-    """Returns the parameters of one rank of an engine that fuses projections as vLLM does."""
+    """Returns the parameters of one rank of an engine that fuses projections as vLLM does, with
+    these whole experts; None: with those that are the rank's in order.
+    """
     found: Arrays = {}
     head = shape.head_dim
     kv_of_rank = np.split(
@@ -286,15 +310,18 @@ def fused_reference(
             expert, kind = int(after.split(".")[0]), after.split(".")[1]
             assert shape.moe is not None
             count, etp = shape.moe.num_experts // ep, tp // ep
-            if expert // count != tp_rank // etp:
+            first = tp_rank // etp * count
+            own = list(experts or range(first, first + count))
+            if expert not in own:
                 continue
+            place = own.index(expert)
             stem, part = f"{before}.experts.routed_experts.", tp_rank % etp
             if kind == "down_proj":
-                found[f"{stem}w2_weight/{expert % count}"] = np.split(array, etp, 1)[part]
+                found[f"{stem}w2_weight/{place}"] = np.split(array, etp, 1)[part]
             elif kind == "gate_proj":
                 halves = [array, hf[name.replace("gate_proj", "up_proj")]]
                 joined = np.concatenate([np.split(half, etp)[part] for half in halves])
-                found[f"{stem}w13_weight/{expert % count}"] = joined
+                found[f"{stem}w13_weight/{place}"] = joined
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             padded = _padded(array, -(-shape.vocab_size // 64) * 64)
             found[name] = np.split(padded, tp)[tp_rank]

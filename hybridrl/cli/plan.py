@@ -173,7 +173,7 @@ def _report(
         "rollout": {
             "engine": config.rollout.engine,
             "tp": layout.tp,
-            **({"ep": config.rollout.ep} if shape.moe else {}),
+            **({"ep": config.rollout.ep, "experts": layout.experts} if shape.moe else {}),
             "replicas": layout.replicas,
             "assignment": [place and list(place) for place in layout.assignment],
             "choices": choices(config.train.order, laid, node, itemsize),

@@ -16,6 +16,7 @@ given. `is_ascending=False` tells what that rule costs; another order of the tra
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -74,10 +75,19 @@ def assign(
     costs = _Costs.of(sources, parts)
     if ranks is None or len(ranks) == len(sources):
         return _assign(costs, domain_size, is_ascending)
-    node = domain_size or len(sources)
-    each = {sum(rank // node == number for rank in ranks) for number in {r // node for r in ranks}}
-    found = _assign(costs.moved(ranks), each.pop() if len(each) == 1 else None, is_ascending)
+    own_node = domain_of(ranks, domain_size or len(sources))
+    found = _assign(costs.moved(ranks), own_node, is_ascending)
     return replace(found, layout=found.layout.on(ranks, len(sources)))
+
+
+def domain_of(ranks: Sequence[int], domain_size: int) -> int | None:
+    """Returns how many of these ranks, ascending, are on each node; None: not equally many.
+
+    Args:
+        domain_size: consecutive ranks of the world that are one node.
+    """
+    nodes = Counter(rank // domain_size for rank in ranks)
+    return nodes[ranks[0] // domain_size] if len(set(nodes.values())) == 1 else None
 
 
 def evaluate_layout(
@@ -85,6 +95,44 @@ def evaluate_layout(
 ) -> Assignment:
     """Returns a given layout with its costs; engines may be on some of the ranks."""
     return _evaluate(_Costs.of(sources, parts).moved(layout.ranks), layout)
+
+
+def evaluate_parts(
+    sources: Sequence[RankLayout], parts: Sequence[RankLayout], layout: RolloutLayout
+) -> Assignment:
+    """Returns a layout with its costs where each rank's part is its own.
+
+    Args:
+        sources: what each rank trains with.
+        parts: what each rank that has an engine holds of it, in order; the same object for equal
+            ones saves comparing them.
+        layout: which part of which replica that is.
+    """
+    numbers = {id(part): number for number, part in enumerate({id(p): p for p in parts}.values())}
+    distinct = list({id(part): part for part in parts}.values())
+    costs = _Costs.of(sources, distinct).moved(layout.ranks)
+    places = np.array([[numbers[id(part)] for part in parts]])
+    return Assignment(layout, int(costs.receive(places)[0]), int(costs.send(places)[0]))
+
+
+def missing_elements(sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> np.ndarray:
+    """Returns the elements that each source rank (outer) lacks of each part (inner)."""
+    return _Costs.of(sources, parts).missing
+
+
+def part_patterns(size: int, tp: int, domain_size: int | None) -> tuple[int, list[np.ndarray]]:
+    """Returns how many consecutive ranks divide up replicas among themselves, and the ways to give
+    them tensor-parallel ranks: of up to 8 ranks all, else at regular intervals.
+
+    Args:
+        size: number of ranks that have engines.
+        tp: ranks of a replica.
+        domain_size: ranks of a node; None: all are of one.
+    """
+    unit = _unit(size, tp, domain_size or size)
+    if unit <= MAX_EXACT:
+        return unit, list(_patterns(unit, tp, True))
+    return unit, [np.arange(unit) // stride % tp for stride in _strides(unit, tp)]
 
 
 @dataclass(frozen=True)
@@ -174,8 +222,7 @@ def _assign(costs: _Costs, domain_size: int | None, is_ascending: bool = True) -
     if tp == 1:
         return _evaluate(costs, RolloutLayout.consecutive(size, tp))
     unit = _unit(size, tp, domain_size or size)
-    strides = [s for s in range(1, unit // tp + 1) if unit % (s * tp) == 0]
-    candidates = [np.arange(size) // stride % tp for stride in strides]
+    candidates = [np.arange(size) // stride % tp for stride in _strides(unit, tp)]
     by_unit = costs.missing.reshape(-1, unit, tp)
     if unit <= MAX_EXACT:
         patterns = _patterns(unit, tp, is_ascending)
@@ -272,10 +319,22 @@ class _Costs:
         send = self.send(candidates)
         candidates = candidates[send == send.min()]
         total = self.missing[np.arange(size), candidates].sum(axis=1)
-        places = candidates[total.argmin()].tolist()
-        counters = [[count(first * unit // tp) for _ in range(tp)] for first in range(size // unit)]
-        pairs = ((next(counters[rank // unit][place]), place) for rank, place in enumerate(places))
-        return Assignment(RolloutLayout(tp, tuple(pairs)), int(receive.min()), int(send.min()))
+        layout = numbered(candidates[total.argmin()].tolist(), unit, tp)
+        return Assignment(layout, int(receive.min()), int(send.min()))
+
+
+def numbered(places: Sequence[int], unit: int, tp: int) -> RolloutLayout:
+    """Returns the layout of ranks with these tensor-parallel ranks; replicas are of ascending ranks
+    within each `unit` of them.
+    """
+    counters = [[count(first // tp) for _ in range(tp)] for first in range(0, len(places), unit)]
+    pairs = ((next(counters[rank // unit][place]), place) for rank, place in enumerate(places))
+    return RolloutLayout(tp, tuple(pairs))
+
+
+def _strides(unit: int, tp: int) -> list[int]:
+    """Returns the intervals at which the ranks of a replica may lie in a unit."""
+    return [s for s in range(1, unit // tp + 1) if unit % (s * tp) == 0]
 
 
 def _unit(size: int, tp: int, domain_size: int) -> int:

@@ -75,7 +75,8 @@ def transformer_config(
             the same traffic.
         dtype: of parameters and activations.
         platform: gloo and NCCL keep sent tensors differently.
-        recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass.
+        recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass;
+            'selective' is of the layers' modules (`layer_specs`), but for grouped experts.
         fp32_residual: whether the stream between the layers is fp32, also from stage to stage.
         layers: what they are made of.
         fp8: 'hybrid' multiplies in FP8 (forward E4M3, backward E5M2), scaled by each tensor's own
@@ -100,6 +101,9 @@ def transformer_config(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
+    elif recompute == "selective" and has_experts and layers == "transformer_engine":
+        # Of experts one by one, which Megatron refuses it for, and of dense layers: LeanMlp.
+        keywords |= {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
     return TransformerConfig(**{**keywords, **family.transformer_config(hf_config)})
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -24,6 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -131,7 +132,8 @@ def layer_specs(
         kind: as chosen.
         family: its own layers go first.
         config: says what is normalised and how wide the residual stream is.
-        recompute: 'selective' does not keep the output of the feed-forward layer's activation.
+        recompute: 'selective' does not keep the output of the feed-forward layer's activation, nor
+            of experts', which grouped ones make anew themselves if `config` says so.
 
     Raises:
         UserError: 'selective', of a feed-forward layer that LeanMlp is not the same as.
@@ -144,7 +146,8 @@ def layer_specs(
         with_experts = layer if own else expert_layer_spec(kind, config, layer)
     if recompute == "selective":
         mlp = layer.submodules.mlp
-        if getattr(mlp, "module", None) is not MLP or with_experts or not _is_swiglu(config):
+        is_own = with_experts is not None and family.layer_spec is not None
+        if getattr(mlp, "module", None) is not MLP or is_own or not _is_swiglu(config):
             raise UserError(
                 "train.recompute",
                 "selective",
@@ -153,6 +156,8 @@ def layer_specs(
                 "Set train.recompute=full, or none.",
             )
         layer.submodules.mlp = lean_mlp(mlp.submodules)
+        if with_experts is not None and not config.moe_grouped_gemm:
+            with_experts.submodules.mlp.submodules.experts.module = LeanExperts
     return layer, with_experts, final_norm
 
 
@@ -341,12 +346,28 @@ class LeanMlp(MLP):
         """Returns the output and the bias that is to be added to it."""
         widened, bias = self.linear_fc1(hidden_states)
         kept = CheckpointWithoutOutput(fp8=self.config.fp8)  # type: ignore[arg-type]  # None: none
-        output, output_bias = self.linear_fc2(kept.checkpoint(self._activated, widened, bias))
+        activated = kept.checkpoint(self._activated, widened, bias, per_token_scale)
+        output, output_bias = self.linear_fc2(activated)
         kept.discard_output_and_register_recompute(output)
         return output, output_bias
 
-    def _activated(self, widened: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _activated(
+        self, widened: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the product of the two halves; of an expert times the router's weights, (T,)."""
         if self.config.bias_activation_fusion:
+            if scale is not None:
+                return weighted_bias_swiglu_impl(widened, bias, scale[:, None])
             return bias_swiglu_impl(widened, bias)
         gate, up = (widened if bias is None else widened + bias).chunk(2, dim=-1)
-        return self.config.activation_func(gate) * up
+        product = self.config.activation_func(gate) * up
+        return product if scale is None else (product * scale[:, None]).to(product.dtype)
+
+
+class LeanExperts(SequentialMLP):
+    """Megatron's experts one by one, each of which makes its activation's output anew."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for expert in self.local_experts:  # SequentialMLP makes them MLPs whatever its spec says
+            expert.__class__ = LeanMlp

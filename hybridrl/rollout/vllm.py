@@ -22,6 +22,7 @@ from torch import Tensor
 from hybridrl.config.engines import ENGINES
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
+from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
 from hybridrl.models.boxes import Shape
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
@@ -41,7 +42,7 @@ from hybridrl.rollout.sampling import draw_seeds, no_logprob
 from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_decoding import DecodingSteps
-from hybridrl.rollout.vllm_experts import live_tensors
+from hybridrl.rollout.vllm_experts import deal_experts, live_tensors
 from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule, is_scheduler_known
@@ -100,14 +101,15 @@ class VllmEngine:
         shape = family.shape(settings.hf_config)
         for violation in head_dim_rule(shape.head_dim, self._device.type == "cpu"):
             raise violation
-        _, tp_rank = layout.place(rank)
-        self._layout = fused_layout(family, shape, layout.tp, tp_rank, settings.ep)
+        self._layout = _part(family, shape, layout, rank, settings.ep)
         refusals: list[ModelError] = []
         views: dict[str, Tensor] = {}
 
         def prepare(model: torch.nn.Module, version: str) -> None:
             """Runs before vLLM measures memory and captures graphs."""
             try:
+                if (experts := layout.experts_of(rank)) is not None:
+                    deal_experts(model, experts)
                 self._check(model, hf_shapes(family, shape), version)
             except ModelError as error:
                 refusals.append(error)  # raised once vLLM has started: only then can it be stopped
@@ -374,6 +376,17 @@ class VllmEngine:
     def model(self) -> torch.nn.Module:
         """This rank's live module, for those who look into it; not to be changed."""
         return self._live.model
+
+
+def _part(
+    family: Family, shape: ModelShape, layout: RolloutLayout, rank: int, ep: int
+) -> RankLayout:
+    """Returns what this rank's part of a replica holds."""
+    _, tp_rank = layout.place(rank)
+    found, experts = fused_layout(family, shape, layout.tp, tp_rank, ep), layout.experts_of(rank)
+    if experts is None:
+        return found
+    return with_experts(found, ExpertTensors(family, shape), experts)
 
 
 def _share(

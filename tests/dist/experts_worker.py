@@ -1,14 +1,16 @@
 """One rank of the experts' test: dealt over ranks, resharded into vLLM, against transformers.
 
-experts_worker.py FOLDER
+experts_worker.py FOLDER some|more
 
-FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model.
+FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model; `more` are the cases that
+`some` leaves out.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.verify import VerifyError
+from hybridrl.models.boxes import volume
 from hybridrl.models.family import read_model
 from hybridrl.models.hf import box_view
 from hybridrl.models.weights import RankLayout, megatron_layouts
@@ -32,13 +35,25 @@ from hybridrl.rollout.vllm import VllmEngine
 from hybridrl.rollout.vllm_arguments import EngineSettings
 
 WORLD = 2
-# Training layout, tensor- and expert-parallel size of the engine.
-CASES = [
-    (TrainLayout(WORLD, ep=2), 2, 2),
-    (TrainLayout(WORLD, ep=2), 2, 1),
-    (TrainLayout(WORLD, tp=2, etp=2), 2, 2),
-    (TrainLayout(WORLD, pp=2), 1, 1),
-]
+IN_ORDER = None
+ANYHOW = ((0, 3, 5, 6), (1, 2, 4, 7))  # of 8 experts
+# Model, training layout, tensor- and expert-parallel size of the engine, and its ranks' experts.
+CASES = {
+    "some": [("qwen3_moe", TrainLayout(WORLD, ep=2), 2, 2, ANYHOW)],
+    "more": [
+        ("mixtral", TrainLayout(WORLD, ep=2), 2, 2, ANYHOW),
+        *(
+            (name, train, tp, ep, IN_ORDER)
+            for name in ("qwen3_moe", "mixtral")
+            for train, tp, ep in (
+                (TrainLayout(WORLD, ep=2), 2, 2),
+                (TrainLayout(WORLD, ep=2), 2, 1),
+                (TrainLayout(WORLD, tp=2, etp=2), 2, 2),
+                (TrainLayout(WORLD, pp=2), 1, 1),
+            )
+        ),
+    ],
+}
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=10)
 LOGP_TOLERANCE = 1e-4  # float32 sums in another order, over four layers
 
@@ -70,7 +85,15 @@ def check_greedy(engine: VllmEngine, oracle: torch.nn.Module, replica: int) -> N
         assert worst < LOGP_TOLERANCE, worst
 
 
-def check(folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: int) -> None:
+def check(
+    folder: Path,
+    name: str,
+    train: TrainLayout,
+    tp: int,
+    ep: int,
+    experts: tuple[tuple[int, ...], ...] | None,
+    rank: int,
+) -> None:
     hf_config = json.loads((folder / f"{name}_0" / "config.json").read_text())
     family, shape = read_model(None, hf_config)
     sources = megatron_layouts(family, shape, train)
@@ -78,7 +101,7 @@ def check(folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: i
     settings = EngineSettings(
         hf_config, family.architectures, "float32", 4, 96, ep=ep, records_experts=True
     )
-    layout = RolloutLayout.consecutive(WORLD, tp)
+    layout = replace(RolloutLayout.consecutive(WORLD, tp), experts=experts)
     engine = VllmEngine(settings, family, layout, rank)
     hybrid = HybridEngine(
         sources, weights, engine, job_world(), staging_bytes=1 << 16, verify_every=1
@@ -89,10 +112,17 @@ def check(folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: i
         stats = hybrid.to_rollout(version)
         oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         check_greedy(engine, oracle, layout.place(rank)[0])
-    if (train.ep, ep) == (2, 2):  # each rank has its experts already, and half of the rest
-        experts = [r for r in engine.layout().regions if ".experts." in r.hf]
-        held = {(r.hf, r.hf_box) for r in sources[rank].regions}
-        assert experts and all((r.hf, r.hf_box) in held for r in experts)
+    dealt = [r for r in engine.layout().regions if ".experts." in r.hf]
+    held = {(r.hf, r.hf_box) for r in sources[rank].regions}
+    if experts is not None:
+        own = {int(r.hf.split(".experts.")[1].split(".")[0]) for r in dealt}
+        assert own == set(experts[rank])
+        # Of four experts each rank has two already.
+        brought = sum(volume(r.hf_box) for r in dealt if (r.hf, r.hf_box) not in held)
+        assert stats.received_bytes == 4 * brought > 0
+        assert 2 * brought == sum(volume(r.hf_box) for r in dealt)
+    elif (train.ep, ep) == (2, 2):  # each rank has its experts already, and half of the rest
+        assert dealt and all((r.hf, r.hf_box) in held for r in dealt)
         assert stats.received_bytes == 0
     stack = next(n for n in engine.tensors() if n.endswith("w13_weight/1"))
     finish = engine.finish_update
@@ -122,9 +152,8 @@ def main() -> None:
     start_process_group(platform, 120)
     torch.set_grad_enabled(False)
     rank = torch.distributed.get_rank()
-    for name in ("qwen3_moe", "mixtral"):
-        for train, tp, ep in CASES:
-            check(folder, name, train, tp, ep, rank)
+    for name, train, tp, ep, experts in CASES[sys.argv[2]]:
+        check(folder, name, train, tp, ep, experts, rank)
     stop_process_group()
 
 

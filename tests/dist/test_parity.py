@@ -49,6 +49,7 @@ TWO_RANKS_WITH_EXPERTS = (
     f"1,2,1,2,{ORDER}",
     f"1,1,2,1,{ORDER},ep=2",
     f"1,1,1,1,{ORDER},ep=2,full",
+    f"2,1,1,1,{ORDER},ep=2,selective",
 )
 FOUR_RANKS_WITH_EXPERTS = (
     f"1,1,1,1,{ORDER},ep=4",

@@ -95,6 +95,7 @@ TORCH_FREE = [
     "hybrid_engine/chunks.py",
     "hybrid_engine/cluster.py",
     "hybrid_engine/crossing.py",
+    "hybrid_engine/expert_maps.py",
     "hybrid_engine/order.py",
     "hybrid_engine/owned.py",
     "hybrid_engine/pieces.py",

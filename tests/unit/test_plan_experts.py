@@ -79,6 +79,16 @@ def test_plan_of_experts_counts_what_ranks_hold(config_file: Path) -> None:
     assert less == (2 + 4) * ALL_EXPERTS // 8 - exchanged  # as many groups
 
 
+def test_plan_of_experts_counts_what_is_not_kept(config_file: Path) -> None:
+    """The product of the two halves, of each of a token's two experts, in all layers."""
+    none, selective = (
+        report(config_file, "rollout.engine=vllm", f"train.recompute={way}")["memory"]
+        for way in ("none", "selective")
+    )
+    less = none["train_peak_bytes"] - selective["train_peak_bytes"]
+    assert less == 4096 * 2 * WIDTH * LAYERS * 2
+
+
 def test_plan_of_replayed_experts_counts_what_they_take(config_file: Path) -> None:
     vllm = ("rollout.engine=vllm", "rollout.eager=true", "rollout.max_new_tokens=100")
     sizes = ("data.max_prompt_tokens=28", "rollout.max_batch=16", "steps.prompts_per_step=32")
@@ -138,3 +148,20 @@ def test_vllm_on_gpus_records_experts_without_graphs_only(config_file: Path) -> 
     assert not list(graph_rules(config, is_cpu=True))
     eager = load_config_dict(content, ["rollout.eager=true"])
     assert not list(graph_rules(eager, is_cpu=False))
+
+
+def test_plan_says_how_experts_are_dealt_where_that_saves_bytes(config_file: Path) -> None:
+    """EP2 to TP4 and EP4: halves lie on ranks in turns, an engine's rank needs a quarter."""
+    vllm = ("rollout.engine=vllm", "rollout.tp=4", "rollout.ep=4", "train.ep=2")
+    found = report(config_file, *vllm, world=4)
+    assert found["reshard"]["receive_bytes"] == [0] * 4
+    rollout = found["rollout"]
+    assert [list(one) for one in rollout["experts"]] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    in_order = rollout["choices"]["experts_in_order"]["max_receive_bytes"]
+    assert in_order == 2 * ALL_EXPERTS // 4
+    said = plan_text(found)
+    assert "experts are dealt to each replica's ranks as they lie in training" in said
+    assert "at most 0 B, dealt in order 147 kB" in said
+    same = report(config_file, *vllm[:-1], "train.ep=4", world=4)
+    assert same["rollout"]["experts"] is None and "dealt in order" not in plan_text(same)
+    assert "experts_in_order" not in same["rollout"]["choices"]
