@@ -38,6 +38,7 @@ from hybridrl.hybrid_engine.cluster import TRANSPORTS as PLANNED
 from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.loop.loop import Trainer
+from hybridrl.models.expert_stacks import in_stacks
 from hybridrl.models.weights import NOTHING, fused_layouts
 from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.training.model import ParallelModel
@@ -72,8 +73,9 @@ def run_case(job: Mapping[str, Any]) -> None:
     case.save("transitions")
     if job["baselines"]:
         # Megatron's own is the last: it ends the use of the Trainer's groups.
-        case.attempt("all_gather", partial(case.gathering_way, 0))
-        case.attempt("buckets", partial(case.gathering_way, BUCKET_BYTES))
+        if case.trainer.source.shape.moe is None:  # these two know no experts
+            case.attempt("all_gather", partial(case.gathering_way, 0))
+            case.attempt("buckets", partial(case.gathering_way, BUCKET_BYTES))
         case.attempt("mbridge_vllm", lambda: case.library(case.mbridge()))
         case.attempt("megatron_resharding", lambda: case.library(case.megatron()))
     case.result["is_complete"] = True
@@ -194,7 +196,7 @@ class Case(CaseRecord):
         place = Place(
             rank=rank,
             shape=self.trainer.source.shape,
-            train=self.world.layout,
+            train=model.mesh.layout,
             sources=[model.layout_of(other) for other in range(self.world.size)],
             trained=model.weights(),
             engine=self.live,
@@ -300,7 +302,8 @@ def freeze(
     model.freeze()
     model._peer_weights = peer_weights
     if peer_weights is not None:
-        parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+        named = {n: p for chunk in model.chunks for n, p in chunk.named_parameters()}
+        parameters = [named[name] for name in reversed(in_stacks(list(named)))]
         peer_weights.move(
             [SimpleNamespace(buffers=list(map(buffer_of, parameters)), expert_parallel_buffers=[])]
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -244,11 +245,24 @@ def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleS
     layer.sharded_state_dict_keys_map = {
         own: fused for own, fused in names.items() if own != "pre_mlp_layernorm."
     }
+    if kind == "transformer_engine":
+        multiply_experts_at_once()
     if kind == "transformer_engine" and not config.fp32_residual_connection:
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer.pre_mlp_layernorm = TENorm
     return spec
+
+
+def multiply_experts_at_once() -> None:
+    """Lets transformer-engine take one CUTLASS kernel for the products of all experts of a rank, on
+    Hopper, in place of one of cuBLAS for each: the host, which starts them, is what limits many
+    small experts (benchmarks/results/train_moe_h200.json).
+
+    It looks at the variable in every call. Weight gradients, summed in fp32, stay cuBLAS's. A
+    user's own setting stays.
+    """
+    os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
 
 
 def transformer_engine_attention() -> type:

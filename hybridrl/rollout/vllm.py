@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridrl.config.engines import ENGINES
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
+from hybridrl.hybrid_engine.alias import TrainingShard, is_view, shared_views
 from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
 from hybridrl.models.boxes import Shape
 from hybridrl.models.family import Family, ModelShape
@@ -125,11 +125,7 @@ class VllmEngine:
             raise refusals[0]
         self._tensors = live_tensors(self._live.model)
         # A layer that vLLM repacked after loading has memory of its own again.
-        self.shared = frozenset(
-            name
-            for name, view in views.items()
-            if self._tensors[name].data_ptr() == view.data_ptr()
-        )
+        self.shared = frozenset(n for n, one in self._tensors.items() if is_view(n, one, views))
         self._agreement = TokenAgreement(self._live.tp_group)
         scheduler = self._live.llm.engine_core.engine_core.scheduler
         self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))

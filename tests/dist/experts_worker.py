@@ -11,19 +11,23 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from job_world import job_world
 from safetensors.torch import load_file
 from tiny_models import chosen_by
 from transformers import AutoModelForCausalLM
 
+from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.boxes import volume
+from hybridrl.models.expert_stacks import in_stacks
 from hybridrl.models.family import read_model
 from hybridrl.models.hf import box_view
 from hybridrl.models.weights import RankLayout, megatron_layouts
@@ -65,6 +69,26 @@ def write(layout: RankLayout, tensors: dict[str, torch.Tensor], hf: dict[str, An
         box_view(tensors[region.local], region.local_box).copy_(part)
 
 
+def in_buffer(layout: RankLayout) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a training layout in one buffer, in Megatron's order."""
+    order = in_stacks(sorted(layout.shapes))[::-1]
+    sizes = [prod(layout.shapes[name]) for name in order]
+    parts = torch.zeros(sum(sizes)).split(sizes)
+    return {n: part.view(layout.shapes[n]) for n, part in zip(order, parts, strict=True)}
+
+
+def check_shared(engine: VllmEngine, source: RankLayout) -> None:
+    """All experts of a layer that the rank trains with, and no others, are the trainer's memory."""
+    held = {(r.hf, r.hf_box) for r in source.regions}
+    needed: dict[str, list[bool]] = {}
+    for region in engine.layout().regions:
+        stack, _, index = region.local.partition("/")
+        if index:
+            needed.setdefault(stack, []).append((region.hf, region.hf_box) in held)
+    stacks = {name.partition("/")[0] for name in engine.shared if "/" in name}
+    assert stacks == {stack for stack, found in needed.items() if all(found)}
+
+
 def check_greedy(engine: VllmEngine, oracle: torch.nn.Module, replica: int) -> None:
     rng = np.random.default_rng(replica)
     asked = [
@@ -97,12 +121,14 @@ def check(
     hf_config = json.loads((folder / f"{name}_0" / "config.json").read_text())
     family, shape = read_model(None, hf_config)
     sources = megatron_layouts(family, shape, train)
-    weights = {name: torch.zeros(size) for name, size in sources[rank].shapes.items()}
+    weights = in_buffer(sources[rank])
     settings = EngineSettings(
         hf_config, family.architectures, "float32", 4, 96, ep=ep, records_experts=True
     )
     layout = replace(RolloutLayout.consecutive(WORLD, tp), experts=experts)
-    engine = VllmEngine(settings, family, layout, rank)
+    shard = TrainingShard(sources[rank], weights)
+    engine = VllmEngine(settings, family, layout, rank, shard=shard)
+    check_shared(engine, sources[rank])
     hybrid = HybridEngine(
         sources, weights, engine, job_world(), staging_bytes=1 << 16, verify_every=1
     )
@@ -124,11 +150,27 @@ def check(
     elif (train.ep, ep) == (2, 2):  # each rank has its experts already, and half of the rest
         assert dealt and all((r.hf, r.hf_box) in held for r in dealt)
         assert stats.received_bytes == 0
-    stack = next(n for n in engine.tensors() if n.endswith("w13_weight/1"))
+    copied = [n for n in engine.tensors() if n.endswith("w13_weight/1") and n not in engine.shared]
+    if any(everyone_has(bool(copied))):
+        check_swapped(engine, hybrid, copied[0] if copied else "", rank)
+    hybrid.close()
+    engine.close()
+    print(f"rank {rank} {name} {train} -> tp {tp} ep {ep}: equal", flush=True)
+
+
+def everyone_has(mine: bool) -> list[bool]:
+    found = [False] * WORLD
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def check_swapped(engine: VllmEngine, hybrid: HybridEngine, stack: str, rank: int) -> None:
+    """An expert in the place of another, on the last rank that copies experts, is named."""
+    culprit = max(r for r, has in enumerate(everyone_has(bool(stack))) if has)
     finish = engine.finish_update
 
     def plant(version: int) -> None:
-        if rank == 1:
+        if rank == culprit:
             first, other = (engine.tensors()[f"{stack[:-1]}{i}"] for i in (0, 1))
             other.copy_(first)
         finish(version)
@@ -137,12 +179,10 @@ def check(
     try:
         hybrid.to_rollout()
     except VerifyError as error:
-        assert str(error).startswith(stack) and "rank 1" in str(error), error
+        said = str(error)
+        assert f"rank {culprit}" in said and (rank != culprit or said.startswith(stack)), error
     else:
         raise AssertionError("one expert in the place of another was not found")
-    hybrid.close()
-    engine.close()
-    print(f"rank {rank} {name} {train} -> tp {tp} ep {ep}: equal", flush=True)
 
 
 def main() -> None:
