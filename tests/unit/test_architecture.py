@@ -90,6 +90,7 @@ TORCH_FREE = [
     "cli/*.py",
     "parallel/layout.py",
     "models/weights.py",
+    "models/cuts.py",
     "models/family.py",
     "models/families/*.py",
     "hybrid_engine/chunks.py",
