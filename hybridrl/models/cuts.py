@@ -36,6 +36,8 @@ def megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
     """Returns the cut of a row without experts for Megatron; raises ModelError if it cannot be."""
     if row.kind == "vocab":
         return _vocab_cut(row, shape.padded_vocab(tp), tp, tp_rank)
+    if row.kind == "heads":
+        _even(row, shape.num_heads, tp, tp_rank)
     if row.kind != "qkv":
         return plain_cut(row, tp, tp_rank)
     _heads(row, shape, tp, tp_rank)
@@ -49,6 +51,8 @@ def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
     if row.kind == "vocab":
         padded = -(-shape.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
         return _vocab_cut(row, padded, tp, tp_rank)
+    if row.kind == "heads":
+        _even(row, shape.num_heads, tp, tp_rank)
     if row.kind != "qkv":
         return plain_cut(row, tp, tp_rank)
     (q0, q1), (kv0, kv1) = _heads(row, shape, tp, tp_rank)
@@ -63,7 +67,7 @@ def plain_cut(row: Row, tp: int, tp_rank: int, key: str = "train.tp or rollout.t
         ModelError: `tp` does not divide a part.
     """
     if row.kind == "replicated":
-        return Cut(0, [Run(0, 0, row.shapes[0][0])])
+        return Cut(0, [Run(part, 0, shape[0]) for part, shape in enumerate(row.shapes)])
     dim = 1 if row.kind == "row" else 0
     ends = [_even(row, shape[dim], tp, tp_rank, key) for shape in row.shapes]
     return Cut(dim, [Run(part, start, stop) for part, (start, stop) in enumerate(ends)])

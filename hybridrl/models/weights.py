@@ -25,13 +25,12 @@ VALUE_HEAD = "score.weight"  # the HF tensor of a value head
 EXPERTS = ".mlp.experts."  # in the name of every local tensor that is cut and dealt as experts are
 # Parameter names where transformer-engine fuses a norm into the linear layer that follows it.
 _LAYER = "decoder.layers.{L}."
+# Norms before a mixture of experts and before latent attention stand alone: several layers read
+# their output.
+INPUT_NORM, PRE_MLP_NORM = (f"{_LAYER}{n}_layernorm.weight" for n in ("input", "pre_mlp"))
 TE_NAMES = {
-    f"{_LAYER}input_layernorm.weight": f"{_LAYER}self_attention.linear_qkv.layer_norm_weight",
-    f"{_LAYER}pre_mlp_layernorm.weight": f"{_LAYER}mlp.linear_fc1.layer_norm_weight",
-}
-# The norm before a mixture of experts stands alone: its output goes to the router as well.
-TE_NAMES_WITH_EXPERTS = {
-    own: fused for own, fused in TE_NAMES.items() if "pre_mlp_layernorm" not in own
+    INPUT_NORM: f"{_LAYER}self_attention.linear_qkv.layer_norm_weight",
+    PRE_MLP_NORM: f"{_LAYER}mlp.linear_fc1.layer_norm_weight",
 }
 # Parameter names where transformer-engine multiplies all experts of a rank at once.
 GROUPED_NAMES = {
@@ -139,7 +138,7 @@ def megatron_layout(
                 for index, layer in enumerate(layers):
                     if layer not in held_layers:
                         continue
-                    name = f"{chunk}/{_megatron_name(row, shape.has_experts(layer), te, grouped)}"
+                    name = f"{chunk}/{_megatron_name(row, shape, layer, te, grouped)}"
                     for local, expert in enumerate(experts):
                         held.add(row, layer, name.format(L=index, E=local), cut, expert)
         elif row.stage == "first" and where.pp == 0:
@@ -190,7 +189,8 @@ def fused_layout(
     """Returns what one tensor-parallel rank of an engine with fused projections holds.
 
     Names and order are vLLM's. `qkv_proj` is [queries; keys; values] of the rank's heads, with
-    key-value heads repeated where `tp` exceeds them; `gate_up_proj` is [gate; up]; vocabularies are
+    key-value heads repeated where `tp` exceeds them; `gate_up_proj` is [gate; up];
+    `fused_qkv_a_proj` the projection down to [queries; keys and values]; vocabularies are
     padded to a multiple of 64; tied models hold no `lm_head`. Of an engine's tensor that stacks the
     rank's experts each is a local tensor, `<parameter>/<index on the rank>`: of `w13_weight` [gate;
     up], of `w2_weight` down.
@@ -215,6 +215,8 @@ def fused_layout(
             name = name.replace(".q_proj.", ".qkv_proj.")
         elif row.kind == "gate_up":
             name = name.replace(".gate_proj.", ".gate_up_proj.")
+        elif row.kind == "replicated" and len(row.parts) > 1:
+            name = name.replace(".q_a_proj.", ".fused_qkv_a_proj.")
         for layer in _layers(row, shape):
             held.add(row, layer, name.format(L=layer), cut)
     return held.layout()
@@ -356,10 +358,12 @@ def _experts(row: Row, layout: TrainLayout, rank: int) -> Sequence[int]:
     return layout.experts(rank, row.num_experts) if row.num_experts else (0,)
 
 
-def _megatron_name(row: Row, has_experts: bool, te: bool, grouped: bool) -> str:
+def _megatron_name(row: Row, shape: ModelShape, layer: int, te: bool, grouped: bool) -> str:
     name = row.megatron
-    if te:
-        name = (TE_NAMES_WITH_EXPERTS if has_experts else TE_NAMES).get(name, name)
+    alone = {PRE_MLP_NORM} if shape.has_experts(layer) else set()
+    alone |= {INPUT_NORM} if shape.latent is not None else set()
+    if te and name not in alone:
+        name = TE_NAMES.get(name, name)
     return GROUPED_NAMES.get(name, name) if grouped else name
 
 

@@ -21,7 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from hybridrl.config.schema import MoeLosses, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
-from hybridrl.models.family import resolve_family
+from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.router import load_of
 from hybridrl.models.weights import hf_shapes
@@ -66,8 +66,12 @@ def replaying(oracle, experts_TLK: torch.Tensor | None):
         def hook(gate, _, output):
             logits_TE, _, own_TK = output
             chosen_TK = torch.cat((experts_TLK[:-1, layer].long(), own_TK[-1:]))
-            weights_TK = logits_TE.float().softmax(-1).gather(1, chosen_TK)
-            return logits_TE, weights_TK / weights_TK.sum(-1, keepdim=True), chosen_TK
+            has_bias = hasattr(gate, "e_score_correction_bias")
+            scores_TE = logits_TE.sigmoid() if has_bias else logits_TE.float().softmax(-1)
+            weights_TK = scores_TE.gather(1, chosen_TK)
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+            scale = gate.routed_scaling_factor if has_bias else 1
+            return logits_TE, weights_TK * scale, chosen_TK
 
         return hook
 
@@ -89,7 +93,11 @@ def objective(output, micro):
 def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Returns, for every HF tensor, this rank's reduced gradients and where it holds them."""
     shapes = hf_shapes(model.source.family, model.source.shape, model.head)
-    found = {n: (torch.zeros(s), torch.zeros(s, dtype=torch.bool)) for n, s in shapes.items()}
+    found = {
+        name: (torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
+        for name, shape in shapes.items()
+        if not is_kept_in_fp32(name)  # the bias of a router, which has no gradient
+    }
     local = {}
     for index, chunk in enumerate(model.chunks):
         for name, parameter in chunk.named_parameters():
@@ -103,6 +111,8 @@ def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor,
                 held.view(parameter.shape),
             )
     for region in model.layout().regions:
+        if region.hf not in found:
+            continue
         gradient, held = local[region.local]
         inner = tuple(slice(a, b) for a, b in region.local_box)
         outer = tuple(slice(a, b) for a, b in region.hf_box)

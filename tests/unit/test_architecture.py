@@ -64,6 +64,7 @@ WALLS = {
         "models/norm.py",
         "models/replay.py",
         "models/heads.py",
+        "models/latent_attention.py",
         "models/layers.py",
         "models/router.py",
         "training/optimizer.py",
