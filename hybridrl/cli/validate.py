@@ -383,7 +383,7 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
         return
     if hf_config:  # else what is wrong with it is said already
         _, shape = read_model(config.model.family, hf_config)
-        yield from package.model_rules(shape.head_dim, is_cpu)
+        yield from package.model_rules(shape.head_dim, is_cpu, shape.latent_dim)
     yield from graph_rules(config, is_cpu)
 
 

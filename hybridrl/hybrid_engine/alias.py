@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hybridrl.hybrid_engine.wire import kept_tensors
 from hybridrl.models.boxes import Box
 from hybridrl.models.weights import RankLayout
 
@@ -37,12 +38,13 @@ class TrainingShard:
 def shared_names(source: RankLayout, target: RankLayout) -> dict[str, str]:
     """Returns, by engine name, the training tensor that holds the same rectangles at the same
     places, with rows of the same length and no fewer of them. None of an expert, which is part of a
-    parameter: `<parameter>/<index>`.
+    parameter: `<parameter>/<index>`; none that is kept in fp32, whatever the engine's type.
     """
+    kept = kept_tensors(target)
     held = {content: name for name, content in _contents(source).items()}
     found = {}
     for name, content in _contents(target).items():
-        if content in held and "/" not in name:
+        if content in held and "/" not in name and name not in kept:
             one, other = source.shapes[held[content]], target.shapes[name]
             if one[1:] == other[1:] and one[0] >= other[0]:
                 found[name] = held[content]

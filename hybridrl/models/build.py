@@ -239,13 +239,21 @@ def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Returns this rank's weights under the weight table's local names, "<chunk>/<megatron name>":
     its parameters, and the buffers that are weights too.
     """
-    return {
-        f"{index}/{name}": weight.data
+    parameters = {
+        f"{index}/{name}": parameter.data
         for index, chunk in enumerate(chunks)
-        for name, weight in (*chunk.named_parameters(), *_weight_buffers(chunk))
+        for name, parameter in chunk.named_parameters()
     }
+    return parameters | weight_buffers(chunks)
 
 
-def _weight_buffers(chunk: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns the biases of routers, which Megatron has as buffers: no gradient changes them."""
-    return [one for one in chunk.named_buffers() if one[0].endswith(ROUTER_BIAS)]
+def weight_buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Returns, under such names, the biases of routers, fp32: buffers, since no gradient changes
+    them.
+    """
+    return {
+        f"{index}/{name}": buffer
+        for index, chunk in enumerate(chunks)
+        for name, buffer in chunk.named_buffers()
+        if name.endswith(ROUTER_BIAS)
+    }

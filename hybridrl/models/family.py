@@ -117,6 +117,22 @@ class ModelShape:
         """Returns whether the feed-forward layer of `layer` is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
+    @property
+    def latent_dim(self) -> int | None:
+        """Returns what latent attention caches of a token and layer; None: attention is another."""
+        return None if self.latent is None else self.latent.cached_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Returns the size of an attention head's value."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    def cached_elements(self, tp: int) -> int:
+        """Returns the elements that one of `tp` ranks of an engine caches of a token and layer."""
+        if self.latent is not None:
+            return self.latent.cached_dim  # the same on every rank
+        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # repeated where ranks are more
+
     def padded_vocab(self, tp: int) -> int:
         """Returns the number of rows of Megatron's embedding at tensor-parallel size `tp`.
 

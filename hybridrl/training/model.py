@@ -20,7 +20,7 @@ from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.hybrid_engine.engine import gather_layouts
 from hybridrl.hybrid_engine.owned import owned_layout
-from hybridrl.models.build import build_chunks, named_weights, transformer_config
+from hybridrl.models.build import build_chunks, named_weights, transformer_config, weight_buffers
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.layers import choose_layers, shares_prompts
 from hybridrl.models.replay import check_layers, replay_metrics
@@ -207,6 +207,7 @@ class ParallelModel:
             of_ranks = dict(zip(self.mesh.ranks, parts, strict=True))
             return [of_ranks.get(rank, NOTHING) for rank in range(self.world.size)]
         ranges = owned_ranges(self._chunks, self._optimizer)
+        ranges |= {name: (0, bias.numel()) for name, bias in weight_buffers(self._chunks).items()}
         return gather_layouts(owned_layout(self.layout(), ranges), self.world)
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -76,7 +76,8 @@ WALLS = {
     ],
     "transformer_engine": ["platform.py"],
     "vllm": [
-        f"rollout/vllm{part}.py" for part in ("", "_decoding", "_experts", "_routing", "_start")
+        f"rollout/vllm{part}.py"
+        for part in ("", "_decoding", "_experts", "_latent", "_routing", "_start")
     ],
     "triton": ["../kernels/*"],
     "ray": ["cli/launch.py"],
@@ -104,6 +105,7 @@ TORCH_FREE = [
     "hybrid_engine/assign.py",
     "hybrid_engine/proof.py",
     "hybrid_engine/senders.py",
+    "hybrid_engine/wire.py",
     "rollout/vllm_version.py",
     "data/packing.py",
     "data/balance.py",
