@@ -34,14 +34,14 @@ from hybridrl.hybrid_engine.phases import (
 from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.hybrid_engine.quantized import check_scales
-from hybridrl.hybrid_engine.target import WeightTarget, scales_of
+from hybridrl.hybrid_engine.target import WeightTarget, scales_of, stale_copy_of
 from hybridrl.hybrid_engine.transport import (
     Peers,
     Traffic,
     Transport,
     TransportError,
 )
-from hybridrl.hybrid_engine.verify import verify
+from hybridrl.hybrid_engine.verify import VerifyError, verify
 from hybridrl.hybrid_engine.wire import wire_views
 from hybridrl.models.weights import RankLayout, check_tensors
 from hybridrl.parallel.failure import PeerError
@@ -225,6 +225,8 @@ class HybridEngine:
         self._target.finish_update(self.version)
         if is_due and not frees:  # what the engine did to its parameters is seen too
             verify_seconds = self._timed_verify()
+        if is_due:
+            self._verify_copies()
         seconds = time.perf_counter() - start - verify_seconds
         moved = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes)
         own = (*moved, traffic.messages, seconds, self._headroom.spare_bytes())
@@ -317,6 +319,16 @@ class HybridEngine:
         ends = self._weights, self._written()
         scales = scales_of(self._target)
         verify(self.plan, self._peers, *ends, self._wire_dtype, scales)
+
+    def _verify_copies(self) -> None:
+        """Raises VerifyError, on every rank, if an engine computes with copies of older weights."""
+        stale = self._peers.gather_objects(stale_copy_of(self._target))
+        for rank, name in enumerate(stale):
+            if name is not None:
+                raise VerifyError(
+                    f"{name} of the engine on rank {rank} differs from the parameter that it is a "
+                    "copy of"
+                )
 
     def _timed_verify(self) -> float:
         """Verifies; returns the seconds that it took."""

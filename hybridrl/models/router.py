@@ -166,6 +166,21 @@ def load_of(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int
     return found
 
 
+@torch.no_grad()
+def balance(chunks: Iterable[torch.nn.Module], load: Tensor, rate: float) -> None:
+    """Moves the bias of every expert by `rate` towards even use: down where it got more tokens than
+    the mean of its layer, up where fewer (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
+
+    Args:
+        chunks: of a model on this rank, whose routers have biases.
+        load: as from `load_of`, of all ranks.
+        rate: of the step.
+    """
+    for router in routers(chunks):
+        tokens_E = load[router.layer_number - 1, :-1]
+        router.expert_bias.add_(rate * (tokens_E.mean() - tokens_E).sign().to(router.expert_bias))
+
+
 def replayed_of(chunks: Iterable[torch.nn.Module], num_layers: int) -> Tensor:
     """Returns what this rank's routers have counted of replays, (L, COUNTS) float64 on the CPU."""
     found = torch.zeros(num_layers, COUNTS, dtype=torch.float64)

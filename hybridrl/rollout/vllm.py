@@ -42,7 +42,7 @@ from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_decoding import DecodingSteps
 from hybridrl.rollout.vllm_experts import live_tensors
-from hybridrl.rollout.vllm_latent import absorb
+from hybridrl.rollout.vllm_latent import absorb, stale_copy
 from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule, is_scheduler_known
@@ -171,6 +171,10 @@ class VllmEngine:
     def tensors(self) -> Mapping[str, Tensor]:
         """Returns the live parameters, which generation reads; written in place, never replaced."""
         return self._tensors
+
+    def stale_copy(self) -> str | None:
+        """Returns the first copy of a parameter that is not of its present weights, if any."""
+        return stale_copy(self._live.model)
 
     def sleep(self, keeps_memory: bool = False) -> None:
         """Stops generation and gives weights and KV cache back; running requests keep their tokens.

