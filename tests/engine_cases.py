@@ -19,6 +19,7 @@ from tiny_models import LATENT
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.transformers_weights import checkpoint_tensors
 from hybridrl.parallel.layout import RolloutLayout
@@ -159,7 +160,9 @@ def make_engine(
     return engine
 
 
-def start_vllm(name: str, max_batch: int = 8, **changes: Any) -> Any:
+def start_vllm(
+    name: str, max_batch: int = 8, shard: TrainingShard | None = None, **changes: Any
+) -> Any:
     """Starts an engine without weights; `close_engines` ends it."""
     vllm_kernels.register()
     config = VLLM_ALL[name]
@@ -173,7 +176,7 @@ def start_vllm(name: str, max_batch: int = 8, **changes: Any) -> Any:
         "kv_cache_bytes": 8 << 20,
     }
     settings = EngineSettings(**{**fields, **changes})
-    engine = VllmEngine(settings, family, RolloutLayout.consecutive(1, 1), rank=0)
+    engine = VllmEngine(settings, family, RolloutLayout.consecutive(1, 1), rank=0, shard=shard)
     opened.append(engine)
     return engine
 

@@ -206,7 +206,7 @@ class Family:
     rows: Callable[[ModelShape], tuple[Row, ...]]
     layer_spec: Callable[..., Any] | None = None
     config_keys: Collection[str] = DECODER_KEYS
-    stated: Mapping[str, Any] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def is_kept_in_fp32(hf_name: str) -> bool:

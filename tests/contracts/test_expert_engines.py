@@ -30,10 +30,19 @@ from tiny_models import chosen_by
 
 from hybridrl.errors import ModelError
 from hybridrl.generation.saved_rollouts import rollout_state
+from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.models.family import resolve_family
+from hybridrl.models.hf import allocate
 from hybridrl.models.transformers_weights import checkpoint_tensors
-from hybridrl.models.weights import RankLayout, check_layout, fused_layout, hf_shapes
+from hybridrl.models.weights import (
+    RankLayout,
+    check_layout,
+    fused_layout,
+    hf_shapes,
+    megatron_layout,
+)
 from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.vllm_experts import experts_forward
@@ -187,6 +196,27 @@ def test_vllm_engine_refuses_a_table_with_experts_elsewhere(
     monkeypatch.setattr("hybridrl.rollout.vllm.fused_layout", faulty)
     with pytest.raises(ModelError, match=named):
         start_vllm(model)
+
+
+@NEEDS_VLLM[0]
+@NEEDS_VLLM[1]
+def test_latent_attention_computes_with_weights_that_are_the_trainers() -> None:
+    """vLLM's copies of the projection up are then of memory that it no longer has."""
+    config = VLLM_EXPERT_MODELS[DEEPSEEK]
+    family = resolve_family(None, config)
+    layout = megatron_layout(family, family.shape(config), TrainLayout(1), 0)
+    shard = TrainingShard(layout, allocate(layout, torch.float32))
+    engine = start_vllm(DEEPSEEK, shard=shard)
+    assert "model.layers.0.self_attn.kv_b_proj.weight" in engine.shared
+    for version in range(2):
+        model = make_reference(DEEPSEEK, version)
+        write_weights(engine, model, version)
+        requests = make_requests(4, SamplingParams(temperature=0.0, max_new_tokens=9))
+        for request, completion in zip(requests, generate(engine, requests), strict=True):
+            expected = expected_logps(model, request, completion)
+            torch.testing.assert_close(
+                torch.tensor(completion.logps), expected, rtol=0, atol=LOGP_TOLERANCE
+            )
 
 
 @NEEDS_VLLM[0]

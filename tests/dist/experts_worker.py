@@ -129,7 +129,12 @@ def check(folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: i
 def check_stale(
     hybrid: HybridEngine, engine: VllmEngine, weights: dict[str, torch.Tensor], rank: int
 ) -> None:
-    """Copies of the projection up, and a router's bias, that stay those of older weights."""
+    """Copies of the projection up, and a router's bias, that stay those of older weights.
+
+    The copies of this vLLM on CPU are views of the weight, unless that is shared with the trainer.
+    """
+    for layer in (part for part in engine.model.modules() if hasattr(part, "W_UV")):
+        layer.W_UV.data, layer.W_UK_T.data = layer.W_UV.clone(), layer.W_UK_T.clone()
     for name, weight in weights.items():
         if name.endswith(("linear_kv_up_proj.weight", "expert_bias")):
             weight.add_(1)

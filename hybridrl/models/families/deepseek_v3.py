@@ -145,7 +145,7 @@ FAMILY = Family(
     config_keys=DECODER_KEYS
     | EXPERT_KEYS
     | LATENT_KEYS
-    | STATED.keys()
+    | frozenset(STATED)
     | WITHOUT_EFFECT
     | {
         "attention_bias",
