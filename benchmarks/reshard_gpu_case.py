@@ -304,9 +304,14 @@ def freeze(
     if peer_weights is not None:
         named = {n: p for chunk in model.chunks for n, p in chunk.named_parameters()}
         parameters = [named[name] for name in reversed(in_stacks(list(named)))]
-        peer_weights.move(
-            [SimpleNamespace(buffers=list(map(buffer_of, parameters)), expert_parallel_buffers=[])]
+        wrapped = SimpleNamespace(
+            buffers=list(map(buffer_of, parameters)),
+            expert_parallel_buffers=[],
+            named_buffers=lambda: (
+                pair for chunk in model.chunks for pair in chunk.named_buffers()
+            ),
         )
+        peer_weights.move([wrapped])
 
 
 def buffer_of(parameter: torch.nn.Parameter) -> SimpleNamespace:

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 import vllm_kernels
+from tiny_models import LATENT
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridrl.models.family import resolve_family
+from hybridrl.hybrid_engine.alias import TrainingShard
+from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.transformers_weights import checkpoint_tensors
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
@@ -83,8 +85,17 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "mixtral": {**TINY, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek-v3": {
+        **TINY,
+        **LATENT,
+        "model_type": "deepseek_v3",
+        "head_dim": LATENT["qk_rope_head_dim"],
+    },
 }
+# What vLLM's kernel for latent attention has on CPU.
+WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 VLLM_EXPERT_MODELS = {f"vllm-{name}": {**model, **WIDE} for name, model in EXPERT_MODELS.items()}
+VLLM_EXPERT_MODELS["vllm-deepseek-v3"] |= WIDE_LATENT
 EXPERTS = {**EXPERT_MODELS, **VLLM_EXPERT_MODELS}
 VLLM_ALL = {**VLLM_MODELS, **VLLM_EXPERT_MODELS}
 ALL_MODELS = {**HF_MODELS, **WINDOWED_MODELS, **VLLM_MODELS, **EXPERTS}
@@ -113,6 +124,9 @@ def make_reference(name: str, seed: int = 0) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             scale = 0.3 * (TINY["hidden_size"] / config.hidden_size) ** 0.5
             parameter.copy_(scale * noise if parameter.ndim > 1 else 1 + 0.1 * noise)
+        for buffer_name, buffer in model.named_buffers():
+            if is_kept_in_fp32(buffer_name):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -146,13 +160,15 @@ def make_engine(
     return engine
 
 
-def start_vllm(name: str, max_batch: int = 8, **changes: Any) -> Any:
+def start_vllm(
+    name: str, max_batch: int = 8, shard: TrainingShard | None = None, **changes: Any
+) -> Any:
     """Starts an engine without weights; `close_engines` ends it."""
     vllm_kernels.register()
     config = VLLM_ALL[name]
     family = resolve_family(None, config)
     fields: dict[str, Any] = {
-        "hf_config": config,
+        "hf_config": {**family.stated, **config},
         "architectures": family.architectures,
         "dtype": "float32",
         "max_batch": max_batch,
@@ -160,7 +176,7 @@ def start_vllm(name: str, max_batch: int = 8, **changes: Any) -> Any:
         "kv_cache_bytes": 8 << 20,
     }
     settings = EngineSettings(**{**fields, **changes})
-    engine = VllmEngine(settings, family, RolloutLayout.consecutive(1, 1), rank=0)
+    engine = VllmEngine(settings, family, RolloutLayout.consecutive(1, 1), rank=0, shard=shard)
     opened.append(engine)
     return engine
 

@@ -67,13 +67,14 @@ class EnginePackage:
         is_installed: whether any build of it is there.
         installed_version: given whether the host is without GPUs, returns build and version; raises
             UserError where the package is missing or does not fit.
-        model_rules: given the size of an attention head and whether the host is without GPUs, the
-            violations of models that it cannot run there.
+        model_rules: given the size of an attention head, whether the host is without GPUs, and what
+            latent attention caches of a token (None: there is none), the violations of models that
+            it cannot run there.
     """
 
     is_installed: Callable[[], bool]
     installed_version: Callable[[bool], str]
-    model_rules: Callable[[object, bool], Iterable[UserError]]
+    model_rules: Callable[[int, bool, int | None], Iterable[UserError]]
 
 
 ENGINES = {

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hybridrl.hybrid_engine.wire import kept_tensors
 from hybridrl.models.boxes import Box
 from hybridrl.models.expert_stacks import is_run
 from hybridrl.models.weights import RankLayout
@@ -39,17 +40,19 @@ class TrainingShard:
 
 def shared_names(source: RankLayout, target: RankLayout) -> dict[str, str]:
     """Returns, by engine name, the training tensor that holds the same rectangles at the same
-    places, with rows of the same length and no fewer of them.
+    places, with rows of the same length and no fewer of them. None of what is kept in fp32,
+    whatever the engine's type.
 
     Experts of a stack, `<parameter>/<index>`, are found all or none, and only where they follow one
     another in training too.
     """
+    kept = kept_tensors(target)
     held = {content: name for name, content in _contents(source).items()}
     found: dict[str, str] = {}
     stacks: dict[str, list[str]] = {}
     for name, content in _contents(target).items():
         stack, _, index = name.partition("/")
-        if content in held:
+        if content in held and name not in kept:
             one, other = source.shapes[held[content]], target.shapes[name]
             if one[1:] == other[1:] and one[0] >= other[0]:
                 found[name] = held[content]

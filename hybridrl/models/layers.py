@@ -24,14 +24,16 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from hybridrl.errors import UserError
 from hybridrl.models.attention import GatherKeys, PackedAttention
 from hybridrl.models.family import Family
+from hybridrl.models.latent_attention import LatentAttention, LatentSubmodules
 from hybridrl.models.norm import TorchNorm
 from hybridrl.models.replay import ReplayingLayer
 from hybridrl.models.router import Router
@@ -168,9 +170,38 @@ def _layer_spec(
     if family.layer_spec is not None:
         layer, final_norm = family.layer_spec(config)
         return copy.deepcopy(layer), final_norm  # a user's spec may serve other models too
+    is_te = kind == "transformer_engine"
+    layer, norm = (transformer_engine_layer_spec if is_te else torch_layer_spec)(config)
+    if isinstance(config, MLATransformerConfig):
+        _attend_over_latents(kind, layer, norm)
+    return layer, norm
+
+
+def _attend_over_latents(kind: LayerKind, layer: ModuleSpec, norm: type) -> None:
+    """Puts latent attention into a layer, its first norm before it."""
+    pieces = LatentSubmodules()
     if kind == "transformer_engine":
-        return transformer_engine_layer_spec(config)
-    return torch_layer_spec(config)
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TENorm,
+            TERowParallelLinear,
+        )
+
+        linears = TEColumnParallelLinear, TERowParallelLinear
+        pieces = LatentSubmodules(transformer_engine_attention(), *linears, TENorm)
+    parts = layer.submodules
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    parts.self_attention = ModuleSpec(LatentAttention, params=causal, submodules=pieces)
+    parts.input_layernorm = norm
+    _keep_name(layer, "input_layernorm.")
+
+
+def _keep_name(layer: ModuleSpec, name: str) -> None:
+    """Lets a norm that stands alone keep its own name in checkpoints."""
+    names = layer.submodules.sharded_state_dict_keys_map
+    layer.submodules.sharded_state_dict_keys_map = {
+        own: fused for own, fused in names.items() if own != name
+    }
 
 
 def _is_swiglu(config: TransformerConfig) -> bool:
@@ -229,8 +260,7 @@ def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec
 def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleSpec) -> ModuleSpec:
     """Returns a layer like `dense`, with a mixture of experts for its feed-forward layer.
 
-    The norm before it stands alone, since the router reads its output too; so it keeps its own name
-    in checkpoints.
+    The norm before it stands alone, since the router reads its output too.
     """
     spec = copy.deepcopy(dense)
     layer = spec.submodules
@@ -241,10 +271,7 @@ def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleS
     )
     layer.mlp.submodules.router = Router
     spec.module = ReplayingLayer
-    names = layer.sharded_state_dict_keys_map
-    layer.sharded_state_dict_keys_map = {
-        own: fused for own, fused in names.items() if own != "pre_mlp_layernorm."
-    }
+    _keep_name(spec, "pre_mlp_layernorm.")
     if kind == "transformer_engine":
         multiply_experts_at_once()
     if kind == "transformer_engine" and not config.fp32_residual_connection:

@@ -43,6 +43,7 @@ from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_decoding import DecodingSteps
 from hybridrl.rollout.vllm_experts import deal_experts, live_tensors
+from hybridrl.rollout.vllm_latent import absorb, stale_copy
 from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule, is_scheduler_known
@@ -53,7 +54,7 @@ LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
 def build(inputs: EngineInputs) -> VllmEngine:
     """Builds this rank's part of a replica; collective over the world."""
     settings = EngineSettings(
-        inputs.hf_config,
+        {**inputs.family.stated, **inputs.hf_config},
         inputs.family.architectures,
         inputs.dtype_name,
         inputs.rollout.max_batch,
@@ -99,7 +100,8 @@ class VllmEngine:
         self._device = torch.device(device)
         self._settings = settings
         shape = family.shape(settings.hf_config)
-        for violation in head_dim_rule(shape.head_dim, self._device.type == "cpu"):
+        is_cpu = self._device.type == "cpu"
+        for violation in head_dim_rule(shape.head_dim, is_cpu, shape.latent_dim):
             raise violation
         self._layout = _part(family, shape, layout, rank, settings.ep)
         refusals: list[ModelError] = []
@@ -168,6 +170,10 @@ class VllmEngine:
         """Returns the live parameters, which generation reads; written in place, never replaced."""
         return self._tensors
 
+    def stale_copy(self) -> str | None:
+        """Returns the first copy of a parameter that is not of its present weights, if any."""
+        return stale_copy(self._live.model)
+
     def sleep(self, keeps_memory: bool = False) -> None:
         """Stops generation and gives weights and KV cache back; running requests keep their tokens.
 
@@ -196,6 +202,7 @@ class VllmEngine:
             raise RuntimeError("vLLM kept its prefix cache, which holds keys of older weights")
         if self._experts is not None:
             self._experts.forget()
+        absorb(self._live.model)
         self._version = version
         self._is_updating = False
 

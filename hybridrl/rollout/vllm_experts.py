@@ -17,16 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrl.errors import ModelError
+from hybridrl.rollout.vllm_latent import ABSORBED
 
 STACKS = ("w13_weight", "w2_weight")  # gate over up, and down, of all experts of a rank
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Returns vLLM's live parameters by the names of `fused_layout`: of one that stacks the experts
-    of this rank, (E, rows, columns), each expert's matrix as `<parameter>/<index>`.
+    of this rank, (E, rows, columns), each expert's matrix as `<parameter>/<index>`. Without copies
+    of others that vLLM has as parameters.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] in ABSORBED:
+            continue
         if name.rpartition(".")[2] in STACKS:
             found |= {f"{name}/{i}": one for i, one in enumerate(parameter.data)}
         else:

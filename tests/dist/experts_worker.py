@@ -1,9 +1,9 @@
 """One rank of the experts' test: dealt over ranks, resharded into vLLM, against transformers.
 
-experts_worker.py FOLDER some|more
+experts_worker.py FOLDER some|more|latent
 
-FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model; `more` are the cases that
-`some` leaves out.
+FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model; `latent` are the cases of
+deepseek_v3, `more` those that `some` leaves out.
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ from hybridrl.models.weights import RankLayout, megatron_layouts
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
+from hybridrl.rollout import vllm as vllm_engine
 from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.process_state import replaced
 from hybridrl.rollout.vllm import VllmEngine
 from hybridrl.rollout.vllm_arguments import EngineSettings
 
 WORLD = 2
 IN_ORDER = None
 ANYHOW = ((0, 3, 5, 6), (1, 2, 4, 7))  # of 8 experts
+# Training layout, tensor- and expert-parallel size of the engine.
+LAYOUTS = (
+    (TrainLayout(WORLD, ep=2), 2, 2),
+    (TrainLayout(WORLD, ep=2), 2, 1),
+    (TrainLayout(WORLD, tp=2, etp=2), 2, 2),
+    (TrainLayout(WORLD, pp=2), 1, 1),
+)
 # Model, training layout, tensor- and expert-parallel size of the engine, and its ranks' experts.
 CASES = {
     "some": [("qwen3_moe", TrainLayout(WORLD, ep=2), 2, 2, ANYHOW)],
     "more": [
         ("mixtral", TrainLayout(WORLD, ep=2), 2, 2, ANYHOW),
-        *(
-            (name, train, tp, ep, IN_ORDER)
-            for name in ("qwen3_moe", "mixtral")
-            for train, tp, ep in (
-                (TrainLayout(WORLD, ep=2), 2, 2),
-                (TrainLayout(WORLD, ep=2), 2, 1),
-                (TrainLayout(WORLD, tp=2, etp=2), 2, 2),
-                (TrainLayout(WORLD, pp=2), 1, 1),
-            )
-        ),
+        *((name, *layouts, IN_ORDER) for name in ("qwen3_moe", "mixtral") for layouts in LAYOUTS),
     ],
+    "latent": [("deepseek_v3", *layouts, IN_ORDER) for layouts in LAYOUTS],
 }
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=10)
 LOGP_TOLERANCE = 1e-4  # float32 sums in another order, over four layers
@@ -123,7 +124,13 @@ def check(
     sources = megatron_layouts(family, shape, train)
     weights = in_buffer(sources[rank])
     settings = EngineSettings(
-        hf_config, family.architectures, "float32", 4, 96, ep=ep, records_experts=True
+        {**family.stated, **hf_config},
+        family.architectures,
+        "float32",
+        4,
+        96,
+        ep=ep,
+        records_experts=True,
     )
     layout = replace(RolloutLayout.consecutive(WORLD, tp), experts=experts)
     shard = TrainingShard(sources[rank], weights)
@@ -153,6 +160,8 @@ def check(
     copied = [n for n in engine.tensors() if n.endswith("w13_weight/1") and n not in engine.shared]
     if any(everyone_has(bool(copied))):
         check_swapped(engine, hybrid, copied[0] if copied else "", rank)
+    if shape.latent is not None:
+        check_stale(hybrid, engine, weights, rank)
     hybrid.close()
     engine.close()
     print(f"rank {rank} {name} {train} -> tp {tp} ep {ep}: equal", flush=True)
@@ -175,14 +184,51 @@ def check_swapped(engine: VllmEngine, hybrid: HybridEngine, stack: str, rank: in
             other.copy_(first)
         finish(version)
 
-    engine.finish_update = plant  # type: ignore[method-assign]
+    with replaced(engine, "finish_update", plant):
+        said = failure(hybrid)
+    assert f"rank {culprit}" in said and (rank != culprit or said.startswith(stack)), said
+
+
+def check_stale(
+    hybrid: HybridEngine, engine: VllmEngine, weights: dict[str, torch.Tensor], rank: int
+) -> None:
+    """Copies of the projection up, and a router's bias, that stay those of older weights.
+
+    The copies of this vLLM on CPU are views of the weight, unless that is shared with the trainer.
+    """
+    for layer in (part for part in engine.model.modules() if hasattr(part, "W_UV")):
+        layer.W_UV.data, layer.W_UK_T.data = layer.W_UV.clone(), layer.W_UK_T.clone()
+    for name, weight in weights.items():
+        if name.endswith(("linear_kv_up_proj.weight", "expert_bias")):
+            weight.add_(1)
+    hybrid.to_rollout()
+    assert engine.stale_copy() is None
+    (bias, *_) = (name for name in engine.tensors() if name.endswith("e_score_correction_bias"))
+    finish = engine.finish_update
+
+    def plant(version: int) -> None:
+        finish(version)
+        if rank == 1:
+            engine.tensors()[bias].sub_(1)
+
+    with replaced(engine, "finish_update", plant):
+        said = failure(hybrid)
+    assert said.startswith(bias) and "rank 1" in said, said
+    for name, weight in weights.items():
+        if name.endswith("linear_kv_up_proj.weight"):
+            weight.add_(1)
+    with replaced(vllm_engine, "absorb", lambda model: None):
+        said = failure(hybrid)
+    assert "W_UK_T of the engine on rank 0" in said, said
+    hybrid.to_rollout()
+
+
+def failure(hybrid: HybridEngine) -> str:
     try:
         hybrid.to_rollout()
     except VerifyError as error:
-        said = str(error)
-        assert f"rank {culprit}" in said and (rank != culprit or said.startswith(stack)), error
-    else:
-        raise AssertionError("one expert in the place of another was not found")
+        return str(error)
+    raise AssertionError("the engine's weights were taken for the trainer's")
 
 
 def main() -> None:

@@ -64,6 +64,7 @@ WALLS = {
         "models/norm.py",
         "models/replay.py",
         "models/heads.py",
+        "models/latent_attention.py",
         "models/layers.py",
         "models/router.py",
         "training/optimizer.py",
@@ -75,7 +76,8 @@ WALLS = {
     ],
     "transformer_engine": ["platform.py"],
     "vllm": [
-        f"rollout/vllm{part}.py" for part in ("", "_decoding", "_experts", "_routing", "_start")
+        f"rollout/vllm{part}.py"
+        for part in ("", "_decoding", "_experts", "_latent", "_routing", "_start")
     ],
     "triton": ["../kernels/*"],
     "ray": ["cli/launch.py"],
@@ -90,6 +92,7 @@ TORCH_FREE = [
     "cli/*.py",
     "parallel/layout.py",
     "models/weights.py",
+    "models/cuts.py",
     "models/family.py",
     "models/families/*.py",
     "hybrid_engine/chunks.py",
@@ -103,6 +106,7 @@ TORCH_FREE = [
     "hybrid_engine/assign.py",
     "hybrid_engine/proof.py",
     "hybrid_engine/senders.py",
+    "hybrid_engine/wire.py",
     "rollout/vllm_version.py",
     "data/packing.py",
     "data/balance.py",

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hybridrl.cli.plan import plan_report
 from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules_experts import graph_rules, replays
+from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.plan import plan_reshard
+from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.wire import wire_layouts, wire_views
+from hybridrl.metrics.flops import matmul_params
+from hybridrl.models.family import read_model
+from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_shapes
 
 LAYERS, HIDDEN, EXPERTS, WIDTH = 4, 64, 8, 48
 MODEL = {
@@ -165,3 +174,60 @@ def test_plan_says_how_experts_are_dealt_where_that_saves_bytes(config_file: Pat
     same = report(config_file, *vllm[:-1], "train.ep=4", world=4)
     assert same["rollout"]["experts"] is None and "dealt in order" not in plan_text(same)
     assert "experts_in_order" not in same["rollout"]["choices"]
+
+
+DEEPSEEK_V3 = Path(__file__).parents[2] / "benchmarks/models/deepseek-v3.json"
+
+
+def test_plan_of_deepseek_v3_counts_its_parameters_and_its_cache() -> None:
+    family, shape = read_model(None, json.loads(DEEPSEEK_V3.read_text()))
+    sizes = {name: prod(size) for name, size in hf_shapes(family, shape).items()}
+    assert round(sum(sizes.values()) / 1e9, 1) == 671.0
+    embeddings = 2 * shape.vocab_size * shape.hidden_size
+    assert round((matmul_params(shape) + embeddings / 2) / 1e9, 1) == 36.6  # 37 active, embedded
+    vllm = ("rollout.engine=vllm", "train.tp=8", "train.ep=64", "train.recompute=full")
+    sizes_of = ("rollout.tp=32", "rollout.ep=32", "rollout.transport=packed")
+    few, many = (
+        report(DEEPSEEK_V3, *vllm, *sizes_of, f"rollout.max_batch={n}", world=64) for n in (16, 48)
+    )
+    # A latent and a rotary key of each token and layer, whole on every rank of a replica.
+    tokens = 768  # of the longest request
+    more = many["memory"]["rollout_peak_bytes"] - few["memory"]["rollout_peak_bytes"]
+    assert more == 32 * tokens * 61 * (512 + 64) * 2
+    # Half of each rank's experts are there already; the rest of the model is cut otherwise.
+    assert few["reshard"]["receive_bytes"] == many["reshard"]["receive_bytes"]
+    assert 0 < max(few["reshard"]["receive_bytes"]) < 2 * sum(sizes.values()) // 32
+
+
+def test_bias_of_a_router_travels_in_fp32_beside_other_types() -> None:
+    layout = RankLayout(
+        (
+            Region("w", ((0, 4), (0, 2)), "w", ((0, 4), (0, 2))),
+            Region("l.e_score_correction_bias", ((0, 6),), "b", ((0, 6),)),
+        ),
+        {"w": (4, 2), "b": (6,)},
+    )
+    plan = plan_reshard([layout, NOTHING], [NOTHING, layout], 2)
+    assert plan.receive_bytes == (0, 4 * 2 * 2 + 6 * 4)
+    prove(plan, [layout, NOTHING], [NOTHING, layout])
+    tensors = {"w": torch.zeros(4, 2, dtype=torch.bfloat16), "b": torch.rand(6)}
+    views = wire_views(tensors, layout, torch.bfloat16)
+    assert views["w"] is tensors["w"] and views["b"].shape == (12,)
+    assert views["b"].data_ptr() == tensors["b"].data_ptr()
+    assert wire_views(tensors, layout, torch.float32) is tensors
+    assert wire_layouts([layout, layout], 4) == [layout, layout]
+    with pytest.raises(ModelError, match="parameter b: got torch.bfloat16; allowed: float32"):
+        wire_views({"b": torch.zeros(6, dtype=torch.bfloat16)}, layout, torch.bfloat16)
+
+
+def test_bias_update_is_refused_where_routers_have_no_bias(config_file: Path) -> None:
+    content = {
+        "run": {"name": "a"},
+        "model": {"init": str(config_file)},
+        "algorithm": {"name": "grpo"},
+        "steps": {"samples_per_prompt": 8},
+        "train": {"moe": {"bias_update_rate": 0.001}},
+    }
+    _, violations = plan_report(load_config_dict(content, []), 8)
+    (violation,) = violations
+    assert "train.moe.bias_update_rate" in str(violation) and "no bias" in str(violation)
