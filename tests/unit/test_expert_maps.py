@@ -105,11 +105,11 @@ def test_no_map_and_no_assignment_of_ranks_receives_less(batch: int) -> None:
         parts = fused_layouts(case.family, shape, tp, tp)
         tensors = ExpertTensors(case.family, shape)
         found = lay_out_engines(sources, parts, tensors)
-        plan = plan_reshard(sources, found.targets, itemsize=1)
+        plan = plan_reshard(sources, found.targets, itemsize=4)  # no router's bias is wider
         prove(plan, sources, found.targets)
         for target in found.targets:
             check_layout(target)
-        assert max(plan.receive_bytes) == found.best.receive <= found.linear.receive
+        assert max(plan.receive_bytes) == 4 * found.best.receive <= 4 * found.linear.receive
         hf = case.weights()
         trained = [case.trained(hf, rank) for rank in range(4)]
         least = inf
