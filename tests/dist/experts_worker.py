@@ -157,6 +157,7 @@ def check(
     elif (train.ep, ep) == (2, 2):  # each rank has its experts already, and half of the rest
         assert dealt and all((r.hf, r.hf_box) in held for r in dealt)
         assert stats.received_bytes == 0
+    engine.finish_update = engine.finish_update  # type: ignore[method-assign]  # to be replaced
     copied = [n for n in engine.tensors() if n.endswith("w13_weight/1") and n not in engine.shared]
     if any(everyone_has(bool(copied))):
         check_swapped(engine, hybrid, copied[0] if copied else "", rank)
