@@ -33,7 +33,7 @@ from hybridrl.rollout.vllm import VllmEngine
 from hybridrl.rollout.vllm_arguments import EngineSettings
 
 VOCAB, LONGEST, MAX_TOKENS = 2048, 20_000, 20_064
-LEAST_SHARE, MOST_LOST = 0.9, 0.02
+LEAST_SHARE, MOST_LOST = 0.85, 0.02
 CONFIG = Qwen3MoeConfig(
     vocab_size=VOCAB,
     hidden_size=512,
