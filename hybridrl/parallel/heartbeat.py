@@ -37,8 +37,8 @@ from hybridrl.parallel.watch import Beat, Verdict, Wait, Watch
 # looks of rank 0. The beats of 1,000 ranks are 1,000 small requests a second to their store.
 BEAT_S, SILENT_S = 2.0, 30.0
 POLL_S = 0.25  # how often the main thread looks up while it waits
-# For a store on a busy host to answer a thread at the end: Python aborts a process (SIGABRT) in whose
-# last moments a thread comes back from torch's code, so that a run that is done would have failed.
+# For a store on a busy host to answer a thread at the end: Python aborts a process (SIGABRT) if a
+# thread comes back from torch's code in its last moments, and a run that is done would fail.
 LEAVE_S = 10.0
 GRACE_S = 1.0  # for the main thread to raise a verdict itself
 NUM_FRAMES = 3  # of the main thread, in a beat
