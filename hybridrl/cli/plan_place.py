@@ -130,8 +130,9 @@ def choices(order: str, placed: Placed, node: int, itemsize: int) -> dict[str, A
     """Returns what the chosen assignment costs, and what others on the same ranks would."""
     sources, parts, placement = placed.sources, placed.parts, placed.placement
     in_turn = RolloutLayout.consecutive(len(placement.rollout), len(parts))
-    consecutive = evaluate_layout(sources, parts, in_turn.on(placement.rollout, len(sources)))
-    free = assign(sources, parts, node, is_ascending=False, ranks=placement.rollout)
+    in_turn, known = in_turn.on(placement.rollout, len(sources)), placed.engines.costs
+    consecutive = evaluate_layout(sources, parts, in_turn, known)
+    free = assign(sources, parts, node, is_ascending=False, ranks=placement.rollout, costs=known)
     choice, remedy = placed.choice, None
     if choice is not None and choice.receive < placed.best.receive:
         remedy = f"Set train.order=auto, which chooses {choice.order}, in place of {order}."

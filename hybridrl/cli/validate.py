@@ -29,7 +29,6 @@ from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles
 from hybridrl.config.roles import reward_models
 from hybridrl.config.rules import check, layer_rules, split_rules
-from hybridrl.config.rules_experts import graph_rules
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config, DataConfig, ModelConfig
 from hybridrl.config.source import read_model_config
@@ -393,7 +392,6 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
     if hf_config:  # else what is wrong with it is said already
         _, shape = read_model(config.model.family, hf_config)
         yield from package.model_rules(shape.head_dim, is_cpu, shape.latent_dim)
-    yield from graph_rules(config, is_cpu)
 
 
 def _own_code(config: Config) -> Iterator[UserError]:

@@ -61,6 +61,7 @@ def assign(
     domain_size: int | None = None,
     is_ascending: bool = True,
     ranks: Sequence[int] | None = None,
+    costs: Costs | None = None,
 ) -> Assignment:
     """Gives every rank its part of an engine replica, or some ranks; the others then have none.
 
@@ -71,8 +72,9 @@ def assign(
             stays on one node if it fits, else on as few as it can.
         is_ascending: whether the ranks of a replica must ascend in tensor-parallel order.
         ranks: that have engines, ascending; None: all.
+        costs: of these sources and parts, where they are known already.
     """
-    costs = _Costs.of(sources, parts)
+    costs = costs or Costs.of(sources, parts)
     if ranks is None or len(ranks) == len(sources):
         return _assign(costs, domain_size, is_ascending)
     own_node = domain_of(ranks, domain_size or len(sources))
@@ -91,10 +93,13 @@ def domain_of(ranks: Sequence[int], domain_size: int) -> int | None:
 
 
 def evaluate_layout(
-    sources: Sequence[RankLayout], parts: Sequence[RankLayout], layout: RolloutLayout
+    sources: Sequence[RankLayout],
+    parts: Sequence[RankLayout],
+    layout: RolloutLayout,
+    costs: Costs | None = None,
 ) -> Assignment:
     """Returns a given layout with its costs; engines may be on some of the ranks."""
-    return _evaluate(_Costs.of(sources, parts).moved(layout.ranks), layout)
+    return _evaluate((costs or Costs.of(sources, parts)).moved(layout.ranks), layout)
 
 
 def evaluate_parts(
@@ -110,14 +115,14 @@ def evaluate_parts(
     """
     numbers = {id(part): number for number, part in enumerate({id(p): p for p in parts}.values())}
     distinct = list({id(part): part for part in parts}.values())
-    costs = _Costs.of(sources, distinct).moved(layout.ranks)
+    costs = Costs.of(sources, distinct).moved(layout.ranks)
     places = np.array([[numbers[id(part)] for part in parts]])
     return Assignment(layout, int(costs.receive(places)[0]), int(costs.send(places)[0]))
 
 
 def missing_elements(sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> np.ndarray:
     """Returns the elements that each source rank (outer) lacks of each part (inner)."""
-    return _Costs.of(sources, parts).missing
+    return Costs.of(sources, parts).missing
 
 
 def part_patterns(size: int, tp: int, domain_size: int | None) -> tuple[int, list[np.ndarray]]:
@@ -171,7 +176,7 @@ def choose_order(
         parts: what each tensor-parallel rank of the engine holds.
         domain_size: ranks of one node, which are consecutive; None: all are of one.
     """
-    costs = _Costs.of(sources, parts)
+    costs = Costs.of(sources, parts)
     own = _assign(costs, domain_size)
     choice, least = train.order, own.cost
     bound = int(costs.missing.min(axis=1).max())  # each rank as the part that it lacks least of
@@ -217,7 +222,7 @@ def _num_nodes(layout: TrainLayout, axis: str, node: int) -> list[int]:
     return [len({rank // node for rank in group}) for group in layout.groups(axis)]
 
 
-def _assign(costs: _Costs, domain_size: int | None, is_ascending: bool = True) -> Assignment:
+def _assign(costs: Costs, domain_size: int | None, is_ascending: bool = True) -> Assignment:
     size, tp = costs.missing.shape
     if tp == 1:
         return _evaluate(costs, RolloutLayout.consecutive(size, tp))
@@ -235,12 +240,12 @@ def _assign(costs: _Costs, domain_size: int | None, is_ascending: bool = True) -
     return costs.best(np.array(candidates), unit)
 
 
-def _evaluate(costs: _Costs, layout: RolloutLayout) -> Assignment:
+def _evaluate(costs: Costs, layout: RolloutLayout) -> Assignment:
     places = np.array([[layout.tp_rank(rank) for rank in layout.ranks]])
     return Assignment(layout, int(costs.receive(places)[0]), int(costs.send(places)[0]))
 
 
-class _Costs:
+class Costs:
     """What tensor-parallel ranks cost each rank.
 
     Args:
@@ -265,7 +270,7 @@ class _Costs:
         self.missing = ~holds @ need.T
 
     @classmethod
-    def of(cls, sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> _Costs:
+    def of(cls, sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> Costs:
         """Returns what `parts` cost ranks that hold `sources`."""
         joined = join(sources, parts)
         owners: dict[tuple[int, ...], int] = {}
@@ -280,10 +285,10 @@ class _Costs:
                 holds[joined.sources.ranks[number], column] = True
         return cls(joined.sources.of_rank, holds, need)
 
-    def moved(self, ranks: Sequence[int]) -> _Costs:
+    def moved(self, ranks: Sequence[int]) -> Costs:
         """Returns the costs of ranks that hold what `ranks` name here; all ranks of here send."""
         of_rank = [self.of_rank[rank] for rank in ranks]
-        return _Costs(of_rank, self._holds[list(ranks)], self._need, self._senders)
+        return Costs(of_rank, self._holds[list(ranks)], self._need, self._senders)
 
     def receive(self, candidates: np.ndarray) -> np.ndarray:
         """Returns, for rows of tensor-parallel ranks, what the fullest rank must receive."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from hybridrl.hybrid_engine.assign import (
     Assignment,
+    Costs,
     assign,
     domain_of,
     evaluate_parts,
@@ -40,11 +41,13 @@ class Engines:
         best: the layout of the engines, with its costs in elements.
         targets: what each rank of the world is to hold for its engine.
         linear: the same with experts dealt in order.
+        costs: of every part for every rank, experts dealt in order.
     """
 
     best: Assignment
     targets: list[RankLayout]
     linear: Assignment
+    costs: Costs
 
 
 class ExpertTensors:
@@ -96,9 +99,11 @@ def lay_out_engines(
         domain_size: ranks of one node, which are consecutive; None: all are of one.
         ranks: that have engines, ascending; None: all.
     """
-    linear = assign(sources, parts, domain_size, ranks=ranks)
+    costs = Costs.of(sources, parts)
+    linear = assign(sources, parts, domain_size, ranks=ranks, costs=costs)
     tp_ranks = map(linear.layout.tp_rank, range(len(sources)))
-    in_order = Engines(linear, [NOTHING if at is None else parts[at] for at in tp_ranks], linear)
+    of_ranks = [NOTHING if at is None else parts[at] for at in tp_ranks]
+    in_order = Engines(linear, of_ranks, linear, costs)
     if tensors is None or linear.receive == 0:
         return in_order
     having = linear.layout.ranks
@@ -115,7 +120,8 @@ def lay_out_engines(
     if dealt.cost >= linear.cost:
         return in_order
     targets = dict(zip(having, held, strict=True))
-    return Engines(dealt, [targets.get(rank, NOTHING) for rank in range(len(sources))], linear)
+    dealt_to = [targets.get(rank, NOTHING) for rank in range(len(sources))]
+    return Engines(dealt, dealt_to, linear, costs)
 
 
 class _Search:

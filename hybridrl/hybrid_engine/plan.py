@@ -178,6 +178,11 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
                 self._held[-1].setdefault(region.hf, []).append(region)
         self._ops_of = lru_cache(KEPT_RANKS)(self.made)
 
+    @property
+    def joined(self) -> Join:
+        """What the targets need of whom."""
+        return self._join
+
     def _add_demands(self, target: int, kind: int, count: int, domain_size: int) -> None:
         """Adds who may send pieces of one kind to ranks of one class on its nodes that own them."""
         holders, size = self._join.kinds[kind]

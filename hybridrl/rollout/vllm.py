@@ -104,39 +104,20 @@ class VllmEngine:
         for violation in head_dim_rule(shape.head_dim, is_cpu, shape.latent_dim):
             raise violation
         self._layout = _part(family, shape, layout, rank, settings.ep)
-        refusals: list[ModelError] = []
-        views: dict[str, Tensor] = {}
-
-        def prepare(model: torch.nn.Module, version: str) -> None:
-            """Runs before vLLM measures memory and captures graphs."""
-            try:
-                if (experts := layout.experts_of(rank)) is not None:
-                    deal_experts(model, experts)
-                self._check(model, hf_shapes(family, shape), version)
-            except ModelError as error:
-                refusals.append(error)  # raised once vLLM has started: only then can it be stopped
-            else:
-                views.update(_share(model, shard, self._layout))
-
-        itemsize = getattr(torch, settings.dtype).itemsize
-        weight_bytes = sum(prod(size) for size in self._layout.shapes.values()) * itemsize
+        # Every unfinished request, in order of arrival, and those that vLLM has, by its name for
+        # them. A name is given once: of an aborted request a token may still be under way.
+        self._rows: dict[int, RunningRequest] = {}
+        self._running: dict[str, RunningRequest] = {}
+        self._num_named = 0
+        self._experts: RecordedExperts | None = None
         free_bytes = self._free_bytes()
-        self._live = start(settings, shape, layout, rank, self._device, weight_bytes, prepare)
-        if refusals:
-            self.close()
-            raise refusals[0]
+        views = self._start(family, shape, layout, rank, shard)
         self._tensors = live_tensors(self._live.model)
         # A layer that vLLM repacked after loading has memory of its own again.
         self.shared = frozenset(n for n, one in self._tensors.items() if is_view(n, one, views))
         self._agreement = TokenAgreement(self._live.tp_group)
         scheduler = self._live.llm.engine_core.engine_core.scheduler
         self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
-        # Every unfinished request, in order of arrival, and those that vLLM has, by its name for
-        # them. A name is given once: of an aborted request a token may still be under way.
-        self._rows: dict[int, RunningRequest] = {}
-        self._running: dict[str, RunningRequest] = {}
-        self._num_named = 0
-        self._experts = self._recorded(shape) if settings.records_experts else None
         self._finished: list[Completion] = []
         self._version = -1
         self._is_updating = True
@@ -144,15 +125,53 @@ class VllmEngine:
         self.sleep()  # a run begins in the training phase
         self._kept_bytes = free_bytes - self._free_bytes()
 
-    def _recorded(self, shape: ModelShape) -> RecordedExperts:
-        scheduler = self._live.llm.engine_core.engine_core.scheduler
-        if self._device.type != "cpu" and not self._settings.eager:
-            raise ValueError("experts are recorded only where no graphs are captured")
-        try:
-            return RecordedExperts(self._live.model, scheduler, shape, self._device, self._running)
-        except ModelError:
+    def _start(
+        self,
+        family: Family,
+        shape: ModelShape,
+        layout: RolloutLayout,
+        rank: int,
+        shard: TrainingShard | None,
+    ) -> dict[str, Tensor]:
+        """Starts vLLM; returns the trainer's parameters that became the engine's."""
+        # Raised once vLLM has started: only then can it be stopped.
+        refusals: list[ModelError] = []
+        views: dict[str, Tensor] = {}
+
+        def prepare(model: torch.nn.Module, version: str) -> None:
+            """Runs before vLLM measures memory."""
+            try:
+                if (experts := layout.experts_of(rank)) is not None:
+                    deal_experts(model, experts)
+                self._check(model, hf_shapes(family, shape), version)
+            except ModelError as error:
+                refusals.append(error)
+            else:
+                views.update(_share(model, shard, self._layout))
+
+        def listen(model: torch.nn.Module, cache: Any) -> None:
+            """Runs before vLLM captures graphs."""
+            if not self._settings.records_experts or refusals:
+                return
+            try:
+                self._experts = RecordedExperts(model, cache, shape, self._device)
+            except ModelError as error:
+                refusals.append(error)
+
+        itemsize = getattr(torch, self._settings.dtype).itemsize
+        weight_bytes = sum(prod(size) for size in self._layout.shapes.values()) * itemsize
+        parts = self._settings, shape, layout, rank, self._device, weight_bytes
+        self._live = start(*parts, prepare, listen)
+        if self._experts is not None:
+            scheduler = self._live.llm.engine_core.engine_core.scheduler
+            try:
+                self._experts.attach(scheduler, self._running)
+            except ModelError as error:
+                refusals.append(error)
+        if refusals:
             self.close()
-            raise
+            raise refusals[0]
+        return views
 
     def _check(self, model: torch.nn.Module, shapes: dict[str, Shape], version: str) -> None:
         tensors = live_tensors(model)

@@ -86,8 +86,8 @@ def test_selective_recompute_keeps_no_output_of_activations(mesh: Mesh, name: st
         else shape.ffn_size
         for layer in range(shape.num_layers)
     ]
-    # Torch's own silu and product keep their inputs too, which then are not kept either.
-    assert saved >= NUM_TOKENS * sum(widths) * 4
+    # Of each the product, and silu's output, which torch keeps for the product.
+    assert saved >= 2 * NUM_TOKENS * sum(widths) * 4
     gradients = []
     for model in models.values():
         inputs = model.plan(a_batch()).inputs

@@ -13,7 +13,7 @@ import torch
 from hybridrl.cli.plan import plan_report
 from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
-from hybridrl.config.rules_experts import graph_rules, replays
+from hybridrl.config.rules_experts import replays
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.plan import plan_reshard
 from hybridrl.hybrid_engine.proof import prove
@@ -99,7 +99,7 @@ def test_plan_of_experts_counts_what_is_not_kept(config_file: Path) -> None:
 
 
 def test_plan_of_replayed_experts_counts_what_they_take(config_file: Path) -> None:
-    vllm = ("rollout.engine=vllm", "rollout.eager=true", "rollout.max_new_tokens=100")
+    vllm = ("rollout.engine=vllm", "rollout.max_new_tokens=100")
     sizes = ("data.max_prompt_tokens=28", "rollout.max_batch=16", "steps.prompts_per_step=32")
     off = report(config_file, *vllm, *sizes)["memory"]
     on = report(config_file, *vllm, *sizes, "algorithm.router_replay=rollout")
@@ -143,20 +143,10 @@ def test_replay_is_refused_before_ranks_start(
     assert len(found) == 1 and said in str(found[0].allowed) and "=off" in found[0].remedy
 
 
-def test_vllm_on_gpus_records_experts_without_graphs_only(config_file: Path) -> None:
-    content = {
-        "run": {"name": "a"},
-        "model": {"init": str(config_file)},
-        "algorithm": {"name": "grpo", "router_replay": "rollout"},
-        "rollout": {"engine": "vllm"},
-    }
-    off = load_config_dict(content, ["algorithm.router_replay=off"])  # which YAML reads as false
-    assert not replays(off) and not list(graph_rules(off, is_cpu=False))
-    config = load_config_dict(content, [])
-    assert [one.name for one in graph_rules(config, is_cpu=False)] == ["rollout.eager"]
-    assert not list(graph_rules(config, is_cpu=True))
-    eager = load_config_dict(content, ["rollout.eager=true"])
-    assert not list(graph_rules(eager, is_cpu=False))
+def test_off_is_off_also_as_yaml_reads_it() -> None:
+    content = {"run": {"name": "a"}, "model": {"init": "x"}, "algorithm": {"name": "grpo"}}
+    assert not replays(load_config_dict(content, ["algorithm.router_replay=off"]))
+    assert replays(load_config_dict(content, ["algorithm.router_replay=rollout"]))
 
 
 def test_plan_says_how_experts_are_dealt_where_that_saves_bytes(config_file: Path) -> None:
