@@ -78,7 +78,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--node", type=int, default=8, help="ranks of a node")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

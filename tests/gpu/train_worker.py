@@ -214,8 +214,7 @@ def check_alone(platform: Platform, name: str, folder: Path) -> None:
             "fp8": {"fp8": "hybrid"},  # the last, as it is the least like the others
         }
         has_experts = chosen.model.source.shape.moe is not None
-        if has_experts:  # which are refused with it, as FP8 is with torch's layers
-            del ways["selective"]
+        # FP8 is refused with experts, and with torch's layers.
         if has_experts or chosen.model.layers.kind == "torch":
             del ways["fp8"]
         ours_from_fp32 = away(mesh, ours, reference)["all"]
