@@ -64,6 +64,7 @@ YARN = {
     "mscale_all_dim": 0.9,
 }
 LATENT = {
+    "rms_norm_eps": 1e-3,  # but of the norms of latents
     "num_key_value_heads": 4,
     "q_lora_rank": 28,
     "kv_lora_rank": 20,

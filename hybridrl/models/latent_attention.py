@@ -30,11 +30,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from hybridrl.models.attention import PackedAttention, PackedSequences
-from hybridrl.models.families.latent import yarn_magnitude
+from hybridrl.models.families.latent import LATENT_EPS, yarn_magnitude
 from hybridrl.models.norm import TorchNorm
-
-# transformers and DeepSeek's own code leave it at the norm's default, whatever rms_norm_eps is.
-LATENT_EPS = 1e-6
 
 
 @dataclass

@@ -43,7 +43,7 @@ from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_decoding import DecodingSteps
 from hybridrl.rollout.vllm_experts import deal_experts, live_tensors
-from hybridrl.rollout.vllm_latent import absorb, stale_copy
+from hybridrl.rollout.vllm_latent import absorb, set_epsilon, stale_copy
 from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule, is_scheduler_known
@@ -147,6 +147,7 @@ class VllmEngine:
             except ModelError as error:
                 refusals.append(error)
             else:
+                set_epsilon(model)
                 views.update(_share(model, shard, self._layout))
 
         def listen(model: torch.nn.Module, cache: Any) -> None:

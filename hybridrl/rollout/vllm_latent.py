@@ -1,4 +1,4 @@
-"""vLLM's latent attention: the copies of the projection up that decoding reads.
+"""vLLM's latent attention: the copies of the projection up that decoding reads, and its norms.
 
 For decoding vLLM multiplies queries and outputs with the projection up of keys and values, cut and
 turned into `W_UK_T` and `W_UV`, which it makes once after loading. After every write of
@@ -13,7 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.models.families.latent import LATENT_EPS
+
+LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 ABSORBED = ("W_UK_T", "W_UV")  # since 0.32 parameters, before plain attributes
+
+
+def set_epsilon(model: torch.nn.Module) -> None:
+    """Gives norms of latents the epsilon that the model was made with: vLLM takes the other norms',
+    which in Moonlight is another. Before graphs are captured.
+    """
+    for name, part in model.named_modules():
+        if name.endswith(LATENT_NORMS):
+            norm: Any = part
+            norm.variance_epsilon = LATENT_EPS
 
 
 @torch.no_grad()

@@ -22,6 +22,9 @@ from hybridrl.models.families.decoder import (
 )
 from hybridrl.models.family import HfConfig, LatentShape, ModelShape, Row
 
+# Of the norms of latents: transformers and DeepSeek's own code leave it at the norm's default,
+# whatever rms_norm_eps is.
+LATENT_EPS = 1e-6
 # Read or refused here. `head_dim` and `qk_head_dim` are sizes that transformers works out.
 LATENT_KEYS = frozenset(
     {
