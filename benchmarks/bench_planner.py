@@ -34,8 +34,14 @@ from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.hybrid_engine.plan import Plan, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
-from hybridrl.models.family import ModelShape, resolve_family
-from hybridrl.models.weights import RankLayout, fused_layout, megatron_layout
+from hybridrl.models.family import ModelShape, read_model, resolve_family
+from hybridrl.models.weights import (
+    RankLayout,
+    fused_layout,
+    fused_layouts,
+    megatron_layout,
+    megatron_layouts,
+)
 from hybridrl.parallel.layout import TrainLayout
 
 ITEMSIZE = 2
@@ -72,6 +78,13 @@ def paper(
     return train_layouts(described, *train), engine_parts(described, tp, is_expert_parallel)
 
 
+def of_family(name: str, train: TrainLayout, tp: int, ep: int) -> Layouts:
+    """Returns the layouts of a model in benchmarks/models by the family's own table."""
+    content = json.loads((Path(__file__).parent / "models" / f"{name}.json").read_text())
+    family, shape = read_model(None, content)
+    return megatron_layouts(family, shape, train), fused_layouts(family, shape, tp, ep)
+
+
 QWEN3 = (256, 4, 8, 8)
 DEEPSEEK = (1024, 8, 16, 32)
 CASES = (
@@ -96,6 +109,10 @@ CASES = (
     Case(
         "DeepSeek-V3 TP8 PP16 EP32 -> TP16", 1024, 60,
         partial(paper, deepseek_v3, DEEPSEEK, 16, False),
+    ),
+    Case(
+        "DeepSeek-V3 by its family TP8 EP128 -> TP32 EP32", 1024, 25,
+        partial(of_family, "deepseek-v3", TrainLayout(1024, tp=8, ep=128), 32, 32),
     ),
 )  # fmt: skip
 
@@ -147,9 +164,10 @@ def main() -> None:
     """Measures every case, writes the result, prints it, and judges it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="part of the names of the cases to measure")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/planner.json"))
     args = parser.parse_args()
-    found = [measure(case, args.repeats) for case in CASES]
+    found = [measure(case, args.repeats) for case in CASES if args.only in case.name]
     result = {
         "benchmark": "planner",
         "commit": commit(),

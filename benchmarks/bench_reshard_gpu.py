@@ -17,18 +17,25 @@ cases before; both without others' ways.
 
     python benchmarks/bench_reshard_gpu.py OUT.json 7b/tp4/tp1 7b/tp2pp2/tp4 --fused 7b/dp4/tp4
 
-A case is MODEL/TRAIN/GEN: a file benchmarks/models/qwen2.5-MODEL.json, training sizes, whose
-product is the number of GPUs, and the engine's tensor parallel size. Times are of the slowest rank.
-OUT.json is written anew after each case.
+A case is MODEL/TRAIN/GEN (case_name.py): a model, training sizes, whose product (but for vpp, ep
+and etp) is the number of GPUs, and the sizes of an engine replica, or apart- and these, for one
+replica on further GPUs; others' ways know no such thing, and are left out there. Times are of the
+slowest rank. OUT.json is written anew after each case.
+
+--frozen makes no gradients and no optimizer, where GPUs have no room for them beside the engine.
+--at-once starts all cases at the same time, which is most of what a case takes, and measures them
+one after another; the GPUs need room for all of them.
+
+    python benchmarks/bench_reshard_gpu.py OUT.json qwen3-30b-a3b/dp2ep2/tp2ep2 --frozen
+    python benchmarks/bench_reshard_gpu.py OUT.json 0.5b/tp1/apart-tp1 7b/tp2/tp1 --frozen --at-once
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,14 +44,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from case_record import PROGRESS, commit
+from case_name import parse_case
+from case_record import PROGRESS, READY, TURN, commit
 
 ROOT = Path(__file__).resolve().parents[1]
-CASE = re.compile(r"^(?P<model>[\w.]+)/(?P<train>(?:(?:tp|pp|cp|dp)\d+)+)/tp(?P<rollout>\d+)$")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "4",
     # NVLink multicast stays off.
@@ -73,8 +81,8 @@ def main() -> int:
         "commit": commit(),
         "cases": [],
     }
-    for job in jobs:
-        report["cases"].append(launch(job))
+    for case in launched(jobs, arguments.at_once):
+        report["cases"].append(case)
         report["fused_to_two_steps"] = dict(fused_ratios(report["cases"]))
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -90,6 +98,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("cases", nargs="*", metavar="MODEL/TRAIN/GEN")
     parser.add_argument("--fused", nargs="+", default=[], metavar="MODEL/TRAIN/GEN")
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--frozen", action="store_true", help="no gradients, no optimizer")
+    parser.add_argument("--at-once", action="store_true", help="starts all cases at once")
     parser.add_argument("--no-baselines", dest="baselines", action="store_false")
     parser.add_argument("--limit-s", type=float, default=240, help="of one case")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
@@ -103,24 +113,20 @@ def parse() -> argparse.Namespace:
 
 def describe(case: str, kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns everything that the processes of a case need to know."""
-    found = CASE.match(case)
-    if found is None:
-        sys.exit(f"case {case!r}: expected MODEL/TRAIN/GEN, e.g. 7b/tp2pp2/tp4")
-    sizes = {a: int(size) for a, size in re.findall(r"(tp|pp|cp|dp)(\d+)", found["train"])}
-    model = arguments.models / f"qwen2.5-{found['model']}.json"
-    if not model.is_file():
-        known = ", ".join(sorted(p.stem for p in model.parent.glob("qwen2.5-*.json")))
-        sys.exit(f"case {case!r}: no {model}; there are {known}")
+    name = parse_case(case, arguments.models, "7b/tp2pp2/tp4")
     return {
         "case": case,
         "kind": kind,
-        "model": str(model),
-        "world": math.prod(sizes.values()),
-        "train": {axis: size for axis, size in sizes.items() if axis != "dp"},
-        "has_replicas": sizes.get("dp", 1) * sizes.get("cp", 1) > 1,
-        "rollout_tp": int(found["rollout"]),
+        "model": str(name.model),
+        "world": name.num_ranks,
+        "train": name.train,
+        "has_replicas": name.has_replicas and not arguments.frozen,
+        "rollout": name.rollout,
+        "placement": name.placement,
+        "waits": arguments.at_once,
+        "is_frozen": arguments.frozen,
         "iterations": arguments.iterations,
-        "baselines": arguments.baselines and kind == "plain",
+        "baselines": arguments.baselines and kind == "plain" and not name.is_apart,
         "limit_s": arguments.limit_s,
         "set": arguments.set,
     }
@@ -135,9 +141,35 @@ def check_gpus(needed: int) -> None:
         sys.exit(f"a case needs {needed} GPUs, and {found} are visible: leave it out")
 
 
-def launch(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs one case under torchrun; returns what it measured, with an error if it did not end."""
-    with tempfile.TemporaryDirectory() as folder:
+def launched(jobs: Sequence[Mapping[str, Any]], at_once: bool) -> Iterator[dict[str, Any]]:
+    """Yields what each case has measured; started at once, cases measure one after another."""
+    if not at_once:
+        yield from (launch(job, tempfile.mkdtemp()) for job in jobs)
+        return
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        folders = [Path(tempfile.mkdtemp()) for _ in jobs]
+        running = [pool.submit(launch, *pair) for pair in zip(jobs, map(str, folders), strict=True)]
+        waiting = dict(zip(folders, running, strict=True))
+        while any(not is_ready(folder) and not case.done() for folder, case in waiting.items()):
+            time.sleep(1)
+        for folder, case in waiting.items():
+            (folder / TURN).touch()
+            yield case.result()
+
+
+def is_ready(folder: Path) -> bool:
+    """Whether the case of this folder has started."""
+    found = folder / "result.json"
+    return found.is_file() and READY in json.loads(found.read_text()).get("seconds", {})
+
+
+def launch(job: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Runs one case under torchrun; returns what it measured, with an error if it did not end.
+
+    Args:
+        folder: an empty one; removed.
+    """
+    try:
         case_file, result_file = Path(folder) / "case.json", Path(folder) / "result.json"
         case_file.write_text(json.dumps({**job, "folder": folder, "launched_at": time.time()}))
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
@@ -147,6 +179,8 @@ def launch(job: Mapping[str, Any]) -> dict[str, Any]:
         code, tail = run_showing_progress(command, job["limit_s"])
         seconds = time.monotonic() - began
         result = json.loads(result_file.read_text()) if result_file.is_file() else {}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     ending = f"exit {code} after {seconds:.0f} s"
     print(f"{PROGRESS} {job['case']} ({job['kind']}): {ending}", flush=True)
     found = {"case": job["case"], "kind": job["kind"], "world": job["world"], **result}

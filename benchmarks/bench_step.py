@@ -11,8 +11,8 @@ behave like a real run: no sample ends at a token of its choice.
     python benchmarks/bench_step.py --out OUT.json 7b/tp4/tp1 7b/dp4/tp1 0.5b/dp4/tp1
     python benchmarks/bench_step.py --out OUT.json 0.5b/dp4/tp1 --workload tailed
 
-A case is MODEL/TRAIN/GEN: a file benchmarks/models/qwen2.5-MODEL.json, training sizes, whose
-product is the number of GPUs, and the engine's tensor parallel size. The engine's weights are
+A case is MODEL/TRAIN/GEN (case_name.py): a model, training sizes, whose product (but for vpp, ep
+and X
 verified by checksum before and after what is timed, and a step that is not finite, learns nothing
 or has other lengths is refused. Times are of the slowest rank, medians over `--steps` after
 `--warmups`; every step is in OUT.json, which is written anew after each case, and after each step
@@ -29,15 +29,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench_reshard_gpu import CASE, ROOT, check_gpus
+from bench_reshard_gpu import ROOT, check_gpus
 from bench_rollout import command_of
 from bench_train import launch
+from case_name import parse_case
 from case_record import commit
 
 # Most tokens in a micro-batch: where a GPU holds a whole large model, and elsewhere; of a small
@@ -90,6 +90,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--micro-batch-tokens", type=int, help="default: by model and layout")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
     parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")
     parser.add_argument("--limit-s", type=float, default=300, help="of one case")
     parser.add_argument("--case-file", type=Path, help=argparse.SUPPRESS)  # one of the ranks
@@ -103,34 +104,29 @@ def parse() -> argparse.Namespace:
 
 def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns everything that the processes of a case need to know."""
-    found = CASE.match(case)
-    if found is None:
-        sys.exit(f"case {case!r}: expected MODEL/TRAIN/GEN, e.g. 7b/tp4/tp1")
-    sizes = {a: int(size) for a, size in re.findall(r"(tp|pp|cp|dp)(\d+)", found["train"])}
-    world, rollout_tp = math.prod(sizes.values()), int(found["rollout"])
-    if world % rollout_tp:
+    name = parse_case(case, arguments.models, "7b/tp4/tp1")
+    world, rollout_tp = name.num_ranks, name.rollout["tp"]
+    num_replicas = 1 if name.is_apart else world // rollout_tp
+    if not name.is_apart and world % rollout_tp:
         sys.exit(f"case {case!r}: tp{rollout_tp} engines over {world} GPUs: choose a divisor")
-    model = arguments.models / f"qwen2.5-{found['model']}.json"
-    if not model.is_file():
-        known = ", ".join(sorted(p.stem for p in model.parent.glob("qwen2.5-*.json")))
-        sys.exit(f"case {case!r}: no {model}; there are {known}")
-    hidden_size = json.loads(model.read_text())["hidden_size"]
-    is_whole = sizes.get("tp", 1) * sizes.get("pp", 1) == 1
+    hidden_size = json.loads(name.model.read_text())["hidden_size"]
+    is_whole = name.train.get("tp", 1) * name.train.get("pp", 1) == 1
     budget = BUDGET_OF_WHOLE_MODEL if hidden_size >= LARGE_HIDDEN_SIZE and is_whole else BUDGET
     budget = BUDGET_OF_SMALL_MODEL if hidden_size <= SMALL_HIDDEN_SIZE else budget
     default_response = 512 if arguments.workload == "reference" else 1024
-    names = ("workload", "warmups", "steps", "prompts", "samples", "prompt_tokens")
+    keys = ("workload", "warmups", "steps", "prompts", "samples", "prompt_tokens", "num_layers")
     return {
         "case": case,
-        "model": str(model),
+        "model": str(name.model),
         "world": world,
-        "train": {axis: size for axis, size in sizes.items() if axis != "dp"},
-        "rollout_tp": rollout_tp,
+        "train": name.train,
+        "rollout": name.rollout,
+        "placement": name.placement,
         "response_tokens": arguments.response_tokens or default_response,
         "micro_batch_tokens": arguments.micro_batch_tokens or budget,
         # All samples of a replica are decoded together.
-        "max_batch": math.ceil(arguments.prompts * arguments.samples * rollout_tp / world),
-        **{name: getattr(arguments, name) for name in (*names, "set", "limit_s")},
+        "max_batch": math.ceil(arguments.prompts * arguments.samples / num_replicas),
+        **{key: getattr(arguments, key) for key in (*keys, "set", "limit_s")},
         "partial": str(arguments.out.with_suffix(".partial.json")),
     }
 

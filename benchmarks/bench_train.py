@@ -25,8 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
 import sys
 import tempfile
 import time
@@ -36,12 +34,8 @@ from typing import Any
 
 from bench_reshard_gpu import ROOT, check_gpus, run_showing_progress
 from bench_rollout import command_of
+from case_name import parse_case
 from case_record import PROGRESS, commit
-
-CASE = re.compile(r"^(?P<model>[\w.-]+)/(?P<train>(?:(?:tp|pp|vpp|cp|dp|ep|etp)\d+)+)$")
-
-# The axes whose product is the number of GPUs; experts are dealt over the ranks of these.
-RANKS = ("tp", "pp", "cp", "dp")
 
 
 def main() -> int:
@@ -94,28 +88,19 @@ def parse() -> argparse.Namespace:
 
 def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns everything that the processes of a case need to know."""
-    found = CASE.match(case)
-    if found is None:
-        sys.exit(f"case {case!r}: expected MODEL/TRAIN, e.g. 7b/tp2dp2")
-    axes = re.findall(r"(etp|ep|tp|vpp|pp|cp|dp)(\d+)", found["train"])
-    sizes = {axis: int(size) for axis, size in axes}
-    files = [arguments.models / f"{family}{found['model']}.json" for family in ("", "qwen2.5-")]
-    model = next((file for file in files if file.is_file()), None)
-    if model is None:
-        known = ", ".join(sorted(p.stem for p in arguments.models.glob("*.json")))
-        sys.exit(f"case {case!r}: no {files[0]}; there are {known}")
+    name = parse_case(case, arguments.models, "7b/tp2dp2")
     sample = arguments.prompt_tokens + arguments.response_tokens
     if sample > arguments.micro_batch_tokens:
         sys.exit(f"samples of {sample} tokens: at most --micro-batch-tokens")
     return {
         "case": case,
-        "model": str(model),
-        "world": math.prod(size for axis, size in sizes.items() if axis in RANKS),
-        "replicas": sizes.get("dp", 1),
-        "train": {axis: size for axis, size in sizes.items() if axis != "dp"},
+        "model": str(name.model),
+        "world": name.num_ranks,
+        "replicas": name.dp,
+        "train": name.train,
         **{
-            name: getattr(arguments, name)
-            for name in (
+            key: getattr(arguments, key)
+            for key in (
                 "layers",
                 "prompt_tokens",
                 "response_tokens",

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 PROGRESS = "[bench]"
+# Of cases that are started at once: what one says once started, and the file that lets it go on.
+READY, TURN = "ready", "turn"
 
 
 def commit() -> str | None:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from case_record import CaseRecord
+from case_record import READY, TURN, CaseRecord
 from megatron.core import parallel_state
 from reshard_clock import Clock, attempted, link_rates
 from reshard_libraries import (
@@ -37,7 +38,11 @@ from hybridrl.hybrid_engine.cluster import TRANSPORTS as PLANNED
 from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.loop.loop import Trainer
-from hybridrl.models.weights import fused_layout
+from hybridrl.models.expert_stacks import in_stacks
+from hybridrl.models.weights import NOTHING, fused_layouts
+from hybridrl.rollout.absent import AbsentEngine
+from hybridrl.training.model import ParallelModel
+from hybridrl.training.peer_weights import PeerWeights
 
 ROOT = Path(__file__).resolve().parents[1]
 Kind = Literal["peer", "packed"]
@@ -45,6 +50,7 @@ TRANSPORTS: tuple[Kind, ...] = ("peer", "packed")
 BUCKET_BYTES = 512 << 20
 RIVAL_ITERATIONS = 5
 TRANSITIONS = 3
+POLL_S = 0.2
 # A barrier before and one after; nothing else has a fixed cost.
 LATENCY_US = 10.0
 
@@ -54,6 +60,7 @@ def run_case(job: Mapping[str, Any]) -> None:
     case = Case(job)
     case.save("starting")
     case.start()
+    case.wait_for_turn()
     case.measure_links()
     for name in TRANSPORTS:
         case.attempt(name, partial(case.transport, name))
@@ -66,8 +73,9 @@ def run_case(job: Mapping[str, Any]) -> None:
     case.save("transitions")
     if job["baselines"]:
         # Megatron's own is the last: it ends the use of the Trainer's groups.
-        case.attempt("all_gather", partial(case.gathering_way, 0))
-        case.attempt("buckets", partial(case.gathering_way, BUCKET_BYTES))
+        if case.trainer.source.shape.moe is None:  # these two know no experts
+            case.attempt("all_gather", partial(case.gathering_way, 0))
+            case.attempt("buckets", partial(case.gathering_way, BUCKET_BYTES))
         case.attempt("mbridge_vllm", lambda: case.library(case.mbridge()))
         case.attempt("megatron_resharding", lambda: case.library(case.megatron()))
     case.result["is_complete"] = True
@@ -97,6 +105,8 @@ class Case(CaseRecord):
     def start(self) -> None:
         """Makes the Trainer and fills its engine once; it stays in the rollout phase."""
         job = self.job
+        if job["is_frozen"]:
+            ParallelModel.make_trainable = freeze  # type: ignore[method-assign]
         self.trainer = trainer = Trainer.from_config(
             config_of(job), prompts=[{"prompt": "1", "answer": ""}], reward=lambda *_: 0.0
         )
@@ -105,14 +115,14 @@ class Case(CaseRecord):
         self.save("trainer and engine made")
         trainer.reshard()
         self.live = trainer.engine.tensors()
-        raw_engine: Any = trainer.engine  # a VllmEngine
-        shared = raw_engine.shared
+        engine: Any = trainer.engine  # a VllmEngine, or what stands for one on other ranks
+        shared = () if isinstance(engine, AbsentEngine) else engine.shared
         self.own = {name: tensor for name, tensor in self.live.items() if name not in shared}
         plan = self.engine.plan
         shared_bytes = sum(self.live[name].nbytes for name in shared)
         self.result |= {
             "machine": machine(self.world.size),
-            "assignment": [list(place) for place in trainer.sampler.layout.assignment],
+            "assignment": [place and list(place) for place in trainer.sampler.layout.assignment],
             "receive_bytes": list(plan.receive_bytes),
             "send_bytes": list(plan.send_bytes),
             "local_bytes": list(plan.local_bytes),
@@ -120,6 +130,15 @@ class Case(CaseRecord):
             "auto_transport": type(self.engine.transport).__name__,
         }
         self.save("first reshard")
+
+    def wait_for_turn(self) -> None:
+        """Waits, where other cases were started at the same time, until they measure nothing."""
+        if self.job["waits"]:
+            self.save(READY)
+            while not Path(self.job["folder"], TURN).exists():
+                time.sleep(POLL_S)
+            self.clock.line_up()
+            self.save("its turn")
 
     def measure_links(self) -> None:
         """Measures what all figures of the case are shares of."""
@@ -177,7 +196,7 @@ class Case(CaseRecord):
         place = Place(
             rank=rank,
             shape=self.trainer.source.shape,
-            train=self.world.layout,
+            train=model.mesh.layout,
             sources=[model.layout_of(other) for other in range(self.world.size)],
             trained=model.weights(),
             engine=self.live,
@@ -257,10 +276,9 @@ class Case(CaseRecord):
             if self.job["kind"] != "fused":  # whose sources are not the training layouts
                 source, layout = self.trainer.source, self.trainer.sampler.layout
                 sources = [model.layout_of(rank) for rank in range(self.world.size)]
-                targets = [
-                    fused_layout(source.family, source.shape, layout.tp, tp_rank)
-                    for _, tp_rank in layout.assignment
-                ]
+                ep = self.job["rollout"].get("ep", 1)
+                parts = fused_layouts(source.family, source.shape, layout.tp, ep)
+                targets = [NOTHING if p is None else parts[p[1]] for p in layout.assignment]
                 itemsize = source.dtype.itemsize
                 predicted = predict(join(sources, targets), itemsize, cluster)
                 found["prediction_ms"] = predicted.predicted_ms
@@ -275,6 +293,35 @@ class Case(CaseRecord):
         return found
 
 
+def freeze(
+    model: ParallelModel, _learning_rate: float, peer_weights: PeerWeights | None = None
+) -> None:
+    """Stands in for `ParallelModel.make_trainable`: parameters where other ranks can read them, and
+    neither gradients nor an optimizer.
+    """
+    model.freeze()
+    model._peer_weights = peer_weights
+    if peer_weights is not None:
+        named = {n: p for chunk in model.chunks for n, p in chunk.named_parameters()}
+        parameters = [named[name] for name in reversed(in_stacks(list(named)))]
+        wrapped = SimpleNamespace(
+            buffers=list(map(buffer_of, parameters)),
+            expert_parallel_buffers=[],
+            named_buffers=lambda: (
+                pair for chunk in model.chunks for pair in chunk.named_buffers()
+            ),
+        )
+        peer_weights.move([wrapped])
+
+
+def buffer_of(parameter: torch.nn.Parameter) -> SimpleNamespace:
+    """Returns a parameter as Megatron's buffer of it alone."""
+    whole = (0, parameter.numel(), 0)
+    return SimpleNamespace(
+        param_data=parameter.data.view(-1), buckets=[], param_index_map={parameter: whole}
+    )
+
+
 def config_of(job: Mapping[str, Any]) -> Any:
     """Returns the configuration of the case; batches are small, so that the KV cache is."""
     config = {
@@ -286,11 +333,12 @@ def config_of(job: Mapping[str, Any]) -> Any:
         "train": {**job["train"], "micro_batch_tokens": 4096},
         "rollout": {
             "engine": "vllm",
-            "tp": job["rollout_tp"],
+            **job["rollout"],
             "max_new_tokens": 64,
             "max_batch": 8,
             "eager": True,
         },
+        **({"placement": job["placement"]} if job["placement"] else {}),
         "algorithm": {"name": "grpo"},
         "data": {"max_prompt_tokens": 64},
         "steps": {"prompts_per_step": 1, "samples_per_prompt": 8},

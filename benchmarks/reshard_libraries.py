@@ -40,10 +40,11 @@ def spoil(engine: Mapping[str, Tensor]) -> None:
 
 
 def checksums(engine: Mapping[str, Tensor]) -> Tensor:
-    """Returns the sum of each tensor's bits as integers, queued behind what writes them."""
-    return torch.stack(
-        [t.view(BITS_OF[t.element_size()]).sum(dtype=torch.int64) for t in engine.values()]
-    )
+    """Returns the sum of each tensor's bits as integers, queued behind what writes them; nothing on
+    a rank without an engine.
+    """
+    sums = [t.view(BITS_OF[t.element_size()]).sum(dtype=torch.int64) for t in engine.values()]
+    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)
 
 
 def check_overwritten(engine: Mapping[str, Tensor]) -> None:

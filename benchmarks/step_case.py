@@ -418,10 +418,11 @@ def config_of(job: Mapping[str, Any]) -> Any:
         },
         "rollout": {
             "engine": "vllm",
-            "tp": job["rollout_tp"],
+            **job["rollout"],
             "max_new_tokens": job["response_tokens"],
             "max_batch": job["max_batch"],
         },
+        **({"placement": job["placement"]} if job["placement"] else {}),
         "algorithm": {"name": "grpo", "kl_coef": KL_COEF},
         "data": {"max_prompt_tokens": job["prompt_tokens"]},
         "steps": {

@@ -6,12 +6,15 @@ reference is plain PyTorch, the same on CPU and GPU.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 
 from hybridrl.kernels import copy_engine, reference
+from hybridrl.kernels.copy_engine import Stream, Waits
 from hybridrl.kernels.reference import (
     BLOCK,
     VocabStats,
@@ -27,8 +30,10 @@ __all__ = [
     "Blocks",
     "Copies",
     "VocabStats",
+    "Waits",
     "block_copies",
     "block_scales",
+    "compiled_operations",
     "has_copy_engine",
     "quantize_blocks",
     "quantized_copies",
@@ -106,8 +111,14 @@ class Blocks(Protocol):
         """Batches that a run starts: one, or none if the list is empty."""
         ...
 
-    def run(self, stream: torch.cuda.Stream | None) -> None:
-        """Queues all on a stream that is not the default one; None on CPU."""
+    def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:
+        """Queues all on a stream that is not the default one; None on CPU.
+
+        Args:
+            stream: of the device that is current.
+            first, then: pairs (waiting, awaited) of streams, before the copies and after them: what
+                is queued on the first from there on waits for what the second has.
+        """
         ...
 
 
@@ -174,6 +185,26 @@ def block_copies(
         pairs: of equal sizes and types, contiguous; destinations do not overlap.
         device: where destinations lie.
     """
-    if device.type == "cuda":
-        return copy_engine.BlockCopies(pairs)
-    return reference.BlockCopies(pairs)
+    if device.type != "cuda":
+        return reference.BlockCopies(pairs)
+    compiled = compiled_operations()
+    if compiled is not None:
+        return copy_engine.CompiledBlockCopies(pairs, compiled.queue_blocks)
+    return copy_engine.BlockCopies(pairs)
+
+
+@cache
+def compiled_operations() -> Any | None:
+    """Returns the operations of csrc/; None where the installation compiled none."""
+    try:
+        import hybridrl._C  # noqa: F401  # registers them
+    except ModuleNotFoundError:
+        return None
+    except ImportError as error:  # compiled for another torch
+        warnings.warn(
+            f"hybridrl's compiled operations do not load ({error}); others take their place. "
+            "Install hybridrl again to compile them for this torch.",
+            stacklevel=2,
+        )
+        return None
+    return torch.ops.hybridrl

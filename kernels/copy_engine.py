@@ -1,10 +1,12 @@
-"""Copies many contiguous blocks by the GPU's copy engines, in one call to the driver.
+"""Copies many contiguous blocks by the GPU's copy engines, in one call.
 
 Over NVLink a copy engine reads in larger packets than multiprocessors do: 370 GB/s a GPU on four
 H200 against 330 (benchmarks/results/reshard_h200.json). One call for all blocks matters: block by
 block, and in CUDA graphs, the engines stand idle between copies (225 GB/s at 34 MB a block).
 
-The call is cuMemcpyBatchAsync of the driver's API, which drivers for CUDA 12.8 and later have.
+`CompiledBlockCopies` is one call of csrc/block_copies.cpp, waits between streams included.
+`BlockCopies` needs nothing compiled: torch's waits, and cuMemcpyBatchAsync of the driver's API,
+which drivers for CUDA 12.8 and later have, through ctypes. Both queue the same work.
 """
 
 from __future__ import annotations
@@ -12,11 +14,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 
 FROM_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the order of the stream
+
+
+Stream: TypeAlias = Any
+"""`torch.cuda.Stream`; None where the device has none, which is on CPU."""
+
+Waits: TypeAlias = Sequence[tuple[Stream, Stream]]
+"""(waiting, awaited): what is queued on the first from then on waits for what the second has."""
 
 
 class _Location(ctypes.Structure):
@@ -46,9 +56,10 @@ class BlockCopies:
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         count = len(pairs)
-        self._dests = (ctypes.c_void_p * count)(*(dest.data_ptr() for _, dest in pairs))
-        self._sources = (ctypes.c_void_p * count)(*(source.data_ptr() for source, _ in pairs))
-        self._sizes = (ctypes.c_size_t * count)(*(dest.nbytes for _, dest in pairs))
+        dests, sources, sizes = block_table(pairs).tolist()
+        self._dests = (ctypes.c_void_p * count)(*dests)
+        self._sources = (ctypes.c_void_p * count)(*sources)
+        self._sizes = (ctypes.c_size_t * count)(*sizes)
         self._count = ctypes.c_size_t(count)
         self._attributes = _Attributes(source_access_order=FROM_STREAM)
         self._first = ctypes.c_size_t(0)
@@ -58,14 +69,24 @@ class BlockCopies:
         """Calls of the driver that a run makes."""
         return int(self._count.value > 0)
 
-    def run(self, stream: torch.cuda.Stream) -> None:
+    def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:
         """Queues all copies on a stream, which may not be the default one.
+
+        Args:
+            stream: of the device that is current.
+            first, then: waits that are queued before the copies and after them.
 
         Raises:
             RuntimeError: the driver refused them.
         """
-        if self._count.value == 0:
-            return
+        for waiting, awaited in first:
+            waiting.wait_stream(awaited)
+        if self._count.value > 0:
+            self._queue(stream)
+        for waiting, awaited in then:
+            waiting.wait_stream(awaited)
+
+    def _queue(self, stream: Stream) -> None:
         call, failure = _batch_call()
         code = call(
             self._dests,
@@ -82,6 +103,52 @@ class BlockCopies:
             raise RuntimeError(
                 f"cuMemcpyBatchAsync of {self._count.value} blocks: CUDA error {code}"
             )
+
+
+class CompiledBlockCopies:
+    """The same by csrc/block_copies.cpp.
+
+    Args:
+        pairs: as of `BlockCopies`.
+        queue_blocks: the compiled operation.
+    """
+
+    def __init__(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], queue_blocks: Any
+    ) -> None:
+        self._table, self._queue_blocks = block_table(pairs), queue_blocks
+
+    @property
+    def num_launches(self) -> int:
+        """Calls of the driver that a run makes."""
+        return int(self._table.size(1) > 0)
+
+    def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:
+        """Queues all copies on a stream; see `BlockCopies.run`."""
+        self._queue_blocks(self._table, stream.cuda_stream, _handles(first), _handles(then))
+
+
+def block_table(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Returns the addresses and sizes of copies, int64 of shape (3, len(pairs)) on the CPU: a row
+    of destinations, one of sources, one of bytes.
+
+    Raises:
+        ValueError: a pair is not contiguous, or its ends differ in bytes.
+    """
+    for source, dest in pairs:
+        if source.nbytes != dest.nbytes or not (source.is_contiguous() and dest.is_contiguous()):
+            raise ValueError(
+                f"a block of shape {tuple(source.shape)} and strides {source.stride()} to one of "
+                f"{tuple(dest.shape)} and {dest.stride()}: both must be contiguous and as large"
+            )
+    dests = [dest.data_ptr() for _, dest in pairs]
+    sources = [source.data_ptr() for source, _ in pairs]
+    sizes = [dest.nbytes for _, dest in pairs]
+    return torch.tensor([dests, sources, sizes], dtype=torch.int64).view(3, len(pairs))
+
+
+def _handles(waits: Waits) -> list[int]:
+    return [stream.cuda_stream for stream in chain.from_iterable(waits)]
 
 
 def has_copy_engine() -> bool:

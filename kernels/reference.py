@@ -216,8 +216,8 @@ class BlockCopies:
         """Batches that a run starts."""
         return int(bool(self._pairs))
 
-    def run(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Copies all, in their order."""
+    def run(self, stream: object = None, first: object = (), then: object = ()) -> None:
+        """Copies all, in their order; there are no streams."""
         for source, dest in self._pairs:
             dest.copy_(source)
 

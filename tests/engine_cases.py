@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 import vllm_kernels
-from packaged import CLASSES, REFUSED_KEYS, engine_class, needs
+from packaged import CLASSES, REFUSED_KEYS, REFUSED_MODELS, engine_class, needs
+from tiny_models import LATENT
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridrl.models.family import resolve_family
+from hybridrl.hybrid_engine.alias import TrainingShard
+from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.transformers_weights import checkpoint_tensors
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
@@ -82,7 +84,15 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "mixtral": {**TINY, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek-v3": {
+        **TINY,
+        **LATENT,
+        "model_type": "deepseek_v3",
+        "head_dim": LATENT["qk_rope_head_dim"],
+    },
 }
+# What vLLM's kernel for latent attention has on CPU.
+WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 
 
 def of_packages(models: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -91,9 +101,11 @@ def of_packages(models: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         f"{engine}-{name}": {
             **{key: value for key, value in model.items() if key not in REFUSED_KEYS[engine]},
             **WIDE,
+            **(WIDE_LATENT if "kv_lora_rank" in model else {}),
         }
         for engine in CLASSES
         for name, model in models.items()
+        if model["model_type"] not in REFUSED_MODELS[engine]
     }
 
 
@@ -130,6 +142,9 @@ def make_reference(name: str, seed: int = 0) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             scale = 0.3 * (TINY["hidden_size"] / config.hidden_size) ** 0.5
             parameter.copy_(scale * noise if parameter.ndim > 1 else 1 + 0.1 * noise)
+        for buffer_name, buffer in model.named_buffers():
+            if is_kept_in_fp32(buffer_name):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -163,14 +178,16 @@ def make_engine(
     return engine
 
 
-def start_packaged(name: str, max_batch: int = 8, **changes: Any) -> Any:
+def start_packaged(
+    name: str, max_batch: int = 8, shard: TrainingShard | None = None, **changes: Any
+) -> Any:
     """Starts an engine `<engine>-<model>` without weights; `close_engines` ends it."""
     engine_name, config = name.partition("-")[0], PACKAGED_ALL[name]
     if engine_name == "vllm":
         vllm_kernels.register()
     family = resolve_family(None, config)
     fields: dict[str, Any] = {
-        "hf_config": config,
+        "hf_config": {**family.stated, **config},
         "architectures": family.architectures,
         "dtype": "float32",
         "max_batch": max_batch,
@@ -178,7 +195,8 @@ def start_packaged(name: str, max_batch: int = 8, **changes: Any) -> Any:
         "kv_cache_bytes": 8 << 20,
     }
     settings = EngineSettings(**{**fields, **changes})
-    engine = engine_class(engine_name)(settings, family, RolloutLayout.consecutive(1, 1), rank=0)
+    layout = RolloutLayout.consecutive(1, 1)
+    engine = engine_class(engine_name)(settings, family, layout, rank=0, shard=shard)
     opened.append(engine)
     return engine
 

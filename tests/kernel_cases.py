@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import torch
-from hybridrl.kernels import rectangles, reference
+from hybridrl.kernels import copy_engine, rectangles, reference
 from hybridrl.kernels.quantize import QuantizedCopies
 from hybridrl.kernels.rectangles import RectangleCopies
+
+from hybridrl import ops
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -143,6 +145,34 @@ def refused_blocks() -> None:
         raise AssertionError(f"not refused: {match}")
 
 
+def blocks_by_copy_engines(rng: random.Random) -> int:
+    """Blocks by each way that this host has, between work that waits for them; returns the ways.
+
+    The source is written right before, and the destination read right after, on another stream.
+    """
+    if DEVICE.type == "cpu" or not copy_engine.has_copy_engine():
+        return 0
+    sizes = [rng.choice([1, 100, 1 << 16, 1 << 22]) for _ in range(200)]
+    source = torch.empty(sum(sizes), dtype=torch.int32, device=DEVICE)
+    around = torch.empty(sum(sizes) + 2, dtype=torch.int32, device=DEVICE)
+    pairs = list(zip(source.split(sizes), around[1:-1].split(sizes), strict=True))
+    rng.shuffle(pairs)
+    ways: list[ops.Blocks] = [copy_engine.BlockCopies(pairs)]
+    compiled = ops.compiled_operations()
+    if compiled is not None:
+        ways.append(copy_engine.CompiledBlockCopies(pairs, compiled.queue_blocks))
+    engines, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    for way in ways:
+        for turn in range(3):
+            around.fill_(-1)
+            torch.arange(turn, turn + source.numel(), out=source)
+            way.run(engines, [(engines, current)], [(current, engines)])
+            found = around.clone()
+            assert torch.equal(found[1:-1], source)
+            assert found[0] == found[-1] == -1
+    return len(ways)
+
+
 def main() -> None:
     torch.manual_seed(0)
     rng = random.Random(0)
@@ -165,7 +195,10 @@ def main() -> None:
     for _ in range(6):
         blocks_case(rng)
     refused_blocks()
-    print(f"{num_cases} rectangle cases and blocks of FP8 on {DEVICE}")
+    num_ways = blocks_by_copy_engines(rng)
+    print(
+        f"{num_cases} rectangle cases and blocks of FP8 on {DEVICE}; copy engines: {num_ways} ways"
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -43,7 +45,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
-WITH_EXPERTS = ("qwen3_moe", "mixtral")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -51,12 +53,44 @@ EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 WIDE = {"hidden_size": 128}
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+LATENT = {
+    "rms_norm_eps": 1e-3,  # but of the norms of latents
+    "num_key_value_heads": 4,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "rope_parameters": YARN,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+# What vLLM's kernels for latent attention have on CPU.
+WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
 def tiny_model(
     name: str, seed: int = 0, wide: bool = False, dense_layers: Sequence[int] = (1,)
 ) -> torch.nn.Module:
     """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size), windowed
     (qwen2 whose last layers attend within 5 tokens), olmo, qwen3_moe (with `dense_layers` among
-    those with experts) or mixtral.
+    those with experts), mixtral, or deepseek_v3 (latent attention, scaled rope, a dense first
+    layer, experts in groups).
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -77,6 +111,9 @@ def tiny_model(
         own["mlp_only_layers"] = list(dense_layers)
         config = Qwen3MoeConfig(**sizes, **EXPERTS, **own, norm_topk_prob=True)
         model = Qwen3MoeForCausalLM(config)
+    elif name == "deepseek_v3":
+        own = LATENT | WIDE_LATENT if wide else LATENT
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**(sizes | own)))
     elif name == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS))
     else:
@@ -85,6 +122,9 @@ def tiny_model(
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = noise * 0.1 + (1.0 if "norm" in parameter_name else 0.0)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     return model
 
 

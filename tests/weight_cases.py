@@ -8,13 +8,14 @@ Every HF element has a value of its own, so a value tells where it came from; pa
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
 from hybridrl.hybrid_engine.plan import Plan
-from hybridrl.models.family import Family, ModelShape, MoeShape, resolve_family
+from hybridrl.models.family import Family, LatentShape, ModelShape, MoeShape, resolve_family
 from hybridrl.models.weights import (
     NOTHING,
     RankLayout,
@@ -35,7 +36,7 @@ class Case:
     """A model, how it is trained, and how it generates; engine "hf" or "fused".
 
     `ranks` are those that train, of a world that may have others; None: all. The experts of an
-    engine are dealt to `rollout_ep` parts of its ranks.
+    engine are dealt to `rollout_ep` parts of its ranks, in order or as `rollout.experts` says.
     """
 
     shape: ModelShape
@@ -48,6 +49,8 @@ class Case:
     @property
     def family(self) -> Family:
         """Dense families share the table, which reads the shape."""
+        if self.shape.latent is not None:
+            return resolve_family("deepseek_v3", {})
         return resolve_family("llama" if self.shape.moe is None else "qwen3_moe", {})
 
     @property
@@ -73,6 +76,9 @@ class Case:
             else:
                 parts = self.rollout.tp, tp_rank, self.rollout_ep
                 found[rank] = fused_layout(self.family, self.shape, *parts)
+                if (experts := self.rollout.experts_of(rank)) is not None:
+                    tensors = ExpertTensors(self.family, self.shape)
+                    found[rank] = with_experts(found[rank], tensors, experts)
         return found
 
     def weights(self) -> Arrays:
@@ -96,7 +102,8 @@ class Case:
             return {}
         if self.engine == "hf":
             return dict(hf)
-        return fused_reference(hf, self.shape, self.rollout.tp, tp_rank, self.rollout_ep)
+        experts = self.rollout.experts_of(rank)
+        return fused_reference(hf, self.shape, self.rollout.tp, tp_rank, self.rollout_ep, experts)
 
 
 def random_case(seed: int, world: int | None = None) -> Case:
@@ -135,8 +142,31 @@ def random_case_with_experts(seed: int, world: int | None = None) -> Case:
         moe = MoeShape(8, 2, 8 * rng.randint(1, 3), dense_layers=dense)
         if len(dense) < shape.num_layers and moe.expert_ffn_size % case.rollout.tp == 0:
             shape = replace(shape, moe=moe, linear_bias=False)
-            train = replace(train, ep=ep, etp=etp)
-            return replace(case, shape=shape, train=train, rollout_ep=rollout_ep)
+            train, rollout = replace(train, ep=ep, etp=etp), case.rollout
+            if rng.random() < 0.4:
+                shape = _with_latents(rng, shape, moe)
+            if rollout_ep > 1 and rng.random() < 0.5:
+                rollout = replace(rollout, experts=_dealt_anyhow(rng, rollout, 8))
+            return replace(case, shape=shape, train=train, rollout=rollout, rollout_ep=rollout_ep)
+
+
+def _dealt_anyhow(
+    rng: random.Random, layout: RolloutLayout, num_experts: int
+) -> tuple[tuple[int, ...], ...]:
+    """Deals the experts of each replica to its ranks, as many to each, at random."""
+    experts = [rng.sample(range(num_experts), num_experts) for _ in range(layout.replicas)]
+    count = num_experts // layout.tp
+    places = (layout.place(rank) for rank in layout.ranks)
+    return tuple(tuple(sorted(experts[r][at * count : (at + 1) * count])) for r, at in places)
+
+
+def _with_latents(rng: random.Random, shape: ModelShape, moe: MoeShape) -> ModelShape:
+    """Returns the shape of a model as DeepSeek-V3, with or without a latent of queries."""
+    sizes = [rng.randint(1, 3) for _ in range(3)]
+    latent = LatentShape(rng.choice((0, 5)), rng.randint(1, 6), sizes[0], 2 * sizes[1], sizes[2])
+    moe = replace(moe, shared_ffn_size=8 * rng.randint(1, 3), has_bias=True)
+    plain = {"qkv_bias": False, "qk_norm": False, "num_kv_heads": shape.num_heads}
+    return replace(shape, moe=moe, latent=latent, head_dim=latent.query_dim, **plain)
 
 
 def random_placed_case(seed: int, world: int | None = None) -> Case:
@@ -224,6 +254,28 @@ def megatron_reference(
             found[f"{own}linear_fc1.weight"] = np.concatenate(halves)
             found[f"{own}linear_fc2.weight"] = np.split(down, layout.etp, 1)[at.etp]
         found[f"{name}mlp.router.weight"] = hf[f"{layer}mlp.gate.weight"]
+        assert shape.moe is not None
+        if shape.moe.has_bias:
+            found[f"{name}mlp.router.expert_bias"] = hf[f"{layer}mlp.gate.e_score_correction_bias"]
+        if shape.moe.shared_ffn_size:
+            shared, own = f"{layer}mlp.shared_experts.", f"{name}mlp.shared_experts."
+            halves = [column(hf[f"{shared}{x}_proj.weight"]) for x in ("gate", "up")]
+            found[f"{own}linear_fc1.weight"] = np.concatenate(halves)
+            down = hf[f"{shared}down_proj.weight"]
+            found[f"{own}linear_fc2.weight"] = np.split(down, tp, 1)[r]
+
+    def latents(name: str, layer: str) -> None:
+        own, theirs = f"{name}self_attention.", f"{layer}self_attn."
+        down = [hf[f"{theirs}kv_a_proj_with_mqa.weight"]]
+        if f"{theirs}q_a_proj.weight" in hf:
+            down.insert(0, hf[f"{theirs}q_a_proj.weight"])
+            found[f"{own}q_layernorm.weight"] = hf[f"{theirs}q_a_layernorm.weight"]
+            found[f"{own}linear_q_up_proj.weight"] = column(hf[f"{theirs}q_b_proj.weight"])
+        else:
+            found[f"{own}linear_q_proj.weight"] = column(hf[f"{theirs}q_proj.weight"])
+        found[f"{own}linear_down_proj.weight"] = np.concatenate(down)
+        found[f"{own}kv_layernorm.weight"] = hf[f"{theirs}kv_a_layernorm.weight"]
+        found[f"{own}linear_kv_up_proj.weight"] = column(hf[f"{theirs}kv_b_proj.weight"])
 
     per_chunk = shape.num_layers // (layout.pp * layout.vpp)
     for chunk in range(layout.vpp):
@@ -233,7 +285,10 @@ def megatron_reference(
             name = f"{chunk}/decoder.layers.{index}."
             found[f"{name}input_layernorm.weight"] = hf[f"{layer}input_layernorm.weight"]
             found[f"{name}pre_mlp_layernorm.weight"] = hf[f"{layer}post_attention_layernorm.weight"]
-            found[f"{name}self_attention.linear_qkv.weight"] = qkv(layer, "weight")
+            if shape.latent is None:
+                found[f"{name}self_attention.linear_qkv.weight"] = qkv(layer, "weight")
+            else:
+                latents(name, layer)
             is_dense = shape.moe is None or first + index in shape.moe.dense_layers
             rows = {"self_attention.linear_proj": "self_attn.o_proj"}
             if is_dense:
@@ -267,9 +322,16 @@ def megatron_reference(
 
 
 def fused_reference(
-    hf: Mapping[str, np.ndarray], shape: ModelShape, tp: int, tp_rank: int, ep: int = 1
+    hf: Mapping[str, np.ndarray],
+    shape: ModelShape,
+    tp: int,
+    tp_rank: int,
+    ep: int = 1,
+    experts: Sequence[int] | None = None,
 ) -> Arrays:
-    """Returns the parameters of one rank of an engine that fuses projections as vLLM does."""
+    """Returns the parameters of one rank of an engine that fuses projections as vLLM does, with
+    these whole experts; None: with those that are the rank's in order.
+    """
     found: Arrays = {}
     head = shape.head_dim
     kv_of_rank = np.split(
@@ -286,18 +348,30 @@ def fused_reference(
             expert, kind = int(after.split(".")[0]), after.split(".")[1]
             assert shape.moe is not None
             count, etp = shape.moe.num_experts // ep, tp // ep
-            if expert // count != tp_rank // etp:
+            first = tp_rank // etp * count
+            own = list(experts or range(first, first + count))
+            if expert not in own:
                 continue
+            place = own.index(expert)
             stem, part = f"{before}.experts.routed_experts.", tp_rank % etp
             if kind == "down_proj":
-                found[f"{stem}w2_weight/{expert % count}"] = np.split(array, etp, 1)[part]
+                found[f"{stem}w2_weight/{place}"] = np.split(array, etp, 1)[part]
             elif kind == "gate_proj":
                 halves = [array, hf[name.replace("gate_proj", "up_proj")]]
                 joined = np.concatenate([np.split(half, etp)[part] for half in halves])
-                found[f"{stem}w13_weight/{expert % count}"] = joined
+                found[f"{stem}w13_weight/{place}"] = joined
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             padded = _padded(array, -(-shape.vocab_size // 64) * 64)
             found[name] = np.split(padded, tp)[tp_rank]
+        elif ".q_a_proj." in name:
+            parts = [array, hf[name.replace("q_a_proj", "kv_a_proj_with_mqa")]]
+            found[name.replace("q_a_proj", "fused_qkv_a_proj")] = np.concatenate(parts)
+        elif (
+            ".kv_a_proj_with_mqa." in name and name.replace("kv_a_proj_with_mqa", "q_a_proj") in hf
+        ):
+            continue
+        elif "_b_proj." in name or (".q_proj." in name and shape.latent is not None):
+            found[name] = np.split(array, tp)[tp_rank]
         elif ".q_proj." in name:
             q, k, v = (hf[name.replace(".q_proj.", f".{x}_proj.")] for x in "qkv")
             kv = kv_of_rank[tp_rank]

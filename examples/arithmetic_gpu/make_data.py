@@ -10,7 +10,9 @@ stands as far from it in every step. All sums differ: 512 are held out for accur
 `sft.jsonl` with worked responses, the others to `train.jsonl` with answers only. So RL trains on
 prompts that the warm-up did not see, and neither sees the held-out ones.
 
---hidden-size and --layers make a smaller model, to try the files where there is no GPU.
+`model` is a dense Qwen3 of 76 M parameters, `moe_model` a Qwen3-MoE of the same width and depth
+with 104 M, of which 40 M compute with a token. --hidden-size and --layers make smaller models, to
+try the files where there is no GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ CHARACTERS = "0123456789+="
 NUM_STEPS = 3
 NUM_HELD_OUT, NUM_SFT, NUM_TRAIN = 512, 60_000, 120_000
 HIDDEN_SIZE, NUM_LAYERS, HEAD_DIM = 768, 12, 64
+NUM_EXPERTS, EXPERTS_PER_TOKEN = 16, 4
 SEED = 0
 
 
@@ -71,10 +74,10 @@ def write_prompts(directory: Path) -> None:
         write_jsonl(directory / f"{name}.jsonl", rows)
 
 
-def write_model(directory: Path, hidden_size: int, num_layers: int) -> None:
-    """Writes the config.json of a Qwen3, 76 M parameters unless told, and a tokenizer of
-    characters.
-    """
+def write_model(
+    directory: Path, hidden_size: int, num_layers: int, has_experts: bool = False
+) -> None:
+    """Writes the config.json of a Qwen3 or Qwen3-MoE, and a tokenizer of characters."""
     directory.mkdir(parents=True, exist_ok=True)
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     num_heads = hidden_size // HEAD_DIM
@@ -99,6 +102,15 @@ def write_model(directory: Path, hidden_size: int, num_layers: int) -> None:
         "pad_token_id": vocab["<pad>"],
         "eos_token_id": vocab["<eos>"],
     }
+    if has_experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": NUM_EXPERTS,
+            "num_experts_per_tok": EXPERTS_PER_TOKEN,
+            "moe_intermediate_size": hidden_size // 4,
+            "norm_topk_prob": True,
+        }
     tokenizer = Tokenizer(models.WordLevel(vocab))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -130,4 +142,5 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=NUM_LAYERS)
     chosen = parser.parse_args()
     write_model(chosen.out / "model", chosen.hidden_size, chosen.layers)
+    write_model(chosen.out / "moe_model", chosen.hidden_size, chosen.layers, has_experts=True)
     write_prompts(chosen.out)

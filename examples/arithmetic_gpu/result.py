@@ -1,15 +1,19 @@
 """Joins what the runs under runs/ have learned on so many GPUs into OUT/result_Ngpu.json, and draws
-it as OUT/result_Ngpu.png.
+it as OUT/result_Ngpu.png; of the mixture of experts, beside the dense model's GRPO, into
+OUT/result_moe_Ngpu.json and .png.
 
     python examples/arithmetic_gpu/result.py OUT 4
+    python examples/arithmetic_gpu/result.py OUT 1 --moe
 
-Exits with 1 unless every run of reinforcement learning that there is began below 0.4 and ended
-above 0.9; without any it says nothing of learning.
+How far engine and trainer were apart in a run is said by medians of its steps. Exits with 1 unless
+every run of reinforcement learning that there is began below 0.4 and ended above 0.9; without any
+it says nothing of learning.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,16 @@ from typing import Any
 from matplotlib.figure import Figure
 
 PARTS = ("sft", "grpo", "ppo")
+MOE_PARTS = ("moe-sft", "moe-grpo", "moe-replay", "grpo")
+MISMATCH = (
+    "mismatch/kl",
+    "mismatch/logprob_diff_mean",
+    "mismatch/logprob_diff_max",
+    "router/agreed_share",
+    "router/replayed_share",
+    "moe/max_load",
+    "moe/unused_experts",
+)
 ACCURACY, REWARD = "eval/accuracy", "reward/mean"
 FROM_BELOW, TO_ABOVE = 0.4, 0.9
 
@@ -30,8 +44,11 @@ def learned(folder: Path) -> dict[str, Any]:
         "accuracy_by_step": {r["step"]: r[ACCURACY] for r in records if ACCURACY in r},
         "reward_by_step": {r["step"]: r[REWARD] for r in records if REWARD in r},
     }
-    step_s = sorted(record["time_s/step"] for record in records)[len(records) // 2]
-    return {**summary, "steps": records[-1]["step"], "median_step_s": step_s, **curves}
+    step_s = statistics.median(record["time_s/step"] for record in records)
+    found = {key: [r[key] for r in records if key in r] for key in MISMATCH}
+    medians = {key: statistics.median(values) for key, values in found.items() if values}
+    told = {"median_step_s": step_s, "medians": medians}
+    return {**summary, "steps": records[-1]["step"], **told, **curves}
 
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
@@ -47,7 +64,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
             axes.axhline(goal, color="#999999", linestyle=":")
         for part, run in runs.items():
             if curve := run[name]:
-                color = f"C{PARTS.index(part)}"
+                color = f"C{list(runs).index(part)}"
                 axes.plot(list(curve), list(curve.values()), color=color, label=part.upper())
         axes.set(title=title, xlabel="step", ylim=(0, 1))
         axes.grid(alpha=0.3)
@@ -58,20 +75,23 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     """Writes the file; returns 0 if the model has learned."""
-    out, world = Path(sys.argv[1]), sys.argv[2]
-    folders = {part: Path(f"runs/arithmetic-{part}-{world}gpu") for part in PARTS}
+    out, world, is_moe = Path(sys.argv[1]), sys.argv[2], "--moe" in sys.argv
+    parts, name = (MOE_PARTS, f"result_moe_{world}gpu") if is_moe else (PARTS, f"result_{world}gpu")
+    folders = {part: Path(f"runs/arithmetic-{part}-{world}gpu") for part in parts}
     runs = {p: learned(f) for p, f in folders.items() if (f / "summary.json").exists()}
     has_learned = all(
         run["accuracy_before"] < FROM_BELOW and run["accuracy_after"] > TO_ABOVE
         for part, run in runs.items()
-        if part != "sft"
+        if not part.endswith("sft")
     )
     result = {"world": int(world), "has_learned": has_learned, "runs": runs}
-    (out / f"result_{world}gpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(runs, out / f"result_{world}gpu.png")
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(runs, out / f"{name}.png")
     for part, run in runs.items():
         accuracy = f"{run['accuracy_before']:.3f} -> {run['accuracy_after']:.3f}"
-        print(f"{part:5} {accuracy} in {run['steps']} steps, {run['seconds']:.0f} s")
+        kl = run["medians"].get("mismatch/kl")
+        apart = "" if kl is None else f", KL of engine and trainer {kl:.2e}"
+        print(f"{part:10} {accuracy} in {run['steps']} steps, {run['seconds']:.0f} s{apart}")
     return 0 if has_learned else 1
 
 

@@ -5,11 +5,18 @@
 # Run from the root, hybridrl and vLLM installed:
 #   examples/arithmetic_gpu/run.sh OUT 1 [sft] [grpo] [ppo]      on one GPU
 #   examples/arithmetic_gpu/run.sh OUT 4 [sft] [grpo] [ppo]      on 4: trained TP2 DP2, 4 replicas generate at TP1 (2: TP2)
+#   examples/arithmetic_gpu/run.sh OUT 1 --moe [sft] [grpo] [replay]    a mixture of experts of 104 M parameters in place of the
+#     dense model: GRPO without and with router replay from one warm-up. OUT gets result_moe_NUMBERgpu.json and .png, which say how far
+#     engine and trainer were apart in each, and in the dense model's GRPO if that was run before
 # Without named parts all are run. KNOBS="key=value ..." go to every part.
 set -euo pipefail
-OUT=$1 WORLD=$2
+OUT=$1 WORLD=$2 MOE="" ALL="sft grpo ppo"
 shift 2
-PARTS=" ${*:-sft grpo ppo} "
+if [ "${1:-}" = --moe ]; then
+  MOE=moe- ALL="sft grpo replay"
+  shift
+fi
+PARTS=" ${*:-$ALL} "
 wants() { [[ $PARTS == *" $1 "* ]]; }
 case $WORLD in
   1) LAYOUT="train.tp=1" ;;
@@ -18,28 +25,34 @@ case $WORLD in
 esac
 export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}" CUDA_DEVICE_MAX_CONNECTIONS=1
 HERE=$(dirname "$0")
-SFT=runs/arithmetic-sft-${WORLD}gpu
+SFT=runs/arithmetic-${MOE}sft-${WORLD}gpu
 mkdir -p "$OUT"
-[ -f runs/arithmetic/model/config.json ] || python "$HERE/make_data.py" runs/arithmetic
+[ -f runs/arithmetic/moe_model/config.json ] || python "$HERE/make_data.py" runs/arithmetic
 
-# learn PART KNOB...: trains from the beginning, and keeps what the run leaves.
+# learn PART CONFIG KNOB...: trains from the beginning, and keeps what the run leaves.
 learn() {
-  local part=$1 run=arithmetic-$1-${WORLD}gpu
-  shift
+  local run=arithmetic-${MOE}$1-${WORLD}gpu config=$2
+  shift 2
   rm -rf "runs/$run"
   # shellcheck disable=SC2086
-  hybridrl train "$HERE/$part.yaml" --world "$WORLD" $LAYOUT "run.name=$run" "$@" ${KNOBS:-} 2>&1 | tee "$OUT/$run.log"
+  hybridrl train "$HERE/$config.yaml" --world "$WORLD" $LAYOUT "run.name=$run" "$@" ${KNOBS:-} 2>&1 | tee "$OUT/$run.log"
   hybridrl report "runs/$run"
   mkdir -p "$OUT/$run"
   cp "runs/$run"/{metrics.jsonl,summary.json,config.yaml,report.html} "$OUT/$run/"
 }
 
 if wants sft; then
-  learn sft
+  # Of the mixture Qwen3's own coefficient keeps experts in use while they are nothing yet.
+  # shellcheck disable=SC2086
+  learn sft sft ${MOE:+model.init=runs/arithmetic/moe_model train.moe.aux_loss=0.001}
   hybridrl convert "$SFT" "$SFT/hf" --to hf
 fi
-if wants grpo; then learn grpo "model.path=$SFT/hf"; fi
-if wants ppo; then learn ppo "model.path=$SFT/hf"; fi
+if wants grpo; then learn grpo grpo "model.path=$SFT/hf"; fi
+if [ -n "$MOE" ]; then
+  if wants replay; then learn replay grpo "model.path=$SFT/hf" algorithm.router_replay=rollout; fi
+  exec python "$HERE/result.py" "$OUT" "$WORLD" --moe
+fi
+if wants ppo; then learn ppo ppo "model.path=$SFT/hf"; fi
 GRPO=runs/arithmetic-grpo-${WORLD}gpu PPO=runs/arithmetic-ppo-${WORLD}gpu
 if [ -f "$GRPO/summary.json" ] && [ -f "$PPO/summary.json" ]; then
   hybridrl report "$GRPO" "$PPO"

@@ -20,7 +20,7 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import is_launched, rank_file
 
-CHECKS = ("weights", "tokens", "sampling", "numerics")
+CHECKS = ("weights", "tokens", "sampling", "numerics", "routing")
 REPORT = "mismatch.json"
 
 
@@ -73,7 +73,7 @@ def mismatch_text(report: dict[str, Any]) -> str:
     """Returns the report as lines for people."""
     weights = report["checkpoint"] or "the initial weights"
     lines = [f"{report['engine']} engine and trainer in {report['dtype']}, {weights}"]
-    for name in CHECKS:
+    for name in (name for name in CHECKS if name in report):
         finding = report[name]
         lines.append(f"{name:9} {'agree' if finding['agrees'] else 'DIFFER':7} {finding['found']}")
         if finding["remedy"]:

@@ -10,10 +10,8 @@ allocator cannot use of its own blocks, 2 GiB for the context and libraries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from itertools import islice, product
-from math import lcm, prod
 from typing import Any
 
 from hybridrl.cli.plan_cluster import GIB, Assumptions
@@ -28,10 +26,9 @@ from hybridrl.cli.plan_memory import (
     RankMemory,
     RoleModel,
     estimate_memory,
-    fullest,
     itemsize_of,
-    most_elements,
 )
+from hybridrl.cli.plan_sizes import engine_elements, fullest_stage, shared_elements
 from hybridrl.cli.plan_text import memory_size
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.placement import Machines, Placement, shown
@@ -39,9 +36,6 @@ from hybridrl.config.rules import check
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.alias import shared_names
-from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.weights import fused_layout, megatron_layout, megatron_layouts
 from hybridrl.parallel.layout import TrainLayout
 
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 2 * GIB
@@ -206,7 +200,7 @@ class _Search:
         itemsize = itemsize_of(self.config, on_gpu=True)
         optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
         policy = self.models[0]
-        (elements, _), _, _ = _sizes(policy.family, policy.shape, TrainLayout(1), 1, 1)
+        elements, _ = fullest_stage(policy.family, policy.shape, TrainLayout(1))
         return elements * (itemsize + MAIN_GRAD_BYTES + optimizer)
 
     def _candidates(self) -> Iterator[Changes]:
@@ -258,42 +252,16 @@ def _estimate(config: Config, models: Sequence[RoleModel], placement: Placement)
     engine_sizes = config.rollout.tp, config.rollout.ep
     sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
     layout = TrainLayout(world_size, *sizes, etp=train.etp)
-    elements, engine, shared = _sizes(family, shape, _least_ranks(layout), *engine_sizes)
+    engine = engine_elements(family, shape, *engine_sizes)
     if ENGINES[config.rollout.engine].shares_memory and not train.release_weights_in_rollout:
-        engine -= shared
+        engine -= shared_elements(family, shape, layout, *engine_sizes)
     held = []
     for model in models:
-        of_fullest = elements
-        if (model.family, model.shape, model.head) != (family, shape, "lm"):
-            parts = megatron_layouts(model.family, model.shape, layout, model.head)
-            of_fullest = fullest(parts)
+        of_fullest = fullest_stage(model.family, model.shape, layout, model.head)
         held.append(HeldModel(model, placement.policy, layout, *of_fullest))
     of_engine = HeldEngine(itemsize_of(config, on_gpu=True) * engine, world_size)
     ranks = Held(held, of_engine)
     return estimate_memory(config, shape, world_size, ranks, "packed", on_gpu=True)
-
-
-def _least_ranks(layout: TrainLayout) -> TrainLayout:
-    """Returns the layout without replicas that hold the same, whose ranks hold as much."""
-    plane = lcm(layout.tp, layout.ep * layout.etp)
-    return replace(layout, world_size=plane * layout.pp, cp=1)
-
-
-@cache
-def _sizes(
-    family: Family, shape: ModelShape, layout: TrainLayout, tp: int, ep: int
-) -> tuple[tuple[int, int], int, int]:
-    """Returns the elements of the fullest pipeline stage, all and those of experts, those of an
-    engine's rank, and those of the engine's that are the trainer's own memory where both are cut
-    alike; `tp` and `ep` are the engine's sizes.
-    """
-    stages = (layout.rank_at(tp=0, cp=0, dp=0, pp=stage) for stage in range(layout.pp))
-    held = [megatron_layout(family, shape, layout, rank) for rank in stages]
-    engine = fused_layout(family, shape, tp, 0, ep)
-    shared = 0
-    if layout.tp == tp and layout.pp == 1:
-        shared = sum(prod(engine.shapes[name]) for name in shared_names(held[0], engine))
-    return fullest(held), most_elements([engine]), shared
 
 
 def _changed(config: Config, changes: Changes) -> Config:

@@ -259,9 +259,8 @@ def _kv_cache_bytes(
     config: Config, shape: ModelShape, itemsize: int, num_requests: int, replay: ReplayBytes | None
 ) -> int:
     """Returns what the longest requests take of a rank's KV cache, and of what is recorded."""
-    heads = max(1, shape.num_kv_heads // config.rollout.tp)  # repeated where ranks are more
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    per_request = longest * 2 * heads * shape.head_dim * shape.num_layers * itemsize
+    per_request = longest * shape.cached_elements(config.rollout.tp) * shape.num_layers * itemsize
     return num_requests * per_request + (replay.rollout if replay else 0)
 
 
@@ -307,15 +306,18 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int) -> int:
     """Returns what one rank's forward passes keep for its backward passes, and the head's scratch.
 
     Of a layer: its input, what follows each norm, and the input of the feed-forward half (4 hidden
-    sizes); queries, keys and values, and what attention gives; the feed-forward layer's two halves
-    and their product. Tensor and sequence parallel cut all of it. Of a mixture of experts the same
-    of each of a token's experts, and their inputs and outputs, which ranks exchange; tokens are
-    taken to be spread evenly over the experts, and all layers to be mixtures. A frozen model keeps
-    nothing: one layer at a time is whole.
+    sizes); queries, keys and values, the latents that they are made of, and what attention gives;
+    the feed-forward layer's two halves and their product. Tensor and sequence parallel cut all of
+    it. Of a mixture of experts the same of each of a token's experts, and their inputs and outputs,
+    which ranks exchange; tokens are taken to be spread evenly over the experts, and all layers to
+    be mixtures. A frozen model keeps nothing: one layer at a time is whole.
     """
     model, layout = held.model, held.layout
     shape, tokens = model.shape, config.train.micro_batch_tokens // layout.cp
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    heads = shape.num_heads + shape.num_kv_heads
+    attention = heads * (shape.head_dim + shape.value_dim)
+    if (latent := shape.latent) is not None:
+        attention += latent.query_rank + latent.cached_dim
     product, exchanged = shape.ffn_size, 0
     if (moe := shape.moe) is not None:
         product = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size

@@ -22,6 +22,7 @@ from hybridrl.config.placement import Place, Placement
 from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.alias import shared_names
 from hybridrl.hybrid_engine.assign import Assignment, OrderChoice, assign, evaluate_layout
+from hybridrl.hybrid_engine.expert_maps import Engines, ExpertTensors, lay_out_engines
 from hybridrl.hybrid_engine.order import lay_out, order_layout
 from hybridrl.hybrid_engine.owned import equal_shares
 from hybridrl.models.family import Family, ModelShape
@@ -47,8 +48,7 @@ class Placed:
         whole: what each rank trains with.
         sources: what engines are written from.
         parts: what each tensor-parallel rank of the engine holds.
-        best: which part each rank generates with.
-        targets: the part of each rank.
+        engines: which part each rank generates with.
         shared: elements of each rank's engine parameters that are the trainer's own memory.
     """
 
@@ -58,9 +58,18 @@ class Placed:
     whole: list[RankLayout]
     sources: list[RankLayout]
     parts: list[RankLayout]
-    best: Assignment
-    targets: list[RankLayout]
+    engines: Engines
     shared: list[int]
+
+    @property
+    def best(self) -> Assignment:
+        """Which part each rank generates with."""
+        return self.engines.best
+
+    @property
+    def targets(self) -> list[RankLayout]:
+        """What each rank is to hold for its engine."""
+        return self.engines.targets
 
 
 def place_models(
@@ -90,11 +99,11 @@ def place_models(
         sources = equal_shares(layout, whole) if train.fuse_param_gather else whole
     world_size = placement.num_ranks
     whole, sources = (_spread(found, ranks, world_size) for found in (whole, sources))
-    best = assign(sources, parts, node, ranks=placement.rollout)
-    tp_ranks = map(best.layout.tp_rank, range(world_size))
-    targets = [NOTHING if tp_rank is None else parts[tp_rank] for tp_rank in tp_ranks]
-    shared = _shared(config, whole, targets)
-    return Placed(placement, layout, choice, whole, sources, parts, best, targets, shared)
+    takes_maps = config.rollout.ep > 1 and ENGINES[config.rollout.engine].takes_expert_maps
+    tensors = ExpertTensors(family, shape) if takes_maps else None
+    engines = lay_out_engines(sources, parts, tensors, node, placement.rollout)
+    shared = _shared(config, whole, engines.targets)
+    return Placed(placement, layout, choice, whole, sources, parts, engines, shared)
 
 
 def _spread(
@@ -122,12 +131,15 @@ def choices(order: str, placed: Placed, node: int, itemsize: int) -> dict[str, A
     """Returns what the chosen assignment costs, and what others on the same ranks would."""
     sources, parts, placement = placed.sources, placed.parts, placed.placement
     in_turn = RolloutLayout.consecutive(len(placement.rollout), len(parts))
-    consecutive = evaluate_layout(sources, parts, in_turn.on(placement.rollout, len(sources)))
-    free = assign(sources, parts, node, is_ascending=False, ranks=placement.rollout)
+    in_turn, known = in_turn.on(placement.rollout, len(sources)), placed.engines.costs
+    consecutive = evaluate_layout(sources, parts, in_turn, known)
+    free = assign(sources, parts, node, is_ascending=False, ranks=placement.rollout, costs=known)
     choice, remedy = placed.choice, None
     if choice is not None and choice.receive < placed.best.receive:
         remedy = f"Set train.order=auto, which chooses {choice.order}, in place of {order}."
     named = {"used": placed.best, "consecutive": consecutive, "any_order": free}
+    if placed.best.layout.experts is not None:
+        named["experts_in_order"] = placed.engines.linear
     costs = {
         name: {
             "tp_ranks": [found.layout.tp_rank(rank) for rank in range(len(sources))],

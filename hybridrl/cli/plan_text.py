@@ -79,6 +79,15 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f"rollout  {rollout['engine']}: {replicas} {'replicas' if replicas > 1 else 'replica'} "
         f"at tp {rollout['tp']}" + (f" ep {rollout['ep']}" if "ep" in rollout else "")
     )
+    if rollout.get("experts"):
+        used, in_order = (
+            traffic(rollout["choices"][name]["max_receive_bytes"])
+            for name in ("used", "experts_in_order")
+        )
+        yield (
+            "         experts are dealt to each replica's ranks as they lie in training: a rank "
+            f"receives at most {used}, dealt in order {in_order}"
+        )
     yield from _memory_lines(report)
     yield from _rank_lines(report["ranks"])
     yield from _reshard_lines(report)

@@ -31,6 +31,8 @@ class EngineTraits:
         has_fused_parameters: its parameters are laid out as `models/weights.py:fused_layout` says;
             else they are the HF checkpoint's tensors, whole.
         takes_experts: it runs mixtures of experts, and can be written with them.
+        takes_expert_maps: a replica's whole experts may lie on its ranks in any order, so that they
+            stay where they are trained; else in theirs.
         records_experts: it can tell which experts it chose for each token.
         sleeps: it gives weights and KV cache back while the policy trains, on GPUs.
         shares_memory: its parameters can be the trainer's own memory where both cut a tensor alike.
@@ -49,6 +51,7 @@ class EngineTraits:
     is_expert_parallel: bool = False
     has_fused_parameters: bool = False
     takes_experts: bool = False
+    takes_expert_maps: bool = False
     records_experts: bool = False
     sleeps: bool = False
     shares_memory: bool = False
@@ -86,6 +89,7 @@ ENGINES = {
         is_tensor_parallel=True,
         is_expert_parallel=True,
         takes_experts=True,
+        takes_expert_maps=True,
         records_experts=True,
         has_fused_parameters=True,
         sleeps=True,

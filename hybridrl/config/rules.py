@@ -384,13 +384,6 @@ def _expert_model_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[Us
             f"{', '.join(able)} with a mixture of experts (this model has {experts} a layer)",
             f"Set rollout.engine={able[0]}, or train a dense model.",
         )
-    if config.train.recompute == "selective":
-        yield UserError(
-            "train.recompute",
-            "selective",
-            "none or full with a mixture of experts",
-            "Set train.recompute=full, or none.",
-        )
     if config.train.fp8 != "none":
         yield UserError(
             "train.fp8",

@@ -35,24 +35,6 @@ def replay_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
         yield UserError(key, "rollout", allowed, f"Set rollout.engine={able[0]}, or {off}.")
 
 
-def graph_rules(config: Config, is_cpu: bool) -> Iterator[UserError]:
-    """Returns what keeps experts from being recorded where engines capture graphs.
-
-    Args:
-        config: of the run.
-        is_cpu: whether the host has no GPUs; then nothing is captured.
-    """
-    rollout = config.rollout
-    captures = ENGINES[rollout.engine].captures_graphs and not (is_cpu or rollout.eager)
-    if captures and replays(config):
-        yield UserError(
-            "rollout.eager",
-            "false",
-            f"true with algorithm.router_replay=rollout and engine {rollout.engine!r} on GPUs",
-            "Set rollout.eager=true, or algorithm.router_replay=off.",
-        )
-
-
 def replays(config: Config) -> bool:
     """Whether the experts that the engine chose are recorded and replayed."""
     algorithm = config.algorithm

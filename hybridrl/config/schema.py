@@ -121,8 +121,10 @@ class ModelConfig(Section):
     )
 
 
-class MoeLosses(Section):
-    """Losses of a mixture of experts beside the algorithm's: means over all tokens of an update."""
+class MoeConfig(Section):
+    """What keeps experts in use beside the algorithm's loss; losses are means over all tokens of an
+    update, and counts are of them.
+    """
 
     aux_loss: float = Field(
         0.0,
@@ -133,6 +135,11 @@ class MoeLosses(Section):
         0.0,
         ge=0,
         description="Coefficient of the router's z-loss (ST-MoE). 0: fine-tuning does not need it.",
+    )
+    bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="By how much an optimizer step moves the bias of each expert towards even use (DeepSeek-V3), in models whose routers have one. 0: it changes which experts compute without a gradient, and rollouts would be of another router than the update's.",
     )
 
 
@@ -159,8 +166,8 @@ class TrainConfig(Section):
         ge=1,
         description="Expert tensor parallel size: into how many parts each expert is cut. 1: small experts lose speed when cut, so deal them by train.ep; Megatron's own default is tp.",
     )
-    moe: MoeLosses = Field(
-        MoeLosses(), description="Losses of mixtures of experts. All of them are off; see there."
+    moe: MoeConfig = Field(
+        MoeConfig(), description="Losses of mixtures of experts. All of them are off; see there."
     )
     order: str = Field(
         "auto",

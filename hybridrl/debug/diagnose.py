@@ -3,7 +3,9 @@ log-probabilities.
 
 Lets both compute on prompts of the run, and has verdicts.py compare weights (every copy, by
 checksum), tokens (of all ranks and replicas, and the trainer's own choice), sampling support (what
-top_p and top_k cut off) and numerics (the residual stream, stage by stage: residual.py).
+top_p and top_k cut off) and numerics (the residual stream, stage by stage: residual.py). Where an
+engine tells the experts that it chose, the trainer takes these in all comparisons; what its own
+would make of it is a verdict of its own, routing.
 
 Who waits for whom: everything is collective over the world. What one rank's engine finds wrong is
 told to all before any goes on, so that all take part in what follows, or none.
@@ -18,8 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.config.algorithm import PolicyGradientConfig
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, PlacementConfig
+from hybridrl.config.source import read_model_config
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.contracts.routed_experts import token_rows
 from hybridrl.debug.reference import reference_streams
 from hybridrl.debug.residual import engine_streams, stages, trainer_logits, trainer_streams
 from hybridrl.debug.verdicts import (
@@ -28,6 +35,7 @@ from hybridrl.debug.verdicts import (
     Placed,
     Tokenwise,
     judge_numerics,
+    judge_routing,
     judge_sampling,
     judge_tokens,
     mean_difference,
@@ -35,6 +43,8 @@ from hybridrl.debug.verdicts import (
 )
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.loop.loop import Trainer
+from hybridrl.models.family import read_model
+from hybridrl.models.heads import TokenStats
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokensDifferError
 from hybridrl.rollout.build import ComputingEngine
@@ -58,20 +68,22 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
 
     Returns:
         The report, the same on all ranks: `agree`, `checkpoint`, `engine`, `dtype`, and a Finding
-        each for `weights`, `tokens`, `sampling`, `numerics`.
+        each for `weights`, `tokens`, `sampling`, `numerics`, and of recorded experts `routing`.
     """
     rollout = config.rollout.model_copy(update={"eager": True})  # or vLLM calls no module
     # Or there is nothing to compare the engine's weights with.
     train = config.train.model_copy(update={"release_weights_in_rollout": False})
     # What engine and trainer compute does not depend on where they lie.
-    changed = {"rollout": rollout, "train": train, "placement": PlacementConfig()}
+    changed: dict[str, Any] = {"rollout": rollout, "train": train, "placement": PlacementConfig()}
+    if _can_replay(config):
+        changed["algorithm"] = config.algorithm.model_copy(update={"router_replay": "rollout"})
     trainer = Trainer(config.model_copy(update=changed))
     folder = trainer.store.newest()
     if folder is not None:
         trainer.load_checkpoint(folder)
     else:
         trainer.reshard()
-    findings = diagnose(trainer, with_reference)
+    findings = diagnose(trainer, with_reference, replays(config))
     trainer.close()
     return {
         "agree": all(finding.agrees for finding in findings.values()),
@@ -82,12 +94,23 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
     }
 
 
-def diagnose(trainer: Trainer, with_reference: bool = False) -> dict[str, Finding]:
-    """Returns the verdicts `weights`, `tokens`, `sampling` and `numerics`, the same on all ranks.
+def _can_replay(config: Config) -> bool:
+    """Returns whether trainer and engine can compute with the same experts."""
+    family, shape = read_model(config.model.family, read_model_config(config.model))
+    is_known = isinstance(config.algorithm, PolicyGradientConfig) and family.layer_spec is None
+    return shape.moe is not None and is_known and ENGINES[config.rollout.engine].records_experts
+
+
+def diagnose(
+    trainer: Trainer, with_reference: bool = False, run_replays: bool = False
+) -> dict[str, Finding]:
+    """Returns the verdicts `weights`, `tokens`, `sampling` and `numerics`, and `routing` where the
+    engine tells its experts; the same on all ranks.
 
     Args:
         trainer: in the rollout phase, its engine idle and, if it is vLLM, `eager`.
         with_reference: as of `diagnose_rank`.
+        run_replays: whether the run trains with the engine's experts.
     """
     prompts = [prompt.tokens[:PROMPT_TOKENS] for prompt in trainer.prompts.take(NUM_PROMPTS)]
     weights = _weights(trainer)
@@ -100,7 +123,8 @@ def diagnose(trainer: Trainer, with_reference: bool = False) -> dict[str, Findin
         tokens = Finding(False, failed[0], remedy)
         return {"weights": weights, "tokens": tokens, "sampling": missing, "numerics": missing}
     by_rank = [answers for answers, _ in everyone]
-    return {"weights": weights, **_compare(trainer, prompts, by_rank, with_reference)}
+    found = _compare(trainer, prompts, by_rank, with_reference, run_replays)
+    return {"weights": weights, **found}
 
 
 def _weights(trainer: Trainer) -> Finding:
@@ -145,6 +169,7 @@ def _compare(
     prompts: Sequence[tuple[int, ...]],
     by_rank: Sequence[Sequence[Answer]],
     with_reference: bool,
+    run_replays: bool,
 ) -> dict[str, Finding]:
     """Lets the engine, then the trainer compute the same tokens, and compares."""
     model, layout, sampling = trainer.policy.model, trainer.sampler.layout, trainer.sampler.sampling
@@ -171,11 +196,17 @@ def _compare(
     # What only happens further on, as a window or a scaling of positions may, was not looked at.
     longest = max(map(len, prompts))
     numerics = replace(numerics, found=f"{numerics.found}; on prompts of up to {longest} tokens")
-    return {
+    found = {
         "tokens": judge_tokens(layout, by_rank, placed, said, bounds.refuse),
         "sampling": judge_sampling(placed, said, sampling, bounds.warn),
         "numerics": numerics,
     }
+    if batch.routed_experts_TK is not None:
+        plan = model.plan(batch.without_experts(), 1.0)
+        outputs: list[TokenStats] = model.forward_all(plan.inputs)
+        own_T = plan.column([output.logp_S for output in outputs])
+        found["routing"] = judge_routing(placed, said, own_T, bounds.warn, run_replays)
+    return found
 
 
 def _batch(
@@ -195,6 +226,15 @@ def _batch(
         for sample, (number, tokens) in enumerate(ordered)
     ]
     batch = TrainBatch.supervised(samples, Producer.here("the diagnosis"))
+    # Of the first replica that drew it.
+    experts_of = {
+        (one.prompt, one.completion.tokens): one.completion.experts
+        for answers in reversed(firsts)
+        for one in answers
+    }
+    experts = [found for key in ordered if (found := experts_of[key]) is not None]
+    if experts:
+        batch = replace(batch, routed_experts_TK=torch.from_numpy(token_rows(experts)))
     numbers = [number for number, _ in ordered]
     starts, ends = batch.offsets[:-1] + batch.prompt_lengths_B, batch.offsets[1:]
     spans = [slice(*pair) for pair in zip(starts.tolist(), ends.tolist(), strict=True)]

@@ -1,6 +1,6 @@
 """What `hybridrl check --mismatch` concludes from what engine and trainer say of the same tokens.
 
-Owns the four verdicts and their rules; pure, and about tensors on the CPU. Who computes what is
+Owns the five verdicts and their rules; pure, and about tensors on the CPU. Who computes what is
 diagnose.py.
 """
 
@@ -153,6 +153,31 @@ def judge_sampling(
         return Finding(True, found, details=details)
     remedy = "The trainer cuts nothing off: set rollout.top_p=1 rollout.top_k=0."
     return Finding(False, found, remedy, details)
+
+
+def judge_routing(
+    placed: Placed, said: Tokenwise, own_T: Tensor, bound: float, run_replays: bool
+) -> Finding:
+    """Says how much of the difference comes from routers that choose other experts.
+
+    Args:
+        said: with the engine's experts.
+        own_T: the log-probability of each token with the experts of the trainer's own routers.
+        bound: nats on average that are allowed.
+        run_replays: whether the run trains with the engine's experts.
+    """
+    greedy = [pair for answers in placed for pair in answers if pair[0].is_greedy]
+    own, replayed = (float(_gaps(greedy, column).abs().mean()) for column in (own_T, said.own))
+    details = {"diff_mean": own, "diff_mean_with_engines_experts": replayed, "bound": bound}
+    found = (
+        f"greedy tokens differ by {own:.2g} nats on average with the trainer's own experts, by "
+        f"{replayed:.2g} with the engine's (allowed {bound:g}); the run takes "
+        f"{'those of the engine' if run_replays else 'its own'}"
+    )
+    if (replayed if run_replays else own) <= bound:
+        return Finding(True, found, details=details)
+    remedy = "Set algorithm.router_replay=rollout." if replayed <= bound else ""
+    return Finding(False, found, remedy or "The rows above say why.", details)
 
 
 def mean_difference(placed: Placed, said: Tokenwise) -> tuple[float, int]:

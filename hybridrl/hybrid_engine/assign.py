@@ -16,6 +16,7 @@ given. `is_ascending=False` tells what that rule costs; another order of the tra
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -60,6 +61,7 @@ def assign(
     domain_size: int | None = None,
     is_ascending: bool = True,
     ranks: Sequence[int] | None = None,
+    costs: Costs | None = None,
 ) -> Assignment:
     """Gives every rank its part of an engine replica, or some ranks; the others then have none.
 
@@ -70,21 +72,72 @@ def assign(
             stays on one node if it fits, else on as few as it can.
         is_ascending: whether the ranks of a replica must ascend in tensor-parallel order.
         ranks: that have engines, ascending; None: all.
+        costs: of these sources and parts, where they are known already.
     """
-    costs = _Costs.of(sources, parts)
+    costs = costs or Costs.of(sources, parts)
     if ranks is None or len(ranks) == len(sources):
         return _assign(costs, domain_size, is_ascending)
-    node = domain_size or len(sources)
-    each = {sum(rank // node == number for rank in ranks) for number in {r // node for r in ranks}}
-    found = _assign(costs.moved(ranks), each.pop() if len(each) == 1 else None, is_ascending)
+    own_node = domain_of(ranks, domain_size or len(sources))
+    found = _assign(costs.moved(ranks), own_node, is_ascending)
     return replace(found, layout=found.layout.on(ranks, len(sources)))
 
 
+def domain_of(ranks: Sequence[int], domain_size: int) -> int | None:
+    """Returns how many of these ranks, ascending, are on each node; None: not equally many.
+
+    Args:
+        domain_size: consecutive ranks of the world that are one node.
+    """
+    nodes = Counter(rank // domain_size for rank in ranks)
+    return nodes[ranks[0] // domain_size] if len(set(nodes.values())) == 1 else None
+
+
 def evaluate_layout(
-    sources: Sequence[RankLayout], parts: Sequence[RankLayout], layout: RolloutLayout
+    sources: Sequence[RankLayout],
+    parts: Sequence[RankLayout],
+    layout: RolloutLayout,
+    costs: Costs | None = None,
 ) -> Assignment:
     """Returns a given layout with its costs; engines may be on some of the ranks."""
-    return _evaluate(_Costs.of(sources, parts).moved(layout.ranks), layout)
+    return _evaluate((costs or Costs.of(sources, parts)).moved(layout.ranks), layout)
+
+
+def evaluate_parts(
+    sources: Sequence[RankLayout], parts: Sequence[RankLayout], layout: RolloutLayout
+) -> Assignment:
+    """Returns a layout with its costs where each rank's part is its own.
+
+    Args:
+        sources: what each rank trains with.
+        parts: what each rank that has an engine holds of it, in order; the same object for equal
+            ones saves comparing them.
+        layout: which part of which replica that is.
+    """
+    numbers = {id(part): number for number, part in enumerate({id(p): p for p in parts}.values())}
+    distinct = list({id(part): part for part in parts}.values())
+    costs = Costs.of(sources, distinct).moved(layout.ranks)
+    places = np.array([[numbers[id(part)] for part in parts]])
+    return Assignment(layout, int(costs.receive(places)[0]), int(costs.send(places)[0]))
+
+
+def missing_elements(sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> np.ndarray:
+    """Returns the elements that each source rank (outer) lacks of each part (inner)."""
+    return Costs.of(sources, parts).missing
+
+
+def part_patterns(size: int, tp: int, domain_size: int | None) -> tuple[int, list[np.ndarray]]:
+    """Returns how many consecutive ranks divide up replicas among themselves, and the ways to give
+    them tensor-parallel ranks: of up to 8 ranks all, else at regular intervals.
+
+    Args:
+        size: number of ranks that have engines.
+        tp: ranks of a replica.
+        domain_size: ranks of a node; None: all are of one.
+    """
+    unit = _unit(size, tp, domain_size or size)
+    if unit <= MAX_EXACT:
+        return unit, list(_patterns(unit, tp, True))
+    return unit, [np.arange(unit) // stride % tp for stride in _strides(unit, tp)]
 
 
 @dataclass(frozen=True)
@@ -123,7 +176,7 @@ def choose_order(
         parts: what each tensor-parallel rank of the engine holds.
         domain_size: ranks of one node, which are consecutive; None: all are of one.
     """
-    costs = _Costs.of(sources, parts)
+    costs = Costs.of(sources, parts)
     own = _assign(costs, domain_size)
     choice, least = train.order, own.cost
     bound = int(costs.missing.min(axis=1).max())  # each rank as the part that it lacks least of
@@ -169,13 +222,12 @@ def _num_nodes(layout: TrainLayout, axis: str, node: int) -> list[int]:
     return [len({rank // node for rank in group}) for group in layout.groups(axis)]
 
 
-def _assign(costs: _Costs, domain_size: int | None, is_ascending: bool = True) -> Assignment:
+def _assign(costs: Costs, domain_size: int | None, is_ascending: bool = True) -> Assignment:
     size, tp = costs.missing.shape
     if tp == 1:
         return _evaluate(costs, RolloutLayout.consecutive(size, tp))
     unit = _unit(size, tp, domain_size or size)
-    strides = [s for s in range(1, unit // tp + 1) if unit % (s * tp) == 0]
-    candidates = [np.arange(size) // stride % tp for stride in strides]
+    candidates = [np.arange(size) // stride % tp for stride in _strides(unit, tp)]
     by_unit = costs.missing.reshape(-1, unit, tp)
     if unit <= MAX_EXACT:
         patterns = _patterns(unit, tp, is_ascending)
@@ -188,12 +240,12 @@ def _assign(costs: _Costs, domain_size: int | None, is_ascending: bool = True) -
     return costs.best(np.array(candidates), unit)
 
 
-def _evaluate(costs: _Costs, layout: RolloutLayout) -> Assignment:
+def _evaluate(costs: Costs, layout: RolloutLayout) -> Assignment:
     places = np.array([[layout.tp_rank(rank) for rank in layout.ranks]])
     return Assignment(layout, int(costs.receive(places)[0]), int(costs.send(places)[0]))
 
 
-class _Costs:
+class Costs:
     """What tensor-parallel ranks cost each rank.
 
     Args:
@@ -218,7 +270,7 @@ class _Costs:
         self.missing = ~holds @ need.T
 
     @classmethod
-    def of(cls, sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> _Costs:
+    def of(cls, sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> Costs:
         """Returns what `parts` cost ranks that hold `sources`."""
         joined = join(sources, parts)
         owners: dict[tuple[int, ...], int] = {}
@@ -233,10 +285,10 @@ class _Costs:
                 holds[joined.sources.ranks[number], column] = True
         return cls(joined.sources.of_rank, holds, need)
 
-    def moved(self, ranks: Sequence[int]) -> _Costs:
+    def moved(self, ranks: Sequence[int]) -> Costs:
         """Returns the costs of ranks that hold what `ranks` name here; all ranks of here send."""
         of_rank = [self.of_rank[rank] for rank in ranks]
-        return _Costs(of_rank, self._holds[list(ranks)], self._need, self._senders)
+        return Costs(of_rank, self._holds[list(ranks)], self._need, self._senders)
 
     def receive(self, candidates: np.ndarray) -> np.ndarray:
         """Returns, for rows of tensor-parallel ranks, what the fullest rank must receive."""
@@ -272,10 +324,22 @@ class _Costs:
         send = self.send(candidates)
         candidates = candidates[send == send.min()]
         total = self.missing[np.arange(size), candidates].sum(axis=1)
-        places = candidates[total.argmin()].tolist()
-        counters = [[count(first * unit // tp) for _ in range(tp)] for first in range(size // unit)]
-        pairs = ((next(counters[rank // unit][place]), place) for rank, place in enumerate(places))
-        return Assignment(RolloutLayout(tp, tuple(pairs)), int(receive.min()), int(send.min()))
+        layout = numbered(candidates[total.argmin()].tolist(), unit, tp)
+        return Assignment(layout, int(receive.min()), int(send.min()))
+
+
+def numbered(places: Sequence[int], unit: int, tp: int) -> RolloutLayout:
+    """Returns the layout of ranks with these tensor-parallel ranks; replicas are of ascending ranks
+    within each `unit` of them.
+    """
+    counters = [[count(first // tp) for _ in range(tp)] for first in range(0, len(places), unit)]
+    pairs = ((next(counters[rank // unit][place]), place) for rank, place in enumerate(places))
+    return RolloutLayout(tp, tuple(pairs))
+
+
+def _strides(unit: int, tp: int) -> list[int]:
+    """Returns the intervals at which the ranks of a replica may lie in a unit."""
+    return [s for s in range(1, unit // tp + 1) if unit % (s * tp) == 0]
 
 
 def _unit(size: int, tp: int, domain_size: int) -> int:

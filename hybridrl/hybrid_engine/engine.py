@@ -34,14 +34,15 @@ from hybridrl.hybrid_engine.phases import (
 from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.hybrid_engine.quantized import check_scales
-from hybridrl.hybrid_engine.target import WeightTarget, scales_of
+from hybridrl.hybrid_engine.target import WeightTarget, scales_of, stale_copy_of
 from hybridrl.hybrid_engine.transport import (
     Peers,
     Traffic,
     Transport,
     TransportError,
 )
-from hybridrl.hybrid_engine.verify import verify
+from hybridrl.hybrid_engine.verify import VerifyError, verify
+from hybridrl.hybrid_engine.wire import wire_views
 from hybridrl.models.weights import RankLayout, check_tensors
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.peer_memory import PeerMemory
@@ -144,7 +145,8 @@ class HybridEngine:
         self._headroom, self._is_released = Headroom(), False
         self.version = -1
         targets = gather_layouts(target.layout(), peers)
-        wire_dtype = agree_wire_dtype(weights, target.tensors(), peers)
+        own = layouts[peers.rank], target.layout()
+        wire_dtype = agree_wire_dtype(weights, target.tensors(), peers, own)
         plan: Plan | None = None
         error = ""
         try:
@@ -153,11 +155,13 @@ class HybridEngine:
             check_tensors(layouts[peers.rank], _shapes(weights))
             check_tensors(targets[peers.rank], _shapes(target.tensors()))
             check_scales(plan.ops[peers.rank], target.tensors(), scales_of(target))
+            self._weights = wire_views(weights, own[0], wire_dtype)
+            wire_views(target.tensors(), own[1], wire_dtype)
         except (PlanError, ModelError) as caught:
             error = str(caught)
         _agree(error, plan.hash() if plan is not None else "", peers)
         assert plan is not None  # otherwise _agree has raised
-        self.plan, self._wire_dtype = plan, wire_dtype
+        self.plan, self._wire_dtype, self._target_layout = plan, wire_dtype, own[1]
         self._block_group: dist.ProcessGroup | None = None
         self.transport: Transport = self.make_transport("packed" if peer_memory is None else "peer")
 
@@ -172,7 +176,7 @@ class HybridEngine:
         Raises:
             ValueError: 'peer', but the engine was made without `peer_memory`.
         """
-        ends = self.plan, self._peers, self._weights, self._target.tensors()
+        ends = self.plan, self._peers, self._weights, self._written()
         scales, dtype = scales_of(self._target), self._wire_dtype
         if kind == "packed":
             if self._block_group is None:
@@ -182,6 +186,10 @@ class HybridEngine:
         if self._peer_memory is None:
             raise ValueError("transport 'peer' needs peer_memory, where training tensors lie")
         return PeerTransport(*ends, self._peer_memory, scales, dtype)
+
+    def _written(self) -> Mapping[str, Tensor]:
+        """Returns the engine's parameters as they are written."""
+        return wire_views(self._target.tensors(), self._target_layout, self._wire_dtype)
 
     def to_rollout(self, version: int | None = None, verifies: bool = False) -> ReshardStats:
         """Enters the rollout phase with the policy's weights; collective.
@@ -217,6 +225,8 @@ class HybridEngine:
         self._target.finish_update(self.version)
         if is_due and not frees:  # what the engine did to its parameters is seen too
             verify_seconds = self._timed_verify()
+        if is_due:
+            self._verify_copies()
         seconds = time.perf_counter() - start - verify_seconds
         moved = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes)
         own = (*moved, traffic.messages, seconds, self._headroom.spare_bytes())
@@ -306,9 +316,19 @@ class HybridEngine:
                 "train.release_weights_in_rollout=true: compare on the way, with "
                 "rollout.verify=N or to_rollout(verifies=True)"
             )
-        ends = self._weights, self._target.tensors()
+        ends = self._weights, self._written()
         scales = scales_of(self._target)
         verify(self.plan, self._peers, *ends, self._wire_dtype, scales)
+
+    def _verify_copies(self) -> None:
+        """Raises VerifyError, on every rank, if an engine computes with copies of older weights."""
+        stale = self._peers.gather_objects(stale_copy_of(self._target))
+        for rank, name in enumerate(stale):
+            if name is not None:
+                raise VerifyError(
+                    f"{name} of the engine on rank {rank} differs from the parameter that it is a "
+                    "copy of"
+                )
 
     def _timed_verify(self) -> float:
         """Verifies; returns the seconds that it took."""

@@ -18,8 +18,9 @@ from hybridrl.errors import CheckpointError, UserError
 from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype
 from hybridrl.hybrid_engine.plan import plan_reshard
 from hybridrl.hybrid_engine.transport import Peers
+from hybridrl.hybrid_engine.wire import wire_views
 from hybridrl.models.boxes import Shape
-from hybridrl.models.hf import HfWriter
+from hybridrl.models.hf import HfWriter, stored_as
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_layout
 
 STAGING_BYTES = 64 << 20
@@ -43,7 +44,7 @@ def export_hf(
         layouts: what each rank holds.
         tensors: this rank's tensors.
         shapes: every HF tensor of the model, as from `hf_shapes`.
-        dtype: type of the written tensors.
+        dtype: type of the written tensors, but of those that are kept in fp32.
         config: content of config.json.
         peers: the ranks of the layouts.
         side_files: folder whose tokenizer files are copied along.
@@ -91,15 +92,19 @@ def gather_tensors(
     regions = [_by_hf_name(layout) for layout in layouts]
     rank = peers.rank
     out_dtype = {"": torch.empty(0, dtype=dtype)} if rank == 0 else {}
-    wire_dtype = agree_wire_dtype(tensors, out_dtype, peers)
+    wire_dtype = agree_wire_dtype(tensors, out_dtype, peers, (layouts[rank], NOTHING))
+    sent = wire_views(tensors, layouts[rank], wire_dtype)
     here = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     device = next((tensor.device for tensor in tensors.values()), torch.device(here))
     for name, shape in shapes.items():
         sources = [RankLayout(tuple(own.get(name, ())), {}) for own in regions]
         targets = [hf_layout({name: shape}), *([NOTHING] * (len(layouts) - 1))]
         plan = plan_reshard(sources, targets, wire_dtype.itemsize)
-        dests = {name: torch.empty(shape, dtype=dtype, device=device)} if rank == 0 else {}
-        PackedTransport(plan, peers, tensors, dests, STAGING_BYTES, wire_dtype).run()
+        dests = {}
+        if rank == 0:
+            dests[name] = torch.empty(shape, dtype=stored_as(name, dtype), device=device)
+        written = wire_views(dests, targets[rank], wire_dtype)
+        PackedTransport(plan, peers, sent, written, STAGING_BYTES, wire_dtype).run()
         if rank == 0:
             yield name, dests.pop(name)
 

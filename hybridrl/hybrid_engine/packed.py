@@ -46,8 +46,10 @@ from hybridrl.hybrid_engine.transport import (
     addresses,
     is_same_memory,
 )
+from hybridrl.hybrid_engine.wire import kept_tensors
 from hybridrl.models.boxes import sizes, volume
 from hybridrl.models.hf import box_view
+from hybridrl.models.weights import RankLayout
 
 # Programs of a kernel that packs, unpacks or copies: NCCL's kernels wait for room if others fill
 # the device. These move 2 TB/s, five times what comes over NVLink.
@@ -380,15 +382,27 @@ def make_block_group(peers: Peers, timeout_s: float) -> dist.ProcessGroup | None
 
 
 def agree_wire_dtype(
-    sources: Mapping[str, Tensor], dests: Mapping[str, Tensor], peers: Peers
+    sources: Mapping[str, Tensor],
+    dests: Mapping[str, Tensor],
+    peers: Peers,
+    layouts: tuple[RankLayout, RankLayout],
 ) -> torch.dtype:
     """Returns the type in which all ranks send elements: the narrower of the widest types.
 
     The widest type among all sources, or among all destinations if that is narrower, so that no
     value loses more than its destination's type makes it lose. What is quantized counts as
-    bfloat16. Collective.
+    bfloat16, and what is kept in fp32 not at all. Collective.
+
+    Args:
+        sources, dests: of this rank.
+        peers: all ranks.
+        layouts: of this rank's sources and destinations.
     """
-    gathered = peers.gather_objects((_widest(sources), _widest(dests)))
+    widest = (
+        _widest([tensors[name] for name in tensors.keys() - kept_tensors(layout)])
+        for tensors, layout in zip((sources, dests), layouts, strict=True)
+    )
+    gathered = peers.gather_objects(tuple(widest))
     held = [source for source, _ in gathered if source is not None]
     wanted = [dest for _, dest in gathered if dest is not None]
     source, dest = _promoted(held), _promoted(wanted)
@@ -414,8 +428,8 @@ def _elements(messages: Messages) -> int:
     return sum(part.elements for parts in messages.values() for part in parts)
 
 
-def _widest(tensors: Mapping[str, Tensor]) -> torch.dtype | None:
-    dtypes = [SENT_AS if t.dtype == FP8 else t.dtype for t in tensors.values()]
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    dtypes = [SENT_AS if t.dtype == FP8 else t.dtype for t in tensors]
     return _promoted(dtypes) if dtypes else None
 
 

@@ -178,25 +178,15 @@ class PeerTransport:
             self._local.run()
             return
         to_staging, direct, last = self._batches
-        current = torch.cuda.current_stream() if self._engines is not None else None
-        _wait(self._engines, current)
-        _wait(self._beside, current)
-        to_staging.run(self._engines)
-        _wait(current, self._engines)  # for what is staged; for nothing that is queued from here on
-        direct.run(self._engines)
-        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+        engines, beside = self._engines, self._beside
+        current = None if engines is None else torch.cuda.current_stream()
+        # Only what is staged is awaited by the current stream, nothing that is queued from here on.
+        to_staging.run(engines, [(engines, current), (beside, current)], [(current, engines)])
+        direct.run(engines)
+        with nullcontext() if beside is None else torch.cuda.stream(beside):
             self._local.run()
         self._unpack.run()
-        _wait(self._engines, current)
-        last.run(self._engines)
-        _wait(current, self._engines)
-        _wait(current, self._beside)
-
-
-def _wait(waiting: torch.cuda.Stream | None, other: torch.cuda.Stream | None) -> None:
-    """Lets what is queued on a stream from here on wait for what another has; None on CPU."""
-    if waiting is not None and other is not None:
-        waiting.wait_stream(other)
+        last.run(engines, [(engines, current)], [(current, engines), (current, beside)])
 
 
 def _place(tensor: Tensor, piece: Tensor) -> Place | None:

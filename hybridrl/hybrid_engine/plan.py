@@ -22,6 +22,7 @@ import numpy as np
 from hybridrl.hybrid_engine.crossing import Crossings, Way
 from hybridrl.hybrid_engine.pieces import Join, PlanError, join
 from hybridrl.hybrid_engine.senders import Demand, balance_senders
+from hybridrl.hybrid_engine.wire import wire_layouts
 from hybridrl.models.boxes import Box, intersection, moved, volume
 from hybridrl.models.weights import RankLayout, Region
 
@@ -177,6 +178,11 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
                 self._held[-1].setdefault(region.hf, []).append(region)
         self._ops_of = lru_cache(KEPT_RANKS)(self.made)
 
+    @property
+    def joined(self) -> Join:
+        """What the targets need of whom."""
+        return self._join
+
     def _add_demands(self, target: int, kind: int, count: int, domain_size: int) -> None:
         """Adds who may send pieces of one kind to ranks of one class on its nodes that own them."""
         holders, size = self._join.kinds[kind]
@@ -282,7 +288,7 @@ def plan_reshard(
     Args:
         sources: what each rank holds.
         targets: what each rank must have; as many as sources, empty where nothing is needed.
-        itemsize: bytes of one element on the wire.
+        itemsize: bytes of one element on the wire, where what is kept in fp32 may be several.
         domain_size: ranks of one node, which are consecutive; None: all are of one.
 
     Raises:
@@ -291,7 +297,8 @@ def plan_reshard(
     if len(sources) != len(targets):
         raise PlanError(f"{len(sources)} source layouts, but {len(targets)} target layouts")
     domain_size = domain_size or max(len(sources), 1)
-    return Plan(PlannedOps(join(sources, targets), domain_size), itemsize, domain_size)
+    joined = join(wire_layouts(sources, itemsize), wire_layouts(targets, itemsize))
+    return Plan(PlannedOps(joined, domain_size), itemsize, domain_size)
 
 
 def _elements(ops: Iterable[CopyOp]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hybridrl.hybrid_engine.plan import CopyOp, Plan, PlanError
+from hybridrl.hybrid_engine.wire import wire_layouts
 from hybridrl.models.boxes import (
     Box,
     intersection,
@@ -49,6 +50,7 @@ def prove(
     """
     if not len(plan.ops) == len(sources) == len(targets):
         raise PlanError(f"plan of {len(plan.ops)} ranks for {len(sources)} and {len(targets)}")
+    sources, targets = (wire_layouts(one, plan.itemsize) for one in (sources, targets))
     different = {id(layout): layout for layout in sources}  # equal ones are often one object
     by_tensor = {key: _by_tensor(layout) for key, layout in different.items()}
     held = [by_tensor[id(layout)] for layout in sources]

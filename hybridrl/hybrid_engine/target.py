@@ -55,6 +55,20 @@ class QuantizedTarget(WeightTarget, Protocol):
         ...
 
 
+@runtime_checkable
+class CopyingTarget(WeightTarget, Protocol):
+    """A target that computes with copies of parameters, which `finish_update` makes again."""
+
+    def stale_copy(self) -> str | None:
+        """Returns the name of the first copy that is not of the present weights; None: all are."""
+        ...
+
+
+def stale_copy_of(target: WeightTarget) -> str | None:
+    """Returns the same of any target."""
+    return target.stale_copy() if isinstance(target, CopyingTarget) else None
+
+
 def scales_of(target: WeightTarget) -> Mapping[str, Tensor]:
     """Returns the scales of a target's quantized parameters; none where it has none."""
     return target.scales() if isinstance(target, QuantizedTarget) else {}

@@ -16,7 +16,7 @@ from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.models.directory import read_config
-from hybridrl.models.family import ModelShape, read_model
+from hybridrl.models.family import ModelShape, is_kept_in_fp32, read_model
 from hybridrl.models.hf import HfCheckpoint, load_hf
 from hybridrl.models.weights import Head, hf_shapes
 from hybridrl.parallel.groups import World, start_process_group, stop_process_group
@@ -71,7 +71,8 @@ def _to_megatron(
     with world.all_agree("reading the HF directory"):
         hf_config = read_config(source)
         family, _ = read_model(family_key, hf_config)
-        dtype = next(iter(HfCheckpoint(source).dtypes.values()))
+        dtypes = HfCheckpoint(source).dtypes
+        dtype = next(dtype for name, dtype in dtypes.items() if not is_kept_in_fp32(name))
         model_source = ModelSource(family, hf_config, dtype, family_key or family.name, source)
     mesh = _mesh(world, *sizes, model_source.shape)
     model = ParallelModel(mesh, model_source, "lm", TrainConfig())

@@ -18,8 +18,8 @@ from hybridrl.errors import ConfigError
 from hybridrl.generation.episodes import Episodes
 from hybridrl.generation.sampler import Sampler
 from hybridrl.hybrid_engine.alias import TrainingShard
-from hybridrl.hybrid_engine.assign import assign
 from hybridrl.hybrid_engine.engine import HybridEngine
+from hybridrl.hybrid_engine.expert_maps import ExpertTensors, lay_out_engines
 from hybridrl.loop.setup import ranks_per_node
 from hybridrl.models.weights import RankLayout, fused_layouts
 from hybridrl.parallel.groups import World
@@ -37,17 +37,18 @@ from hybridrl.training.trained_weights import TrainedWeights
 
 def rollout_layout(
     model: ParallelModel,
-    tp: int,
+    rollout: RolloutConfig,
     sources: Sequence[RankLayout],
     ranks: Sequence[int] | None = None,
-    ep: int = 1,
 ) -> RolloutLayout:
-    """Returns which part of which engine replica each of these ranks is, None: of all, so that the
-    fewest bytes move; `tp` and `ep` are the replica's sizes.
+    """Returns which part of which engine replica each of these ranks is, None: of all, and which
+    experts it has where the engine takes any, so that the fewest bytes move.
     """
     source, node = model.source, ranks_per_node(model.world)
-    parts = fused_layouts(source.family, source.shape, tp, ep)
-    return assign(sources, parts, node, ranks=ranks).layout
+    parts = fused_layouts(source.family, source.shape, rollout.tp, rollout.ep)
+    takes_maps = rollout.ep > 1 and ENGINES[rollout.engine].takes_expert_maps
+    tensors = ExpertTensors(source.family, source.shape) if takes_maps else None
+    return lay_out_engines(sources, parts, tensors, node, ranks).best.layout
 
 
 def training_memories(

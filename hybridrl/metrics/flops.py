@@ -34,8 +34,7 @@ def matmul_params(shape: ModelShape) -> int:
     """Returns the weights of the decoder layers that a token is multiplied with: of a mixture of
     experts the router's and those of the experts that compute with the token.
     """
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = shape.hidden_size * (q + 2 * kv) + q * shape.hidden_size
+    attention = _attention_params(shape)
     dense = 3 * shape.hidden_size * shape.ffn_size
     if (moe := shape.moe) is None:
         return shape.num_layers * (attention + dense)
@@ -46,15 +45,26 @@ def matmul_params(shape: ModelShape) -> int:
     return shape.num_layers * attention + feed_forward
 
 
+def _attention_params(shape: ModelShape) -> int:
+    hidden, heads = shape.hidden_size, shape.num_heads
+    if (latent := shape.latent) is None:
+        q, kv = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        return hidden * (q + 2 * kv) + q * hidden
+    query = heads * latent.query_dim * (latent.query_rank or hidden)
+    key_value = heads * (latent.plain_dim + latent.value_dim) * latent.key_value_rank
+    down = hidden * (latent.query_rank + latent.cached_dim)
+    return down + query + key_value + heads * latent.value_dim * hidden
+
+
 def attention_length(shape: ModelShape) -> int:
     """Returns the sequence length at which causal attention costs as much as all products with
     weights, the output head's included.
 
-    Half the pairs of L positions, of which each costs 4 * head_dim FLOPs a head, are 2 * L *
-    head_dim * heads a token and layer; products are 2 FLOPs a weight.
+    Half the pairs of L positions, of which each costs 2 FLOPs a head for each element of its key
+    and its value, are L * (key + value) * heads a token and layer; products are 2 FLOPs a weight.
     """
     weights = matmul_params(shape) + shape.hidden_size * shape.vocab_size
-    return weights // (shape.num_layers * shape.num_heads * shape.head_dim)
+    return 2 * weights // (shape.num_layers * shape.num_heads * (shape.head_dim + shape.value_dim))
 
 
 def forward_flops(
@@ -65,8 +75,9 @@ def forward_flops(
 ) -> int:
     """Returns the FLOPs of one forward pass over sequences, of all ranks together.
 
-    A token costs two FLOPs for each weight; attention, two products of 2 * head_dim FLOPs for each
-    head and each of the L (L + 1) / 2 pairs of positions that the causal mask leaves.
+    A token costs two FLOPs for each weight; attention, two products, of 2 FLOPs for each element of
+    a key and of a value, for each head and each of the L (L + 1) / 2 pairs of positions that the
+    causal mask leaves.
 
     Args:
         shape: sizes of the model.
@@ -79,7 +90,7 @@ def forward_flops(
     tokens = sum(lengths)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     layers = 2 * matmul_params(shape) * tokens
-    layers += shape.num_layers * 4 * shape.num_heads * shape.head_dim * pairs
+    layers += shape.num_layers * 2 * shape.num_heads * (shape.head_dim + shape.value_dim) * pairs
     outputs = shape.vocab_size if head_size is None else head_size
     return layers + 2 * shape.hidden_size * outputs * head_tokens
 

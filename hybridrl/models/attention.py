@@ -245,7 +245,10 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
+        """Arguments as of Megatron's `core_attention`; sizes of heads are those of what comes."""
         super().__init__(config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"attn_mask_type={attn_mask_type}: PackedAttention is causal")
@@ -285,19 +288,19 @@ class PackedAttention(MegatronModule):
 
         Args:
             query: [t, heads, d] packed local tokens, or [s, b, heads, d].
-            key, value: the same with KV heads.
+            key, value: the same with KV heads; values may have another d.
             attention_mask, attn_mask_type, attention_bias: Megatron passes them; causal masking is
                 all that is done here.
             packed_seq_params: sequence boundaries of packed tokens.
 
         Returns:
-            [t, heads * d], or [s, b, heads * d].
+            [t, heads * d], or [s, b, heads * d], with the d of values.
         """
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
         cp_size, cp_rank = 1, 0
-        num_heads, head_size = query.shape[-2:]
+        width = query.size(-2) * value.size(-1)
         if self.cp_group is not None:
             cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
             key, value = (
@@ -316,7 +319,7 @@ class PackedAttention(MegatronModule):
                 _rows(value, key_index),
                 bucket.query_position_NQ,
             )
-            rows.append(attended.transpose(1, 2).reshape(-1, num_heads * head_size))
+            rows.append(attended.transpose(1, 2).reshape(-1, width))
         return torch.cat(rows).index_select(0, place.to(query.device))
 
     def _attend(

@@ -19,17 +19,20 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from hybridrl.models.family import Family
 from hybridrl.models.heads import LanguageModel, ValueModel
+from hybridrl.models.latent_attention import rotary_frequencies
 from hybridrl.models.layers import KEYWORDS, LayerKind, layer_specs
 from hybridrl.models.norm import narrowing, wide_residual_add
 from hybridrl.models.weights import EXPERTS, Head
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.schedule import finalize_summed_gradients
 from hybridrl.platform import Platform
+
+ROUTER_BIAS = ".mlp.router.expert_bias"
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -75,7 +78,8 @@ def transformer_config(
             the same traffic.
         dtype: of parameters and activations.
         platform: gloo and NCCL keep sent tensors differently.
-        recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass.
+        recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass;
+            'selective' is of the layers' modules (`layer_specs`), but for grouped experts.
         fp32_residual: whether the stream between the layers is fp32, also from stage to stage.
         layers: what they are made of.
         fp8: 'hybrid' multiplies in FP8 (forward E4M3, backward E5M2), scaled by each tensor's own
@@ -100,7 +104,12 @@ def transformer_config(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    return TransformerConfig(**{**keywords, **family.transformer_config(hf_config)})
+    elif recompute == "selective" and has_experts and layers == "transformer_engine":
+        # Of experts one by one, which Megatron refuses it for, and of dense layers: LeanMlp.
+        keywords |= {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    keywords |= family.transformer_config(hf_config)
+    is_latent = "kv_lora_rank" in keywords
+    return (MLATransformerConfig if is_latent else TransformerConfig)(**keywords)
 
 
 def _expert_keywords(layout: TrainLayout, layers: LayerKind) -> dict[str, Any]:
@@ -182,6 +191,9 @@ def build_chunks(
                     **keywords,
                 )
             )
+        if isinstance(config, MLATransformerConfig):
+            rotary: Any = chunks[-1].rotary_pos_emb
+            rotary.inv_freq = rotary_frequencies(config).to(rotary.inv_freq.device)
     _reduce_experts_apart(chunks)
     return chunks
 
@@ -228,11 +240,24 @@ def _with_wide_residual(layer: ModuleSpec) -> ModuleSpec:
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Returns this rank's parameters under the weight table's local names, "<chunk>/<megatron
-    name>".
+    """Returns this rank's weights under the weight table's local names, "<chunk>/<megatron name>":
+    its parameters, and the buffers that are weights too.
     """
-    return {
+    parameters = {
         f"{index}/{name}": parameter.data
         for index, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
+    }
+    return parameters | weight_buffers(chunks)
+
+
+def weight_buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Returns, under such names, the biases of routers, fp32: buffers, since no gradient changes
+    them.
+    """
+    return {
+        f"{index}/{name}": buffer
+        for index, chunk in enumerate(chunks)
+        for name, buffer in chunk.named_buffers()
+        if name.endswith(ROUTER_BIAS)
     }

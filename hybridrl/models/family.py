@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybridrl.config.files import plain, shown
@@ -21,12 +21,16 @@ from hybridrl.models.config_keys import DECODER_KEYS, check_keys, check_values
 from hybridrl.models.families import FAMILIES
 
 HfConfig = Mapping[str, Any]
-RowKind = Literal["vocab", "replicated", "column", "row", "qkv", "gate_up"]
+RowKind = Literal["vocab", "replicated", "column", "heads", "row", "qkv", "gate_up"]
 Stage = Literal["first", "layer", "last"]
 
 VOCAB_MULTIPLE = 128
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+# Ends of the names of HF tensors that are float32 beside weights of any type, as in transformers
+# (`_keep_in_fp32_modules_strict`), Megatron and engines: a step of a router's bias is lost in 16
+# bit.
+KEPT_IN_FP32 = ("e_score_correction_bias",)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class MoeShape:
         expert_ffn_size: width of one expert, a gated feed-forward layer.
         shared_ffn_size: width of the experts that compute with every token; 0: there are none.
         dense_layers: layers whose feed-forward layer is plain, of width `ModelShape.ffn_size`.
+        has_bias: whether a bias takes part in the choice of experts, not in their weights.
     """
 
     num_experts: int
@@ -46,6 +51,36 @@ class MoeShape:
     expert_ffn_size: int
     shared_ffn_size: int = 0
     dense_layers: tuple[int, ...] = ()
+    has_bias: bool = False
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """The sizes of multi-head latent attention.
+
+    Args:
+        query_rank: size of the latent that queries are made of; 0: they are made of the input.
+        key_value_rank: of the latent that keys and values are made of.
+        plain_dim: of the part of a head's query and key that has no positions.
+        rotary_dim: of the part that has; the key's is one for all heads.
+        value_dim: of a head's value.
+    """
+
+    query_rank: int
+    key_value_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+
+    @property
+    def query_dim(self) -> int:
+        """Size of a head's query, and key."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """What an engine caches of a token and layer, whatever the number of heads."""
+        return self.key_value_rank + self.rotary_dim
 
 
 @dataclass(frozen=True)
@@ -53,13 +88,15 @@ class ModelShape:
     """The sizes of a decoder, as its HF config states them.
 
     Args:
-        head_dim: size of one attention head, not necessarily `hidden_size / num_heads`.
+        head_dim: size of one attention head, not necessarily `hidden_size / num_heads`; with latent
+            attention of its query and key.
         ffn_size: width of the gated feed-forward layer, in the layers that have one.
         tied_embeddings: whether the output layer is the embedding (HF stores no `lm_head.weight`).
         qkv_bias: whether the query, key and value projections have biases.
         qk_norm: whether queries and keys are normalised per head.
         linear_bias: whether every linear layer of a decoder layer has a bias.
         moe: sizes of the experts; None: all layers are dense.
+        latent: sizes of latent attention; None: attention is grouped-query.
     """
 
     num_layers: int
@@ -74,10 +111,27 @@ class ModelShape:
     qk_norm: bool = False
     linear_bias: bool = False
     moe: MoeShape | None = None
+    latent: LatentShape | None = None
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether the feed-forward layer of `layer` is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
+    def latent_dim(self) -> int | None:
+        """Returns what latent attention caches of a token and layer; None: attention is another."""
+        return None if self.latent is None else self.latent.cached_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Returns the size of an attention head's value."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    def cached_elements(self, tp: int) -> int:
+        """Returns the elements that one of `tp` ranks of an engine caches of a token and layer."""
+        if self.latent is not None:
+            return self.latent.cached_dim  # the same on every rank
+        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # repeated where ranks are more
 
     def padded_vocab(self, tp: int) -> int:
         """Returns the number of rows of Megatron's embedding at tensor-parallel size `tp`.
@@ -101,8 +155,9 @@ class Row:
         shapes: shapes of the HF tensors.
         kind: how tensor parallelism cuts the parameter; expert tensor parallelism where it is of
             an expert.
-            `replicated`: every rank holds all of it.
+            `replicated`: every rank holds all of it, of several parts one after the other.
             `column`: dim 0 is cut evenly.
+            `heads`: the same, and no cut falls inside a head.
             `row`: dim 1 is cut evenly.
             `vocab`: dim 0 is padded (`ModelShape.padded_vocab`), then cut evenly.
             `gate_up`: every part is cut evenly along dim 0; a rank stacks its pieces.
@@ -139,6 +194,8 @@ class Family:
         config_keys: keys of config.json that the functions above answer for: they follow them, or
             raise ModelError where they do not. By default those of families/decoder.py's functions.
             Other keys are refused unless config_keys.py says that they change no numbers.
+        stated: keys of config.json, each with what the architecture means where it is absent, which
+            engines have to be told.
     """
 
     name: str
@@ -149,6 +206,12 @@ class Family:
     rows: Callable[[ModelShape], tuple[Row, ...]]
     layer_spec: Callable[..., Any] | None = None
     config_keys: Collection[str] = DECODER_KEYS
+    stated: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+def is_kept_in_fp32(hf_name: str) -> bool:
+    """Returns whether an HF tensor is float32, one dimension, whatever the model's type."""
+    return hf_name.endswith(KEPT_IN_FP32)
 
 
 def read_model(name: str | None, hf_config: HfConfig) -> tuple[Family, ModelShape]:

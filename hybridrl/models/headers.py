@@ -22,6 +22,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
+# A layer after the last one that predicts further tokens has a tensor of this name.
+MTP_LAYER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight$")
 # Buffers that old checkpoints carry, and the copy of the embedding that some tied ones do.
 NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
 
@@ -76,16 +78,18 @@ class HfHeaders:
     def check(self, shapes: Mapping[str, Shape], missing_ok: Collection[str] = ()) -> None:
         """Raises CheckpointError unless the directory holds exactly the tensors of `shapes`.
 
-        Rotary buffers and the `lm_head.weight` of a model that has none (tied embeddings, critic)
-        are passed over.
+        Rotary buffers, the `lm_head.weight` of a model that has none (tied embeddings, critic) and
+        layers that predict further tokens (DeepSeek-V3's MTP) are passed over.
         """
         for name, shape in shapes.items():
             if name not in self.shapes and name not in missing_ok:
                 raise self._error(name, "nothing", f"a tensor of shape {shape}")
             if name in self.shapes and self.shapes[name] != shape:
                 raise self._error(name, f"shape {self.shapes[name]}", f"shape {shape}")
+        further = tuple(match[1] for name in self.shapes if (match := MTP_LAYER.match(name)))
+        layers = tuple(one for one in further if not any(name.startswith(one) for name in shapes))
         for name in self.shapes:
-            if name not in shapes and not NOT_WEIGHTS.search(name):
+            if name not in shapes and not NOT_WEIGHTS.search(name) and not name.startswith(layers):
                 raise self._error(name, f"shape {self.shapes[name]}", "no tensor of this name")
 
     def _index(self) -> dict[str, str] | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.directory import read_config, write_side_files
+from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.headers import INDEX_FILE, SINGLE_FILE, TORCH_NAMES, HfHeaders, open_shard
 from hybridrl.models.weights import RankLayout, Region, check_tensors
 
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 MAX_SHARD_BYTES = 5 * 10**9
+_KINDS = {name: kind for kind, name in TORCH_NAMES.items()}
 
 
 def box_view(tensor: Tensor, box: Box) -> Tensor:
@@ -43,8 +45,16 @@ def box_view(tensor: Tensor, box: Box) -> Tensor:
 
 
 def allocate(layout: RankLayout, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns a zero-filled CPU tensor for each local tensor of a layout."""
-    return {name: torch.zeros(shape, dtype=dtype) for name, shape in layout.shapes.items()}
+    """Returns a zero-filled CPU tensor for each local tensor of a layout; `dtype` but for what is
+    kept in fp32.
+    """
+    types = {region.local: stored_as(region.hf, dtype) for region in layout.regions}
+    return {n: torch.zeros(s, dtype=types.get(n, dtype)) for n, s in layout.shapes.items()}
+
+
+def stored_as(hf_name: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the type of an HF tensor of a model of this type."""
+    return torch.float32 if is_kept_in_fp32(hf_name) else dtype
 
 
 class HfCheckpoint(HfHeaders):
@@ -133,7 +143,7 @@ class HfWriter:
     Args:
         directory: must not exist, or be empty.
         shapes: every HF tensor that will be written.
-        dtype: the type that they are stored in.
+        dtype: the type that they are stored in, but for what is kept in fp32.
         config: content of config.json.
         side_files: folder whose tokenizer files are copied, if any.
         max_shard_bytes: a file grows no larger, unless a single tensor is.
@@ -175,11 +185,11 @@ class HfWriter:
             raise
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Stores one tensor, cast to the directory's type; its shape must be the announced one."""
+        """Stores one tensor, cast to its type; its shape must be the announced one."""
         if tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, announced {self._shapes[name]}")
         file, offset = self._offsets[name]
-        data = tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
+        data = tensor.detach().to(device="cpu", dtype=stored_as(name, self._dtype)).contiguous()
         with file.open("r+b") as opened:
             opened.seek(offset)
             opened.write(data.reshape(-1).view(torch.uint8).numpy().data)
@@ -215,11 +225,10 @@ class HfWriter:
 
     def _lay_out(self, max_shard_bytes: int) -> None:
         """Writes the header of every file, sized to its final length, and the index."""
-        item = self._dtype.itemsize
         shards: list[list[str]] = [[]]
         filled = 0
         for name, shape in self._shapes.items():
-            num_bytes = torch.Size(shape).numel() * item
+            num_bytes = torch.Size(shape).numel() * stored_as(name, self._dtype).itemsize
             if shards[-1] and filled + num_bytes > max_shard_bytes:
                 shards.append([])
                 filled = 0
@@ -243,15 +252,14 @@ class HfWriter:
         The safetensors library writes a file from tensors that are all in memory. So that only one
         need be, the header (its length, then JSON) is written here and the tensors follow in place.
         """
-        dtype_name = _dtype_name(self._dtype)
-        kind = next(key for key, known in TORCH_NAMES.items() if known == dtype_name)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
         for name in names:
             starts[name] = end
-            end += torch.Size(self._shapes[name]).numel() * self._dtype.itemsize
+            dtype = stored_as(name, self._dtype)
+            end += torch.Size(self._shapes[name]).numel() * dtype.itemsize
             header[name] = {
-                "dtype": kind,
+                "dtype": _KINDS[_dtype_name(dtype)],
                 "shape": list(self._shapes[name]),
                 "data_offsets": [starts[name], end],
             }

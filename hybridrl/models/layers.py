@@ -11,25 +11,29 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from hybridrl.errors import UserError
 from hybridrl.models.attention import GatherKeys, PackedAttention
 from hybridrl.models.family import Family
+from hybridrl.models.latent_attention import LatentAttention, LatentSubmodules
 from hybridrl.models.norm import TorchNorm
 from hybridrl.models.replay import ReplayingLayer
 from hybridrl.models.router import Router
@@ -131,7 +135,8 @@ def layer_specs(
         kind: as chosen.
         family: its own layers go first.
         config: says what is normalised and how wide the residual stream is.
-        recompute: 'selective' does not keep the output of the feed-forward layer's activation.
+        recompute: 'selective' does not keep the output of the feed-forward layer's activation, nor
+            of experts', which grouped ones make anew themselves if `config` says so.
 
     Raises:
         UserError: 'selective', of a feed-forward layer that LeanMlp is not the same as.
@@ -144,7 +149,8 @@ def layer_specs(
         with_experts = layer if own else expert_layer_spec(kind, config, layer)
     if recompute == "selective":
         mlp = layer.submodules.mlp
-        if getattr(mlp, "module", None) is not MLP or with_experts or not _is_swiglu(config):
+        is_own = with_experts is not None and family.layer_spec is not None
+        if getattr(mlp, "module", None) is not MLP or is_own or not _is_swiglu(config):
             raise UserError(
                 "train.recompute",
                 "selective",
@@ -153,6 +159,8 @@ def layer_specs(
                 "Set train.recompute=full, or none.",
             )
         layer.submodules.mlp = lean_mlp(mlp.submodules)
+        if with_experts is not None and not config.moe_grouped_gemm:
+            with_experts.submodules.mlp.submodules.experts.module = LeanExperts
     return layer, with_experts, final_norm
 
 
@@ -162,9 +170,38 @@ def _layer_spec(
     if family.layer_spec is not None:
         layer, final_norm = family.layer_spec(config)
         return copy.deepcopy(layer), final_norm  # a user's spec may serve other models too
+    is_te = kind == "transformer_engine"
+    layer, norm = (transformer_engine_layer_spec if is_te else torch_layer_spec)(config)
+    if isinstance(config, MLATransformerConfig):
+        _attend_over_latents(kind, layer, norm)
+    return layer, norm
+
+
+def _attend_over_latents(kind: LayerKind, layer: ModuleSpec, norm: type) -> None:
+    """Puts latent attention into a layer, its first norm before it."""
+    pieces = LatentSubmodules()
     if kind == "transformer_engine":
-        return transformer_engine_layer_spec(config)
-    return torch_layer_spec(config)
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TENorm,
+            TERowParallelLinear,
+        )
+
+        linears = TEColumnParallelLinear, TERowParallelLinear
+        pieces = LatentSubmodules(transformer_engine_attention(), *linears, TENorm)
+    parts = layer.submodules
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    parts.self_attention = ModuleSpec(LatentAttention, params=causal, submodules=pieces)
+    parts.input_layernorm = norm
+    _keep_name(layer, "input_layernorm.")
+
+
+def _keep_name(layer: ModuleSpec, name: str) -> None:
+    """Lets a norm that stands alone keep its own name in checkpoints."""
+    names = layer.submodules.sharded_state_dict_keys_map
+    layer.submodules.sharded_state_dict_keys_map = {
+        own: fused for own, fused in names.items() if own != name
+    }
 
 
 def _is_swiglu(config: TransformerConfig) -> bool:
@@ -223,8 +260,7 @@ def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec
 def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleSpec) -> ModuleSpec:
     """Returns a layer like `dense`, with a mixture of experts for its feed-forward layer.
 
-    The norm before it stands alone, since the router reads its output too; so it keeps its own name
-    in checkpoints.
+    The norm before it stands alone, since the router reads its output too.
     """
     spec = copy.deepcopy(dense)
     layer = spec.submodules
@@ -235,15 +271,25 @@ def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleS
     )
     layer.mlp.submodules.router = Router
     spec.module = ReplayingLayer
-    names = layer.sharded_state_dict_keys_map
-    layer.sharded_state_dict_keys_map = {
-        own: fused for own, fused in names.items() if own != "pre_mlp_layernorm."
-    }
+    _keep_name(spec, "pre_mlp_layernorm.")
+    if kind == "transformer_engine":
+        multiply_experts_at_once()
     if kind == "transformer_engine" and not config.fp32_residual_connection:
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer.pre_mlp_layernorm = TENorm
     return spec
+
+
+def multiply_experts_at_once() -> None:
+    """Lets transformer-engine take one CUTLASS kernel for the products of all experts of a rank, on
+    Hopper, in place of one of cuBLAS for each: the host, which starts them, is what limits many
+    small experts (benchmarks/results/train_moe_h200.json).
+
+    It looks at the variable in every call. Weight gradients, summed in fp32, stay cuBLAS's. A
+    user's own setting stays.
+    """
+    os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
 
 
 def transformer_engine_attention() -> type:
@@ -341,12 +387,28 @@ class LeanMlp(MLP):
         """Returns the output and the bias that is to be added to it."""
         widened, bias = self.linear_fc1(hidden_states)
         kept = CheckpointWithoutOutput(fp8=self.config.fp8)  # type: ignore[arg-type]  # None: none
-        output, output_bias = self.linear_fc2(kept.checkpoint(self._activated, widened, bias))
+        activated = kept.checkpoint(self._activated, widened, bias, per_token_scale)
+        output, output_bias = self.linear_fc2(activated)
         kept.discard_output_and_register_recompute(output)
         return output, output_bias
 
-    def _activated(self, widened: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _activated(
+        self, widened: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the product of the two halves; of an expert times the router's weights, (T,)."""
         if self.config.bias_activation_fusion:
+            if scale is not None:
+                return weighted_bias_swiglu_impl(widened, bias, scale[:, None])
             return bias_swiglu_impl(widened, bias)
         gate, up = (widened if bias is None else widened + bias).chunk(2, dim=-1)
-        return self.config.activation_func(gate) * up
+        product = self.config.activation_func(gate) * up
+        return product if scale is None else (product * scale[:, None]).to(product.dtype)
+
+
+class LeanExperts(SequentialMLP):
+    """Megatron's experts one by one, each of which makes its activation's output anew."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for expert in self.local_experts:  # SequentialMLP makes them MLPs whatever its spec says
+            expert.__class__ = LeanMlp

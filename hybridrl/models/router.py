@@ -33,7 +33,7 @@ class Router(TopKRouter):
         aux_loss, z_loss: coefficients; 0: no such loss.
         num_step_tokens: tokens of the update over all ranks, the denominator of both.
         tokens_E: how many tokens each expert got since `clear`, on this rank.
-        entropy: sum of the entropy of the router's softmax over these tokens, nats.
+        entropy: sum of the entropy of the router's shares over these tokens, nats.
         routed: the experts that the engine chose for the micro-batch under way; None: the router
             chooses (models/replay.py).
         replayed: what was counted of these since `clear`, as `Counted`.
@@ -50,6 +50,11 @@ class Router(TopKRouter):
         self.entropy: Tensor | None = None
         self.routed: RoutedExperts | None = None
         self.replayed: Tensor | None = None
+
+    def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
+        """Counts nothing: Megatron's own count (0.16.1) takes no padding mask of its shape, and
+        `tokens_E` has what the bias is updated by.
+        """
 
     def clear(self) -> None:
         """Forgets what was counted."""
@@ -92,12 +97,21 @@ class Router(TopKRouter):
 
     @torch.no_grad()
     def _count(self, logits_TE: Tensor, is_token_T: Tensor, tokens_E: Tensor) -> None:
-        log_p_TE = logits_TE.float().log_softmax(-1)
-        entropy = -((log_p_TE.exp() * log_p_TE).sum(-1) * is_token_T).sum()
+        p_TE = self._shares(logits_TE)
+        entropy = -(torch.xlogy(p_TE, p_TE).sum(-1) * is_token_T).sum()
         if self.tokens_E is None or self.entropy is None:
             self.tokens_E, self.entropy = tokens_E, entropy
         else:
             self.tokens_E, self.entropy = self.tokens_E + tokens_E, self.entropy + entropy
+
+    def _shares(self, logits_TE: Tensor) -> Tensor:
+        """Returns the shares of the experts' scores, (T, E) fp32: the softmax, or sigmoids divided
+        by their sum.
+        """
+        if self.score_function == "softmax":
+            return logits_TE.float().softmax(-1)
+        scores_TE = logits_TE.float().sigmoid()
+        return scores_TE / scores_TE.sum(-1, keepdim=True)
 
     def _loss(self, logits_TE: Tensor, is_token_T: Tensor, tokens_E: Tensor) -> Tensor | None:
         """Returns what this rank's tokens of the micro-batch add to the losses; None: nothing."""
@@ -109,7 +123,7 @@ class Router(TopKRouter):
             whole_E = tokens_E.to(torch.float32, copy=True)
             dist.all_reduce(whole_E, group=self.tp_cp_group)
             share_E = whole_E / whole_E.sum().clamp(min=1)
-            mass_E = (logits_TE.float().softmax(-1) * is_token_T[:, None]).sum(0)
+            mass_E = (self._shares(logits_TE) * is_token_T[:, None]).sum(0)
             loss = self.aux_loss * len(share_E) * (share_E * mass_E).sum()
         if self.z_loss:
             # Zoph et al. 2022, "ST-MoE", eq. 5.
@@ -152,6 +166,21 @@ def load_of(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int
     return found
 
 
+@torch.no_grad()
+def balance(chunks: Iterable[torch.nn.Module], load: Tensor, rate: float) -> None:
+    """Moves the bias of every expert by `rate` towards even use: down where it got more tokens than
+    the mean of its layer, up where fewer (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
+
+    Args:
+        chunks: of a model on this rank, whose routers have biases.
+        load: as from `load_of`, of all ranks.
+        rate: of the step.
+    """
+    for router in routers(chunks):
+        tokens_E = load[router.layer_number - 1, :-1]
+        router.expert_bias.add_(rate * (tokens_E.mean() - tokens_E).sign().to(router.expert_bias))
+
+
 def replayed_of(chunks: Iterable[torch.nn.Module], num_layers: int) -> Tensor:
     """Returns what this rank's routers have counted of replays, (L, COUNTS) float64 on the CPU."""
     found = torch.zeros(num_layers, COUNTS, dtype=torch.float64)
@@ -171,7 +200,7 @@ def load_metrics(load: Tensor, experts_per_token: int) -> dict[str, float]:
     Returns:
         `max_load`: tokens of the busiest expert of any layer, as a multiple of the mean over its
         layer; 1 is even. `unused_experts`: how many of all layers got no token.
-        `routing_entropy`: of the router's softmax, mean over tokens and layers, nats. The first and
+        `routing_entropy`: of the router's shares, mean over tokens and layers, nats. The first and
         the last of each layer too: `max_load/layer_3`, layers from 0.
     """
     is_used_L = load[:, :-1].sum(1) > 0  # dense layers have no counts

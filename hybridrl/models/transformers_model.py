@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridrl.errors import ModelError
 from hybridrl.models.config_keys import NEUTRAL_KEYS
 from hybridrl.models.directory import read_config
+from hybridrl.models.family import is_kept_in_fp32
 
 
 def transformers_model(
@@ -64,6 +65,9 @@ def transformers_model(
             f"a causal language model of the installed transformers, for {attention} attention",
             f"Use another rollout engine, or a newer transformers, which said: {said}.",
         ) from error
+    for name, buffer in model.named_buffers():
+        if is_kept_in_fp32(name):  # transformers does so only with weights that it reads itself
+            buffer.data = buffer.data.float()
     if named and type(model).__name__ not in named:
         raise ModelError(
             "config.json: model_type",

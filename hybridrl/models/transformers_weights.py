@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import ModelError
-from hybridrl.models.family import Family, Row, resolve_family
+from hybridrl.models.family import Family, Row, is_kept_in_fp32, resolve_family
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 BLOCK = ".mlp."  # what transformers calls a feed-forward layer, whatever the checkpoint does
@@ -23,7 +23,8 @@ BLOCK = ".mlp."  # what transformers calls a feed-forward layer, whatever the ch
 def checkpoint_tensors(
     model: torch.nn.Module, hf_config: Mapping[str, Any], family: Family | None = None
 ) -> dict[str, Tensor]:
-    """Returns the model's live parameters, experts one by one, by their names in the checkpoint.
+    """Returns the model's live parameters, and the buffers that are weights, experts one by one, by
+    their names in the checkpoint.
 
     Args:
         model: of transformers.
@@ -34,6 +35,7 @@ def checkpoint_tensors(
         ModelError: experts are stacked, and the family has none.
     """
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+    tensors |= {n: buffer for n, buffer in model.named_buffers() if is_kept_in_fp32(n)}
     if not any(name.endswith((GATE_UP, DOWN)) for name in tensors):
         return tensors
     family = family or resolve_family(None, hf_config)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from hybridrl.errors import ModelError
 from hybridrl.models.boxes import Box, Shape, show, sizes, tiling_fault, whole
+from hybridrl.models.cuts import Cut, fused_cut, megatron_cut, plain_cut, table_error
 from hybridrl.models.family import EMBEDDING, OUTPUT_LAYER, Family, ModelShape, Row
 from hybridrl.parallel.layout import TrainLayout
 
@@ -21,17 +22,15 @@ Head = Literal["lm", "value"]
 """What a model ends in: log-probabilities over the vocabulary, or one value a token."""
 
 VALUE_HEAD = "score.weight"  # the HF tensor of a value head
-ENGINE_VOCAB_MULTIPLE = 64
 EXPERTS = ".mlp.experts."  # in the name of every local tensor that is cut and dealt as experts are
 # Parameter names where transformer-engine fuses a norm into the linear layer that follows it.
 _LAYER = "decoder.layers.{L}."
+# Norms before a mixture of experts and before latent attention stand alone: several layers read
+# their output.
+INPUT_NORM, PRE_MLP_NORM = (f"{_LAYER}{n}_layernorm.weight" for n in ("input", "pre_mlp"))
 TE_NAMES = {
-    f"{_LAYER}input_layernorm.weight": f"{_LAYER}self_attention.linear_qkv.layer_norm_weight",
-    f"{_LAYER}pre_mlp_layernorm.weight": f"{_LAYER}mlp.linear_fc1.layer_norm_weight",
-}
-# The norm before a mixture of experts stands alone: its output goes to the router as well.
-TE_NAMES_WITH_EXPERTS = {
-    own: fused for own, fused in TE_NAMES.items() if "pre_mlp_layernorm" not in own
+    INPUT_NORM: f"{_LAYER}self_attention.linear_qkv.layer_norm_weight",
+    PRE_MLP_NORM: f"{_LAYER}mlp.linear_fc1.layer_norm_weight",
 }
 # Parameter names where transformer-engine multiplies all experts of a rank at once.
 GROUPED_NAMES = {
@@ -130,16 +129,16 @@ def megatron_layout(
     for row in _rows(family, shape, head):
         experts = _experts(row, layout, rank)
         if row.num_experts:
-            cut = _plain_cut(row, layout.etp, layout.expert_coordinates(rank).etp, "train.etp")
+            cut = plain_cut(row, layout.etp, layout.expert_coordinates(rank).etp, "train.etp")
         else:
-            cut = _megatron_cut(row, shape, layout.tp, where.tp)
+            cut = megatron_cut(row, shape, layout.tp, where.tp)
         held_layers = _layers(row, shape)
         if row.stage == "layer":
             for chunk, layers in enumerate(chunks):
                 for index, layer in enumerate(layers):
                     if layer not in held_layers:
                         continue
-                    name = f"{chunk}/{_megatron_name(row, shape.has_experts(layer), te, grouped)}"
+                    name = f"{chunk}/{_megatron_name(row, shape, layer, te, grouped)}"
                     for local, expert in enumerate(experts):
                         held.add(row, layer, name.format(L=index, E=local), cut, expert)
         elif row.stage == "first" and where.pp == 0:
@@ -190,7 +189,8 @@ def fused_layout(
     """Returns what one tensor-parallel rank of an engine with fused projections holds.
 
     Names and order are vLLM's. `qkv_proj` is [queries; keys; values] of the rank's heads, with
-    key-value heads repeated where `tp` exceeds them; `gate_up_proj` is [gate; up]; vocabularies are
+    key-value heads repeated where `tp` exceeds them; `gate_up_proj` is [gate; up];
+    `fused_qkv_a_proj` the projection down to [queries; keys and values]; vocabularies are
     padded to a multiple of 64; tied models hold no `lm_head`. Of an engine's tensor that stacks the
     rank's experts each is a local tensor, `<parameter>/<index on the rank>`: of `w13_weight` [gate;
     up], of `w2_weight` down.
@@ -209,12 +209,14 @@ def fused_layout(
         if row.num_experts:
             _hold_fused_experts(held, row, shape, tp, tp_rank, ep)
             continue
-        cut = _fused_cut(row, shape, tp, tp_rank)
+        cut = fused_cut(row, shape, tp, tp_rank)
         name = row.parts[0]
         if row.kind == "qkv":
             name = name.replace(".q_proj.", ".qkv_proj.")
         elif row.kind == "gate_up":
             name = name.replace(".gate_proj.", ".gate_up_proj.")
+        elif row.kind == "replicated" and len(row.parts) > 1:
+            name = name.replace(".q_a_proj.", ".fused_qkv_a_proj.")
         for layer in _layers(row, shape):
             held.add(row, layer, name.format(L=layer), cut)
     return held.layout()
@@ -235,14 +237,14 @@ def check_layout(layout: RankLayout) -> None:
     for region in layout.regions:
         if region.local not in boxes or sizes(region.hf_box) != sizes(region.local_box):
             what = f"{region.hf}{show(region.hf_box)} at {show(region.local_box)}"
-            raise _table_error(region.local, what)
+            raise table_error(region.local, what)
         boxes[region.local].append(region.local_box)
     for name, box in layout.padding:
         boxes[name].append(box)
     for name, shape in layout.shapes.items():
         fault = tiling_fault(boxes[name], shape)
         if fault:
-            raise _table_error(name, f"{fault[0]} at {show(fault[1])}")
+            raise table_error(name, f"{fault[0]} at {show(fault[1])}")
 
 
 def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -> None:
@@ -260,12 +262,12 @@ def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -
         check_layout(layout)
         for region in layout.regions:
             if region.hf not in boxes:
-                raise _table_error(region.hf, f"mapped to {region.local}, but not in the model")
+                raise table_error(region.hf, f"mapped to {region.local}, but not in the model")
             boxes[region.hf].add(region.hf_box)
     for name, shape in shapes.items():
         fault = tiling_fault(sorted(boxes[name]), shape, allow_overlap=True)
         if fault:
-            raise _table_error(name, f"{fault[0]} at {show(fault[1])}, over all ranks")
+            raise table_error(name, f"{fault[0]} at {show(fault[1])}, over all ranks")
 
 
 def check_tensors(layout: RankLayout, shapes: Mapping[str, Shape]) -> None:
@@ -289,22 +291,6 @@ def check_tensors(layout: RankLayout, shapes: Mapping[str, Shape]) -> None:
             )
 
 
-class _Run(NamedTuple):
-    """Slices `start` to `stop` of one part of a table row."""
-
-    part: int
-    start: int
-    stop: int
-
-
-class _Cut(NamedTuple):
-    """What one rank holds of a table row: runs stacked along `dim`, then `num_padding` slices."""
-
-    dim: int
-    runs: Sequence[_Run]
-    num_padding: int = 0
-
-
 class _Held:
     """Collects the regions, shapes and padding of one rank."""
 
@@ -313,7 +299,7 @@ class _Held:
         self._shapes: dict[str, Shape] = {}
         self._padding: list[tuple[str, Box]] = []
 
-    def add(self, row: Row, layer: int, local: str, cut: _Cut, expert: int = 0) -> None:
+    def add(self, row: Row, layer: int, local: str, cut: Cut, expert: int = 0) -> None:
         """Adds the local tensor that is `cut` out of the row's parts in `layer` (of `expert`)."""
         before, after = whole(row.shapes[0][: cut.dim]), whole(row.shapes[0][cut.dim + 1 :])
         offset = 0
@@ -372,10 +358,12 @@ def _experts(row: Row, layout: TrainLayout, rank: int) -> Sequence[int]:
     return layout.experts(rank, row.num_experts) if row.num_experts else (0,)
 
 
-def _megatron_name(row: Row, has_experts: bool, te: bool, grouped: bool) -> str:
+def _megatron_name(row: Row, shape: ModelShape, layer: int, te: bool, grouped: bool) -> str:
     name = row.megatron
-    if te:
-        name = (TE_NAMES_WITH_EXPERTS if has_experts else TE_NAMES).get(name, name)
+    alone = {PRE_MLP_NORM} if shape.has_experts(layer) else set()
+    alone |= {INPUT_NORM} if shape.latent is not None else set()
+    if te and name not in alone:
+        name = TE_NAMES.get(name, name)
     return GROUPED_NAMES.get(name, name) if grouped else name
 
 
@@ -387,7 +375,7 @@ def _hold_fused_experts(
         allowed = f"a divisor of rollout.tp = {tp} and of the model's {row.num_experts} experts"
         raise ModelError("rollout.ep", ep, allowed, "Choose another rollout.ep.")
     ep_rank, etp_rank = divmod(tp_rank, tp // ep)
-    cut = _plain_cut(row, tp // ep, etp_rank)
+    cut = plain_cut(row, tp // ep, etp_rank)
     count = row.num_experts // ep
     stem = row.parts[0].split("{E}")[0]
     fused = "routed_experts." + ("w13_weight" if row.kind == "gate_up" else "w2_weight")
@@ -395,106 +383,3 @@ def _hold_fused_experts(
         for local in range(count):
             name = f"{stem.format(L=layer)}{fused}/{local}"
             held.add(row, layer, name, cut, ep_rank * count + local)
-
-
-def _megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> _Cut:
-    if row.kind == "vocab":
-        return _vocab_cut(row, shape.padded_vocab(tp), tp, tp_rank)
-    if row.kind != "qkv":
-        return _plain_cut(row, tp, tp_rank)
-    _heads(row, shape, tp, tp_rank)
-    interleaved = _interleaved(row, shape)
-    start, stop = _even(row, sum(b - a for _, a, b in interleaved), tp, tp_rank)
-    return _Cut(0, _clip(interleaved, start, stop))
-
-
-def _fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> _Cut:
-    if row.kind == "vocab":
-        padded = -(-shape.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
-        return _vocab_cut(row, padded, tp, tp_rank)
-    if row.kind != "qkv":
-        return _plain_cut(row, tp, tp_rank)
-    (q0, q1), (kv0, kv1) = _heads(row, shape, tp, tp_rank)
-    heads = ((0, q0, q1), (1, kv0, kv1), (2, kv0, kv1))
-    return _Cut(0, [_Run(i, a * shape.head_dim, b * shape.head_dim) for i, a, b in heads])
-
-
-def _plain_cut(row: Row, tp: int, tp_rank: int, key: str = "train.tp or rollout.tp") -> _Cut:
-    if row.kind == "replicated":
-        return _Cut(0, [_Run(0, 0, row.shapes[0][0])])
-    dim = 1 if row.kind == "row" else 0
-    ends = [_even(row, shape[dim], tp, tp_rank, key) for shape in row.shapes]
-    return _Cut(dim, [_Run(part, start, stop) for part, (start, stop) in enumerate(ends)])
-
-
-def _vocab_cut(row: Row, padded: int, tp: int, tp_rank: int) -> _Cut:
-    start, stop = _even(row, padded, tp, tp_rank)
-    first, last = (min(edge, row.shapes[0][0]) for edge in (start, stop))
-    runs = [_Run(0, first, last)] if first < last else []
-    return _Cut(0, runs, stop - start - (last - first))
-
-
-def _heads(
-    row: Row, shape: ModelShape, tp: int, tp_rank: int
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the query heads and the key-value heads that a rank computes with."""
-    queries = _even(row, shape.num_heads, tp, tp_rank)
-    if tp <= shape.num_kv_heads:
-        return queries, _even(row, shape.num_kv_heads, tp, tp_rank)
-    copies, rest = divmod(tp, shape.num_kv_heads)
-    if rest:
-        raise _cut_error(row, shape.num_kv_heads, tp)
-    return queries, (tp_rank // copies, tp_rank // copies + 1)
-
-
-def _interleaved(row: Row, shape: ModelShape) -> list[_Run]:
-    """Returns the rows of Megatron's full linear_qkv: per KV head its queries, its key, its value.
-
-    A rank's rows are cut out evenly, inside a group too where there are fewer KV heads than ranks
-    (Megatron gathers the activations again: transformer/attention.py, get_query_key_value_tensors).
-    """
-    head, group = shape.head_dim, shape.num_heads // shape.num_kv_heads * shape.head_dim
-    if [part[0] for part in row.shapes] != [shape.num_kv_heads * n for n in (group, head, head)]:
-        raise _table_error(row.megatron, f"HF shapes {row.shapes}, which do not fit the heads")
-    runs: list[_Run] = []
-    for kv in range(shape.num_kv_heads):
-        runs.append(_Run(0, kv * group, (kv + 1) * group))
-        runs += [_Run(part, kv * head, (kv + 1) * head) for part in (1, 2)]
-    return runs
-
-
-def _clip(runs: Sequence[_Run], start: int, stop: int) -> list[_Run]:
-    """Returns slices `start` to `stop` of the stacked runs."""
-    found, offset = [], 0
-    for part, a, b in runs:
-        first, last = max(start, offset), min(stop, offset + b - a)
-        if first < last:
-            found.append(_Run(part, a + first - offset, a + last - offset))
-        offset += b - a
-    return found
-
-
-def _even(
-    row: Row, total: int, tp: int, tp_rank: int, key: str = "train.tp or rollout.tp"
-) -> tuple[int, int]:
-    if total % tp:
-        raise _cut_error(row, total, tp, key)
-    return tp_rank * total // tp, (tp_rank + 1) * total // tp
-
-
-def _cut_error(row: Row, size: int, tp: int, key: str = "train.tp or rollout.tp") -> ModelError:
-    return ModelError(
-        f"tensor parallel size for {row.parts[0]}",
-        tp,
-        f"a size that divides {size}" + (" or is a multiple of it" if row.kind == "qkv" else ""),
-        f"Choose another {key}.",
-    )
-
-
-def _table_error(name: str, found: str) -> ModelError:
-    return ModelError(
-        f"weight table: {name}",
-        found,
-        "rectangles that cover every tensor exactly",
-        "Mend the family's rows.",
-    )

@@ -37,6 +37,9 @@ from hybridrl.parallel.watch import Beat, Verdict, Wait, Watch
 # looks of rank 0. The beats of 1,000 ranks are 1,000 small requests a second to their store.
 BEAT_S, SILENT_S = 2.0, 30.0
 POLL_S = 0.25  # how often the main thread looks up while it waits
+# For a store on a busy host to answer a thread at the end: Python aborts a process (SIGABRT) if a
+# thread comes back from torch's code in its last moments, and a run that is done would fail.
+LEAVE_S = 10.0
 GRACE_S = 1.0  # for the main thread to raise a verdict itself
 NUM_FRAMES = 3  # of the main thread, in a beat
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
@@ -100,7 +103,7 @@ class Heartbeat:
         self._ending.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(2 * POLL_S)  # one that waits for a store that is gone stays
+                thread.join(LEAVE_S)  # one that waits for a store that does not answer stays
         if self._store is None or any(thread.is_alive() for thread in self._threads):
             return
         with contextlib.suppress(dist.DistError):  # the store went with rank 0

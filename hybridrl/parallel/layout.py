@@ -185,10 +185,13 @@ class RolloutLayout:
         tp: tensor-parallel size of one engine replica.
         assignment: the place of every rank of the world, each place exactly once; None: no engine
             is on that rank.
+        experts: where whole experts are dealt otherwise than in order, those of each rank of the
+            world, ascending, the same in all layers; None: in order.
     """
 
     tp: int
     assignment: tuple[Place | None, ...]
+    experts: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         places = [place for place in self.assignment if place is not None]
@@ -225,6 +228,10 @@ class RolloutLayout:
         place = self.assignment[rank]
         return None if place is None else place[1]
 
+    def experts_of(self, rank: int) -> tuple[int, ...] | None:
+        """Returns the experts that a rank holds; None: those that are its in order."""
+        return None if self.experts is None else self.experts[rank]
+
     @staticmethod
     def consecutive(world_size: int, tp: int) -> RolloutLayout:
         """Returns the layout whose replicas are runs of consecutive ranks."""
@@ -232,7 +239,10 @@ class RolloutLayout:
 
     def on(self, ranks: Sequence[int], world_size: int) -> RolloutLayout:
         """Returns this layout of all ranks of a smaller world on some ranks of a larger one."""
-        found: list[Place | None] = [None] * world_size
-        for rank, place in zip(ranks, self.assignment, strict=True):
-            found[rank] = place
-        return RolloutLayout(self.tp, tuple(found))
+        places = dict(zip(ranks, self.assignment, strict=True))
+        assignment = tuple(places.get(rank) for rank in range(world_size))
+        if self.experts is None:
+            return RolloutLayout(self.tp, assignment)
+        experts = dict(zip(ranks, self.experts, strict=True))
+        dealt = tuple(experts.get(rank, ()) for rank in range(world_size))
+        return RolloutLayout(self.tp, assignment, dealt)

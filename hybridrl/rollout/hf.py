@@ -267,8 +267,9 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[])
         self._num_layers = num_layers
-        # keys and values, layer, slot, KV head, position, head size; no memory before the first use
-        self._kv: Tensor | None = None
+        # Keys, and values: layer, slot, KV head, position, head size (latents and rotary keys,
+        # which models with latent attention cache, differ in it). No memory before the first use.
+        self._kv: tuple[Tensor, Tensor] | None = None
         self._slots = slice(0, 0)
         self._source_B: Tensor | None = None
         self._position_B: Tensor | None = None
@@ -288,8 +289,9 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores new keys and values (B, N, L, H); returns those to attend to."""
-        kv = self._reserved(key_states)
-        keys, values = kv[0, layer_idx, self._slots], kv[1, layer_idx, self._slots]
+        keys, values = (
+            cached[layer_idx, self._slots] for cached in self._reserved(key_states, value_states)
+        )
         if self._source_B is not None:
             keys[:, :, : self._num_keys] = key_states[self._source_B]
             values[:, :, : self._num_keys] = value_states[self._source_B]
@@ -306,7 +308,8 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copies slots; no slot is both source and target."""
         if self._kv is not None:
-            self._kv[:, :, targets] = self._kv[:, :, sources]
+            for cached in self._kv:
+                cached[:, targets] = cached[:, sources]
 
     def free(self) -> None:
         """Gives the memory back."""
@@ -316,23 +319,27 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
         """Returns 0: positions and masks are given to the model, never derived from the cache."""
         return 0
 
-    def _reserved(self, like: Tensor) -> Tensor:
-        """Returns the storage, grown to hold the current slots and keys."""
-        num_slots, num_heads, length, head_size = 0, like.shape[1], 0, like.shape[3]
+    def _reserved(self, *like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the storages, grown to hold the current slots and keys."""
+        num_slots, length = 0, 0
         if self._kv is not None:
-            num_slots, length = self._kv.shape[2], self._kv.shape[4]
+            num_slots, length = self._kv[0].shape[1], self._kv[0].shape[3]
             if num_slots >= self._slots.stop and length >= self._num_keys:
                 return self._kv
         num_slots_needed = max(num_slots, self._slots.stop)
         length_needed = max(length, -(-self._num_keys // CACHE_BLOCK) * CACHE_BLOCK)
         # zeros: a masked position weighs 0 in attention, and 0 times an uninitialised NaN is NaN.
-        grown = like.new_zeros(
-            2, self._num_layers, num_slots_needed, num_heads, length_needed, head_size
+        keys, values = (
+            one.new_zeros(
+                self._num_layers, num_slots_needed, one.shape[1], length_needed, one.shape[3]
+            )
+            for one in like
         )
         if self._kv is not None:
-            grown[:, :, :num_slots, :, :length] = self._kv
-        self._kv = grown
-        return grown
+            for grown, cached in zip((keys, values), self._kv, strict=True):
+                grown[:, :num_slots, :, :length] = cached
+        self._kv = keys, values
+        return self._kv
 
 
 def _prefill_chunks(

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
+from hybridrl.hybrid_engine.alias import TrainingShard, is_view, shared_views
 from hybridrl.models.boxes import Shape
 from hybridrl.models.weights import RankLayout
 from hybridrl.rollout.engine import Holding
@@ -21,23 +21,22 @@ STACKS = ("w13_weight", "w2_weight")  # gate over up, and down, of all experts o
 
 
 class Names(Protocol):
-    """Translates a package's name of a parameter into that of `fused_layout`."""
+    """Translates a package's name of a parameter into that of `fused_layout`; None: it is a copy of
+    others, of which the layout does not know.
+    """
 
-    def __call__(self, name: str) -> str: ...
-
-
-def same_name(name: str) -> str:
-    """Returns the name: the layout's names are the package's."""
-    return name
+    def __call__(self, name: str) -> str | None: ...
 
 
-def live_tensors(model: torch.nn.Module, layout_name: Names = same_name) -> dict[str, Tensor]:
+def live_tensors(model: torch.nn.Module, layout_name: Names) -> dict[str, Tensor]:
     """Returns the live parameters by the names of `fused_layout`: of one that stacks the experts of
     this rank, (E, rows, columns), each expert's matrix as `<parameter>/<index>`.
     """
     found: dict[str, Tensor] = {}
     for own_name, parameter in model.named_parameters():
         name = layout_name(own_name)
+        if name is None:
+            continue
         if name.rpartition(".")[2] in STACKS:
             found |= {f"{name}/{i}": one for i, one in enumerate(parameter.data)}
         else:
@@ -50,7 +49,7 @@ def check_live(
     layout: RankLayout,
     shapes: dict[str, Shape],
     version: str,
-    layout_name: Names = same_name,
+    layout_name: Names,
 ) -> None:
     """Proves that the layout describes a new module's parameters, whose contents are overwritten.
 
@@ -67,10 +66,10 @@ def share(
     model: torch.nn.Module,
     shard: TrainingShard | None,
     layout: RankLayout,
-    layout_name: Names = same_name,
+    layout_name: Names,
 ) -> dict[str, Tensor]:
     """Puts the trainer's parameters in the place of the engine's that hold the same; returns the
-    views by the layout's names.
+    views by the layout's names, a stack of experts as one.
     """
     if shard is None:
         return {}
@@ -85,7 +84,7 @@ def still_shared(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> frozen
     """Returns the names whose parameter is still the trainer's: a layer that was repacked after
     loading has memory of its own again.
     """
-    return frozenset(n for n, view in views.items() if tensors[n].data_ptr() == view.data_ptr())
+    return frozenset(name for name, one in tensors.items() if is_view(name, one, views))
 
 
 def weight_holdings(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.wire import kept_tensors
 from hybridrl.models.boxes import Shape, show
 from hybridrl.models.weights import RankLayout
 
@@ -26,7 +27,8 @@ CODES = 16
 
 
 def check_parameters(layout: RankLayout, live: Mapping[str, Tensor], engine: str) -> None:
-    """Checks that the engine's parameters are just those of the layout, of one dtype.
+    """Checks that the engine's parameters are just those of the layout, of one dtype but for those
+    that are kept in fp32.
 
     Args:
         layout: what this rank should hold.
@@ -41,7 +43,11 @@ def check_parameters(layout: RankLayout, live: Mapping[str, Tensor], engine: str
         found = tuple(live[name].shape) if name in live else None
         if expected != found:
             raise _refusal(name, _shape(found), _shape(expected), engine)
-    dtypes = {name: tensor.dtype for name, tensor in live.items()}
+    kept = kept_tensors(layout)
+    for name in sorted(kept):
+        if live[name].dtype != torch.float32:
+            raise _refusal(name, live[name].dtype, "float32, whatever the others are", engine)
+    dtypes = {name: tensor.dtype for name, tensor in live.items() if name not in kept}
     wanted = dtypes[next(iter(layout.shapes))]
     for name, dtype in dtypes.items():
         if dtype != wanted:
@@ -75,9 +81,8 @@ def check_placement(
         if region.hf not in looked_at:
             continue
         part = live[region.local][_slices(region.local_box)]
-        if not torch.equal(
-            part, coded(region.hf, hf_shapes[region.hf], like)[_slices(region.hf_box)]
-        ):
+        expected = coded(region.hf, hf_shapes[region.hf], like)[_slices(region.hf_box)]
+        if not torch.equal(part, expected.to(part.dtype)):
             raise _refusal(
                 f"{region.local}{show(region.local_box)}",
                 "something else, by the engine's own loader",

@@ -54,7 +54,7 @@ class EngineSettings:
     def of(inputs: EngineInputs) -> EngineSettings:
         """Returns the settings of an engine that is built from these inputs."""
         return EngineSettings(
-            inputs.hf_config,
+            {**inputs.family.stated, **inputs.hf_config},
             inputs.family.architectures,
             inputs.dtype_name,
             inputs.rollout.max_batch,
@@ -72,9 +72,8 @@ class EngineSettings:
 
 
 def token_bytes(shape: ModelShape, tp: int, itemsize: int) -> int:
-    """Returns the bytes of a token's keys and values on a rank."""
-    heads = max(1, shape.num_kv_heads // tp)
-    return 2 * shape.num_layers * heads * shape.head_dim * itemsize
+    """Returns the bytes of a token's keys and values, or latents, on a rank."""
+    return shape.num_layers * shape.cached_elements(tp) * itemsize
 
 
 def kv_cache_blocks(

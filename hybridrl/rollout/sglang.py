@@ -99,6 +99,8 @@ class SglangEngine:
         shape = family.shape(settings.hf_config)
         for violation in model_rules(shape, self._device.type == "cpu"):
             raise violation
+        if layout.experts is not None:
+            raise ValueError("this engine takes experts in order")
         if settings.records_experts:
             raise ValueError("this engine does not record experts")
         _, tp_rank = layout.place(rank)

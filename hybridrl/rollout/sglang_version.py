@@ -58,14 +58,24 @@ def installed_version(is_cpu: bool) -> str:
 
 
 def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
-    """Yields the violation if SGLang would build other layers than the model has.
+    """Yields the violation if SGLang would build other layers than the model has, or keep copies of
+    weights that it makes once.
 
     Args:
         shape: the model's `ModelShape`.
         is_cpu: whether this host has no GPUs; torch's attention takes all sizes of heads.
     """
     del is_cpu
-    if shape.moe is not None and shape.moe.dense_layers:
+    if shape.latent_dim is not None:
+        # It multiplies with cut and turned copies of kv_b_proj, which it makes after loading, and
+        # its CPU kernels for them are of sgl_kernel, which has no build for CPUs.
+        yield UserError(
+            "model's attention",
+            "latent attention",
+            f"grouped-query attention with {NAME}",
+            "Choose another model, or set rollout.engine=vllm or rollout.engine=hf.",
+        )
+    elif shape.moe is not None and shape.moe.dense_layers:
         yield UserError(
             "model's layers without experts",
             ", ".join(map(str, shape.moe.dense_layers)),

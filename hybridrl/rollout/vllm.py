@@ -21,6 +21,7 @@ from torch import Tensor
 from hybridrl.config.engines import ENGINES
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.alias import TrainingShard
+from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
@@ -47,9 +48,11 @@ from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import draw_seeds, no_logprob
 from hybridrl.rollout.settings import EngineSettings, too_long
 from hybridrl.rollout.vllm_decoding import DecodingSteps
+from hybridrl.rollout.vllm_experts import deal_experts
+from hybridrl.rollout.vllm_latent import absorb, layout_name, set_epsilon, stale_copy
 from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import start, stop
-from hybridrl.rollout.vllm_version import head_dim_rule, is_scheduler_known
+from hybridrl.rollout.vllm_version import is_scheduler_known, model_rules
 
 LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
 
@@ -92,39 +95,22 @@ class VllmEngine:
         self._device = torch.device(device)
         self._settings = settings
         shape = family.shape(settings.hf_config)
-        for violation in head_dim_rule(shape.head_dim, self._device.type == "cpu"):
+        for violation in model_rules(shape, self._device.type == "cpu"):
             raise violation
-        _, tp_rank = layout.place(rank)
-        self._layout = fused_layout(family, shape, layout.tp, tp_rank, settings.ep)
-        refusals: list[ModelError] = []
-        views: dict[str, Tensor] = {}
-
-        def prepare(model: torch.nn.Module, version: str) -> None:
-            """Runs before vLLM measures memory and captures graphs."""
-            try:
-                check_live(model, self._layout, hf_shapes(family, shape), version)
-            except ModelError as error:
-                refusals.append(error)  # raised once vLLM has started: only then can it be stopped
-            else:
-                views.update(share(model, shard, self._layout))
-
-        weight_bytes = layout_bytes(self._layout, settings.dtype)
-        before = free_bytes(self._device)
-        self._live = start(settings, shape, layout, rank, self._device, weight_bytes, prepare)
-        if refusals:
-            self.close()
-            raise refusals[0]
-        self._tensors = live_tensors(self._live.model)
-        self.shared = still_shared(views, self._tensors)
-        self._agreement = TokenAgreement(self._live.tp_group)
-        scheduler = self._live.llm.engine_core.engine_core.scheduler
-        self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
+        self._layout = _part(family, shape, layout, rank, settings.ep)
         # Every unfinished request, in order of arrival, and those that vLLM has, by its name for
         # them. A name is given once: of an aborted request a token may still be under way.
         self._rows: dict[int, RunningRequest] = {}
         self._running: dict[str, RunningRequest] = {}
         self._num_named = 0
-        self._experts = self._recorded(shape) if settings.records_experts else None
+        self._experts: RecordedExperts | None = None
+        before = free_bytes(self._device)
+        views = self._start(family, shape, layout, rank, shard)
+        self._tensors = live_tensors(self._live.model, layout_name)
+        self.shared = still_shared(views, self._tensors)
+        self._agreement = TokenAgreement(self._live.tp_group)
+        scheduler = self._live.llm.engine_core.engine_core.scheduler
+        self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
         self._finished: list[Completion] = []
         self._version = -1
         self._is_updating = True
@@ -132,15 +118,53 @@ class VllmEngine:
         self.sleep()  # a run begins in the training phase
         self._kept_bytes = before - free_bytes(self._device)
 
-    def _recorded(self, shape: ModelShape) -> RecordedExperts:
-        scheduler = self._live.llm.engine_core.engine_core.scheduler
-        if self._device.type != "cpu" and not self._settings.eager:
-            raise ValueError("experts are recorded only where no graphs are captured")
-        try:
-            return RecordedExperts(self._live.model, scheduler, shape, self._device, self._running)
-        except ModelError:
+    def _start(
+        self,
+        family: Family,
+        shape: ModelShape,
+        layout: RolloutLayout,
+        rank: int,
+        shard: TrainingShard | None,
+    ) -> dict[str, Tensor]:
+        """Starts vLLM; returns the trainer's parameters that became the engine's."""
+        # Raised once vLLM has started: only then can it be stopped.
+        refusals: list[ModelError] = []
+        views: dict[str, Tensor] = {}
+
+        def prepare(model: torch.nn.Module, version: str) -> None:
+            """Runs before vLLM measures memory."""
+            try:
+                if (experts := layout.experts_of(rank)) is not None:
+                    deal_experts(model, experts)
+                check_live(model, self._layout, hf_shapes(family, shape), version, layout_name)
+            except ModelError as error:
+                refusals.append(error)
+            else:
+                set_epsilon(model)
+                views.update(share(model, shard, self._layout, layout_name))
+
+        def listen(model: torch.nn.Module, cache: Any) -> None:
+            """Runs before vLLM captures graphs."""
+            if not self._settings.records_experts or refusals:
+                return
+            try:
+                self._experts = RecordedExperts(model, cache, shape, self._device)
+            except ModelError as error:
+                refusals.append(error)
+
+        weight_bytes = layout_bytes(self._layout, self._settings.dtype)
+        parts = self._settings, shape, layout, rank, self._device, weight_bytes
+        self._live = start(*parts, prepare, listen)
+        if self._experts is not None:
+            scheduler = self._live.llm.engine_core.engine_core.scheduler
+            try:
+                self._experts.attach(scheduler, self._running)
+            except ModelError as error:
+                refusals.append(error)
+        if refusals:
             self.close()
-            raise
+            raise refusals[0]
+        return views
 
     # WeightTarget
 
@@ -151,6 +175,10 @@ class VllmEngine:
     def tensors(self) -> Mapping[str, Tensor]:
         """Returns the live parameters, which generation reads; written in place, never replaced."""
         return self._tensors
+
+    def stale_copy(self) -> str | None:
+        """Returns the first copy of a parameter that is not of its present weights, if any."""
+        return stale_copy(self._live.model)
 
     def sleep(self, keeps_memory: bool = False) -> None:
         """Stops generation and gives weights and KV cache back; running requests keep their tokens.
@@ -180,6 +208,7 @@ class VllmEngine:
             raise RuntimeError("vLLM kept its prefix cache, which holds keys of older weights")
         if self._experts is not None:
             self._experts.forget()
+        absorb(self._live.model)
         self._version = version
         self._is_updating = False
 
@@ -340,3 +369,14 @@ class VllmEngine:
     def model(self) -> torch.nn.Module:
         """This rank's live module, for those who look into it; not to be changed."""
         return self._live.model
+
+
+def _part(
+    family: Family, shape: ModelShape, layout: RolloutLayout, rank: int, ep: int
+) -> RankLayout:
+    """Returns what this rank's part of a replica holds."""
+    _, tp_rank = layout.place(rank)
+    found, experts = fused_layout(family, shape, layout.tp, tp_rank, ep), layout.experts_of(rank)
+    if experts is None:
+        return found
+    return with_experts(found, ExpertTensors(family, shape), experts)

@@ -15,6 +15,7 @@ from hybridrl.rollout.settings import EngineSettings, kv_cache_blocks, token_byt
 
 # Positions in one block of the CPU's KV cache; 128 if not told, longer than many whole responses.
 CPU_BLOCK_SIZE = 32
+CPU_LATENT_BLOCK_SIZE = 16  # the only one of vLLM's kernel for latent attention
 CPU_PREFILL_TOKENS = 8192
 CPU_MAX_KV_CACHE_BYTES = 1 << 30
 GPU_BLOCK_SIZE = 64  # the largest that vLLM's attention kernels for dense models take
@@ -64,14 +65,19 @@ def engine_arguments(
         arguments["distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
         arguments["cpu_distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
     if device_memory is None:
+        block_size = CPU_BLOCK_SIZE
+        if shape.latent is not None:
+            block_size = CPU_LATENT_BLOCK_SIZE
+            # The other one packs the projection up once and for all (vllm_latent.py).
+            arguments["attention_backend"] = "CPU_MLA"
         arguments |= {
-            "block_size": CPU_BLOCK_SIZE,
+            "block_size": block_size,
             # A prompt in several pieces takes back the draws of seeded requests by moving their
             # generators' offset, which CPU generators do not have.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_PREFILL_TOKENS, settings.max_tokens),
             "kv_cache_memory_bytes": settings.kv_cache_bytes
-            or _kv_cache_bytes(settings, shape, tp, CPU_BLOCK_SIZE, CPU_MAX_KV_CACHE_BYTES),
+            or _kv_cache_bytes(settings, shape, tp, block_size, CPU_MAX_KV_CACHE_BYTES),
         }
     else:
         arguments |= {"enable_sleep_mode": True} | _gpu_memory(

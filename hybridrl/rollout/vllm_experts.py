@@ -9,11 +9,51 @@ kernel for unpacked experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hybridrl.errors import ModelError
 from hybridrl.rollout.cpu_experts import experts_forward
+
+
+def deal_experts(model: torch.nn.Module, experts: Sequence[int]) -> None:
+    """Makes this rank the holder of these experts in every layer, in place of vLLM's own choice.
+
+    vLLM's loader and its kernels look for an expert in the layer's `expert_map`, (experts of the
+    layer,): its place on this rank, or -1. It is written where it lies, so that whoever holds it
+    has it. Of the two that exist one belongs to the layer and one to the manager of maps; they may
+    be the same.
+
+    Args:
+        model: vLLM's, with whole experts by rank.
+        experts: ascending; their places on this rank follow one another.
+
+    Raises:
+        ModelError: a layer has no such map, or one of another number of experts.
+    """
+    found: list[Any] = [part for part in model.modules() if hasattr(part, "w13_weight")]
+    for part in found:
+        maps = [part.expert_map, part.expert_map_manager.expert_map]
+        if any(one is None or int((one >= 0).sum()) != len(experts) for one in maps):
+            raise _no_map(type(part).__name__)
+        places = torch.full_like(maps[0], -1)
+        places[list(experts)] = torch.arange(len(experts), dtype=places.dtype, device=places.device)
+        for one in maps:
+            one.copy_(places)
+    if not found:
+        raise _no_map(type(model).__name__)
+
+
+def _no_map(name: str) -> ModelError:
+    return ModelError(
+        "config.json",
+        name,
+        "a mixture whose layers have vLLM's expert_map, to deal experts as they lie in training",
+        "Set rollout.ep=1.",
+    )
 
 
 def compute_with_live_experts() -> None:

@@ -28,15 +28,17 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class RecordedExperts:
-    """Records the experts of every request of one live engine, which runs its model module by
-    module: in a captured graph the places of the tokens that pad a batch may be those of others.
+    """Records the experts of every request of one live engine.
+
+    Made before graphs are captured, so that what routers write is captured too: the places of
+    tokens and the rows that are written lie at fixed addresses. vLLM gives tokens that pad a batch
+    the place -1, of which the last row is.
 
     Args:
         model: vLLM's.
-        scheduler: the engine's.
+        cache: vLLM's `KVCacheConfig` of this rank.
         shape: of the model.
         device: of the KV cache.
-        running: the requests by vLLM's names, kept up to date by the owner.
 
     Raises:
         ModelError: the layers with experts have no routers that can be listened to, or keys do not
@@ -44,12 +46,7 @@ class RecordedExperts:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        scheduler: Any,
-        shape: ModelShape,
-        device: torch.device,
-        running: Mapping[str, RunningRequest],
+        self, model: torch.nn.Module, cache: Any, shape: ModelShape, device: torch.device
     ) -> None:
         if shape.moe is None:
             raise ValueError("the model has no experts")
@@ -61,21 +58,33 @@ class RecordedExperts:
                 type(model).__name__,
                 "a model whose routers vLLM lets be listened to, one in each layer with experts",
             )
-        self._manager, self._running = scheduler.kv_cache_manager, running
-        if not cache_fits(self._manager):
-            raise _unfit(
-                "attention that does not keep all keys, or several kinds of it",
-                "full attention in all layers",
-            )
-        self._block_size = self._manager.coordinator.single_type_managers[0].block_size
-        num_slots = scheduler.kv_cache_config.num_blocks * self._block_size
+        if len(cache.kv_cache_groups) != 1:
+            raise _no_places()
+        self._block_size = cache.kv_cache_groups[0].kv_cache_spec.block_size
         dtype = torch.uint8 if self._num_experts < ONE_BYTE else torch.int16
         self._nothing = torch.iinfo(dtype).max  # no expert has this number
         # The last row is of place -1, which is that of no token.
-        size = num_slots + 1, len(wanted), shape.moe.experts_per_token
+        size = cache.num_blocks * self._block_size + 1, len(wanted), shape.moe.experts_per_token
         self._by_slot = torch.full(size, self._nothing, dtype=dtype, device=device)
         for index, layer in enumerate(wanted):
             found[layer].set_capture_fn(self._writer(index))
+
+    def attach(self, scheduler: Any, running: Mapping[str, RunningRequest]) -> None:
+        """Begins to read what was written of each request, before its place is taken away.
+
+        Args:
+            scheduler: the engine's.
+            running: the requests by vLLM's names, kept up to date by the owner.
+
+        Raises:
+            ModelError: keys do not stay where they are until a request ends.
+        """
+        self._manager, self._running = scheduler.kv_cache_manager, running
+        if not cache_fits(self._manager):
+            raise _no_places()
+        block_size = self._manager.coordinator.single_type_managers[0].block_size
+        if block_size != self._block_size:
+            raise _unfit(f"blocks of {block_size} and {self._block_size}", "one size of blocks")
         self._free = scheduler._free_request
         scheduler._free_request = self._record_and_free
 
@@ -84,6 +93,8 @@ class RecordedExperts:
 
         def write(experts_TK: Tensor) -> None:
             slots_of_layers = get_forward_context().slot_mapping
+            if not slots_of_layers:  # a run to warm up, of no request
+                return
             slots_T = next(iter(slots_of_layers.values()))[: len(experts_TK)]
             self._by_slot[slots_T, index] = experts_TK.to(self._by_slot.dtype)
 
@@ -120,6 +131,13 @@ def _unfit(value: str, allowed: str) -> ModelError:
         value,
         f"{allowed}, to record experts with rollout.engine=vllm",
         "Set algorithm.router_replay=off, or rollout.engine=hf.",
+    )
+
+
+def _no_places() -> ModelError:
+    return _unfit(
+        "attention that does not keep all keys, or several kinds of it",
+        "full attention in all layers",
     )
 
 

@@ -70,6 +70,7 @@ def start(
     device: torch.device,
     weight_bytes: int,
     prepare: Callable[[torch.nn.Module, str], None],
+    listen: Callable[[torch.nn.Module, Any], None],
 ) -> LiveEngine:
     """Starts this rank's part of its replica, with dummy weights; collective over the world.
 
@@ -77,6 +78,8 @@ def start(
         weight_bytes: of this rank's parameters.
         prepare: called with the new module and vLLM's version, before vLLM measures what memory is
             left and captures graphs of the parameters that it finds.
+        listen: called with the module and vLLM's `KVCacheConfig` of this rank, once the cache is
+            there and before graphs are captured.
 
     Raises:
         UserError: vLLM is missing, does not fit this host, or refuses the model or its memory.
@@ -100,6 +103,7 @@ def start(
         _groups_of(layout),
         _collectives_over_gloo(is_cpu),
         _after_loading(lambda model: prepare(model, version)),
+        _after_caching(listen),
     ):
         llm = _make_engine(settings, arguments, version)
     _OPEN.append(llm)
@@ -292,6 +296,22 @@ def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]
             del runner.load_model
 
     with replaced(Worker, "load_model", load):
+        yield
+
+
+@contextlib.contextmanager
+def _after_caching(listen: Callable[[torch.nn.Module, Any], None]) -> Iterator[None]:
+    """Calls `listen` with the module and the KV cache's configuration once the cache is there."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    initialize = Worker.initialize_from_config
+
+    def initialize_and_listen(worker: Any, kv_cache_config: Any) -> None:
+        initialize(worker, kv_cache_config)
+        with torch.inference_mode(False):
+            listen(worker.model_runner.model, kv_cache_config)
+
+    with replaced(Worker, "initialize_from_config", initialize_and_listen):
         yield
 
 

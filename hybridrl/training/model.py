@@ -20,11 +20,11 @@ from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.hybrid_engine.engine import gather_layouts
 from hybridrl.hybrid_engine.owned import owned_layout
-from hybridrl.models.build import build_chunks, named_weights, transformer_config
+from hybridrl.models.build import build_chunks, named_weights, transformer_config, weight_buffers
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.layers import choose_layers, shares_prompts
 from hybridrl.models.replay import check_layers, replay_metrics
-from hybridrl.models.router import load_metrics, load_of, replayed_of, routers
+from hybridrl.models.router import balance, load_metrics, load_of, replayed_of, routers
 from hybridrl.models.weights import (
     NOTHING,
     Head,
@@ -207,6 +207,7 @@ class ParallelModel:
             of_ranks = dict(zip(self.mesh.ranks, parts, strict=True))
             return [of_ranks.get(rank, NOTHING) for rank in range(self.world.size)]
         ranges = owned_ranges(self._chunks, self._optimizer)
+        ranges |= {name: (0, bias.numel()) for name, bias in weight_buffers(self._chunks).items()}
         return gather_layouts(owned_layout(self.layout(), ranges), self.world)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -357,11 +358,22 @@ class ParallelModel:
             set_step_options(self.optimizer, self.train, learning_rate)
             with self.mesh.active(), self.world.platform.megatron_phase():
                 apply_gradients(self.optimizer, grad_norm)
+        self._balance_routers()
         if self.trained_weights is not None:
             self.trained_weights.stepped()
         if self.memory is not None:
             self.memory.stepped()
         self.num_updates += 1
+
+    def _balance_routers(self) -> None:
+        """Moves the biases of routers by the last update's counts, of all ranks; collective over
+        the world.
+        """
+        shape, rate = self.source.shape, self.train.moe.bias_update_rate
+        if shape.moe is None or not shape.moe.has_bias or not rate:
+            return
+        load = load_of(self._chunks, shape.num_layers, shape.moe.num_experts)
+        balance(self._chunks, self.mesh.sum_over_world(load), rate)
 
     def close(self) -> None:
         """Ends the training of the model: its memory is freed with the last reference to it.

@@ -5,7 +5,8 @@ learning-rate schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl.config.schema import TrainConfig
+from hybridrl.models.expert_stacks import in_stacks
 from hybridrl.models.layers import add_weight_gradients_in_place
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.training.peer_weights import PeerWeights
@@ -49,10 +51,12 @@ def wrap_for_training(
         # A step then leaves the gather of the parameters to us (trained_weights.py).
         overlap_param_gather=train.fuse_param_gather,
     )
-    wrapped: list[torch.nn.Module] = [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
+    wrapped: list[torch.nn.Module] = []
+    for index, chunk in enumerate(chunks):
+        with experts_in_stacks(chunk):
+            wrapped.append(
+                DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+            )
     if ddp_config.overlap_grad_reduce:  # but for the last micro-batch, which starts it
         waits = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = waits if len(waits) > 1 else waits[0]
@@ -80,6 +84,23 @@ def wrap_for_training(
         optimizer = get_megatron_optimizer(options, wrapped, use_gloo_process_groups=True)
     config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer
+
+
+@contextmanager
+def experts_in_stacks(chunk: torch.nn.Module) -> Iterator[None]:
+    """Lets Megatron's wrapper, made in this context, hold the experts of a layer one after another:
+    an engine that stacks the same ones then reads them where they are (models/expert_stacks.py).
+
+    The wrapper takes parameters in the order of `named_parameters`, which with experts one by one
+    has the two matrices of each beside each other, and with grouped ones the last expert first.
+    """
+    named = dict(chunk.named_parameters())
+    order = in_stacks(list(named))
+    chunk.named_parameters = lambda *_, **__: ((n, named[n]) for n in order)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del chunk.named_parameters
 
 
 def owned_ranges(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 Megatron keeps the parameters of a model in flat buffers. After the data-parallel wrapper has made
 them and before the optimizer takes views, each is moved into one piece of peer memory a rank, of
-the same size on all ranks.
+the same size on all ranks; so are the biases of routers, which are no parameters.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
+from hybridrl.models.build import weight_buffers
 from hybridrl.parallel import peer_memory
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.peer_memory import PeerMemory
@@ -36,22 +37,26 @@ class PeerWeights:
         self.memory: PeerMemory | None = None
 
     def move(self, wrapped: Sequence[Any]) -> None:
-        """Moves the parameters of Megatron's data-parallel wrappers; collective.
+        """Moves the weights of Megatron's data-parallel wrappers; collective.
 
         Raises:
             OSError, RuntimeError: there is no room for a second copy, or it cannot be shared.
         """
         buffers = [b for chunk in wrapped for b in chunk.buffers + chunk.expert_parallel_buffers]
+        biases = list(weight_buffers(wrapped).values())
         starts, size = [], 0
-        for buffer in buffers:
+        for tensor in (*(buffer.param_data for buffer in buffers), *biases):
             starts.append(size)
-            size += -(-buffer.param_data.nbytes // ALIGNMENT) * ALIGNMENT
+            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         most = int(self._world.max_over_world(torch.tensor(size, dtype=torch.float64)))
         device, timeout_s = self._world.platform.device, self._world.timeout_s
         self.memory = peer_memory.allocate(most, device, timeout_s, self._world)
         own = self.memory.of(self._world.rank)
-        for buffer, start in zip(buffers, starts, strict=True):
+        for buffer, start in zip(buffers, starts, strict=False):
             _move(buffer, own[start : start + buffer.param_data.nbytes])
+        for bias, start in zip(biases, starts[len(buffers) :], strict=True):
+            place = own[start : start + bias.nbytes].view(bias.dtype)
+            bias.data = place.copy_(bias)
 
 
 def peer_weights(config: Config, world: World, notify: Callable[[str], None]) -> PeerWeights | None:

@@ -16,6 +16,7 @@ from engine_cases import (
     FUSED_EXPERTS,
     LOGP_TOLERANCE,
     MIXED,
+    PACKAGED_EXPERT_MODELS,
     VOCAB,
     close_engines,
     expected_logps,
@@ -25,19 +26,29 @@ from engine_cases import (
     start_packaged,
     write_weights,
 )
-from packaged import PACKAGED, engine_module
+from packaged import CLASSES, engine_module, needs
 from tiny_models import chosen_by
 
 from hybridrl.config import engines as registry
 from hybridrl.errors import ModelError
 from hybridrl.generation.saved_rollouts import rollout_state
+from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.models.family import resolve_family
+from hybridrl.models.hf import allocate
 from hybridrl.models.transformers_weights import checkpoint_tensors
-from hybridrl.models.weights import RankLayout, check_layout, fused_layout, hf_shapes
+from hybridrl.models.weights import (
+    RankLayout,
+    check_layout,
+    fused_layout,
+    hf_shapes,
+    megatron_layout,
+)
 from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.cpu_experts import experts_forward
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.rollout.hf_experts import ChosenExperts
 
 RECORDING = [
     name
@@ -49,7 +60,10 @@ RECORDING = [
 def records(name: str) -> bool:
     """Whether the engine of this model tells which experts it chose."""
     engine = name.partition("-")[0]
-    return engine not in registry.ENGINES or registry.ENGINES[engine].records_experts
+    if engine in registry.ENGINES:
+        return registry.ENGINES[engine].records_experts
+    modules = make_reference(name).named_modules()
+    return all(hasattr(part, "top_k") for part_name, part in modules if part_name.endswith(".gate"))
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +117,8 @@ def check_experts(model: Any, request: Request, completion: Completion) -> None:
 @pytest.mark.parametrize("name", [*EXPERT_MODELS, RECORDING[0]])
 def test_experts_that_were_recorded_stay_when_other_weights_go_on(name: str) -> None:
     """A request that is interrupted by an update, saved, and goes on after it."""
+    if not records(name):
+        pytest.skip("routers of this transformers do not choose")
     engine, sampling = make_engine(name, records_experts=True), SamplingParams(max_new_tokens=12)
     (request,) = make_requests(1, sampling)
     engine.submit([request])
@@ -122,6 +138,15 @@ def test_experts_that_were_recorded_stay_when_other_weights_go_on(name: str) -> 
     expected_TLK = torch.cat((before, after)).sort(-1).values
     found_TLK = torch.from_numpy(done.experts).long().view(expected_TLK.shape)
     assert torch.equal(found_TLK.sort(-1).values, expected_TLK)
+
+
+def test_routers_that_do_not_choose_are_refused() -> None:
+    model = make_reference("deepseek-v3")
+    for name, part in model.named_modules():
+        if name.endswith(".gate"):
+            vars(part).pop("top_k", None)
+    with pytest.raises(ModelError, match="that choose experts"):
+        ChosenExperts(model)
 
 
 @pytest.mark.parametrize("name", EXPERT_MODELS)
@@ -149,33 +174,95 @@ def renamed(layout: RankLayout, change: Change) -> RankLayout:
     return dataclasses.replace(layout, regions=tuple(regions))
 
 
+DEEPSEEK = "vllm-deepseek-v3"
+# A change of a model's table, and the parameter that is named.
+LATENT_FAULTS = [
+    (
+        swapped("layers.2.mlp.shared_experts.gate", "layers.2.mlp.shared_experts.up"),
+        r"layers.2.mlp.shared_experts.gate_up_proj.weight\[0:64, 0:128\]",
+    ),
+    (
+        swapped("layers.0.self_attn.q_a_proj", "layers.0.self_attn.kv_a_proj_with_mqa"),
+        r"layers.0.self_attn.fused_qkv_a_proj.weight",
+    ),
+    (
+        swapped("layers.1.mlp.gate.e_score", "layers.2.mlp.gate.e_score"),
+        r"layers.2.mlp.gate.e_score_correction_bias",
+    ),
+]
+EXPERT_FAULTS = [
+    (
+        swapped("layers.3.mlp.experts.2.", "layers.3.mlp.experts.5."),
+        r"layers.3.mlp.experts.routed_experts.w13_weight/2\[0:24, 0:128\]",
+    ),
+    (
+        swapped("layers.0.mlp.experts.7.gate_proj", "layers.0.mlp.experts.7.up_proj"),
+        r"layers.0.mlp.experts.routed_experts.w13_weight/7\[0:24, 0:128\]",
+    ),
+    (
+        swapped("layers.0.mlp.experts.0.down_proj", "layers.0.mlp.experts.1.down_proj"),
+        r"layers.0.mlp.experts.routed_experts.w2_weight/0\[0:128, 0:24\]",
+    ),
+]
+FAULTS = [
+    *((DEEPSEEK, *fault) for fault in LATENT_FAULTS),
+    *((f"{engine}-qwen3-moe", *fault) for engine in CLASSES for fault in EXPERT_FAULTS),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (
-            swapped("layers.3.mlp.experts.2.", "layers.3.mlp.experts.5."),
-            r"layers.3.mlp.experts.routed_experts.w13_weight/2\[0:24, 0:128\]",
-        ),
-        (
-            swapped("layers.0.mlp.experts.7.gate_proj", "layers.0.mlp.experts.7.up_proj"),
-            r"layers.0.mlp.experts.routed_experts.w13_weight/7\[0:24, 0:128\]",
-        ),
-        (
-            swapped("layers.0.mlp.experts.0.down_proj", "layers.0.mlp.experts.1.down_proj"),
-            r"layers.0.mlp.experts.routed_experts.w2_weight/0\[0:128, 0:24\]",
-        ),
-    ],
+    ("model", "change", "named"),
+    [pytest.param(*fault, marks=needs(fault[0].partition("-")[0])) for fault in FAULTS],
 )
-@pytest.mark.parametrize("engine", PACKAGED)
 def test_packaged_engine_refuses_a_table_with_experts_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, change: Change, named: str, engine: str
+    monkeypatch: pytest.MonkeyPatch, model: str, change: Change, named: str
 ) -> None:
     def faulty(*arguments: Any) -> RankLayout:
         return renamed(fused_layout(*arguments), change)
 
-    monkeypatch.setattr(f"{engine_module(engine)}.fused_layout", faulty)
+    monkeypatch.setattr(f"{engine_module(model.partition('-')[0])}.fused_layout", faulty)
     with pytest.raises(ModelError, match=named):
-        start_packaged(f"{engine}-qwen3-moe")
+        start_packaged(model)
+
+
+@needs("vllm")[0]
+@needs("vllm")[1]
+def test_latent_attention_computes_with_weights_that_are_the_trainers() -> None:
+    """vLLM's copies of the projection up are then of memory that it no longer has."""
+    config = PACKAGED_EXPERT_MODELS[DEEPSEEK]
+    family = resolve_family(None, config)
+    layout = megatron_layout(family, family.shape(config), TrainLayout(1), 0)
+    shard = TrainingShard(layout, allocate(layout, torch.float32))
+    engine = start_packaged(DEEPSEEK, shard=shard)
+    assert "model.layers.0.self_attn.kv_b_proj.weight" in engine.shared
+    for version in range(2):
+        model = make_reference(DEEPSEEK, version)
+        write_weights(engine, model, version)
+        requests = make_requests(4, SamplingParams(temperature=0.0, max_new_tokens=9))
+        for request, completion in zip(requests, generate(engine, requests), strict=True):
+            expected = expected_logps(model, request, completion)
+            torch.testing.assert_close(
+                torch.tensor(completion.logps), expected, rtol=0, atol=LOGP_TOLERANCE
+            )
+
+
+@needs("vllm")[0]
+@needs("vllm")[1]
+def test_vllm_engine_refuses_a_table_without_a_routers_bias(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as that of another model with the same parameters beside it."""
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+    def faulty(*arguments: Any) -> RankLayout:
+        layout = fused_layout(*arguments)
+        shapes = {local: shape for local, shape in layout.shapes.items() if local != name}
+        regions = tuple(region for region in layout.regions if region.local != name)
+        return dataclasses.replace(layout, shapes=shapes, regions=regions)
+
+    monkeypatch.setattr("hybridrl.rollout.vllm.fused_layout", faulty)
+    with pytest.raises(ModelError, match=name):
+        start_packaged(DEEPSEEK)
 
 
 def test_experts_of_all_ranks_add_up_to_those_of_one() -> None:

@@ -77,6 +77,10 @@ def rollout_between(policy: Policy) -> None:
     assert memory.state_bytes()[0] == state_bytes
     assert all(torch.equal(before[n], t) for n, t in policy.model.weights().items())
     memory.restore()
+    for chunk in policy.model.forward_chunks:
+        for buffer in chunk.buffers:
+            assert buffer.grad_data.untyped_storage().nbytes() == memory.gradient_bytes()
+            buffer.grad_data.fill_(float("nan"))  # what memory holds that others have used
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

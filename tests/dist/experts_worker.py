@@ -1,20 +1,24 @@
 """One rank of the experts' test: dealt over ranks, resharded into an engine, against
 transformers.
 
-experts_worker.py ENGINE FOLDER
+experts_worker.py ENGINE FOLDER some|more|latent
 
-FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model.
+FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model; `latent` are the cases of
+deepseek_v3, `more` those that `some` leaves out.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from job_world import job_world
 from packaged import engine_class
 from safetensors.torch import load_file
@@ -22,8 +26,11 @@ from tiny_models import chosen_by
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.engines import ENGINES
+from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.verify import VerifyError
+from hybridrl.models.boxes import volume
+from hybridrl.models.expert_stacks import in_stacks
 from hybridrl.models.family import read_model
 from hybridrl.models.hf import box_view
 from hybridrl.models.weights import RankLayout, megatron_layouts
@@ -31,16 +38,28 @@ from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.process_state import replaced
 from hybridrl.rollout.settings import EngineSettings
 
 WORLD = 2
+IN_ORDER = None
+ANYHOW = ((0, 3, 5, 6), (1, 2, 4, 7))  # of 8 experts
 # Training layout, tensor- and expert-parallel size of the engine.
-CASES = [
+LAYOUTS = (
     (TrainLayout(WORLD, ep=2), 2, 2),
     (TrainLayout(WORLD, ep=2), 2, 1),
     (TrainLayout(WORLD, tp=2, etp=2), 2, 2),
     (TrainLayout(WORLD, pp=2), 1, 1),
-]
+)
+# Model, training layout, tensor- and expert-parallel size of the engine, and its ranks' experts.
+CASES = {
+    "some": [("qwen3_moe", TrainLayout(WORLD, ep=2), 2, 2, ANYHOW)],
+    "more": [
+        ("mixtral", TrainLayout(WORLD, ep=2), 2, 2, ANYHOW),
+        *((name, *layouts, IN_ORDER) for name in ("qwen3_moe", "mixtral") for layouts in LAYOUTS),
+    ],
+    "latent": [("deepseek_v3", *layouts, IN_ORDER) for layouts in LAYOUTS],
+}
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=10)
 LOGP_TOLERANCE = 1e-4  # float32 sums in another order, over four layers
 
@@ -50,6 +69,26 @@ def write(layout: RankLayout, tensors: dict[str, torch.Tensor], hf: dict[str, An
     for region in layout.regions:
         part = box_view(hf[region.hf], region.hf_box)
         box_view(tensors[region.local], region.local_box).copy_(part)
+
+
+def in_buffer(layout: RankLayout) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a training layout in one buffer, in Megatron's order."""
+    order = in_stacks(sorted(layout.shapes))[::-1]
+    sizes = [prod(layout.shapes[name]) for name in order]
+    parts = torch.zeros(sum(sizes)).split(sizes)
+    return {n: part.view(layout.shapes[n]) for n, part in zip(order, parts, strict=True)}
+
+
+def check_shared(engine: Any, source: RankLayout) -> None:
+    """All experts of a layer that the rank trains with, and no others, are the trainer's memory."""
+    held = {(r.hf, r.hf_box) for r in source.regions}
+    needed: dict[str, list[bool]] = {}
+    for region in engine.layout().regions:
+        stack, _, index = region.local.partition("/")
+        if index:
+            needed.setdefault(stack, []).append((region.hf, region.hf_box) in held)
+    stacks = {name.partition("/")[0] for name in engine.shared if "/" in name}
+    assert stacks == {stack for stack, found in needed.items() if all(found)}
 
 
 def check_greedy(engine: Any, oracle: torch.nn.Module, replica: int) -> None:
@@ -74,23 +113,35 @@ def check_greedy(engine: Any, oracle: torch.nn.Module, replica: int) -> None:
 
 
 def check(
-    engine_name: str, folder: Path, name: str, train: TrainLayout, tp: int, ep: int, rank: int
+    engine_name: str,
+    folder: Path,
+    name: str,
+    train: TrainLayout,
+    tp: int,
+    ep: int,
+    experts: tuple[tuple[int, ...], ...] | None,
+    rank: int,
 ) -> None:
+    traits = ENGINES[engine_name]
+    if not traits.takes_expert_maps:
+        experts = IN_ORDER
     hf_config = json.loads((folder / f"{name}_0" / "config.json").read_text())
     family, shape = read_model(None, hf_config)
     sources = megatron_layouts(family, shape, train)
-    weights = {name: torch.zeros(size) for name, size in sources[rank].shapes.items()}
+    weights = in_buffer(sources[rank])
     settings = EngineSettings(
-        hf_config,
+        {**family.stated, **hf_config},
         family.architectures,
         "float32",
         4,
         96,
         ep=ep,
-        records_experts=ENGINES[engine_name].records_experts,
+        records_experts=traits.records_experts,
     )
-    layout = RolloutLayout.consecutive(WORLD, tp)
-    engine = engine_class(engine_name)(settings, family, layout, rank)
+    layout = replace(RolloutLayout.consecutive(WORLD, tp), experts=experts)
+    shard = TrainingShard(sources[rank], weights)
+    engine = engine_class(engine_name)(settings, family, layout, rank, shard=shard)
+    check_shared(engine, sources[rank])
     hybrid = HybridEngine(
         sources, weights, engine, job_world(), staging_bytes=1 << 16, verify_every=1
     )
@@ -100,30 +151,91 @@ def check(
         stats = hybrid.to_rollout(version)
         oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         check_greedy(engine, oracle, layout.place(rank)[0])
-    if (train.ep, ep) == (2, 2):  # each rank has its experts already, and half of the rest
-        experts = [r for r in engine.layout().regions if ".experts." in r.hf]
-        held = {(r.hf, r.hf_box) for r in sources[rank].regions}
-        assert experts and all((r.hf, r.hf_box) in held for r in experts)
+    dealt = [r for r in engine.layout().regions if ".experts." in r.hf]
+    held = {(r.hf, r.hf_box) for r in sources[rank].regions}
+    if experts is not None:
+        own = {int(r.hf.split(".experts.")[1].split(".")[0]) for r in dealt}
+        assert own == set(experts[rank])
+        # Of four experts each rank has two already.
+        brought = sum(volume(r.hf_box) for r in dealt if (r.hf, r.hf_box) not in held)
+        assert stats.received_bytes == 4 * brought > 0
+        assert 2 * brought == sum(volume(r.hf_box) for r in dealt)
+    elif (train.ep, ep) == (2, 2):  # each rank has its experts already, and half of the rest
+        assert dealt and all((r.hf, r.hf_box) in held for r in dealt)
         assert stats.received_bytes == 0
-    stack = next(n for n in engine.tensors() if n.endswith("w13_weight/1"))
+    engine.finish_update = engine.finish_update  # type: ignore[method-assign]  # to be replaced
+    copied = [n for n in engine.tensors() if n.endswith("w13_weight/1") and n not in engine.shared]
+    if any(everyone_has(bool(copied))):
+        check_swapped(engine, hybrid, copied[0] if copied else "", rank)
+    if shape.latent is not None:
+        check_stale(hybrid, engine, weights, rank)
+    hybrid.close()
+    engine.close()
+    print(f"rank {rank} {name} {train} -> tp {tp} ep {ep}: equal", flush=True)
+
+
+def everyone_has(mine: bool) -> list[bool]:
+    found = [False] * WORLD
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def check_swapped(engine: Any, hybrid: HybridEngine, stack: str, rank: int) -> None:
+    """An expert in the place of another, on the last rank that copies experts, is named."""
+    culprit = max(r for r, has in enumerate(everyone_has(bool(stack))) if has)
     finish = engine.finish_update
 
     def plant(version: int) -> None:
-        if rank == 1:
+        if rank == culprit:
             first, other = (engine.tensors()[f"{stack[:-1]}{i}"] for i in (0, 1))
             other.copy_(first)
         finish(version)
 
-    engine.finish_update = plant  # type: ignore[method-assign]
+    with replaced(engine, "finish_update", plant):
+        said = failure(hybrid)
+    assert f"rank {culprit}" in said and (rank != culprit or said.startswith(stack)), said
+
+
+def check_stale(
+    hybrid: HybridEngine, engine: Any, weights: dict[str, torch.Tensor], rank: int
+) -> None:
+    """Copies of the projection up, and a router's bias, that stay those of older weights.
+
+    The copies of this vLLM on CPU are views of the weight, unless that is shared with the trainer.
+    """
+    for layer in (part for part in engine.model.modules() if hasattr(part, "W_UV")):
+        layer.W_UV.data, layer.W_UK_T.data = layer.W_UV.clone(), layer.W_UK_T.clone()
+    for name, weight in weights.items():
+        if name.endswith(("linear_kv_up_proj.weight", "expert_bias")):
+            weight.add_(1)
+    hybrid.to_rollout()
+    assert engine.stale_copy() is None
+    (bias, *_) = (name for name in engine.tensors() if name.endswith("e_score_correction_bias"))
+    finish = engine.finish_update
+
+    def plant(version: int) -> None:
+        finish(version)
+        if rank == 1:
+            engine.tensors()[bias].sub_(1)
+
+    with replaced(engine, "finish_update", plant):
+        said = failure(hybrid)
+    assert said.startswith(bias) and "rank 1" in said, said
+    for name, weight in weights.items():
+        if name.endswith("linear_kv_up_proj.weight"):
+            weight.add_(1)
+    with replaced(sys.modules[type(engine).__module__], "absorb", lambda model: None):
+        said = failure(hybrid)
+    assert "W_UK_T of the engine on rank 0" in said, said
+    hybrid.to_rollout()
+
+
+def failure(hybrid: HybridEngine) -> str:
     try:
         hybrid.to_rollout()
     except VerifyError as error:
-        assert str(error).startswith(stack) and "rank 1" in str(error), error
-    else:
-        raise AssertionError("one expert in the place of another was not found")
-    hybrid.close()
-    engine.close()
-    print(f"rank {rank} {name} {train} -> tp {tp} ep {ep}: equal", flush=True)
+        return str(error)
+    raise AssertionError("the engine's weights were taken for the trainer's")
 
 
 def main() -> None:
@@ -133,9 +245,8 @@ def main() -> None:
     start_process_group(platform, 120)
     torch.set_grad_enabled(False)
     rank = torch.distributed.get_rank()
-    for name in ("qwen3_moe", "mixtral"):
-        for train, tp, ep in CASES:
-            check(engine, folder, name, train, tp, ep, rank)
+    for name, train, tp, ep, experts in CASES[sys.argv[3]]:
+        check(engine, folder, name, train, tp, ep, experts, rank)
     stop_process_group()
 
 

@@ -17,11 +17,13 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
+from tiny_models import chosen_by
+from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from hybridrl.config.schema import MoeLosses, TrainConfig
+from hybridrl.config.schema import MoeConfig, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
-from hybridrl.models.family import resolve_family
+from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.router import load_of
 from hybridrl.models.weights import hf_shapes
@@ -34,7 +36,7 @@ from hybridrl.training.model import ModelSource, ParallelModel
 LENGTHS = [(3, 9), (5, 2), (2, 17), (7, 7), (1, 30), (4, 1), (6, 12), (3, 3)]
 # A user's own families, which no architecture name leads to.
 FAMILY_KEYS = {"olmo": "olmo_family:FAMILY", "windowed": "windowed_family:FAMILY"}
-NO_LOSSES = MoeLosses()
+NO_LOSSES = MoeConfig()
 GRADIENT_TOLERANCE = 2e-6  # of the largest gradient; fp32 sums in another order, nothing else
 
 
@@ -66,8 +68,12 @@ def replaying(oracle, experts_TLK: torch.Tensor | None):
         def hook(gate, _, output):
             logits_TE, _, own_TK = output
             chosen_TK = torch.cat((experts_TLK[:-1, layer].long(), own_TK[-1:]))
-            weights_TK = logits_TE.float().softmax(-1).gather(1, chosen_TK)
-            return logits_TE, weights_TK / weights_TK.sum(-1, keepdim=True), chosen_TK
+            has_bias = hasattr(gate, "e_score_correction_bias")
+            scores_TE = logits_TE.sigmoid() if has_bias else logits_TE.float().softmax(-1)
+            weights_TK = scores_TE.gather(1, chosen_TK)
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+            scale = gate.routed_scaling_factor if has_bias else 1
+            return logits_TE, weights_TK * scale, chosen_TK
 
         return hook
 
@@ -89,7 +95,11 @@ def objective(output, micro):
 def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Returns, for every HF tensor, this rank's reduced gradients and where it holds them."""
     shapes = hf_shapes(model.source.family, model.source.shape, model.head)
-    found = {n: (torch.zeros(s), torch.zeros(s, dtype=torch.bool)) for n, s in shapes.items()}
+    found = {
+        name: (torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
+        for name, shape in shapes.items()
+        if not is_kept_in_fp32(name)  # the bias of a router, which has no gradient
+    }
     local = {}
     for index, chunk in enumerate(model.chunks):
         for name, parameter in chunk.named_parameters():
@@ -103,6 +113,8 @@ def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor,
                 held.view(parameter.shape),
             )
     for region in model.layout().regions:
+        if region.hf not in found:
+            continue
         gradient, held = local[region.local]
         inner = tuple(slice(a, b) for a, b in region.local_box)
         outer = tuple(slice(a, b) for a, b in region.hf_box)
@@ -127,8 +139,6 @@ def logits_of(model: ParallelModel, inputs) -> list[torch.Tensor]:
 
 def check_against_transformers(folder: Path, model, batch, inputs, logp_T, gradients) -> None:
     """Compares logits, log-probabilities and gradients with the HF model's, sample by sample."""
-    from transformers import AutoModelForCausalLM
-
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logits = logits_of(model, inputs)
     loss, worst = torch.zeros(()), 0.0
@@ -180,13 +190,17 @@ def on_disk(oracle, attribute: str) -> dict[str, torch.Tensor]:
         return load_file(Path(folder) / "model.safetensors")
 
 
-def losses_of(name: str) -> MoeLosses:
+def losses_of(name: str) -> MoeConfig:
     """Returns the losses of routers that a name asks for, as in qwen3_moe+z+replay."""
     kinds = name.split("+")[1:]
-    return MoeLosses(z_loss=0.5 * ("z" in kinds), aux_loss=0.5 * ("aux" in kinds))
+    return MoeConfig(
+        z_loss=0.5 * ("z" in kinds),
+        aux_loss=0.5 * ("aux" in kinds),
+        bias_update_rate=0.01 * ("bias" in kinds),
+    )
 
 
-def router_losses(oracle, routed, losses: MoeLosses) -> torch.Tensor:
+def router_losses(oracle, routed, losses: MoeConfig) -> torch.Tensor:
     """Returns the losses of a micro-batch's tokens, not yet divided by the tokens of the batch.
 
     Args:
@@ -240,6 +254,28 @@ def check_load(model: ParallelModel, num_tokens: int) -> None:
     assert abs(float((whole / means).nan_to_num().max()) - found["max_load"]) < 1e-9
 
 
+def biases(model: ParallelModel) -> dict[str, torch.Tensor]:
+    """Returns the biases of this rank's routers by HF name."""
+    weights = model.weights()
+    return {r.hf: weights[r.local].clone() for r in model.layout().regions if is_kept_in_fp32(r.hf)}
+
+
+def check_biases(folder: Path, batch: TrainBatch, found: dict[str, torch.Tensor], rate) -> None:
+    """They moved by what transformers' routers chose over the whole batch."""
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    offsets = batch.offsets.tolist()
+    with torch.no_grad(), chosen_by(oracle) as chosen:
+        for start, end in zip(offsets, offsets[1:], strict=False):
+            oracle(batch.tokens_T[start:end][None])
+    buffers = dict(oracle.named_buffers())
+    assert found
+    for layer, name in enumerate(sorted(found)):
+        experts = torch.cat([one.flatten() for one in chosen[layer :: len(found)]])
+        counts_E = experts.bincount(minlength=len(found[name]))
+        moved_E = rate * (counts_E.float().mean() - counts_E).sign()
+        assert moved_E.any() and torch.allclose(found[name], buffers[name] + moved_E, atol=1e-7)
+
+
 def logprobs(model: ParallelModel, batch: TrainBatch) -> torch.Tensor:
     plan = model.plan(batch)
     return plan.column([output.logp_S for output in model.forward_all(plan.inputs)])
@@ -252,7 +288,7 @@ def run(
     recompute: str = "none",
     moe=NO_LOSSES,
     replays: bool = False,
-) -> tuple[dict, torch.Tensor, float]:
+) -> tuple[dict, torch.Tensor, float, dict[str, torch.Tensor]]:
     platform = Platform.detect()
     mesh = Mesh(World(platform, 120), layout)
     platform.seed(1)
@@ -291,14 +327,18 @@ def run(
         assert found["replayed_share"] == 1 and found["own_choice_tokens"] == batch.num_samples
         assert 0 < found["agreed_share"] < 1
     norm = model.grad_norm()
+    model.forward_all(inputs)  # a pass without gradients counts nowhere
     model.apply(1e-3, norm)
+    moved = biases(model) if moe.bias_update_rate else {}
+    if moved and layout.world_size == 1:
+        check_biases(folder, batch, moved, moe.bias_update_rate)
     if moe == NO_LOSSES:  # those are of all tokens
         check_nothing_read(model, inputs)
     if source.shape.moe is not None:
         check_load(model, batch.num_tokens)
     if layout.world_size > 1:
         check_disagreement(model, hf_config["vocab_size"])
-    return gradients, logp_T * batch.response_mask_T, norm
+    return gradients, logp_T * batch.response_mask_T, norm, moved
 
 
 def main() -> None:
@@ -313,17 +353,19 @@ def main() -> None:
         folder, family = root / name.split("+")[0], FAMILY_KEYS.get(name)
         losses, replays = losses_of(name), "replay" in name.split("+")
         if mode == "reference":
-            gradients, logp_T, norm = run(
+            gradients, logp_T, norm, moved = run(
                 folder, family, TrainLayout(1), moe=losses, replays=replays
             )
             tensors = {n: g for n, (g, _) in gradients.items()}
-            tensors |= {"logp_T": logp_T, "norm": torch.tensor(norm)}
+            tensors |= {"logp_T": logp_T, "norm": torch.tensor(norm), **moved}
             save_file(tensors, root / f"{name}.safetensors")
             parallel_state.destroy_model_parallel()
             continue
         reference = load_file(root / f"{name}.safetensors")
         largest = max(
-            float(g.abs().max()) for n, g in reference.items() if n not in ("logp_T", "norm")
+            float(g.abs().max())
+            for n, g in reference.items()
+            if n not in ("logp_T", "norm") and not is_kept_in_fp32(n)
         )
         for text in sys.argv[4:]:
             tp, pp, cp, vpp, order, *more = text.split(",")
@@ -331,7 +373,7 @@ def main() -> None:
             recompute = [one for one in more if "=" not in one]
             sizes = {"vpp": int(vpp), "order": order, **experts}
             layout = TrainLayout(size, int(tp), int(pp), int(cp), **sizes)
-            gradients, logp_T, norm = run(
+            gradients, logp_T, norm, moved = run(
                 folder, family, layout, *recompute, moe=losses, replays=replays
             )
             worst, where, covered = 0.0, "", 0
@@ -353,6 +395,7 @@ def main() -> None:
                 or worst_logp > 1e-5
                 or norm_error > 1e-6
                 or not covered
+                or any(not torch.equal(bias, reference[n]) for n, bias in moved.items())
             ):
                 failures.append(f"{name} {text}")
             parallel_state.destroy_model_parallel()

@@ -55,7 +55,8 @@ class Engine:
     def __init__(self, layout: RankLayout, dtype: torch.dtype) -> None:
         self._layout = layout
         self._tensors = {
-            n: torch.full(s, -1.0, dtype=dtype, device=DEVICE) for n, s in layout.shapes.items()
+            name: torch.full(shape, -1.0, dtype=type_of(name, dtype), device=DEVICE)
+            for name, shape in layout.shapes.items()
         }
         self.calls: list[str] = []
 
@@ -99,21 +100,28 @@ class MessageCount:
 
 def tensors_of(arrays: Arrays, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {
-        name: torch.from_numpy(array.copy()).to(DEVICE, dtype) for name, array in arrays.items()
+        name: torch.from_numpy(array.copy()).to(DEVICE, type_of(name, dtype))
+        for name, array in arrays.items()
     }
 
 
-def node_minimum(case: Case, hf: Arrays, world: int) -> int:
-    """Returns the elements that nodes need and own on no rank, by their values in the arrays."""
+def type_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the type of a tensor beside others of `dtype`: biases of routers are kept in fp32."""
+    return torch.float32 if name.endswith(("expert_bias", "e_score_correction_bias")) else dtype
+
+
+def node_minimum(case: Case, hf: Arrays, world: int, itemsize: int) -> int:
+    """Returns the bytes that nodes need and own on no rank, by their values in the arrays."""
 
     def values(arrays: list[Arrays]) -> set[float]:
         return {v for part in arrays for array in part.values() for v in np.unique(array)} - {-1.0}
 
-    total = 0
+    total, wide = 0, values([{n: a for n, a in hf.items() if n.endswith("correction_bias")}])
     for start in range(0, world, NODE):
         node = range(start, start + NODE)
         held = values([case.trained(hf, rank) for rank in node])
-        total += len(values([case.generating(hf, rank) for rank in node]) - held)
+        missing = values([case.generating(hf, rank) for rank in node]) - held
+        total += itemsize * len(missing - wide) + 4 * len(missing & wide)
     return total
 
 
@@ -149,7 +157,8 @@ def check_case(seed: int, rank: int, world: int) -> tuple[int, int]:
                 tensor.mul_(sign)
             stats = hybrid.to_rollout(version)
             for name, wanted in tensors_of(case.generating(hf, rank), source_dtype).items():
-                values = torch.where(wanted == -1, wanted, sign * wanted).to(dest_dtype)
+                values = torch.where(wanted == -1, wanted, sign * wanted)
+                values = values.to(type_of(name, dest_dtype))
                 assert torch.equal(engine.tensors()[name], values), (seed, rank, name)
             plan = hybrid.plan
             assert stats.sent_bytes == plan.send_bytes[rank], seed
@@ -161,7 +170,7 @@ def check_case(seed: int, rank: int, world: int) -> tuple[int, int]:
     finally:
         packed.dist.batch_isend_irecv = count._exchange
     assert count.sent_bytes == 2 * plan.send_bytes[rank]
-    minimum = plan.itemsize * node_minimum(case, hf, world)
+    minimum = node_minimum(case, hf, world, plan.itemsize)
     assert stats.total_node_received_bytes == minimum, seed
     assert sum(job_world().gather_objects(count.node_sent_bytes)) == 2 * minimum, seed
     assert count.most <= 1, (seed, count.most)

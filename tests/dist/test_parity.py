@@ -49,6 +49,7 @@ TWO_RANKS_WITH_EXPERTS = (
     f"1,2,1,2,{ORDER}",
     f"1,1,2,1,{ORDER},ep=2",
     f"1,1,1,1,{ORDER},ep=2,full",
+    f"2,1,1,1,{ORDER},ep=2,selective",
 )
 FOUR_RANKS_WITH_EXPERTS = (
     f"1,1,1,1,{ORDER},ep=4",
@@ -66,6 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = (*NAMES, "windowed", *WITH_EXPERTS)
     save_tiny_models(folder, names)
     names += ("qwen3_moe+z", "qwen3_moe+aux", "qwen3_moe+replay")
+    names += ("deepseek_v3+bias", "deepseek_v3+replay")
     run_ranks(1, WORKER, ["reference", str(folder), ",".join(names)], timeout_s=200)
     return folder
 
@@ -86,7 +88,9 @@ def test_four_ranks_give_the_gradients_of_one_process(names: tuple[str, ...], mo
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "deepseek_v3", pytest.param("mixtral", marks=pytest.mark.full)]
+)
 def test_experts_have_the_gradients_of_one_process(name: str, models: Path) -> None:
     two, four = TWO_RANKS_WITH_EXPERTS, FOUR_RANKS_WITH_EXPERTS
     run_ranks(2, WORKER, ["compare", str(models), name, *two], timeout_s=300)
@@ -105,6 +109,22 @@ def test_losses_of_routers_are_scaled_by_no_layout(models: Path) -> None:
 
 
 @pytest.mark.dist
+def test_biases_of_routers_move_by_the_whole_batch_in_every_layout(models: Path) -> None:
+    """As much in two replicas, in more micro-batches, with layers computed anew; a pass without
+    gradients between counts nothing.
+    """
+    two = (
+        f"1,1,1,1,{ORDER},ep=2",
+        f"1,1,1,1,{ORDER}",
+        f"2,1,1,1,{ORDER},ep=2",
+        f"1,2,1,2,{ORDER}",
+        f"1,1,2,1,{ORDER},ep=2",
+        f"1,1,1,1,{ORDER},full",
+    )
+    run_ranks(2, WORKER, ["compare", str(models), "deepseek_v3+bias", *two], timeout_s=300)
+
+
+@pytest.mark.dist
 def test_recorded_experts_have_the_gradients_of_one_process(models: Path) -> None:
     """As those of the router's own choice; one process is compared with transformers, whose routers
     take the same experts.
@@ -115,7 +135,8 @@ def test_recorded_experts_have_the_gradients_of_one_process(models: Path) -> Non
         f"1,1,2,1,{ORDER},ep=2",
         f"1,2,1,1,{ORDER},full",
     )
-    run_ranks(2, WORKER, ["compare", str(models), "qwen3_moe+replay", *two], timeout_s=300)
+    names = "qwen3_moe+replay,deepseek_v3+replay"
+    run_ranks(2, WORKER, ["compare", str(models), names, *two], timeout_s=400)
 
 
 def test_four_ranks_take_all_families() -> None:

@@ -24,5 +24,6 @@ def test_shared_prompts_give_the_gradients_of_unshared_ones(tmp_path: Path) -> N
 
 @pytest.mark.dist
 def test_shared_prompts_of_experts_give_the_gradients_of_unshared_ones(tmp_path: Path) -> None:
-    save_tiny_models(tmp_path, ("qwen3_moe",))
-    run_ranks(2, WORKER, [str(tmp_path), "qwen3_moe", "2,1,1", "1,1,1,full"], timeout_s=300)
+    names = ("qwen3_moe", "deepseek_v3")
+    save_tiny_models(tmp_path, names)
+    run_ranks(2, WORKER, [str(tmp_path), ",".join(names), "2,1,1", "1,1,1,full"], timeout_s=300)

@@ -86,6 +86,51 @@ def test_run_sh_does_all_parts_and_says_that_nothing_was_learned(tmp_path: Path)
     assert (tmp_path / "out" / "result_1gpu.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_result_of_the_mixture_says_how_far_engine_and_trainer_are_apart(tmp_path: Path) -> None:
+    """Medians of steps; the dense model's GRPO stands beside it where it was run."""
+    step = {"time_s/step": 1.0, "eval/accuracy": 0.95, "reward/mean": 0.9}
+    summary = {"accuracy_before": 0.3, "accuracy_after": 0.95, "seconds": 9.0}
+    for part, kl in (("moe-sft", None), ("moe-grpo", 3e-3), ("moe-replay", 5e-4), ("grpo", 4e-4)):
+        folder = tmp_path / "runs" / f"arithmetic-{part}-1gpu"
+        folder.mkdir(parents=True)
+        found = {"mismatch/kl": kl} if kl else {}
+        records = [{"step": i, **step, **{k: i * v for k, v in found.items()}} for i in (1, 2, 3)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        (folder / "summary.json").write_text(json.dumps(summary))
+    command = [sys.executable, str(EXAMPLE / "result.py"), str(tmp_path), "1", "--moe"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "result_moe_1gpu.json").read_text())["runs"]
+    assert runs["moe-sft"]["medians"] == {}
+    assert [runs[p]["medians"]["mismatch/kl"] for p in ("moe-grpo", "grpo")] == [6e-3, 8e-4]
+    assert "KL of engine and trainer 1.00e-03" in done.stdout
+    assert (tmp_path / "result_moe_1gpu.png").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_run_sh_takes_the_mixture_with_and_without_replay(tmp_path: Path) -> None:
+    data = [sys.executable, str(EXAMPLE / "make_data.py"), "runs/arithmetic"]
+    subprocess.run([*data, "--hidden-size", "64", "--layers", "2"], cwd=tmp_path, check=True)
+    for name in ("sft", "train"):
+        file = tmp_path / "runs" / "arithmetic" / f"{name}.jsonl"
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:500]))
+    knobs = "rollout.engine=hf rollout.eager=false steps.num_steps=2 data.eval_limit=8"
+    knobs += " steps.prompts_per_step=16 steps.eval_every=2 log.tensorboard=false"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KNOBS": knobs}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    command = [str(EXAMPLE / "run.sh"), "out", "1", "--moe"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr  # nothing is learned in 2 steps
+    runs = json.loads((tmp_path / "out" / "result_moe_1gpu.json").read_text())["runs"]
+    assert list(runs) == ["moe-sft", "moe-grpo", "moe-replay"]
+    assert "router/replayed_share" not in runs["moe-grpo"]["medians"]
+    assert runs["moe-replay"]["medians"]["router/replayed_share"] == 1
+    assert runs["moe-grpo"]["medians"]["mismatch/kl"] >= 0
+
+
 def test_run_sh_refuses_other_numbers_of_gpus(tmp_path: Path) -> None:
     command = [str(EXAMPLE / "run.sh"), str(tmp_path / "out"), "3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

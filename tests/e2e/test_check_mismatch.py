@@ -37,12 +37,25 @@ def test_check_mismatch_prints_one_json_object_and_leaves_nothing(folder: Path) 
     assert files_below(folder) == before
     assert report["agree"] is True and report["checkpoint"] is None
     assert (report["engine"], report["dtype"]) == ("hf", "float32")
+    assert "routing" not in report  # a dense model
     for name in ("weights", "tokens", "sampling", "numerics"):
         assert report[name].keys() == {"agrees", "found", "remedy", "details"}
         assert report[name]["agrees"] is True and report[name]["remedy"] == ""
     stages = [row["stage"] for row in report["numerics"]["details"]["stages"]]
     assert stages[:3] == ["embedding", "layers.0.attention", "layers.0.mlp"]
     assert stages[-2:] == ["norm", "logits"] and len(stages) == 2 * 4 + 3
+
+
+@pytest.mark.dist
+def test_check_mismatch_of_a_mixture_has_a_verdict_on_routing(folder: Path) -> None:
+    """In float32 both sides choose alike, and the run need not replay; experts dealt to two."""
+    moe = ["model.init=examples/quickstart/moe_model", "train.ep=2"]
+    done = hybridrl(folder, "check", "--mismatch", *GRPO, *moe, "--world", "2", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    routing = json.loads(done.stdout)["routing"]
+    assert routing["agrees"] is True and "the run takes its own" in routing["found"]
+    numbers = routing["details"]
+    assert max(numbers["diff_mean"], numbers["diff_mean_with_engines_experts"]) < numbers["bound"]
 
 
 @pytest.mark.dist

@@ -74,8 +74,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
         "norm_topk_prob": True,
     },
+    "deepseek_v3": {
+        **SIZES,
+        "model_type": "deepseek_v3",
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "q_lora_rank": 512,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 512,
+        "first_k_dense_replace": 0,
+    },
 }
 SMALL = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
+SMALL_LATENT = SMALL | {"head_dim": 64, "num_key_value_heads": 4, "q_lora_rank": 64}
 
 
 def a_batch(shape: ModelShape) -> TrainBatch:
@@ -113,7 +133,8 @@ class Run:
     """One model of one layout, its weights in place."""
 
     def __init__(self, name: str, mesh: Mesh, dtype: torch.dtype, **train: Any) -> None:
-        config = MODELS[name] | (SMALL if mesh.platform.is_cpu else {})
+        small = SMALL_LATENT if name == "deepseek_v3" else SMALL
+        config = MODELS[name] | (small if mesh.platform.is_cpu else {})
         if name == "qwen2":
             config = {key: value for key, value in config.items() if key != "head_dim"}
         family = resolve_family(name, config)
@@ -214,8 +235,7 @@ def check_alone(platform: Platform, name: str, folder: Path) -> None:
             "fp8": {"fp8": "hybrid"},  # the last, as it is the least like the others
         }
         has_experts = chosen.model.source.shape.moe is not None
-        if has_experts:  # which are refused with it, as FP8 is with torch's layers
-            del ways["selective"]
+        # FP8 is refused with experts, and with torch's layers.
         if has_experts or chosen.model.layers.kind == "torch":
             del ways["fp8"]
         ours_from_fp32 = away(mesh, ours, reference)["all"]

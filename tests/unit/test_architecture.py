@@ -64,6 +64,7 @@ WALLS = {
         "models/norm.py",
         "models/replay.py",
         "models/heads.py",
+        "models/latent_attention.py",
         "models/layers.py",
         "models/router.py",
         "training/optimizer.py",
@@ -75,7 +76,8 @@ WALLS = {
     ],
     "transformer_engine": ["platform.py"],
     "vllm": [
-        f"rollout/vllm{part}.py" for part in ("", "_decoding", "_experts", "_routing", "_start")
+        f"rollout/vllm{part}.py"
+        for part in ("", "_decoding", "_experts", "_latent", "_routing", "_start")
     ],
     "sglang": [f"rollout/sglang{part}.py" for part in ("", "_sampling", "_scheduler", "_start")],
     "triton": ["../kernels/*"],
@@ -91,11 +93,13 @@ TORCH_FREE = [
     "cli/*.py",
     "parallel/layout.py",
     "models/weights.py",
+    "models/cuts.py",
     "models/family.py",
     "models/families/*.py",
     "hybrid_engine/chunks.py",
     "hybrid_engine/cluster.py",
     "hybrid_engine/crossing.py",
+    "hybrid_engine/expert_maps.py",
     "hybrid_engine/order.py",
     "hybrid_engine/owned.py",
     "hybrid_engine/pieces.py",
@@ -103,6 +107,7 @@ TORCH_FREE = [
     "hybrid_engine/assign.py",
     "hybrid_engine/proof.py",
     "hybrid_engine/senders.py",
+    "hybrid_engine/wire.py",
     "rollout/sglang_version.py",
     "rollout/vllm_version.py",
     "data/packing.py",

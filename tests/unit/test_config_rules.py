@@ -193,11 +193,8 @@ def test_losses_of_routers_ask_for_a_mixture_of_experts() -> None:
 
 
 def test_what_a_mixture_of_experts_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for override, key in (
-        ("train.recompute=selective", "train.recompute"),
-        ("train.fp8=hybrid", "train.fp8"),
-    ):
-        assert expert_keys(override) == [key], override
+    assert expert_keys("train.fp8=hybrid") == ["train.fp8"]
+    assert expert_keys("train.recompute=selective") == []
     config = load_config_dict(VALID, ["rollout.engine=hf"])
     shape = {"num_local_experts": 8}
     assert check(config, 8, shape) == []

@@ -11,9 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from thread_ranks import only_rank
+from tiny_models import LATENT
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -28,7 +30,7 @@ from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.hybrid_engine.plan import Plan, plan_reshard
 from hybridrl.models import headers
 from hybridrl.models.boxes import volume
-from hybridrl.models.family import resolve_family
+from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.hf import HfCheckpoint, HfWriter, allocate, box_view, load_hf, read_config
 from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
@@ -64,6 +66,7 @@ EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
 CONFIGS_WITH_EXPERTS: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=24, mlp_only_layers=[1]),
     "mixtral": MixtralConfig(**SIZES, **EXPERTS),
+    "deepseek_v3": DeepseekV3Config(**(SIZES | LATENT | {"head_dim": 8})),
 }
 LAYOUTS = (
     TrainLayout(1),
@@ -86,6 +89,8 @@ def _save(name: str, folder: Path, **options: Any) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
+        for buffer in (b for n, b in model.named_buffers() if is_kept_in_fp32(n)):
+            buffer.normal_()
     model.save_pretrained(folder, **options)
     return model
 

@@ -16,6 +16,7 @@ from hybridrl.debug.verdicts import (
     Finding,
     Tokenwise,
     judge_numerics,
+    judge_routing,
     judge_sampling,
     judge_tokens,
     mean_difference,
@@ -232,3 +233,33 @@ class _Uncalled(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor, **_: object) -> torch.Tensor:
         return hidden
+
+
+@pytest.mark.parametrize(
+    ("own", "replayed", "run_replays", "agrees", "remedy"),
+    [
+        (0.0, 0.0, False, True, ""),
+        (1.0, 0.0, False, False, "router_replay=rollout"),
+        (1.0, 0.0, True, True, ""),
+        (1.0, 1.0, False, False, "rows above"),
+        (0.0, 1.0, True, False, "rows above"),
+    ],
+)
+def test_routing_is_judged_by_the_experts_that_the_run_takes(
+    own: float, replayed: float, run_replays: bool, agrees: bool, remedy: str
+) -> None:
+    """One greedy answer; the sampled one, which is far away, does not count."""
+    engine = (-1.0, -2.0)
+    placed = [
+        [
+            (Answer(0, True, Completion(0, (5, 6), engine, "length", 0)), slice(1, 3)),
+            (Answer(0, False, Completion(1, (7,), (-90.0,), "length", 0)), slice(3, 4)),
+        ]
+    ]
+    logp_T = torch.tensor([0.0, *engine, -1.0])
+    zero_T = torch.zeros(4)
+    said = Tokenwise(zero_T.long(), zero_T, logp_T - replayed, zero_T, zero_T)
+    found = judge_routing(placed, said, logp_T - own, 0.1, run_replays)
+    assert found.agrees is agrees and remedy in found.remedy and bool(found.remedy) is not agrees
+    assert found.details["diff_mean"] == pytest.approx(own)
+    assert found.details["diff_mean_with_engines_experts"] == pytest.approx(replayed)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hybridrl.hybrid_engine.alias import TrainingShard, shared_names, shared_views
+from hybridrl.hybrid_engine.alias import (
+    TrainingShard,
+    is_view,
+    shared_names,
+    shared_views,
+)
 from hybridrl.models.weights import RankLayout, Region
 
 
@@ -31,3 +36,50 @@ def test_a_view_is_of_the_engines_type_and_in_one_piece() -> None:
     assert shared_views(shard, layout("e", 4), torch.bfloat16) == {}
     apart = TrainingShard(layout("t", 6), {"t": torch.zeros(3, 6).t()})
     assert shared_views(apart, layout("e", 4), torch.float32) == {}
+
+
+def experts(names: list[str], first: int = 0) -> RankLayout:
+    """One matrix of (4, 3) for each of these tensors, of as many experts from `first` on."""
+    box = ((0, 4), (0, 3))
+    regions = tuple(Region(f"hf{first + i}", box, name, box) for i, name in enumerate(names))
+    return RankLayout(regions, dict.fromkeys(names, (4, 3)), ())
+
+
+def grouped(*places: int) -> list[str]:
+    return [f"0/decoder.layers.1.mlp.experts.linear_fc1.weight{i}" for i in places]
+
+
+def test_experts_are_shared_all_or_none_and_in_training_order() -> None:
+    engine = ["w13/0", "w13/1"]
+    assert shared_names(experts(grouped(0, 1)), experts(engine)) == dict(
+        zip(engine, grouped(0, 1), strict=True)
+    )
+    # The engine has the last two of four.
+    found = shared_names(experts(grouped(0, 1, 2, 3)), experts(engine, first=2))
+    assert found == dict(zip(engine, grouped(2, 3), strict=True))
+    assert shared_names(experts(grouped(0, 1)), experts(engine, first=1)) == {}, "one is missing"
+    assert shared_names(experts(grouped(1, 0)), experts(engine)) == {}, "in another order"
+    several = experts([*grouped(0), "0/decoder.layers.2.mlp.experts.linear_fc1.weight1"])
+    assert shared_names(several, experts(engine)) == {}, "of two layers"
+
+
+def test_experts_that_lie_as_far_apart_are_one_view() -> None:
+    names, engine = grouped(0, 1, 2), experts(["w13/0", "w13/1", "w13/2"])
+    buffer = torch.arange(60.0)
+
+    def views(*starts: int) -> dict[str, torch.Tensor]:
+        parts = [buffer[start : start + 12].view(4, 3) for start in starts]
+        shard = TrainingShard(experts(names), dict(zip(names, parts, strict=True)))
+        return shared_views(shard, engine, torch.float32)
+
+    for starts in ((0, 12, 24), (5, 25, 45)):
+        view = views(*starts)["w13"]
+        assert view.shape == (3, 4, 3)
+        assert [int(view[i, 0, 0]) for i in range(3)] == list(starts)
+        assert is_view("w13/2", buffer[starts[2] :], {"w13": view})
+        assert not is_view("w13/1", buffer[starts[2] :], {"w13": view})
+    assert views(0, 12, 30) == {}, "unevenly"
+    assert views(24, 12, 0) == {}, "descending: no tensor has such strides"
+    apart = [torch.zeros(4, 3) for _ in names]
+    shard = TrainingShard(experts(names), dict(zip(names, apart, strict=True)))
+    assert shared_views(shard, engine, torch.float32) == {}, "in several buffers"

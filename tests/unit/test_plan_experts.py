@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hybridrl.cli.plan import plan_report
 from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
-from hybridrl.config.rules_experts import graph_rules, replays
+from hybridrl.config.rules_experts import replays
+from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.plan import plan_reshard
+from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.wire import wire_layouts, wire_views
+from hybridrl.metrics.flops import matmul_params
+from hybridrl.models.family import read_model
+from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_shapes
 
 LAYERS, HIDDEN, EXPERTS, WIDTH = 4, 64, 8, 48
 MODEL = {
@@ -79,8 +88,18 @@ def test_plan_of_experts_counts_what_ranks_hold(config_file: Path) -> None:
     assert less == (2 + 4) * ALL_EXPERTS // 8 - exchanged  # as many groups
 
 
+def test_plan_of_experts_counts_what_is_not_kept(config_file: Path) -> None:
+    """The product of the two halves, of each of a token's two experts, in all layers."""
+    none, selective = (
+        report(config_file, "rollout.engine=vllm", f"train.recompute={way}")["memory"]
+        for way in ("none", "selective")
+    )
+    less = none["train_peak_bytes"] - selective["train_peak_bytes"]
+    assert less == 4096 * 2 * WIDTH * LAYERS * 2
+
+
 def test_plan_of_replayed_experts_counts_what_they_take(config_file: Path) -> None:
-    vllm = ("rollout.engine=vllm", "rollout.eager=true", "rollout.max_new_tokens=100")
+    vllm = ("rollout.engine=vllm", "rollout.max_new_tokens=100")
     sizes = ("data.max_prompt_tokens=28", "rollout.max_batch=16", "steps.prompts_per_step=32")
     off = report(config_file, *vllm, *sizes)["memory"]
     on = report(config_file, *vllm, *sizes, "algorithm.router_replay=rollout")
@@ -124,17 +143,83 @@ def test_replay_is_refused_before_ranks_start(
     assert len(found) == 1 and said in str(found[0].allowed) and "=off" in found[0].remedy
 
 
-def test_vllm_on_gpus_records_experts_without_graphs_only(config_file: Path) -> None:
+def test_off_is_off_also_as_yaml_reads_it() -> None:
+    content = {"run": {"name": "a"}, "model": {"init": "x"}, "algorithm": {"name": "grpo"}}
+    assert not replays(load_config_dict(content, ["algorithm.router_replay=off"]))
+    assert replays(load_config_dict(content, ["algorithm.router_replay=rollout"]))
+
+
+def test_plan_says_how_experts_are_dealt_where_that_saves_bytes(config_file: Path) -> None:
+    """EP2 to TP4 and EP4: halves lie on ranks in turns, an engine's rank needs a quarter."""
+    vllm = ("rollout.engine=vllm", "rollout.tp=4", "rollout.ep=4", "train.ep=2")
+    found = report(config_file, *vllm, world=4)
+    assert found["reshard"]["receive_bytes"] == [0] * 4
+    rollout = found["rollout"]
+    assert [list(one) for one in rollout["experts"]] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    in_order = rollout["choices"]["experts_in_order"]["max_receive_bytes"]
+    assert in_order == 2 * ALL_EXPERTS // 4
+    said = plan_text(found)
+    assert "experts are dealt to each replica's ranks as they lie in training" in said
+    assert "at most 0 B, dealt in order 147 kB" in said
+    same = report(config_file, *vllm[:-1], "train.ep=4", world=4)
+    assert same["rollout"]["experts"] is None and "dealt in order" not in plan_text(same)
+    assert "experts_in_order" not in same["rollout"]["choices"]
+    other = report(config_file, *vllm, "rollout.engine=sglang", world=4)["rollout"]
+    assert other["experts"] is None and other["choices"]["used"]["max_receive_bytes"] == in_order
+
+
+DEEPSEEK_V3 = Path(__file__).parents[2] / "benchmarks/models/deepseek-v3.json"
+
+
+def test_plan_of_deepseek_v3_counts_its_parameters_and_its_cache() -> None:
+    family, shape = read_model(None, json.loads(DEEPSEEK_V3.read_text()))
+    sizes = {name: prod(size) for name, size in hf_shapes(family, shape).items()}
+    assert round(sum(sizes.values()) / 1e9, 1) == 671.0
+    embeddings = 2 * shape.vocab_size * shape.hidden_size
+    assert round((matmul_params(shape) + embeddings / 2) / 1e9, 1) == 36.6  # 37 active, embedded
+    vllm = ("rollout.engine=vllm", "train.tp=8", "train.ep=64", "train.recompute=full")
+    sizes_of = ("rollout.tp=32", "rollout.ep=32", "rollout.transport=packed")
+    few, many = (
+        report(DEEPSEEK_V3, *vllm, *sizes_of, f"rollout.max_batch={n}", world=64) for n in (16, 48)
+    )
+    # A latent and a rotary key of each token and layer, whole on every rank of a replica.
+    tokens = 768  # of the longest request
+    more = many["memory"]["rollout_peak_bytes"] - few["memory"]["rollout_peak_bytes"]
+    assert more == 32 * tokens * 61 * (512 + 64) * 2
+    # Half of each rank's experts are there already; the rest of the model is cut otherwise.
+    assert few["reshard"]["receive_bytes"] == many["reshard"]["receive_bytes"]
+    assert 0 < max(few["reshard"]["receive_bytes"]) < 2 * sum(sizes.values()) // 32
+
+
+def test_bias_of_a_router_travels_in_fp32_beside_other_types() -> None:
+    layout = RankLayout(
+        (
+            Region("w", ((0, 4), (0, 2)), "w", ((0, 4), (0, 2))),
+            Region("l.e_score_correction_bias", ((0, 6),), "b", ((0, 6),)),
+        ),
+        {"w": (4, 2), "b": (6,)},
+    )
+    plan = plan_reshard([layout, NOTHING], [NOTHING, layout], 2)
+    assert plan.receive_bytes == (0, 4 * 2 * 2 + 6 * 4)
+    prove(plan, [layout, NOTHING], [NOTHING, layout])
+    tensors = {"w": torch.zeros(4, 2, dtype=torch.bfloat16), "b": torch.rand(6)}
+    views = wire_views(tensors, layout, torch.bfloat16)
+    assert views["w"] is tensors["w"] and views["b"].shape == (12,)
+    assert views["b"].data_ptr() == tensors["b"].data_ptr()
+    assert wire_views(tensors, layout, torch.float32) is tensors
+    assert wire_layouts([layout, layout], 4) == [layout, layout]
+    with pytest.raises(ModelError, match="parameter b: got torch.bfloat16; allowed: float32"):
+        wire_views({"b": torch.zeros(6, dtype=torch.bfloat16)}, layout, torch.bfloat16)
+
+
+def test_bias_update_is_refused_where_routers_have_no_bias(config_file: Path) -> None:
     content = {
         "run": {"name": "a"},
         "model": {"init": str(config_file)},
-        "algorithm": {"name": "grpo", "router_replay": "rollout"},
-        "rollout": {"engine": "vllm"},
+        "algorithm": {"name": "grpo"},
+        "steps": {"samples_per_prompt": 8},
+        "train": {"moe": {"bias_update_rate": 0.001}},
     }
-    off = load_config_dict(content, ["algorithm.router_replay=off"])  # which YAML reads as false
-    assert not replays(off) and not list(graph_rules(off, is_cpu=False))
-    config = load_config_dict(content, [])
-    assert [one.name for one in graph_rules(config, is_cpu=False)] == ["rollout.eager"]
-    assert not list(graph_rules(config, is_cpu=True))
-    eager = load_config_dict(content, ["rollout.eager=true"])
-    assert not list(graph_rules(eager, is_cpu=False))
+    _, violations = plan_report(load_config_dict(content, []), 8)
+    (violation,) = violations
+    assert "train.moe.bias_update_rate" in str(violation) and "no bias" in str(violation)

@@ -73,8 +73,9 @@ def test_plan_brings_each_expert_to_the_ranks_that_need_it(batch: int) -> None:
     for seed in range(batch, NUM_EXPERT_CASES, 4):
         case = random_case_with_experts(seed)
         check_plan(case, seed)
-        kinds.add((case.train.ep > 1, case.train.etp > 1, case.rollout_ep > 1))
-    assert len(kinds) >= 6, kinds
+        whole = case.rollout_ep > 1, case.rollout.experts is not None
+        kinds.add((case.train.ep > 1, case.train.etp > 1, *whole))
+    assert len(kinds) >= 9, kinds
 
 
 def check_plan(case: Case, seed: int) -> None:

@@ -112,13 +112,15 @@ def test_check_says_which_sglang_there_is(install: Any, monkeypatch: pytest.Monk
     assert items["sglang"].found == "sglang 0.5.23, not sglang 0.5.12 to 0.5.16"
 
 
-def test_models_with_dense_layers_among_experts_are_refused() -> None:
-    def rules(moe: Any) -> list[UserError]:
-        return list(model_rules(SimpleNamespace(moe=moe), True))
+def test_models_that_sglang_would_compute_otherwise_are_refused() -> None:
+    def rules(moe: Any, latent_dim: int | None = None) -> list[UserError]:
+        return list(model_rules(SimpleNamespace(moe=moe, latent_dim=latent_dim), True))
 
     assert rules(None) == rules(SimpleNamespace(dense_layers=())) == []
     (violation,) = rules(SimpleNamespace(dense_layers=(1, 3)))
     assert violation.name == "model's layers without experts" and violation.value == "1, 3"
+    (violation,) = rules(SimpleNamespace(dense_layers=(0,)), 576)
+    assert violation.value == "latent attention" and "rollout.engine=vllm" in violation.remedy
 
 
 def test_messages_of_the_start() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybridrl.models.family import ModelShape, MoeShape
 from hybridrl.models.replay import replay_metrics
-from hybridrl.models.router import load_metrics
+from hybridrl.models.router import Router, load_metrics
 
 EVEN = [4.0, 4.0, 4.0, 4.0]
 
@@ -31,6 +32,15 @@ def test_load_is_of_the_busiest_layer_and_dense_layers_count_nowhere() -> None:
             "routing_entropy/layer_2": math.log(2),
         }
     )
+
+
+@pytest.mark.parametrize(("function", "of_zero"), [("softmax", 0.25), ("sigmoid", 0.25)])
+def test_shares_of_scores_add_up_to_one(function: str, of_zero: float) -> None:
+    router = SimpleNamespace(score_function=function)
+    shares_TE = Router._shares(router, torch.tensor([[0.0] * 4, [0.0, 1.0, -50.0, 2.0]]))
+    assert torch.allclose(shares_TE.sum(-1), torch.ones(2)) and float(shares_TE[0, 0]) == of_zero
+    ratio = 1 / (1 + math.exp(-1)) / 0.5 if function == "sigmoid" else math.e
+    assert float(shares_TE[1, 1] / shares_TE[1, 0]) == pytest.approx(ratio)
 
 
 def test_load_of_nothing_is_no_metric() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 
+import pytest
+
+from hybridrl.parallel.heartbeat import Heartbeat
 from hybridrl.parallel.watch import Beat, Verdict, Wait, Watch
 
 HOSTS = ("a", "a", "b", "b")
@@ -166,3 +171,33 @@ def test_watch_says_once_a_minute_who_is_waited_for() -> None:
     assert job.watch.notice([replace(beat, wait=None) for beat in job.beats]) is None
     job.wait((0, 2), 70.0)
     assert job.watch.notice(job.beats) is not None  # another wait
+
+
+class SlowStore:
+    """A store on a busy host."""
+
+    def __init__(self, answers_after_s: float) -> None:
+        self._answers_after_s, self.is_asked = answers_after_s, threading.Event()
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self.is_asked.set()
+            time.sleep(self._answers_after_s)
+        self.values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+def test_a_rank_leaves_after_the_answer_of_a_slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python aborts a process whose thread comes back from the store while it ends."""
+    monkeypatch.setattr("hybridrl.parallel.heartbeat.BEAT_S", 0.01)
+    store = SlowStore(answers_after_s=1.0)
+    beating = Heartbeat(store, 1, 2, Watch(2.0, 30.0, 600.0, None))  # type: ignore[arg-type]
+    beating.start()
+    assert store.is_asked.wait(5)
+    beating.stop()
+    names = {thread.name for thread in threading.enumerate()}
+    assert not names & {"_beat_on", "_guard"}
+    assert Beat.from_json(store.values["beat/1"]).has_left

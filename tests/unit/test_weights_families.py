@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -18,11 +20,17 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3Attention,
+    DeepseekV3RotaryEmbedding,
+)
 
 from hybridrl.errors import ModelError
 from hybridrl.models.directory import read_config
+from hybridrl.models.families.deepseek_v3 import FAMILY
 from hybridrl.models.family import MoeShape, read_model, resolve_family
 from hybridrl.models.headers import HfHeaders
+from hybridrl.models.latent_attention import rotary_frequencies, rotary_magnitude
 from hybridrl.models.weights import hf_shapes
 
 SIZES: dict[str, Any] = {
@@ -65,6 +73,21 @@ def test_family_table_has_the_tensors_that_transformers_has(config: PreTrainedCo
     assert hf_shapes(family, family.shape(hf_config)) == shapes
 
 
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 24}
 
 
@@ -75,6 +98,14 @@ EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 8, "moe_inte
         (Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[0]), MoeShape(8, 2, 24, 0, (0,))),
         (Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2), MoeShape(8, 2, 24, 0, (0,))),
         (MixtralConfig(**SIZES, num_local_experts=4, rms_norm_eps=1e-6), MoeShape(4, 2, 48)),
+        (
+            DeepseekV3Config(**(SIZES | DEEPSEEK)),
+            MoeShape(8, 4, 24, shared_ffn_size=48, dense_layers=(0,), has_bias=True),
+        ),
+        (
+            DeepseekV3Config(**(SIZES | DEEPSEEK | {"q_lora_rank": None})),
+            MoeShape(8, 4, 24, shared_ffn_size=48, dense_layers=(0,), has_bias=True),
+        ),
     ],
 )
 def test_family_table_has_the_experts_that_transformers_writes(
@@ -89,6 +120,9 @@ def test_family_table_has_the_experts_that_transformers_writes(
     keywords = family.transformer_config(hf_config)
     layers = [int(layer not in moe.dense_layers) for layer in range(2)]
     assert (keywords["num_moe_experts"], keywords["moe_layer_freq"]) == (moe.num_experts, layers)
+    if moe.has_bias:
+        assert keywords["moe_router_score_function"] == "sigmoid"
+        return
     # Mixtral's weights of a token's experts add up to 1, Qwen's where norm_topk_prob says so.
     is_mixtral = family.name == "mixtral"
     assert keywords["moe_router_pre_softmax"] is not is_mixtral
@@ -97,7 +131,7 @@ def test_family_table_has_the_experts_that_transformers_writes(
 
 
 def test_family_reads_the_defaults_of_transformers() -> None:
-    for config in (Qwen3MoeConfig(), MixtralConfig()):
+    for config in (Qwen3MoeConfig(), MixtralConfig(), DeepseekV3Config()):
         whole = config.to_dict()
         needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         least = {key: whole[key] for key in (*needed, "intermediate_size", "hidden_act")}
@@ -203,3 +237,60 @@ def test_family_is_loaded_from_a_users_module(monkeypatch: pytest.MonkeyPatch) -
         resolve_family("my_models:MISSING", {})
     with pytest.raises(ModelError, match="No module named 'not_there'"):
         resolve_family("not_there.models:FAMILY", {})
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_interleave": False}, "rope_interleave: got false; allowed: True"),
+        ({"scoring_func": "softmax"}, "scoring_func: got softmax; allowed: sigmoid"),
+        ({"topk_method": "greedy"}, "topk_method: got greedy; allowed: noaux_tc"),
+        ({"norm_topk_prob": False}, "norm_topk_prob: got false"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads: got 2; allowed: 4"),
+        ({"n_group": 3}, "n_group: got 3; allowed: a divisor of 8 experts"),
+        ({"topk_group": 4}, "topk_group: got 4; allowed: a number that num_experts_per_tok = 4"),
+        ({"topk_group": 1}, "topk_group: got 1; allowed: groups that hold 4 experts"),
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace: got 2; allowed: an integer from 0"),
+        ({"qk_head_dim": 12}, "qk_head_dim: got 12; allowed: 10"),
+        ({"qk_rope_head_dim": 3}, "qk_rope_head_dim: got 3; allowed: an even number"),
+        ({"attention_bias": True}, "attention_bias: got true"),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "truncate: got false"),
+        ({"rope_scaling": {**YARN, "mscale": 1.0}}, "mscale_all_dim: got null; allowed: both"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type: got linear"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: got"),
+        ({"architectures": ["DeepseekV2ForCausalLM"]}, "architectures: got DeepseekV2ForCausalLM"),
+    ],
+)
+def test_family_deepseek_v3_refuses_by_name(changes: dict[str, Any], said: str) -> None:
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        **SIZES,
+        **DEEPSEEK,
+    }
+    read_model(None, config)
+    with pytest.raises(ModelError) as caught:
+        read_model(None, {**config, **changes})
+    assert said in str(caught.value)
+
+
+def test_family_deepseek_v3_computes_the_frequencies_of_transformers() -> None:
+    """Bit for bit, and the magnitudes that come with them."""
+    for mscale in (
+        {},
+        {"mscale": 1.0, "mscale_all_dim": 1.0},
+        {"mscale": 0.7, "mscale_all_dim": 1},
+    ):
+        rope = {**YARN, "rope_theta": 10000.0, "beta_fast": 8, **mscale}
+        sizes = SIZES | DEEPSEEK | {"qk_rope_head_dim": 32, "rope_parameters": rope}
+        config = DeepseekV3Config(**sizes)
+        rotary = DeepseekV3RotaryEmbedding(config)
+        keywords = FAMILY.transformer_config(config.to_dict())
+        built = types.SimpleNamespace(**keywords)
+        assert torch.equal(rotary_frequencies(built), rotary.inv_freq)
+        assert rotary_magnitude(built) == pytest.approx(rotary.attention_scaling)
+        attention = DeepseekV3Attention(config, 0)
+        assert keywords["softmax_scale"] == pytest.approx(attention.scaling)

@@ -5,5 +5,6 @@ FAMILIES: dict[str, str] = {
     "qwen2": "hybridrl.models.families.qwen2:FAMILY",
     "qwen3": "hybridrl.models.families.qwen3:FAMILY",
     "qwen3_moe": "hybridrl.models.families.qwen3_moe:FAMILY",
+    "deepseek_v3": "hybridrl.models.families.deepseek_v3:FAMILY",
     "mixtral": "hybridrl.models.families.mixtral:FAMILY",
 }

@@ -15,7 +15,15 @@ from typing import Any
 from hybridrl.config.files import plain, shown
 from hybridrl.errors import ModelError
 from hybridrl.models.config_keys import WINDOW_KEYS
-from hybridrl.models.family import EMBEDDING, OUTPUT_LAYER, HfConfig, ModelShape, MoeShape, Row
+from hybridrl.models.family import (
+    EMBEDDING,
+    OUTPUT_LAYER,
+    HfConfig,
+    LatentShape,
+    ModelShape,
+    MoeShape,
+    Row,
+)
 
 # Fixed in Megatron-Core 0.16.1's RotaryEmbedding._apply_scaling; only the factor can be chosen.
 LLAMA3_ROPE = {
@@ -46,6 +54,16 @@ LARGEST = {
     "num_local_experts": 1 << 14,
     "num_experts_per_tok": 1 << 14,
     "decoder_sparse_step": 1 << 12,
+    "first_k_dense_replace": 1 << 12,
+    "kv_lora_rank": 1 << 20,
+    "n_group": 1 << 14,
+    "n_routed_experts": 1 << 14,
+    "n_shared_experts": 1 << 14,
+    "q_lora_rank": 1 << 20,
+    "qk_nope_head_dim": 1 << 14,
+    "qk_rope_head_dim": 1 << 14,
+    "topk_group": 1 << 14,
+    "v_head_dim": 1 << 14,
 }
 
 
@@ -58,6 +76,7 @@ def decoder_shape(
     default_head_dim: int | None = None,
     default_kv_heads: int | None = None,
     moe: MoeShape | None = None,
+    latent: LatentShape | None = None,
 ) -> ModelShape:
     """Reads the sizes of a llama-shaped decoder.
 
@@ -67,6 +86,7 @@ def decoder_shape(
         default_head_dim: head size where the config names none; None: hidden size / heads.
         default_kv_heads: key-value heads where the config has no such key; None: as many as heads.
         moe: sizes of the experts; None: all layers are dense.
+        latent: sizes of latent attention; None: attention is grouped-query.
 
     Raises:
         ModelError: a size is no positive integer, or the config asks for what is not supported.
@@ -104,6 +124,7 @@ def decoder_shape(
         qk_norm=qk_norm,
         linear_bias=linear_bias,
         moe=moe,
+        latent=latent,
     )
 
 
@@ -136,7 +157,7 @@ def rope_keywords(hf_config: HfConfig) -> dict[str, Any]:
     Raises:
         ModelError: a scaling, or a parameter of it, that Megatron-Core does not offer.
     """
-    rope, prefix = _rope(hf_config)
+    rope, prefix = rope_parameters(hf_config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_PARAMETERS:
         raise refusal(f"{prefix}.rope_type", kind, ", ".join(ROPE_PARAMETERS))
@@ -168,7 +189,7 @@ def rope_keywords(hf_config: HfConfig) -> dict[str, Any]:
     return keywords | {"rope_scaling_factor": factor}
 
 
-def _rope(hf_config: HfConfig) -> tuple[Mapping[str, Any], str]:
+def rope_parameters(hf_config: HfConfig) -> tuple[Mapping[str, Any], str]:
     """Returns the rotary parameters and the key that has them.
 
     Raises:
@@ -204,46 +225,29 @@ def _check_layer_types(hf_config: HfConfig) -> None:
             raise refusal("layer_types", kind, "full_attention")
 
 
-def decoder_rows(shape: ModelShape, moe: Sequence[Row] = ()) -> tuple[Row, ...]:
+def decoder_rows(
+    shape: ModelShape, moe: Sequence[Row] = (), attention: Sequence[Row] | None = None
+) -> tuple[Row, ...]:
     """Returns the weight table of a llama-shaped decoder with the options that `shape` names.
 
     Args:
         shape: sizes of the model.
         moe: the rows of its mixtures of experts.
+        attention: the rows of its attention; None: of grouped-query attention.
     """
     hidden = shape.hidden_size
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer, attention = "model.layers.{L}.", "model.layers.{L}.self_attn."
-    local, qkv = "decoder.layers.{L}.", tuple(f"{attention}{x}_proj" for x in "qkv")
-    o_proj = f"{attention}o_proj"
-
-    def norm(megatron: str, hf: str, width: int) -> Row:
-        return Row(f"{local}{megatron}.weight", (f"{layer}{hf}.weight",), ((width,),), "replicated")
 
     embedding = Row(
         EMBEDDING, ("model.embed_tokens.weight",), ((shape.vocab_size, hidden),), "vocab", "first"
     )
-    qkv_name, proj_name = (f"{local}self_attention.linear_{x}" for x in ("qkv", "proj"))
     rows = [
         embedding,
-        norm("input_layernorm", "input_layernorm", hidden),
-        Row(
-            f"{qkv_name}.weight",
-            _named(qkv, "weight"),
-            ((q, hidden), (kv, hidden), (kv, hidden)),
-            "qkv",
-        ),
+        _norm("input_layernorm", "input_layernorm", hidden),
+        *(_attention_rows(shape) if attention is None else attention),
+        _norm("pre_mlp_layernorm", "post_attention_layernorm", hidden),
+        *_mlp_rows(shape),
+        *moe,
     ]
-    if shape.qkv_bias or shape.linear_bias:
-        rows.append(Row(f"{qkv_name}.bias", _named(qkv, "bias"), ((q,), (kv,), (kv,)), "qkv"))
-    if shape.qk_norm:
-        rows.append(norm("self_attention.q_layernorm", "self_attn.q_norm", shape.head_dim))
-        rows.append(norm("self_attention.k_layernorm", "self_attn.k_norm", shape.head_dim))
-    rows.append(Row(f"{proj_name}.weight", _named((o_proj,), "weight"), ((hidden, q),), "row"))
-    if shape.linear_bias:
-        rows.append(Row(f"{proj_name}.bias", _named((o_proj,), "bias"), ((hidden,),), "replicated"))
-    rows.append(norm("pre_mlp_layernorm", "post_attention_layernorm", hidden))
-    rows += [*_mlp_rows(shape), *moe]
     final_norm = "decoder.final_layernorm.weight"
     rows.append(Row(final_norm, ("model.norm.weight",), ((hidden,),), "replicated", "last"))
     if not shape.tied_embeddings:
@@ -251,6 +255,33 @@ def decoder_rows(shape: ModelShape, moe: Sequence[Row] = ()) -> tuple[Row, ...]:
             Row(OUTPUT_LAYER, ("lm_head.weight",), ((shape.vocab_size, hidden),), "vocab", "last")
         )
     return tuple(rows)
+
+
+def _norm(megatron: str, hf: str, width: int) -> Row:
+    parts = (f"model.layers.{{L}}.{hf}.weight",)
+    return Row(f"decoder.layers.{{L}}.{megatron}.weight", parts, ((width,),), "replicated")
+
+
+def _attention_rows(shape: ModelShape) -> list[Row]:
+    """Returns the rows of grouped-query attention."""
+    hidden = shape.hidden_size
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    qkv = tuple(f"model.layers.{{L}}.self_attn.{x}_proj" for x in "qkv")
+    o_proj = "model.layers.{L}.self_attn.o_proj"
+    qkv_name, proj_name = (
+        f"decoder.layers.{{L}}.self_attention.linear_{x}" for x in ("qkv", "proj")
+    )
+    sizes = ((q, hidden), (kv, hidden), (kv, hidden))
+    rows = [Row(f"{qkv_name}.weight", _named(qkv, "weight"), sizes, "qkv")]
+    if shape.qkv_bias or shape.linear_bias:
+        rows.append(Row(f"{qkv_name}.bias", _named(qkv, "bias"), ((q,), (kv,), (kv,)), "qkv"))
+    if shape.qk_norm:
+        rows.append(_norm("self_attention.q_layernorm", "self_attn.q_norm", shape.head_dim))
+        rows.append(_norm("self_attention.k_layernorm", "self_attn.k_norm", shape.head_dim))
+    rows.append(Row(f"{proj_name}.weight", _named((o_proj,), "weight"), ((hidden, q),), "row"))
+    if shape.linear_bias:
+        rows.append(Row(f"{proj_name}.bias", _named((o_proj,), "bias"), ((hidden,),), "replicated"))
+    return rows
 
 
 def _mlp_rows(shape: ModelShape) -> list[Row]:

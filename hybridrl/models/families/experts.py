@@ -1,8 +1,9 @@
 """What families with mixtures of experts share: sizes, Megatron keywords, weight rows. No torch.
 
-A mixture: a router, one linear layer without bias whose softmax weighs experts, chooses a few of
-them for each token; each is a gated feed-forward layer. A family says under which names the HF
-checkpoint has them. What a config asks for beyond this is refused by name.
+A mixture: a router, one linear layer without bias whose softmax (or sigmoids, `BiasedRouting`)
+weighs experts, chooses a few of them for each token; each is a gated feed-forward layer. Further
+ones may compute with every token. A family says under which names the HF checkpoint has them. What
+a config asks for beyond this is refused by name.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.models.families.decoder import flag, refusal, size
-from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
+from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row, RowKind
+
+Shapes = tuple[tuple[int, ...], ...]
 
 # What `experts_per_token` and transformers read; the coefficient has effect in training with
 # transformers only, where `output_router_logits` is set: `train.moe` says what is used here.
@@ -21,12 +24,35 @@ EXPERT_KEYS = frozenset({"num_experts_per_tok", "router_aux_loss_coef"})
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a mixture's HF tensors below a layer, without `.weight`; `{E}` is the expert."""
+    """Names of a mixture's HF tensors below a layer, without `.weight`; `{E}` is the expert.
+
+    `bias` is the whole name of the router's bias; `shared` are gate, up and down of the experts
+    that compute with every token. Empty where there are none.
+    """
 
     router: str
     gate: str
     up: str
     down: str
+    bias: str = ""
+    shared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BiasedRouting:
+    """How a router chooses whose scores are sigmoids, and whose choice a bias balances.
+
+    DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2.
+
+    Args:
+        scale: of the weights of a token's experts, which add up to it.
+        num_groups: of equally many experts, in order.
+        kept_groups: groups that a token's experts are of: those whose best two score highest.
+    """
+
+    scale: float
+    num_groups: int
+    kept_groups: int
 
 
 def experts_per_token(hf_config: HfConfig, num_experts: int, default: int) -> int:
@@ -69,6 +95,22 @@ def expert_config(hf_config: HfConfig, shape: ModelShape, renormalized: bool) ->
     }
 
 
+def biased_config(shape: ModelShape, routing: BiasedRouting) -> dict[str, Any]:
+    """Returns the keywords that differ from `expert_config`'s where the router is a biased one."""
+    grouped = routing.num_groups > 1
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        # Megatron's update of the bias comes with every accumulation of gradients, ours with the
+        # optimizer's step (models/router.py).
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": routing.num_groups if grouped else None,
+        "moe_router_group_topk": routing.kept_groups if grouped else None,
+        "moe_router_topk_scaling_factor": routing.scale,
+        "moe_shared_expert_intermediate_size": _moe(shape).shared_ffn_size or None,
+    }
+
+
 def expert_rows(shape: ModelShape, names: ExpertNames) -> tuple[Row, ...]:
     """Returns the weight rows of the mixtures."""
     moe, hidden = _moe(shape), shape.hidden_size
@@ -76,35 +118,31 @@ def expert_rows(shape: ModelShape, names: ExpertNames) -> tuple[Row, ...]:
     layers = tuple(layer for layer in range(shape.num_layers) if shape.has_experts(layer))
     local = "decoder.layers.{L}.mlp."
     expert = f"{local}experts.local_experts.{{E}}."
-    router, gate, up, down = (
-        f"model.layers.{{L}}.{name}.weight"
-        for name in (names.router, names.gate, names.up, names.down)
-    )
-    return (
-        Row(
-            f"{local}router.weight",
-            (router,),
-            ((num_experts, hidden),),
-            "replicated",
-            layers=layers,
+    router, gate, up, down = (_weight(n) for n in (names.router, names.gate, names.up, names.down))
+
+    def row(name: str, parts: tuple[str, ...], shapes: Shapes, kind: RowKind, num: int = 0) -> Row:
+        return Row(name, parts, shapes, kind, num_experts=num, layers=layers)
+
+    found = [
+        row(f"{local}router.weight", (router,), ((num_experts, hidden),), "replicated"),
+        row(
+            f"{expert}linear_fc1.weight", (gate, up), ((width, hidden),) * 2, "gate_up", num_experts
         ),
-        Row(
-            f"{expert}linear_fc1.weight",
-            (gate, up),
-            ((width, hidden),) * 2,
-            "gate_up",
-            num_experts=num_experts,
-            layers=layers,
-        ),
-        Row(
-            f"{expert}linear_fc2.weight",
-            (down,),
-            ((hidden, width),),
-            "row",
-            num_experts=num_experts,
-            layers=layers,
-        ),
-    )
+        row(f"{expert}linear_fc2.weight", (down,), ((hidden, width),), "row", num_experts),
+    ]
+    if moe.has_bias:
+        bias = f"model.layers.{{L}}.{names.bias}"
+        found.append(row(f"{local}router.expert_bias", (bias,), ((num_experts,),), "replicated"))
+    if shared := moe.shared_ffn_size:
+        gate, up, down = map(_weight, names.shared)
+        fc1, fc2 = (f"{local}shared_experts.linear_{fc}.weight" for fc in ("fc1", "fc2"))
+        found.append(row(fc1, (gate, up), ((shared, hidden),) * 2, "gate_up"))
+        found.append(row(fc2, (down,), ((hidden, shared),), "row"))
+    return tuple(found)
+
+
+def _weight(name: str) -> str:
+    return f"model.layers.{{L}}.{name}.weight"
 
 
 def is_renormalized(hf_config: Mapping[str, Any]) -> bool:

@@ -1,0 +1,88 @@
+"""What the name of a benchmark's case says: the model, how it trains and how it generates.
+
+A name is MODEL/TRAIN or MODEL/TRAIN/GEN. MODEL is a file benchmarks/models/MODEL.json, or
+qwen2.5-MODEL.json. TRAIN is training sizes, as tp2dp2 or dp2ep2, GEN the sizes of an engine
+replica, as tp1 or tp2ep2; with apart- before them there is one replica, on GPUs of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+APART = "apart-"
+SIZES = re.compile(r"(etp|ep|tp|vpp|pp|cp|dp)(\d+)")
+# The axes whose product is the number of GPUs; experts are dealt over the ranks of these.
+RANKS = ("tp", "pp", "cp", "dp")
+
+
+@dataclass(frozen=True)
+class CaseName:
+    """A case, as its name says.
+
+    Args:
+        model: file of the model's config.json.
+        train: sizes of `train`, by axis; `dp` follows from them and the number of ranks.
+        dp: data-parallel replicas.
+        rollout: sizes of `rollout`, by axis; empty where the case does not generate.
+        is_apart: the engine is on further ranks than those that train.
+    """
+
+    model: Path
+    train: Mapping[str, int]
+    dp: int
+    rollout: Mapping[str, int]
+    is_apart: bool = False
+
+    @property
+    def num_train_ranks(self) -> int:
+        """GPUs that the training layout takes."""
+        return self.dp * math.prod(self.train.get(axis, 1) for axis in RANKS if axis != "dp")
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs of the case."""
+        return self.num_train_ranks + (self.rollout["tp"] if self.is_apart else 0)
+
+    @property
+    def placement(self) -> dict[str, str]:
+        """The section `placement`; empty where all ranks train and generate."""
+        if not self.is_apart:
+            return {}
+        trains, all_ranks = self.num_train_ranks, self.num_ranks
+        return {"policy": f"0-{trains - 1}", "rollout": f"{trains}-{all_ranks - 1}"}
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether some rank has the same parameters as another."""
+        return self.dp * self.train.get("cp", 1) > 1
+
+
+def parse_case(case: str, models: Path, example: str) -> CaseName:
+    """Returns what a case's name says; ends the program with a message if it is none.
+
+    Args:
+        models: folder of the models' config files.
+        example: a name of as many parts.
+    """
+    model, *parts = case.split("/")
+    is_apart = len(parts) > 1 and parts[1].startswith(APART)
+    parts = [part.removeprefix(APART) if index else part for index, part in enumerate(parts)]
+    layouts = [dict((axis, int(size)) for axis, size in SIZES.findall(part)) for part in parts]
+    whole = ["".join(f"{axis}{size}" for axis, size in SIZES.findall(part)) for part in parts]
+    is_rollout = len(layouts) < 2 or {"tp"} <= set(layouts[1]) <= {"tp", "ep"}
+    if len(parts) != example.count("/") or whole != parts or "" in parts or not is_rollout:
+        form = "/".join(("MODEL", "TRAIN", "GEN")[: example.count("/") + 1])
+        sys.exit(f"case {case!r}: expected {form}, e.g. {example}")
+    files = [models / f"{family}{model}.json" for family in ("", "qwen2.5-")]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        known = ", ".join(sorted(p.stem for p in models.glob("*.json")))
+        sys.exit(f"case {case!r}: no {files[0]}; there are {known}")
+    train, rollout = layouts[0], layouts[1] if len(layouts) > 1 else {}
+    axes = {axis: size for axis, size in train.items() if axis != "dp"}
+    return CaseName(file, axes, train.get("dp", 1), rollout, is_apart)

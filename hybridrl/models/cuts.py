@@ -1,0 +1,147 @@
+"""Which slices of a table row's HF tensors one tensor-parallel rank holds, and in which order.
+
+Owns the cut of a row for Megatron and for engines with fused projections, and the refusal of sizes
+that do not divide. weights.py says which rows a rank holds and under which names. Pure data, no
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hybridrl.errors import ModelError
+from hybridrl.models.family import ModelShape, Row
+
+ENGINE_VOCAB_MULTIPLE = 64
+
+
+class Run(NamedTuple):
+    """Slices `start` to `stop` of one part of a table row."""
+
+    part: int
+    start: int
+    stop: int
+
+
+class Cut(NamedTuple):
+    """What one rank holds of a table row: runs stacked along `dim`, then `num_padding` slices."""
+
+    dim: int
+    runs: Sequence[Run]
+    num_padding: int = 0
+
+
+def megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
+    """Returns the cut of a row without experts for Megatron; raises ModelError if it cannot be."""
+    if row.kind == "vocab":
+        return _vocab_cut(row, shape.padded_vocab(tp), tp, tp_rank)
+    if row.kind == "heads":
+        _even(row, shape.num_heads, tp, tp_rank)
+    if row.kind != "qkv":
+        return plain_cut(row, tp, tp_rank)
+    _heads(row, shape, tp, tp_rank)
+    interleaved = _interleaved(row, shape)
+    start, stop = _even(row, sum(b - a for _, a, b in interleaved), tp, tp_rank)
+    return Cut(0, _clip(interleaved, start, stop))
+
+
+def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
+    """Returns the cut for an engine with fused projections; raises ModelError if it cannot be."""
+    if row.kind == "vocab":
+        padded = -(-shape.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
+        return _vocab_cut(row, padded, tp, tp_rank)
+    if row.kind == "heads":
+        _even(row, shape.num_heads, tp, tp_rank)
+    if row.kind != "qkv":
+        return plain_cut(row, tp, tp_rank)
+    (q0, q1), (kv0, kv1) = _heads(row, shape, tp, tp_rank)
+    heads = ((0, q0, q1), (1, kv0, kv1), (2, kv0, kv1))
+    return Cut(0, [Run(i, a * shape.head_dim, b * shape.head_dim) for i, a, b in heads])
+
+
+def plain_cut(row: Row, tp: int, tp_rank: int, key: str = "train.tp or rollout.tp") -> Cut:
+    """Returns the cut of a row whose parts are cut one by one; `key` says what a user may change.
+
+    Raises:
+        ModelError: `tp` does not divide a part.
+    """
+    if row.kind == "replicated":
+        return Cut(0, [Run(part, 0, shape[0]) for part, shape in enumerate(row.shapes)])
+    dim = 1 if row.kind == "row" else 0
+    ends = [_even(row, shape[dim], tp, tp_rank, key) for shape in row.shapes]
+    return Cut(dim, [Run(part, start, stop) for part, (start, stop) in enumerate(ends)])
+
+
+def _vocab_cut(row: Row, padded: int, tp: int, tp_rank: int) -> Cut:
+    start, stop = _even(row, padded, tp, tp_rank)
+    first, last = (min(edge, row.shapes[0][0]) for edge in (start, stop))
+    runs = [Run(0, first, last)] if first < last else []
+    return Cut(0, runs, stop - start - (last - first))
+
+
+def _heads(
+    row: Row, shape: ModelShape, tp: int, tp_rank: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the query heads and the key-value heads that a rank computes with."""
+    queries = _even(row, shape.num_heads, tp, tp_rank)
+    if tp <= shape.num_kv_heads:
+        return queries, _even(row, shape.num_kv_heads, tp, tp_rank)
+    copies, rest = divmod(tp, shape.num_kv_heads)
+    if rest:
+        raise _cut_error(row, shape.num_kv_heads, tp)
+    return queries, (tp_rank // copies, tp_rank // copies + 1)
+
+
+def _interleaved(row: Row, shape: ModelShape) -> list[Run]:
+    """Returns the rows of Megatron's full linear_qkv: per KV head its queries, its key, its value.
+
+    A rank's rows are cut out evenly, inside a group too where there are fewer KV heads than ranks
+    (Megatron gathers the activations again: transformer/attention.py, get_query_key_value_tensors).
+    """
+    head, group = shape.head_dim, shape.num_heads // shape.num_kv_heads * shape.head_dim
+    if [part[0] for part in row.shapes] != [shape.num_kv_heads * n for n in (group, head, head)]:
+        raise table_error(row.megatron, f"HF shapes {row.shapes}, which do not fit the heads")
+    runs: list[Run] = []
+    for kv in range(shape.num_kv_heads):
+        runs.append(Run(0, kv * group, (kv + 1) * group))
+        runs += [Run(part, kv * head, (kv + 1) * head) for part in (1, 2)]
+    return runs
+
+
+def _clip(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """Returns slices `start` to `stop` of the stacked runs."""
+    found, offset = [], 0
+    for part, a, b in runs:
+        first, last = max(start, offset), min(stop, offset + b - a)
+        if first < last:
+            found.append(Run(part, a + first - offset, a + last - offset))
+        offset += b - a
+    return found
+
+
+def _even(
+    row: Row, total: int, tp: int, tp_rank: int, key: str = "train.tp or rollout.tp"
+) -> tuple[int, int]:
+    if total % tp:
+        raise _cut_error(row, total, tp, key)
+    return tp_rank * total // tp, (tp_rank + 1) * total // tp
+
+
+def _cut_error(row: Row, size: int, tp: int, key: str = "train.tp or rollout.tp") -> ModelError:
+    return ModelError(
+        f"tensor parallel size for {row.parts[0]}",
+        tp,
+        f"a size that divides {size}" + (" or is a multiple of it" if row.kind == "qkv" else ""),
+        f"Choose another {key}.",
+    )
+
+
+def table_error(name: str, found: str) -> ModelError:
+    """Returns the error for a weight table that does not describe its model."""
+    return ModelError(
+        f"weight table: {name}",
+        found,
+        "rectangles that cover every tensor exactly",
+        "Mend the family's rows.",
+    )

@@ -1,0 +1,42 @@
+"""Sizes counted from one layer of each kind are those of the whole layouts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import prod
+
+import pytest
+from weight_cases import random_case, random_case_with_experts
+
+from hybridrl.cli.plan_memory import fullest, most_elements
+from hybridrl.cli.plan_sizes import engine_elements, fullest_stage, shared_elements
+from hybridrl.hybrid_engine.alias import shared_names
+from hybridrl.models.weights import fused_layout, megatron_layout, megatron_layouts
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_sizes_are_those_of_whole_layouts(batch: int) -> None:
+    shared = 0
+    for seed in range(batch, 120, 4):
+        case = (random_case if seed % 3 else random_case_with_experts)(seed)
+        family, rng = case.family, random.Random(seed)
+        layers = case.train.pp * case.train.vpp * rng.randint(1, 3)
+        shape = replace(case.shape, num_layers=layers)
+        if shape.moe is not None:
+            dense = tuple(i for i in range(layers) if rng.random() < 0.3)[: layers - 1]
+            shape = replace(shape, moe=replace(shape.moe, dense_layers=dense))
+        head = rng.choice(("lm", "value"))
+        parts = megatron_layouts(family, shape, case.train, head)
+        assert fullest_stage(family, shape, case.train, head) == fullest(parts), seed
+        tp, ep = (case.rollout.tp, case.rollout_ep) if case.engine == "fused" else (1, 1)
+        engine = fused_layout(family, shape, tp, 0, ep)
+        assert engine_elements(family, shape, tp, ep) == most_elements([engine]), seed
+        found = shared_elements(family, shape, case.train, tp, ep)
+        if case.train.tp == tp and case.train.pp == 1:
+            names = shared_names(megatron_layout(family, shape, case.train, 0), engine)
+            assert found == sum(prod(engine.shapes[name]) for name in names), seed
+            shared += found > 0
+        else:
+            assert found == 0, seed
+    assert shared > 0
