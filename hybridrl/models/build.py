@@ -90,7 +90,7 @@ def transformer_config(
         **FIXED_KEYWORDS,
         **KEYWORDS[layers],
         **(_expert_keywords(layout, layers) if has_experts else {}),
-        **_layout_keywords(layout, platform),
+        **_layout_keywords(layout, family.shape(hf_config).num_layers, platform),
         "params_dtype": dtype,
         "pipeline_dtype": torch.float32 if fp32_residual else dtype,
         "fp32_residual_connection": fp32_residual,
@@ -125,12 +125,17 @@ def _expert_keywords(layout: TrainLayout, layers: LayerKind) -> dict[str, Any]:
     }
 
 
-def _layout_keywords(layout: TrainLayout, platform: Platform) -> dict[str, Any]:
+def _layout_keywords(layout: TrainLayout, num_layers: int, platform: Platform) -> dict[str, Any]:
     interleaved = layout.vpp > 1
+    chunks = [["decoder"] * size for size in layout.chunk_sizes(num_layers)]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
+        # Megatron deals layers itself where chunks have as many each.
+        "pipeline_model_parallel_layout": chunks if num_layers % len(chunks) else None,
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.tp > 1,
         # With two stages the previous rank is the next rank and batched sends of the interleaved

@@ -328,7 +328,7 @@ def _rows(family: Family, shape: ModelShape, head: Head) -> tuple[Row, ...]:
 
 
 def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
-    """Refuses a layout that does not divide the model's layers or experts."""
+    """Refuses a layout that does not divide the model's experts, or has too many chunks."""
     if shape.moe is not None and shape.moe.num_experts % layout.ep:
         raise ModelError(
             "train.ep",
@@ -336,11 +336,11 @@ def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
             f"a divisor of the model's {shape.moe.num_experts} experts",
             "Choose another train.ep.",
         )
-    if shape.num_layers % (layout.pp * layout.vpp):
+    if shape.num_layers < layout.pp * layout.vpp:
         raise ModelError(
             "train.pp * train.vpp",
             layout.pp * layout.vpp,
-            f"a divisor of the model's {shape.num_layers} layers",
+            f"at most the model's {shape.num_layers} layers",
             "Choose other pipeline sizes.",
         )
 

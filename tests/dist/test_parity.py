@@ -98,6 +98,13 @@ def test_experts_have_the_gradients_of_one_process(name: str, models: Path) -> N
 
 
 @pytest.mark.dist
+def test_stages_of_unequal_sizes_give_the_gradients_of_one_process(models: Path) -> None:
+    """Four layers on three stages; llama's embeddings are tied, from the first to the last."""
+    names = "llama,qwen3_moe,deepseek_v3"
+    run_ranks(3, WORKER, ["compare", str(models), names, f"1,3,1,1,{ORDER}"], timeout_s=300)
+
+
+@pytest.mark.dist
 def test_losses_of_routers_are_scaled_by_no_layout(models: Path) -> None:
     """The z-loss is a mean over tokens, the same in every layout; the shares of the load-balancing
     loss are of a micro-batch, so layouts are compared that cut the batch alike.
