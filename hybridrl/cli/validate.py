@@ -391,7 +391,7 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
         return
     if hf_config:  # else what is wrong with it is said already
         _, shape = read_model(config.model.family, hf_config)
-        yield from package.model_rules(shape.head_dim, is_cpu, shape.latent_dim)
+        yield from package.model_rules(shape, is_cpu)
 
 
 def _own_code(config: Config) -> Iterator[UserError]:

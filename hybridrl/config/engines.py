@@ -1,6 +1,6 @@
 """The one table of rollout engines: their names, and what other code may know of each. No torch.
 
-Owns the names and traits, and the refusal of names without an adapter. Code outside this table and
+Owns the names and traits, and the refusal of other names. Code outside this table and
 the adapters reads traits; it never asks for an engine's name or class. An adapter is imported when
 its engine is started (rollout/build.py), and its package is judged before any rank starts.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic_core import PydanticKnownError
 
 from hybridrl.errors import UserError
 
@@ -31,6 +31,8 @@ class EngineTraits:
         has_fused_parameters: its parameters are laid out as `models/weights.py:fused_layout` says;
             else they are the HF checkpoint's tensors, whole.
         takes_experts: it runs mixtures of experts, and can be written with them.
+        takes_expert_maps: a replica's whole experts may lie on its ranks in any order, so that they
+            stay where they are trained; else in theirs.
         records_experts: it can tell which experts it chose for each token.
         sleeps: it gives weights and KV cache back while the policy trains, on GPUs.
         shares_memory: its parameters can be the trainer's own memory where both cut a tensor alike.
@@ -49,6 +51,7 @@ class EngineTraits:
     is_expert_parallel: bool = False
     has_fused_parameters: bool = False
     takes_experts: bool = False
+    takes_expert_maps: bool = False
     records_experts: bool = False
     sleeps: bool = False
     shares_memory: bool = False
@@ -67,14 +70,13 @@ class EnginePackage:
         is_installed: whether any build of it is there.
         installed_version: given whether the host is without GPUs, returns build and version; raises
             UserError where the package is missing or does not fit.
-        model_rules: given the size of an attention head, whether the host is without GPUs, and what
-            latent attention caches of a token (None: there is none), the violations of models that
-            it cannot run there.
+        model_rules: given a model's `ModelShape` and whether the host is without GPUs, the
+            violations of models that it cannot run there.
     """
 
     is_installed: Callable[[], bool]
     installed_version: Callable[[bool], str]
-    model_rules: Callable[[int, bool, int | None], Iterable[UserError]]
+    model_rules: Callable[[Any, bool], Iterable[UserError]]
 
 
 ENGINES = {
@@ -87,6 +89,7 @@ ENGINES = {
         is_tensor_parallel=True,
         is_expert_parallel=True,
         takes_experts=True,
+        takes_expert_maps=True,
         records_experts=True,
         has_fused_parameters=True,
         sleeps=True,
@@ -97,25 +100,34 @@ ENGINES = {
         lowest_temperature=0.01,
         runs_on_gpus=True,
     ),
+    "sglang": EngineTraits(
+        builder="hybridrl.rollout.sglang:build",
+        package="hybridrl.rollout.sglang_version:PACKAGE",
+        is_tensor_parallel=True,
+        is_expert_parallel=True,
+        takes_experts=True,
+        has_fused_parameters=True,
+        sleeps=True,
+        shares_memory=True,
+        has_fixed_kv_cache=True,
+        captures_graphs=True,
+        bounds_positions=True,
+        runs_on_gpus=True,
+    ),
     "scripted": EngineTraits(
         builder="hybridrl.rollout.scripted:build", computes=False, takes_experts=True
     ),
 }
-NOT_YET = {"sglang": "SGLang"}
 
 
 def known_engine(name: object) -> str:
     """Passes on the name of an engine in the table.
 
     Raises:
-        PydanticCustomError: the engine is known, but has no adapter yet.
         PydanticKnownError: there is no such engine.
     """
     if isinstance(name, str) and name in ENGINES:
         return name
-    if isinstance(name, str) and name.lower() in NOT_YET:
-        said = f"'hf' or 'vllm', the engines that exist; {NOT_YET[name.lower()]} is not there yet"
-        raise PydanticCustomError("engine_not_yet", said)  # type: ignore[arg-type]  # a literal
     *others, last = (repr(known) for known in ENGINES)
     raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
 

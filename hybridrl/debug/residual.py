@@ -3,7 +3,7 @@
 A stage is a name: `embedding`, `layers.N.attention` (after the attention's addition),
 `layers.N.mlp` (after the layer), `norm` and `logits`. Streams are float32 on the CPU, a row a
 token. Read by forward hooks, from pre-norm decoders: the trainer's by Megatron's names, the
-engine's by those of the HF model, which vLLM has too.
+engine's by those of the HF model, which vLLM and SGLang have too.
 
 Who waits for whom: what takes a ParallelModel is collective over the world. Its ranks hold
 different layers and different tokens (sequence, context and data parallel); the sum over all ranks
@@ -78,7 +78,8 @@ def engine_streams(
 def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
     """Calls `keep` with every stage that a model with HF's module names computes.
 
-    A vLLM layer returns what its MLP adds and the stream so far apart, and so do its norms.
+    A layer of vLLM and SGLang returns what its MLP adds and the stream so far apart, and so do
+    its norms; SGLang's logits are an attribute of a record.
     """
     decoder: Any = model.get_submodule("model")
     modules = dict(model.named_modules())
@@ -99,6 +100,9 @@ def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
     def first(inputs: Any, output: Any) -> Any:
         return output[0] if isinstance(output, tuple) else output
 
+    def logits(inputs: Any, output: Any) -> Any:
+        return getattr(output, "next_token_logits", first(inputs, output))
+
     handles: list[Any] = []
     try:
         watch(decoder.embed_tokens, "embedding", first)
@@ -106,7 +110,7 @@ def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
             watch(layer.post_attention_layernorm, f"layers.{number}.attention", norm_input)
             watch(layer, f"layers.{number}.mlp", total)
         watch(decoder.norm, "norm", first)
-        watch(modules.get("logits_processor") or modules["lm_head"], "logits", first)
+        watch(modules.get("logits_processor") or modules["lm_head"], "logits", logits)
         yield
     finally:
         for handle in handles:

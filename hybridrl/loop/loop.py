@@ -485,8 +485,7 @@ class Trainer:
         """Builds the engine on its ranks and the plan that brings the policy's weights into it."""
         make, config, model = rollout_setup, self.config, self.policy.model
         sources = model.source_layouts()
-        sizes = config.rollout.tp, config.rollout.ep
-        layout = make.rollout_layout(model, sizes[0], sources, ranks, sizes[1])
+        layout = make.rollout_layout(model, config.rollout, sources, ranks)
         memories, copies = make.training_memories(self.trained.values())
         self.engine = make.start_engine(config, model, layout, memories, copies)
         self._engine_bytes = self.engine.memory

@@ -37,17 +37,17 @@ from hybridrl.training.trained_weights import TrainedWeights
 
 def rollout_layout(
     model: ParallelModel,
-    tp: int,
+    rollout: RolloutConfig,
     sources: Sequence[RankLayout],
     ranks: Sequence[int] | None = None,
-    ep: int = 1,
 ) -> RolloutLayout:
     """Returns which part of which engine replica each of these ranks is, None: of all, and which
-    experts it has, so that the fewest bytes move; `tp` and `ep` are the replica's sizes.
+    experts it has where the engine takes any, so that the fewest bytes move.
     """
     source, node = model.source, ranks_per_node(model.world)
-    parts = fused_layouts(source.family, source.shape, tp, ep)
-    tensors = ExpertTensors(source.family, source.shape) if ep > 1 else None
+    parts = fused_layouts(source.family, source.shape, rollout.tp, rollout.ep)
+    takes_maps = rollout.ep > 1 and ENGINES[rollout.engine].takes_expert_maps
+    tensors = ExpertTensors(source.family, source.shape) if takes_maps else None
     return lay_out_engines(sources, parts, tensors, node, ranks).best.layout
 
 

@@ -1,7 +1,8 @@
 """The experts that a transformers model chooses, layer after layer, while it computes.
 
 transformers 5 has a router module in each layer with experts, whose output ends with the numbers of
-the chosen experts, (tokens, experts of a token). Owns the hooks on them.
+the chosen experts, (tokens, experts of a token). Owns the hooks on them. Routers of DeepseekV3 gave
+logits alone before, and the layer around them chose.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class ChosenExperts:
         model: of transformers.
 
     Raises:
-        ModelError: no router was found.
+        ModelError: no router was found, or routers that do not choose.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -34,13 +35,14 @@ class ChosenExperts:
         for name, part in model.named_modules():
             if match := ROUTER.search(name):
                 found.append((int(match[1]), part))
-        if not found:
+        if not found or not all(hasattr(part, "top_k") for _, part in found):
             raise ModelError(
                 "config.json: model_type",
                 type(model).__name__,
-                "a model whose layers have routers named mlp.gate, to record experts with "
-                "rollout.engine=hf",
-                "Set algorithm.router_replay=off, or use another rollout engine.",
+                "a model whose layers have routers named mlp.gate that choose experts, to record "
+                "them with rollout.engine=hf",
+                "Set algorithm.router_replay=off, use another rollout engine, or a newer "
+                "transformers: routers of DeepseekV3 choose in 5.19.",
             )
         self._chosen: dict[int, Tensor] = {}
         self._num_layers = len(found)

@@ -5,8 +5,10 @@ environment, attributes of its own modules.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +21,8 @@ import torch.distributed as dist
 def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[None]:
     """Leaves torch's global generators as they were; with `everywhere` numpy's and Python's too.
 
-    vLLM seeds all of them at its start, and draws from torch's in every step, whatever the requests
-    say. The trainer's dropout and data order must not depend on that.
+    Engines seed all of them at their start, and draw from torch's in every step, whatever the
+    requests say. The trainer's dropout and data order must not depend on that.
     """
     python, numpy = (random.getstate(), np.random.get_state()) if everywhere else (None, None)
     try:
@@ -54,10 +56,23 @@ def ranks_in_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of a vLLM module or class for as long as the engine starts."""
+    """Sets an attribute of a module or class for as long as the engine starts."""
     original = owner.__dict__[name]
     setattr(owner, name, value)
     try:
         yield
     finally:
         setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Lets packages tell errors only: what an engine lacks for other models is of no use here."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -8,6 +8,7 @@ came, or whether a request was interrupted in between; no generator state exists
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ from hybridrl.models.exploded import exploded, explosion
 from hybridrl.rollout.engine import SamplingParams
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+KEEPS_ALL = 1 << 30  # a top-k above any vocabulary
+RUNS = (512, 256, 128, 64, 32)  # sizes of the runs that a vocabulary is summed in
 
 
 def draw_seeds(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.uint64]:
@@ -37,6 +40,58 @@ def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.floa
     return (draw_seeds(seeds, counts) >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 
+def uniforms_on_device(seed_B: Tensor, count_B: Tensor) -> Tensor:
+    """Returns what `uniforms` returns, computed where the seeds are, of whose 64 bits int64 holds.
+
+    Args:
+        seed_B, count_B: int64.
+    """
+    start_B = _mix_on_device(seed_B)
+    bits_B = _mix_on_device(start_B + (count_B + 1) * _signed(int(GOLDEN)))
+    return _shift(bits_B, 16).double() * 2.0**-48
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """How each row of a batch is sampled, on the device of its logits.
+
+    Args:
+        temperature_B: float32, above 0.
+        top_k_B: int64; the vocabulary's size, or more, keeps all.
+        top_p_B: float64; above 1 keeps all: no sum of probabilities reaches it, whatever its
+            rounding.
+        is_greedy_B: whether the row takes the most probable token; it then has temperature 1 and
+            keeps all.
+        are_all_greedy, is_any_greedy: of the rows.
+        has_filter: whether some row does not keep all.
+    """
+
+    temperature_B: Tensor
+    top_k_B: Tensor
+    top_p_B: Tensor
+    is_greedy_B: Tensor
+    are_all_greedy: bool
+    is_any_greedy: bool
+    has_filter: bool
+
+    @staticmethod
+    def of(sampling: Sequence[SamplingParams], device: torch.device) -> RowSampling:
+        """Returns the rows of these requests."""
+        is_greedy = [row.temperature == 0 for row in sampling]
+        filters = [row for row in sampling if row.temperature > 0]
+        top_k = [row.top_k if row.top_k and row.temperature else KEEPS_ALL for row in sampling]
+        top_p = [row.top_p if row.top_p < 1 and row.temperature else 2.0 for row in sampling]
+        return RowSampling(
+            torch.tensor([row.temperature or 1.0 for row in sampling], device=device),
+            torch.tensor(top_k, device=device),
+            torch.tensor(top_p, dtype=torch.float64, device=device),
+            torch.tensor(is_greedy, device=device),
+            all(is_greedy),
+            any(is_greedy),
+            any(row.top_k or row.top_p < 1 for row in filters),
+        )
+
+
 def sample(
     logits_BV: Tensor, sampling: Sequence[SamplingParams], uniform_B: npt.NDArray[np.float64]
 ) -> tuple[Tensor, Tensor]:
@@ -51,23 +106,26 @@ def sample(
         tokens_B int64, and logp_B float32: the log-probability under the distribution drawn from
         (after temperature, top-k and top-p; temperature 0: under the model's own).
     """
+    rows = RowSampling.of(sampling, logits_BV.device)
+    return sample_rows(logits_BV, rows, torch.from_numpy(uniform_B).to(logits_BV.device))
+
+
+def sample_rows(logits_BV: Tensor, rows: RowSampling, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws the next token of every row; makes the host wait for nothing.
+
+    Args:
+        uniform_B: float64, in [0, 1).
+
+    Arguments and results otherwise as of `sample`.
+    """
     logits_BV = logits_BV.float()
-    is_greedy = [row.temperature == 0 for row in sampling]
-    if all(is_greedy):
+    if rows.are_all_greedy:
         tokens_B = logits_BV.argmax(-1)
         return tokens_B, _gather(logits_BV.log_softmax(-1), tokens_B)
-    device = logits_BV.device
-    logp_BV = log_distribution(logits_BV, sampling)
-    # float64: a float32 running sum over a large vocabulary is off by more than rare tokens weigh.
-    cdf_BV = logp_BV.double().exp_().cumsum(-1)
-    draw_B = torch.from_numpy(uniform_B).to(device) * cdf_BV[:, -1]
-    # right=True finds the first entry above the draw, never a token of probability 0.
-    tokens_B = torch.searchsorted(cdf_BV, draw_B[:, None], right=True)[:, 0]
-    # Only a row of NaNs (refused by the caller, by its log-probability) runs past the end.
-    tokens_B = tokens_B.clamp_(max=logits_BV.shape[-1] - 1)
-    if any(is_greedy):
-        greedy_B = torch.tensor(is_greedy, device=device)
-        tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
+    logp_BV = _log_distribution(logits_BV, rows)
+    tokens_B = _invert(logp_BV, uniform_B)
+    if rows.is_any_greedy:
+        tokens_B = torch.where(rows.is_greedy_B, logits_BV.argmax(-1), tokens_B)
     return tokens_B, _gather(logp_BV, tokens_B)
 
 
@@ -76,37 +134,51 @@ def log_distribution(logits_BV: Tensor, sampling: Sequence[SamplingParams]) -> T
 
     Args: as of `sample`; a greedy row gives the model's own distribution.
     """
-    logits_BV = logits_BV.float()
-    temperatures = [row.temperature or 1.0 for row in sampling]
-    scaled_BV = logits_BV / torch.tensor(temperatures, device=logits_BV.device)[:, None]
-    if any(row.top_k or row.top_p < 1 for row in sampling):
-        scaled_BV = _filter(scaled_BV, sampling)
+    return _log_distribution(logits_BV.float(), RowSampling.of(sampling, logits_BV.device))
+
+
+def _log_distribution(logits_BV: Tensor, rows: RowSampling) -> Tensor:
+    scaled_BV = logits_BV / rows.temperature_B[:, None]
+    if rows.has_filter:
+        scaled_BV = _filter(scaled_BV, rows)
     return scaled_BV.log_softmax(-1)
 
 
-def _filter(scaled_BV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
+def _invert(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """Returns the first token whose cumulative probability is above the row's uniform number.
+
+    Sums are float64: a float32 running sum over a large vocabulary is off by more than rare tokens
+    weigh. They are taken of runs of the vocabulary first, so that only those and one run are
+    accumulated: a float64 copy of all probabilities would take longer than the rest of sampling.
+    """
+    num_rows, vocab = logp_BV.shape
+    size = next((size for size in RUNS if vocab % size == 0), vocab)
+    prob_BRS = logp_BV.exp().view(num_rows, vocab // size, size)
+    ends_BR = prob_BRS.sum(-1, dtype=torch.float64).cumsum(-1)
+    draw_B1 = (uniform_B * ends_BR[:, -1])[:, None]
+    # right=True finds the first entry above the draw, never one of probability 0. Only a row of
+    # NaNs (refused by the caller, by its log-probability) runs past the end.
+    run_B1 = torch.searchsorted(ends_BR, draw_B1, right=True).clamp_(max=ends_BR.shape[1] - 1)
+    before_B1 = torch.where(run_B1 > 0, ends_BR.gather(-1, (run_B1 - 1).clamp_(min=0)), 0.0)
+    of_run_BS = prob_BRS.gather(1, run_B1[:, :, None].expand(-1, 1, size))[:, 0]
+    cdf_BS = of_run_BS.double().cumsum(-1)
+    # Rounded otherwise than the run's sum was, the rest may be the run's whole: just below it.
+    most_B1 = torch.nextafter(cdf_BS[:, -1:], torch.zeros_like(before_B1))
+    rest_B1 = torch.minimum((draw_B1 - before_B1).clamp_(min=0), most_B1)
+    place_B1 = torch.searchsorted(cdf_BS, rest_B1, right=True).clamp_(max=size - 1)
+    return (run_B1 * size + place_B1)[:, 0]
+
+
+def _filter(scaled_BV: Tensor, rows: RowSampling) -> Tensor:
     """Sets to -inf what top-k, then top-p over the rest, leave out; greedy rows stay whole."""
     vocab, device = scaled_BV.shape[-1], scaled_BV.device
-    is_off = [row.temperature == 0 for row in sampling]
-    top_k = [
-        vocab if off or not row.top_k else row.top_k
-        for off, row in zip(is_off, sampling, strict=True)
-    ]
-    # 2 keeps every token: no sum of probabilities reaches it, whatever its rounding.
-    top_p = [
-        2.0 if off or row.top_p == 1 else row.top_p
-        for off, row in zip(is_off, sampling, strict=True)
-    ]
     sorted_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(vocab, device=device)
-    sorted_BV = sorted_BV.masked_fill(
-        rank_V >= torch.tensor(top_k, device=device)[:, None], -torch.inf
-    )
+    sorted_BV = sorted_BV.masked_fill(rank_V >= rows.top_k_B[:, None], -torch.inf)
     prob_BV = sorted_BV.double().softmax(-1)
     before_BV = prob_BV.cumsum(-1) - prob_BV
-    limit_B = torch.tensor(top_p, dtype=torch.float64, device=device)
     # The most probable token always stays: the sum before it is 0 (but for rounding, hence rank).
-    is_out_BV = (before_BV >= limit_B[:, None]) & (rank_V > 0)
+    is_out_BV = (before_BV >= rows.top_p_B[:, None]) & (rank_V > 0)
     sorted_BV = sorted_BV.masked_fill(is_out_BV, -torch.inf)
     return torch.empty_like(scaled_BV).scatter_(-1, order_BV, sorted_BV)
 
@@ -120,6 +192,22 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
+
+
+def _mix_on_device(bits_B: Tensor) -> Tensor:
+    """`_mix` in int64, whose products wrap like those of unsigned numbers."""
+    bits_B = (bits_B ^ _shift(bits_B, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits_B = (bits_B ^ _shift(bits_B, 27)) * _signed(0x94D049BB133111EB)
+    return bits_B ^ _shift(bits_B, 31)
+
+
+def _shift(bits_B: Tensor, places: int) -> Tensor:
+    """Shifts right, zeros in; int64 would let the sign in."""
+    return (bits_B >> places) & ((1 << (64 - places)) - 1)
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def no_logprob(

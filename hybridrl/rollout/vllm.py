@@ -13,7 +13,6 @@ its seed and its position alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -21,9 +20,8 @@ from torch import Tensor
 
 from hybridrl.config.engines import ENGINES
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.alias import TrainingShard, is_view, shared_views
+from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
-from hybridrl.models.boxes import Shape
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
@@ -37,34 +35,31 @@ from hybridrl.rollout.engine import (
     SamplingParams,
     new_rows,
 )
+from hybridrl.rollout.live_weights import (
+    check_live,
+    free_bytes,
+    layout_bytes,
+    live_tensors,
+    share,
+    still_shared,
+    weight_holdings,
+)
 from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import draw_seeds, no_logprob
-from hybridrl.rollout.scheme import check_parameters, check_placement
-from hybridrl.rollout.vllm_arguments import EngineSettings
+from hybridrl.rollout.settings import EngineSettings, too_long
 from hybridrl.rollout.vllm_decoding import DecodingSteps
-from hybridrl.rollout.vllm_experts import deal_experts, live_tensors
-from hybridrl.rollout.vllm_latent import absorb, set_epsilon, stale_copy
+from hybridrl.rollout.vllm_experts import deal_experts
+from hybridrl.rollout.vllm_latent import absorb, layout_name, set_epsilon, stale_copy
 from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import start, stop
-from hybridrl.rollout.vllm_version import head_dim_rule, is_scheduler_known
+from hybridrl.rollout.vllm_version import is_scheduler_known, model_rules
 
 LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
 
 
 def build(inputs: EngineInputs) -> VllmEngine:
     """Builds this rank's part of a replica; collective over the world."""
-    settings = EngineSettings(
-        {**inputs.family.stated, **inputs.hf_config},
-        inputs.family.architectures,
-        inputs.dtype_name,
-        inputs.rollout.max_batch,
-        max_tokens=inputs.max_tokens,
-        reserved_bytes=inputs.reserved_bytes,
-        timeout_s=inputs.timeout_s,
-        eager=inputs.rollout.eager,
-        ep=inputs.rollout.ep,
-        records_experts=inputs.records_experts,
-    )
+    settings = EngineSettings.of(inputs)
     parts = inputs.family, inputs.layout, inputs.rank, inputs.device, inputs.shard
     return VllmEngine(settings, *parts)
 
@@ -100,8 +95,7 @@ class VllmEngine:
         self._device = torch.device(device)
         self._settings = settings
         shape = family.shape(settings.hf_config)
-        is_cpu = self._device.type == "cpu"
-        for violation in head_dim_rule(shape.head_dim, is_cpu, shape.latent_dim):
+        for violation in model_rules(shape, self._device.type == "cpu"):
             raise violation
         self._layout = _part(family, shape, layout, rank, settings.ep)
         # Every unfinished request, in order of arrival, and those that vLLM has, by its name for
@@ -110,11 +104,10 @@ class VllmEngine:
         self._running: dict[str, RunningRequest] = {}
         self._num_named = 0
         self._experts: RecordedExperts | None = None
-        free_bytes = self._free_bytes()
+        before = free_bytes(self._device)
         views = self._start(family, shape, layout, rank, shard)
-        self._tensors = live_tensors(self._live.model)
-        # A layer that vLLM repacked after loading has memory of its own again.
-        self.shared = frozenset(n for n, one in self._tensors.items() if is_view(n, one, views))
+        self._tensors = live_tensors(self._live.model, layout_name)
+        self.shared = still_shared(views, self._tensors)
         self._agreement = TokenAgreement(self._live.tp_group)
         scheduler = self._live.llm.engine_core.engine_core.scheduler
         self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
@@ -123,7 +116,7 @@ class VllmEngine:
         self._is_updating = True
         self._is_asleep = self._keeps_memory = False
         self.sleep()  # a run begins in the training phase
-        self._kept_bytes = free_bytes - self._free_bytes()
+        self._kept_bytes = before - free_bytes(self._device)
 
     def _start(
         self,
@@ -143,12 +136,12 @@ class VllmEngine:
             try:
                 if (experts := layout.experts_of(rank)) is not None:
                     deal_experts(model, experts)
-                self._check(model, hf_shapes(family, shape), version)
+                check_live(model, self._layout, hf_shapes(family, shape), version, layout_name)
             except ModelError as error:
                 refusals.append(error)
             else:
                 set_epsilon(model)
-                views.update(_share(model, shard, self._layout))
+                views.update(share(model, shard, self._layout, layout_name))
 
         def listen(model: torch.nn.Module, cache: Any) -> None:
             """Runs before vLLM captures graphs."""
@@ -159,8 +152,7 @@ class VllmEngine:
             except ModelError as error:
                 refusals.append(error)
 
-        itemsize = getattr(torch, self._settings.dtype).itemsize
-        weight_bytes = sum(prod(size) for size in self._layout.shapes.values()) * itemsize
+        weight_bytes = layout_bytes(self._layout, self._settings.dtype)
         parts = self._settings, shape, layout, rank, self._device, weight_bytes
         self._live = start(*parts, prepare, listen)
         if self._experts is not None:
@@ -173,12 +165,6 @@ class VllmEngine:
             self.close()
             raise refusals[0]
         return views
-
-    def _check(self, model: torch.nn.Module, shapes: dict[str, Shape], version: str) -> None:
-        tensors = live_tensors(model)
-        load: Any = model.load_weights
-        check_parameters(self._layout, tensors, version)
-        check_placement(self._layout, tensors, shapes, load, version)
 
     # WeightTarget
 
@@ -237,22 +223,12 @@ class VllmEngine:
         """Returns bytes on this rank by what they are for; what the engine keeps while it sleeps is
         measured, on GPUs.
         """
-        sizes = {name: t.numel() * t.element_size() for name, t in self._tensors.items()}
-        shared = sum(sizes[name] for name in self.shared)
         caches = self._live.llm.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_tensors
         never_sleeps = self._device.type == "cpu" or self._keeps_memory
-        return {
-            "weights": Holding(sum(sizes.values()) - shared, never_sleeps),
-            "weights shared with the trainer": Holding(shared, is_shared=True),
+        return weight_holdings(self._tensors, self.shared, never_sleeps) | {
             "KV cache": Holding(sum(cache.size for cache in caches), never_sleeps),
             "graphs and workspace": Holding(self._kept_bytes, stays=True),
         }
-
-    def _free_bytes(self) -> int:
-        if self._device.type == "cpu":
-            return 0
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0]
 
     @property
     def version(self) -> int:
@@ -329,14 +305,8 @@ class VllmEngine:
             self._agreement.settle()  # no step follows that would
 
     def _violations(self, request: Request) -> Iterator[ValueError]:
+        yield from too_long(request, self._settings)
         name, sampling = f"request {request.request_id}", request.sampling
-        longest = len(request.prompt) + sampling.max_new_tokens
-        if longest > self._settings.max_tokens:
-            yield ValueError(
-                f"{name} has {len(request.prompt)} prompt tokens and max_new_tokens="
-                f"{sampling.max_new_tokens}, together more than {self._settings.max_tokens}, "
-                "the longest that the engine was started for"
-            )
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
             yield ValueError(
                 f"{name} has temperature={sampling.temperature}; vLLM samples at 0 or at "
@@ -410,16 +380,3 @@ def _part(
     if experts is None:
         return found
     return with_experts(found, ExpertTensors(family, shape), experts)
-
-
-def _share(
-    model: torch.nn.Module, shard: TrainingShard | None, layout: RankLayout
-) -> dict[str, Tensor]:
-    """Puts the trainer's parameters in the place of the engine's that hold the same."""
-    if shard is None:
-        return {}
-    live = dict(model.named_parameters())
-    views = shared_views(shard, layout, next(iter(live.values())).dtype)
-    for name, view in views.items():
-        live[name].data = view
-    return views

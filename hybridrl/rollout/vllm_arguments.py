@@ -1,18 +1,17 @@
-"""What a vLLM engine is started with: its settings, and from them vLLM's own arguments.
+"""vLLM's own arguments, made of an engine's settings.
 
 Owns how much memory the KV cache gets. No vLLM here, so that it can be judged without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
+from hybridrl.rollout.settings import EngineSettings, kv_cache_blocks, token_bytes
 
 # Positions in one block of the CPU's KV cache; 128 if not told, longer than many whole responses.
 CPU_BLOCK_SIZE = 32
@@ -25,41 +24,6 @@ GPU_SLACK = 0.03
 # How much of the memory that generation may use weights and the KV cache take together before vLLM
 # is asked to measure what is left; the rest is for its activations and CUDA graphs.
 GPU_KNOWN_SHARE = 0.8
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What one engine is started with.
-
-    Args:
-        hf_config: content of the model's config.json.
-        architectures: written into the config where it names none.
-        dtype: of parameters and KV cache, e.g. "float32".
-        max_batch: most requests decoded together.
-        max_tokens: longest prompt with its response.
-        kv_cache_bytes: of this rank; None: what `max_batch` longest requests need, at most 1 GiB on
-            CPU and what vLLM finds free on GPUs.
-        reserved_bytes: of the device, which the trainer holds during rollout beyond what it holds
-            when the engine starts.
-        timeout_s: bound of collectives inside the engine; None: vLLM's own.
-        eager: run the model module by module, without torch.compile and CUDA graphs (on CPU always
-            so).
-        ep: into how many parts the experts of a layer are dealt, each whole; 1: every rank has a
-            part of each expert.
-        records_experts: whether completions have the experts that were chosen.
-    """
-
-    hf_config: Mapping[str, Any]
-    architectures: Sequence[str]
-    dtype: str
-    max_batch: int
-    max_tokens: int
-    kv_cache_bytes: int | None = None
-    reserved_bytes: int = 0
-    timeout_s: float | None = None
-    eager: bool = False
-    ep: int = 1
-    records_experts: bool = False
 
 
 def engine_arguments(
@@ -148,10 +112,6 @@ def _kv_cache_bytes(
     settings: EngineSettings, shape: ModelShape, tp: int, block_size: int, most: int | None = None
 ) -> int:
     """Returns what `max_batch` longest requests need, at most `most` bytes but one such request."""
-    itemsize = getattr(torch, settings.dtype).itemsize
-    block = shape.num_layers * shape.cached_elements(tp) * itemsize * block_size
-    per_request = -(-settings.max_tokens // block_size)
-    wanted = settings.max_batch * per_request
-    if most is not None:
-        wanted = min(wanted, max(most // block, per_request))
-    return block * (wanted + 1)  # block 0 is never handed out
+    block = block_size * token_bytes(shape, tp, getattr(torch, settings.dtype).itemsize)
+    # Block 0 is never handed out.
+    return block * (kv_cache_blocks(settings, block, block_size, most) + 1)

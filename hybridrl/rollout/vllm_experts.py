@@ -13,29 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrl.errors import ModelError
-from hybridrl.rollout.vllm_latent import ABSORBED
-
-STACKS = ("w13_weight", "w2_weight")  # gate over up, and down, of all experts of a rank
-
-
-def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns vLLM's live parameters by the names of `fused_layout`: of one that stacks the experts
-    of this rank, (E, rows, columns), each expert's matrix as `<parameter>/<index>`. Without copies
-    of others that vLLM has as parameters.
-    """
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if name.rpartition(".")[2] in ABSORBED:
-            continue
-        if name.rpartition(".")[2] in STACKS:
-            found |= {f"{name}/{i}": one for i, one in enumerate(parameter.data)}
-        else:
-            found[name] = parameter.data
-    return found
+from hybridrl.rollout.cpu_experts import experts_forward
 
 
 def deal_experts(model: torch.nn.Module, experts: Sequence[int]) -> None:
@@ -96,35 +77,3 @@ def compute_with_live_experts() -> None:
     experts.process_weights_after_loading = lambda kernel, layer: None
     experts.supports_expert_map = lambda kernel: True
     experts.apply = apply
-
-
-def experts_forward(
-    hidden_TD: Tensor,
-    gate_up_EID: Tensor,
-    down_EDI: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    local_of_expert: Tensor | None = None,
-) -> Tensor:
-    """Returns the weighted sum of each token's experts, of those that are on this rank; (T, D).
-
-    Args:
-        hidden_TD: of T tokens.
-        gate_up_EID: (local experts, 2 * width, D), the gate's rows first.
-        down_EDI: (local experts, D, width).
-        weights_TK: of the K experts of each token.
-        experts_TK: their global numbers.
-        local_of_expert: the local number of each global one, -1 where it is on another rank; None:
-            all are here.
-    """
-    if local_of_expert is not None:
-        experts_TK = local_of_expert[experts_TK.long()]
-    out_TD = torch.zeros_like(hidden_TD)
-    for expert in torch.unique(experts_TK).tolist():
-        if expert < 0:
-            continue
-        tokens, places = torch.nonzero(experts_TK == expert, as_tuple=True)
-        gate, up = F.linear(hidden_TD[tokens], gate_up_EID[expert]).chunk(2, dim=-1)
-        found = F.linear(F.silu(gate) * up, down_EDI[expert])
-        out_TD.index_add_(0, tokens, found * weights_TK[tokens, places, None].to(found.dtype))
-    return out_TD

@@ -29,6 +29,11 @@ def set_epsilon(model: torch.nn.Module) -> None:
             norm.variance_epsilon = LATENT_EPS
 
 
+def layout_name(name: str) -> str | None:
+    """Returns the layout's name of a vLLM parameter, which is its own; None: it is a copy."""
+    return None if name.rpartition(".")[2] in ABSORBED else name
+
+
 @torch.no_grad()
 def absorb(model: torch.nn.Module) -> None:
     """Makes every layer's copies of its projection up again; nothing where there are none.

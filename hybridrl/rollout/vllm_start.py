@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,11 @@ from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.view import View
+from hybridrl.rollout.groups import over_layout, replica_members
 from hybridrl.rollout.process_state import keep_generators, ranks_in_environment, replaced
 from hybridrl.rollout.sampling import draw_seeds
-from hybridrl.rollout.vllm_arguments import EngineSettings, engine_arguments
+from hybridrl.rollout.settings import EngineSettings
+from hybridrl.rollout.vllm_arguments import engine_arguments
 from hybridrl.rollout.vllm_experts import compute_with_live_experts
 from hybridrl.rollout.vllm_version import NAME, installed_version, refusal
 
@@ -134,7 +135,8 @@ def _make_engine(settings: EngineSettings, arguments: Mapping[str, Any], version
     set_num_threads = torch.set_num_threads
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _write_config(Path(folder), settings)
+        config = json.dumps(settings.config_json())
+        (Path(folder) / "config.json").write_text(config, encoding="utf-8")
         try:
             return LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
         except ValueError as error:  # pydantic's too: a model or a size that vLLM refuses
@@ -161,25 +163,6 @@ def stop(engine: LiveEngine) -> None:
         if parallel_state._WORLD is not None:
             parallel_state._WORLD.destroy()
             parallel_state._WORLD = None
-
-
-def replica_members(layout: RolloutLayout, rank: int) -> list[int]:
-    """Returns the global ranks of this rank's replica, in tensor-parallel order.
-
-    Raises:
-        ValueError: they do not ascend. torch sorts the ranks of a group, vLLM takes the order that
-            it was given for the tensor-parallel rank: it would generate wrong tokens, silently.
-    """
-    replica, _ = layout.place(rank)
-    places = {other: layout.place(other) for other in layout.ranks}
-    by_tp_rank = {tp: other for other, (which, tp) in places.items() if which == replica}
-    members = [by_tp_rank[tp] for tp in range(layout.tp)]
-    if members != sorted(members):
-        raise ValueError(
-            f"rollout assignment: replica {replica} has ranks {members} in tensor-parallel order; "
-            "they must ascend. Change the order of the training axes instead (train layout)."
-        )
-    return members
 
 
 def _import_vllm(version: str, is_cpu: bool) -> None:
@@ -240,11 +223,6 @@ def _check_groups(rank: int, members: list[int]) -> None:
         )
 
 
-def _write_config(folder: Path, settings: EngineSettings) -> None:
-    config = {"architectures": list(settings.architectures), **settings.hf_config}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-
-
 @contextlib.contextmanager
 def _groups_of(layout: RolloutLayout) -> Iterator[None]:
     """Makes vLLM build its process groups over the ranks that the layout assigns.
@@ -254,13 +232,8 @@ def _groups_of(layout: RolloutLayout) -> Iterator[None]:
     """
     from vllm.distributed import parallel_state
 
-    rank_of = {layout.place(rank): rank for rank in layout.ranks}
-    ranks = [rank_of[place] for place in product(range(layout.replicas), range(layout.tp))]
-    build = parallel_state.init_model_parallel_group
+    build = over_layout(layout, parallel_state.init_model_parallel_group, knows_replicas=True)
     build_world = parallel_state.init_world_group
-
-    def build_over_layout(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-        return build([[ranks[place] for place in group] for group in group_ranks], *args, **kwargs)
 
     def build_over_engines(_: list[int], *args: Any, **kwargs: Any) -> Any:
         return build_world(list(layout.ranks), *args, **kwargs)
@@ -272,7 +245,7 @@ def _groups_of(layout: RolloutLayout) -> Iterator[None]:
     )
     seen.distributed = distributed
     with (
-        replaced(parallel_state, "init_model_parallel_group", build_over_layout),
+        replaced(parallel_state, "init_model_parallel_group", build),
         replaced(parallel_state, "init_world_group", build_over_engines),
         replaced(parallel_state, "torch", seen),
     ):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -89,16 +90,18 @@ def installed_version(is_cpu: bool) -> str:
     return f"{name} {number}"
 
 
-def head_dim_rule(
-    head_dim: int, is_cpu: bool, cached_dim: int | None = None
-) -> Iterator[UserError]:
-    """Yields the violation if this host's vLLM has no attention kernel for the head size, or for
-    what latent attention caches of a token.
+def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
+    """Yields the violation if this host's vLLM has no attention kernel for the size of a head, or
+    for what latent attention caches of a token.
+
+    Args:
+        shape: the model's `ModelShape`.
+        is_cpu: whether this host has no GPUs.
     """
     build = CPU if is_cpu else CUDA
-    what, size, known = "model's attention head size", head_dim, build.head_dims
-    if cached_dim is not None:
-        what, size, known = "kv_lora_rank + qk_rope_head_dim", cached_dim, build.latent_dims
+    what, size, known = "model's attention head size", shape.head_dim, build.head_dims
+    if shape.latent_dim is not None:
+        what, size, known = "kv_lora_rank + qk_rope_head_dim", shape.latent_dim, build.latent_dims
     if known and size not in known:
         yield UserError(
             what,
@@ -168,4 +171,4 @@ def _version(name: str) -> str | None:
         return None
 
 
-PACKAGE = EnginePackage(is_installed, installed_version, head_dim_rule)
+PACKAGE = EnginePackage(is_installed, installed_version, model_rules)

@@ -13,21 +13,23 @@ import pytest
 import torch
 from engine_cases import (
     EXPERT_MODELS,
+    FUSED_EXPERTS,
     LOGP_TOLERANCE,
     MIXED,
-    NEEDS_VLLM,
-    VLLM_EXPERT_MODELS,
+    PACKAGED_EXPERT_MODELS,
     VOCAB,
     close_engines,
     expected_logps,
     make_engine,
     make_reference,
     make_requests,
-    start_vllm,
+    start_packaged,
     write_weights,
 )
+from packaged import CLASSES, engine_module, needs
 from tiny_models import chosen_by
 
+from hybridrl.config import engines as registry
 from hybridrl.errors import ModelError
 from hybridrl.generation.saved_rollouts import rollout_state
 from hybridrl.hybrid_engine.alias import TrainingShard
@@ -44,11 +46,24 @@ from hybridrl.models.weights import (
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
+from hybridrl.rollout.cpu_experts import experts_forward
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
-from hybridrl.rollout.vllm_experts import experts_forward
+from hybridrl.rollout.hf_experts import ChosenExperts
 
-QWEN3 = "vllm-qwen3-moe"
-VLLM = [pytest.param(name, marks=NEEDS_VLLM) for name in VLLM_EXPERT_MODELS]
+RECORDING = [
+    name
+    for name in FUSED_EXPERTS
+    if registry.ENGINES[name.values[0].partition("-")[0]].records_experts
+]
+
+
+def records(name: str) -> bool:
+    """Whether the engine of this model tells which experts it chose."""
+    engine = name.partition("-")[0]
+    if engine in registry.ENGINES:
+        return registry.ENGINES[engine].records_experts
+    modules = make_reference(name).named_modules()
+    return all(hasattr(part, "top_k") for part_name, part in modules if part_name.endswith(".gate"))
 
 
 @pytest.fixture(autouse=True)
@@ -64,10 +79,10 @@ def process_group() -> Iterator[None]:
     stop_process_group()
 
 
-@pytest.mark.parametrize("name", [*EXPERT_MODELS, *VLLM])
+@pytest.mark.parametrize("name", [*EXPERT_MODELS, *FUSED_EXPERTS])
 def test_engine_with_experts_draws_from_the_distribution_of_transformers(name: str) -> None:
     """Also after an update: nothing of the older weights is kept, packed or not."""
-    engine = make_engine(name, records_experts=True)
+    engine = make_engine(name, records_experts=records(name))
     check_layout(engine.layout())
     for version in range(2):
         model = make_reference(name, version)
@@ -77,7 +92,8 @@ def test_engine_with_experts_draws_from_the_distribution_of_transformers(name: s
         prompt = tuple(2 + i % (VOCAB - 2) for i in range(40))
         requests += [replace(one, request_id=i, prompt=prompt) for i, one in enumerate(requests)]
         for request, completion in zip(requests, generate(engine, requests), strict=True):
-            check_experts(model, request, completion)
+            if records(name):
+                check_experts(model, request, completion)
             expected = expected_logps(model, request, completion)
             torch.testing.assert_close(
                 torch.tensor(completion.logps), expected, rtol=0, atol=LOGP_TOLERANCE
@@ -98,9 +114,11 @@ def check_experts(model: Any, request: Request, completion: Completion) -> None:
     assert torch.equal(found_TLK.sort(-1).values, expected_TLK.sort(-1).values)
 
 
-@pytest.mark.parametrize("name", [*EXPERT_MODELS, VLLM[0]])
+@pytest.mark.parametrize("name", [*EXPERT_MODELS, RECORDING[0]])
 def test_experts_that_were_recorded_stay_when_other_weights_go_on(name: str) -> None:
     """A request that is interrupted by an update, saved, and goes on after it."""
+    if not records(name):
+        pytest.skip("routers of this transformers do not choose")
     engine, sampling = make_engine(name, records_experts=True), SamplingParams(max_new_tokens=12)
     (request,) = make_requests(1, sampling)
     engine.submit([request])
@@ -120,6 +138,15 @@ def test_experts_that_were_recorded_stay_when_other_weights_go_on(name: str) -> 
     expected_TLK = torch.cat((before, after)).sort(-1).values
     found_TLK = torch.from_numpy(done.experts).long().view(expected_TLK.shape)
     assert torch.equal(found_TLK.sort(-1).values, expected_TLK)
+
+
+def test_routers_that_do_not_choose_are_refused() -> None:
+    model = make_reference("deepseek-v3")
+    for name, part in model.named_modules():
+        if name.endswith(".gate"):
+            vars(part).pop("top_k", None)
+    with pytest.raises(ModelError, match="that choose experts"):
+        ChosenExperts(model)
 
 
 @pytest.mark.parametrize("name", EXPERT_MODELS)
@@ -148,65 +175,65 @@ def renamed(layout: RankLayout, change: Change) -> RankLayout:
 
 
 DEEPSEEK = "vllm-deepseek-v3"
+# A change of a model's table, and the parameter that is named.
+LATENT_FAULTS = [
+    (
+        swapped("layers.2.mlp.shared_experts.gate", "layers.2.mlp.shared_experts.up"),
+        r"layers.2.mlp.shared_experts.gate_up_proj.weight\[0:64, 0:128\]",
+    ),
+    (
+        swapped("layers.0.self_attn.q_a_proj", "layers.0.self_attn.kv_a_proj_with_mqa"),
+        r"layers.0.self_attn.fused_qkv_a_proj.weight",
+    ),
+    (
+        swapped("layers.1.mlp.gate.e_score", "layers.2.mlp.gate.e_score"),
+        r"layers.2.mlp.gate.e_score_correction_bias",
+    ),
+]
+EXPERT_FAULTS = [
+    (
+        swapped("layers.3.mlp.experts.2.", "layers.3.mlp.experts.5."),
+        r"layers.3.mlp.experts.routed_experts.w13_weight/2\[0:24, 0:128\]",
+    ),
+    (
+        swapped("layers.0.mlp.experts.7.gate_proj", "layers.0.mlp.experts.7.up_proj"),
+        r"layers.0.mlp.experts.routed_experts.w13_weight/7\[0:24, 0:128\]",
+    ),
+    (
+        swapped("layers.0.mlp.experts.0.down_proj", "layers.0.mlp.experts.1.down_proj"),
+        r"layers.0.mlp.experts.routed_experts.w2_weight/0\[0:128, 0:24\]",
+    ),
+]
+FAULTS = [
+    *((DEEPSEEK, *fault) for fault in LATENT_FAULTS),
+    *((f"{engine}-qwen3-moe", *fault) for engine in CLASSES for fault in EXPERT_FAULTS),
+]
 
 
 @pytest.mark.parametrize(
     ("model", "change", "named"),
-    [
-        (
-            DEEPSEEK,
-            swapped("layers.2.mlp.shared_experts.gate", "layers.2.mlp.shared_experts.up"),
-            r"layers.2.mlp.shared_experts.gate_up_proj.weight\[0:64, 0:128\]",
-        ),
-        (
-            DEEPSEEK,
-            swapped("layers.0.self_attn.q_a_proj", "layers.0.self_attn.kv_a_proj_with_mqa"),
-            r"layers.0.self_attn.fused_qkv_a_proj.weight",
-        ),
-        (
-            DEEPSEEK,
-            swapped("layers.1.mlp.gate.e_score", "layers.2.mlp.gate.e_score"),
-            r"layers.2.mlp.gate.e_score_correction_bias",
-        ),
-        (
-            QWEN3,
-            swapped("layers.3.mlp.experts.2.", "layers.3.mlp.experts.5."),
-            r"layers.3.mlp.experts.routed_experts.w13_weight/2\[0:24, 0:128\]",
-        ),
-        (
-            QWEN3,
-            swapped("layers.0.mlp.experts.7.gate_proj", "layers.0.mlp.experts.7.up_proj"),
-            r"layers.0.mlp.experts.routed_experts.w13_weight/7\[0:24, 0:128\]",
-        ),
-        (
-            QWEN3,
-            swapped("layers.0.mlp.experts.0.down_proj", "layers.0.mlp.experts.1.down_proj"),
-            r"layers.0.mlp.experts.routed_experts.w2_weight/0\[0:128, 0:24\]",
-        ),
-    ],
+    [pytest.param(*fault, marks=needs(fault[0].partition("-")[0])) for fault in FAULTS],
 )
-@NEEDS_VLLM[0]
-@NEEDS_VLLM[1]
-def test_vllm_engine_refuses_a_table_with_experts_elsewhere(
+def test_packaged_engine_refuses_a_table_with_experts_elsewhere(
     monkeypatch: pytest.MonkeyPatch, model: str, change: Change, named: str
 ) -> None:
     def faulty(*arguments: Any) -> RankLayout:
         return renamed(fused_layout(*arguments), change)
 
-    monkeypatch.setattr("hybridrl.rollout.vllm.fused_layout", faulty)
+    monkeypatch.setattr(f"{engine_module(model.partition('-')[0])}.fused_layout", faulty)
     with pytest.raises(ModelError, match=named):
-        start_vllm(model)
+        start_packaged(model)
 
 
-@NEEDS_VLLM[0]
-@NEEDS_VLLM[1]
+@needs("vllm")[0]
+@needs("vllm")[1]
 def test_latent_attention_computes_with_weights_that_are_the_trainers() -> None:
     """vLLM's copies of the projection up are then of memory that it no longer has."""
-    config = VLLM_EXPERT_MODELS[DEEPSEEK]
+    config = PACKAGED_EXPERT_MODELS[DEEPSEEK]
     family = resolve_family(None, config)
     layout = megatron_layout(family, family.shape(config), TrainLayout(1), 0)
     shard = TrainingShard(layout, allocate(layout, torch.float32))
-    engine = start_vllm(DEEPSEEK, shard=shard)
+    engine = start_packaged(DEEPSEEK, shard=shard)
     assert "model.layers.0.self_attn.kv_b_proj.weight" in engine.shared
     for version in range(2):
         model = make_reference(DEEPSEEK, version)
@@ -219,8 +246,8 @@ def test_latent_attention_computes_with_weights_that_are_the_trainers() -> None:
             )
 
 
-@NEEDS_VLLM[0]
-@NEEDS_VLLM[1]
+@needs("vllm")[0]
+@needs("vllm")[1]
 def test_vllm_engine_refuses_a_table_without_a_routers_bias(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -235,7 +262,7 @@ def test_vllm_engine_refuses_a_table_without_a_routers_bias(
 
     monkeypatch.setattr("hybridrl.rollout.vllm.fused_layout", faulty)
     with pytest.raises(ModelError, match=name):
-        start_vllm(DEEPSEEK)
+        start_packaged(DEEPSEEK)
 
 
 def test_experts_of_all_ranks_add_up_to_those_of_one() -> None:

@@ -15,15 +15,14 @@ import pytest
 import torch
 from engine_cases import (
     ENGINES,
+    FUSED,
     HF_MODELS,
     LOGP_TOLERANCE,
     MIXED,
     MODELS,
-    NEEDS_VLLM,
+    PACKAGED_MODELS,
     STOP,
     TINY,
-    VLLM,
-    VLLM_MODELS,
     VOCAB,
     close,
     close_engines,
@@ -33,6 +32,7 @@ from engine_cases import (
     make_requests,
     write_weights,
 )
+from packaged import CLASSES, needs
 
 from hybridrl.config import engines as registry
 from hybridrl.errors import ModelError, UserError
@@ -110,7 +110,7 @@ def test_engine_response_does_not_depend_on_the_batch(name: str) -> None:
     [
         ("hf", "qwen3"),
         ("scripted", "scripted"),
-        pytest.param("vllm", "vllm-qwen3", marks=NEEDS_VLLM),
+        *(pytest.param(name, f"{name}-qwen3", marks=needs(name)) for name in CLASSES),
     ],
 )
 def test_engine_has_the_traits_of_the_registry(registered: str, name: str) -> None:
@@ -292,7 +292,7 @@ def test_engine_layout_describes_its_tensors(name: str) -> None:
     assert dict(layout.shapes) == {n: tuple(t.shape) for n, t in tensors.items()}
     assert ("lm_head.weight" in tensors) == ("tied" not in name)
     check_layout(layout)
-    if name in VLLM_MODELS:
+    if name in PACKAGED_MODELS:
         return
     assert sorted(r.hf for r in layout.regions) == sorted(tensors)
     for region in layout.regions:
@@ -331,7 +331,7 @@ def test_generate_needs_an_idle_engine(name: str) -> None:
         generate(engine, requests[1:])
 
 
-@pytest.mark.parametrize("name", ["qwen3", VLLM[0]])
+@pytest.mark.parametrize("name", ["qwen3", *FUSED[:: len(HF_MODELS)]])
 @pytest.mark.parametrize(
     ("version", "named", "reason"),
     [

@@ -13,13 +13,13 @@ import torch
 from engine_cases import (
     EXPERTS,
     LOGP_TOLERANCE,
-    NEEDS_VLLM,
     close_engines,
     make_engine,
     make_reference,
     make_requests,
     write_weights,
 )
+from packaged import needs
 
 from hybridrl.algorithms.grpo import Grpo
 from hybridrl.config.schema import GrpoConfig, TrainConfig
@@ -91,7 +91,7 @@ def trainer(mesh: Mesh, folder: Path, shares: bool) -> Policy:
 
 
 @pytest.mark.parametrize(
-    "name", [NAME, pytest.param(f"vllm-{NAME}", marks=NEEDS_VLLM)], ids=["hf", "vllm"]
+    "name", [NAME, pytest.param(f"vllm-{NAME}", marks=needs("vllm"))], ids=["hf", "vllm"]
 )
 def test_replay_gives_the_engines_log_probabilities_where_routers_differ(
     mesh: Mesh, tmp_path: Path, name: str

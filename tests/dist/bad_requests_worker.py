@@ -1,30 +1,37 @@
-"""One rank of the test of requests and caches that vLLM cannot serve: errors on all ranks, no hang.
+"""One rank of the test of requests and caches that an engine cannot serve: errors on all ranks, and
+no hang.
 
-bad_requests_worker.py MODEL FOLDER
+bad_requests_worker.py ENGINE MODEL FOLDER
 """
 
 from __future__ import annotations
 
 import sys
-from functools import partial
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
+from packaged import engine_module
 
 from hybridrl.contracts.batch import Prompt
 from hybridrl.errors import UserError
 from hybridrl.loop.loop import Trainer
 from hybridrl.parallel.groups import PeerError
-from hybridrl.rollout import vllm
-from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, EngineSettings
+from hybridrl.rollout.build import EngineInputs
+from hybridrl.rollout.settings import EngineSettings
+
+BLOCK = 32  # tokens
+# What the longest request may have beside what each engine keeps for itself.
+FITS = {"vllm": 32, "sglang": 48}
 
 
-def make_trainer(model: str, folder: Path, rollout_tp: int) -> Trainer:
+def make_trainer(engine: str, model: str, folder: Path, rollout_tp: int) -> Trainer:
     config = {
         "run": {"name": f"tp{rollout_tp}", "dir": str(folder)},
         "model": {"path": model, "tokenizer": "examples/quickstart/model"},
         "train": {"tp": 2, "micro_batch_tokens": 256},
-        "rollout": {"engine": "vllm", "tp": rollout_tp, "max_new_tokens": 60, "max_batch": 8},
+        "rollout": {"engine": engine, "tp": rollout_tp, "max_new_tokens": 60, "max_batch": 8},
         "algorithm": {"name": "grpo"},
         "data": {"prompts": "examples/quickstart/train.jsonl", "max_prompt_tokens": 6},
         "steps": {"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 1},
@@ -53,27 +60,33 @@ def check_request_too_long(trainer: Trainer) -> None:
     assert batch.sample_ids_B.tolist() == [0, 1, 2, 3]
 
 
-def check_cache_too_small(model: str, folder: Path) -> None:
-    """Room for one block of 32 tokens beside the one that vLLM keeps for itself."""
-    block = 2 * 4 * 1 * 32 * 4 * CPU_BLOCK_SIZE  # keys and values, layers, heads, head, float32
-    settings = partial(EngineSettings, kv_cache_bytes=2 * block)
-    vllm.EngineSettings = settings  # type: ignore[misc, assignment]
+def check_cache_too_small(engine: str, model: str, folder: Path) -> None:
+    """Room for two blocks of 32 tokens."""
+    block = 2 * 4 * 1 * 32 * 4 * BLOCK  # keys and values, layers, heads, head, float32
+
+    class Small:
+        @staticmethod
+        def of(inputs: EngineInputs) -> EngineSettings:
+            return replace(EngineSettings.of(inputs), kv_cache_bytes=2 * block)
+
+    vars(import_module(engine_module(engine)))["EngineSettings"] = Small
     try:
-        make_trainer(model, folder, 2)
+        make_trainer(engine, model, folder, 2)
     except UserError as error:
         name = "data.max_prompt_tokens + rollout.max_new_tokens"
-        assert error.name == name and "got 66 tokens; allowed: at most 32:" in str(error), error
+        assert error.name == name and f"allowed: at most {FITS[engine]}:" in str(error), error
+        assert "got 66 tokens" in str(error), error
     else:
         raise AssertionError("a cache that is too small was taken")
 
 
 def main() -> None:
-    model, folder = sys.argv[1], Path(sys.argv[2])
+    engine, model, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     torch.manual_seed(0)
-    trainer = make_trainer(model, folder, 1)
+    trainer = make_trainer(engine, model, folder, 1)
     check_request_too_long(trainer)
     trainer.engine.close()
-    check_cache_too_small(model, folder)
+    check_cache_too_small(engine, model, folder)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""One rank of the experts' test: dealt over ranks, resharded into vLLM, against transformers.
+"""One rank of the experts' test: dealt over ranks, resharded into an engine, against
+transformers.
 
-experts_worker.py FOLDER some|more|latent
+experts_worker.py ENGINE FOLDER some|more|latent
 
 FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model; `latent` are the cases of
 deepseek_v3, `more` those that `some` leaves out.
@@ -19,10 +20,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from job_world import job_world
+from packaged import engine_class
 from safetensors.torch import load_file
 from tiny_models import chosen_by
 from transformers import AutoModelForCausalLM
 
+from hybridrl.config.engines import ENGINES
 from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.verify import VerifyError
@@ -34,11 +37,9 @@ from hybridrl.models.weights import RankLayout, megatron_layouts
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
-from hybridrl.rollout import vllm as vllm_engine
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.process_state import replaced
-from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_arguments import EngineSettings
+from hybridrl.rollout.settings import EngineSettings
 
 WORLD = 2
 IN_ORDER = None
@@ -78,7 +79,7 @@ def in_buffer(layout: RankLayout) -> dict[str, torch.Tensor]:
     return {n: part.view(layout.shapes[n]) for n, part in zip(order, parts, strict=True)}
 
 
-def check_shared(engine: VllmEngine, source: RankLayout) -> None:
+def check_shared(engine: Any, source: RankLayout) -> None:
     """All experts of a layer that the rank trains with, and no others, are the trainer's memory."""
     held = {(r.hf, r.hf_box) for r in source.regions}
     needed: dict[str, list[bool]] = {}
@@ -90,7 +91,7 @@ def check_shared(engine: VllmEngine, source: RankLayout) -> None:
     assert stacks == {stack for stack, found in needed.items() if all(found)}
 
 
-def check_greedy(engine: VllmEngine, oracle: torch.nn.Module, replica: int) -> None:
+def check_greedy(engine: Any, oracle: torch.nn.Module, replica: int) -> None:
     rng = np.random.default_rng(replica)
     asked = [
         Request(i, tuple(rng.integers(2, 190, size).tolist()), i, GREEDY)
@@ -99,10 +100,11 @@ def check_greedy(engine: VllmEngine, oracle: torch.nn.Module, replica: int) -> N
     for request, done in zip(asked, generate(engine, asked), strict=True):
         with torch.no_grad(), chosen_by(oracle) as chosen:
             logits = oracle(torch.tensor([request.prompt + done.tokens])).logits[0]
-        # Each rank tells the same of all experts, wherever they are; of the last token nothing.
-        expected = torch.stack(chosen, 1)[:-1].sort(-1).values
-        found = torch.from_numpy(done.experts).long().view(expected.shape)
-        assert torch.equal(found.sort(-1).values, expected), request.request_id
+        if done.experts is not None:
+            # Each rank tells the same of all experts, wherever they are; of the last token nothing.
+            expected = torch.stack(chosen, 1)[:-1].sort(-1).values
+            found = torch.from_numpy(done.experts).long().view(expected.shape)
+            assert torch.equal(found.sort(-1).values, expected), request.request_id
         logp = logits.log_softmax(-1)[len(request.prompt) - 1 : -1]
         assert logp.argmax(-1).tolist() == list(done.tokens), request.request_id
         expected = logp[range(len(done.tokens)), list(done.tokens)]
@@ -111,6 +113,7 @@ def check_greedy(engine: VllmEngine, oracle: torch.nn.Module, replica: int) -> N
 
 
 def check(
+    engine_name: str,
     folder: Path,
     name: str,
     train: TrainLayout,
@@ -119,6 +122,9 @@ def check(
     experts: tuple[tuple[int, ...], ...] | None,
     rank: int,
 ) -> None:
+    traits = ENGINES[engine_name]
+    if not traits.takes_expert_maps:
+        experts = IN_ORDER
     hf_config = json.loads((folder / f"{name}_0" / "config.json").read_text())
     family, shape = read_model(None, hf_config)
     sources = megatron_layouts(family, shape, train)
@@ -130,11 +136,11 @@ def check(
         4,
         96,
         ep=ep,
-        records_experts=True,
+        records_experts=traits.records_experts,
     )
     layout = replace(RolloutLayout.consecutive(WORLD, tp), experts=experts)
     shard = TrainingShard(sources[rank], weights)
-    engine = VllmEngine(settings, family, layout, rank, shard=shard)
+    engine = engine_class(engine_name)(settings, family, layout, rank, shard=shard)
     check_shared(engine, sources[rank])
     hybrid = HybridEngine(
         sources, weights, engine, job_world(), staging_bytes=1 << 16, verify_every=1
@@ -174,7 +180,7 @@ def everyone_has(mine: bool) -> list[bool]:
     return found
 
 
-def check_swapped(engine: VllmEngine, hybrid: HybridEngine, stack: str, rank: int) -> None:
+def check_swapped(engine: Any, hybrid: HybridEngine, stack: str, rank: int) -> None:
     """An expert in the place of another, on the last rank that copies experts, is named."""
     culprit = max(r for r, has in enumerate(everyone_has(bool(stack))) if has)
     finish = engine.finish_update
@@ -191,7 +197,7 @@ def check_swapped(engine: VllmEngine, hybrid: HybridEngine, stack: str, rank: in
 
 
 def check_stale(
-    hybrid: HybridEngine, engine: VllmEngine, weights: dict[str, torch.Tensor], rank: int
+    hybrid: HybridEngine, engine: Any, weights: dict[str, torch.Tensor], rank: int
 ) -> None:
     """Copies of the projection up, and a router's bias, that stay those of older weights.
 
@@ -218,7 +224,7 @@ def check_stale(
     for name, weight in weights.items():
         if name.endswith("linear_kv_up_proj.weight"):
             weight.add_(1)
-    with replaced(vllm_engine, "absorb", lambda model: None):
+    with replaced(sys.modules[type(engine).__module__], "absorb", lambda model: None):
         said = failure(hybrid)
     assert "W_UK_T of the engine on rank 0" in said, said
     hybrid.to_rollout()
@@ -233,14 +239,14 @@ def failure(hybrid: HybridEngine) -> str:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    engine, folder = sys.argv[1], Path(sys.argv[2])
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 120)
     torch.set_grad_enabled(False)
     rank = torch.distributed.get_rank()
-    for name, train, tp, ep, experts in CASES[sys.argv[2]]:
-        check(folder, name, train, tp, ep, experts, rank)
+    for name, train, tp, ep, experts in CASES[sys.argv[3]]:
+        check(engine, folder, name, train, tp, ep, experts, rank)
     stop_process_group()
 
 

@@ -1,6 +1,6 @@
 """One rank of the first-sync test: faults planted between trainer and engine, found at the start.
 
-first_sync_worker.py MODEL FOLDER
+first_sync_worker.py ENGINE MODEL FOLDER
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaged import engine_module
 
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.packed import PackedTransport
@@ -22,7 +24,6 @@ from hybridrl.loop import rollout_setup
 from hybridrl.loop.loop import Trainer
 from hybridrl.loop.probe import EngineDiffersError
 from hybridrl.models.weights import RankLayout, fused_layout
-from hybridrl.rollout import vllm as vllm_engine
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -91,13 +92,13 @@ def refused(trainer: Trainer, kind: type[Exception]) -> str:
     raise AssertionError(f"no {kind.__name__}")
 
 
-def make_trainer(model: str, folder: Path, name: str) -> Trainer:
+def make_trainer(engine: str, model: str, folder: Path, name: str) -> Trainer:
     config = {
         "run": {"name": name, "dir": str(folder)},
         "model": {"path": model, "tokenizer": "examples/quickstart/model"},
         "train": {"tp": 2, "micro_batch_tokens": 256},
         # Not cut as the trainer's: the engine would share its memory, and no copy could go wrong.
-        "rollout": {"engine": "vllm", "tp": 1, "max_new_tokens": 6, "max_batch": 8},
+        "rollout": {"engine": engine, "tp": 1, "max_new_tokens": 6, "max_batch": 8},
         "algorithm": {"name": "grpo"},
         "data": {"prompts": "examples/quickstart/train.jsonl", "max_prompt_tokens": 6},
         "steps": {"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 1},
@@ -107,9 +108,9 @@ def make_trainer(model: str, folder: Path, name: str) -> Trainer:
 
 
 def main() -> None:
-    model, folder = sys.argv[1], Path(sys.argv[2])
+    engine, model, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     run_transport, build_engine = PackedTransport.run, rollout_setup.build_engine
-    trainer = make_trainer(model, folder, "sent-wrong")
+    trainer = make_trainer(engine, model, folder, "sent-wrong")
     for parameter, plant in SENT_WRONG.items():
 
         def run_and_plant(self: PackedTransport, plant: Any = plant) -> Any:
@@ -134,14 +135,14 @@ def main() -> None:
         return build_engine(config, other, *arguments)
 
     with replaced(rollout_setup, "build_engine", with_other_positions):
-        trainer = make_trainer(model, folder, "read-otherwise")
+        trainer = make_trainer(engine, model, folder, "read-otherwise")
     message = refused(trainer, EngineDiffersError)
     assert "replica 0" in message and "position" in message, message
     trainer.engine.close()
 
-    with replaced(vllm_engine, "fused_layout", forget_biases):
+    with replaced(import_module(engine_module(engine)), "fused_layout", forget_biases):
         try:
-            make_trainer(model, folder, "table-wrong")
+            make_trainer(engine, model, folder, "table-wrong")
         except ModelError as error:
             assert "model.layers.0.self_attn.qkv_proj.bias" in str(error), error
         else:

@@ -215,9 +215,8 @@ def check_promise(folder: Path, platform: Platform) -> None:
     model = build(folder, "even", mesh)
     load(folder, "even", model)
     family, shape = model.source.family, model.source.shape
-    rollout = rollout_layout(
-        model, config.rollout.tp, model.source_layouts(), meshes.placement.rollout
-    )
+    sources = model.source_layouts()
+    rollout = rollout_layout(model, config.rollout, sources, meshes.placement.rollout)
     assert [list(pair) for pair in rollout.assignment] == report["rollout"]["assignment"]
     tp_rank = rollout.assignment[mesh.world.rank][1]
     engine = BareEngine(fused_layout(family, shape, 4, tp_rank))

@@ -1,7 +1,7 @@
 """One rank of the mismatch tests.
 
 mismatch_worker.py splits MODEL              the metrics of a step, in every layout
-mismatch_worker.py hf|vllm MODEL FOLDER      the diagnosis, with faults planted in the engine
+mismatch_worker.py hf|ENGINE MODEL FOLDER      the diagnosis, with faults planted in the engine
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from packaged import CLASSES
 
 from hybridrl.algorithms.grpo import Grpo
 from hybridrl.config.schema import GrpoConfig, TrainConfig
@@ -44,7 +45,7 @@ LAYOUTS = [  # tp, pp, cp, vpp
     (1, 2, 1, 2),
 ]
 LENGTHS = [(3, 9), (5, 2), (2, 17), (7, 7), (1, 30), (4, 1), (6, 12), (3, 3)]
-TRAIN = {"hf": {"tp": 2, "cp": 2}, "vllm": {"tp": 2, "pp": 2}}
+TRAIN = {"hf": {"tp": 2, "cp": 2}, **dict.fromkeys(CLASSES, {"tp": 2, "pp": 2})}
 # A step's forward in training mode sums in another order than one without gradients.
 TOLERANCE = 1e-4
 
@@ -137,7 +138,7 @@ def make_trainer(engine: str, model: str, folder: Path) -> Trainer:
         "train": {**TRAIN[engine], "micro_batch_tokens": 64},
         "rollout": {
             "engine": engine,
-            "tp": 2 if engine == "vllm" else 1,
+            "tp": 2 if engine in CLASSES else 1,
             "max_new_tokens": 6,
             "max_batch": 8,
         },

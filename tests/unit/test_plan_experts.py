@@ -164,6 +164,8 @@ def test_plan_says_how_experts_are_dealt_where_that_saves_bytes(config_file: Pat
     same = report(config_file, *vllm[:-1], "train.ep=4", world=4)
     assert same["rollout"]["experts"] is None and "dealt in order" not in plan_text(same)
     assert "experts_in_order" not in same["rollout"]["choices"]
+    other = report(config_file, *vllm, "rollout.engine=sglang", world=4)["rollout"]
+    assert other["experts"] is None and other["choices"]["used"]["max_receive_bytes"] == in_order
 
 
 DEEPSEEK_V3 = Path(__file__).parents[2] / "benchmarks/models/deepseek-v3.json"

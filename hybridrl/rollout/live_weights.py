@@ -1,0 +1,113 @@
+"""An engine's live fused parameters: checked against the weight table, and shared with the trainer.
+
+Used by engines of packages that hold their parameters as `fused_layout` says.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridrl.hybrid_engine.alias import TrainingShard, is_view, shared_views
+from hybridrl.models.boxes import Shape
+from hybridrl.models.weights import RankLayout
+from hybridrl.rollout.engine import Holding
+from hybridrl.rollout.scheme import check_parameters, check_placement
+
+STACKS = ("w13_weight", "w2_weight")  # gate over up, and down, of all experts of a rank
+
+
+class Names(Protocol):
+    """Translates a package's name of a parameter into that of `fused_layout`; None: it is a copy of
+    others, of which the layout does not know.
+    """
+
+    def __call__(self, name: str) -> str | None: ...
+
+
+def live_tensors(model: torch.nn.Module, layout_name: Names) -> dict[str, Tensor]:
+    """Returns the live parameters by the names of `fused_layout`: of one that stacks the experts of
+    this rank, (E, rows, columns), each expert's matrix as `<parameter>/<index>`.
+    """
+    found: dict[str, Tensor] = {}
+    for own_name, parameter in model.named_parameters():
+        name = layout_name(own_name)
+        if name is None:
+            continue
+        if name.rpartition(".")[2] in STACKS:
+            found |= {f"{name}/{i}": one for i, one in enumerate(parameter.data)}
+        else:
+            found[name] = parameter.data
+    return found
+
+
+def check_live(
+    model: torch.nn.Module,
+    layout: RankLayout,
+    shapes: dict[str, Shape],
+    version: str,
+    layout_name: Names,
+) -> None:
+    """Proves that the layout describes a new module's parameters, whose contents are overwritten.
+
+    Raises:
+        ModelError: naming the first parameter that differs.
+    """
+    tensors = live_tensors(model, layout_name)
+    load: Any = model.load_weights
+    check_parameters(layout, tensors, version)
+    check_placement(layout, tensors, shapes, load, version)
+
+
+def share(
+    model: torch.nn.Module,
+    shard: TrainingShard | None,
+    layout: RankLayout,
+    layout_name: Names,
+) -> dict[str, Tensor]:
+    """Puts the trainer's parameters in the place of the engine's that hold the same; returns the
+    views by the layout's names, a stack of experts as one.
+    """
+    if shard is None:
+        return {}
+    live = {layout_name(name): parameter for name, parameter in model.named_parameters()}
+    views = shared_views(shard, layout, next(iter(live.values())).dtype)
+    for name, view in views.items():
+        live[name].data = view
+    return views
+
+
+def still_shared(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> frozenset[str]:
+    """Returns the names whose parameter is still the trainer's: a layer that was repacked after
+    loading has memory of its own again.
+    """
+    return frozenset(name for name, one in tensors.items() if is_view(name, one, views))
+
+
+def weight_holdings(
+    tensors: dict[str, Tensor], shared: frozenset[str], stays: bool
+) -> dict[str, Holding]:
+    """Returns what parameters hold of the device, apart from those that are the trainer's."""
+    sizes = {name: t.numel() * t.element_size() for name, t in tensors.items()}
+    num_shared = sum(sizes[name] for name in shared)
+    return {
+        "weights": Holding(sum(sizes.values()) - num_shared, stays),
+        "weights shared with the trainer": Holding(num_shared, is_shared=True),
+    }
+
+
+def layout_bytes(layout: RankLayout, dtype: str) -> int:
+    """Returns the bytes of a rank's parameters of this type, e.g. "bfloat16"."""
+    itemsize: int = getattr(torch, dtype).itemsize
+    return sum(prod(size) for size in layout.shapes.values()) * itemsize
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns what the device has free; 0 on CPU, which is not measured."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]

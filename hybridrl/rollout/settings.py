@@ -1,0 +1,98 @@
+"""What an engine of an installed package is started with, whichever package it is.
+
+Owns the size that a KV cache should have. No engine and no torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.models.family import ModelShape
+from hybridrl.rollout.engine import Request
+
+if TYPE_CHECKING:
+    from hybridrl.rollout.build import EngineInputs
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What one engine is started with.
+
+    Args:
+        hf_config: content of the model's config.json.
+        architectures: written into the config where it names none.
+        dtype: of parameters and KV cache, e.g. "float32".
+        max_batch: most requests decoded together.
+        max_tokens: longest prompt with its response.
+        kv_cache_bytes: of this rank; None: what `max_batch` longest requests need, at most 1 GiB on
+            CPU and what the engine finds free on GPUs.
+        reserved_bytes: of the device, which the trainer holds during rollout beyond what it holds
+            when the engine starts.
+        timeout_s: bound of collectives inside the engine; None: the engine's own.
+        eager: run the model module by module, without torch.compile and CUDA graphs (on CPU always
+            so).
+        ep: into how many parts the experts of a layer are dealt, each whole; 1: every rank has a
+            part of each expert.
+        records_experts: whether completions have the experts that were chosen.
+    """
+
+    hf_config: Mapping[str, Any]
+    architectures: Sequence[str]
+    dtype: str
+    max_batch: int
+    max_tokens: int
+    kv_cache_bytes: int | None = None
+    reserved_bytes: int = 0
+    timeout_s: float | None = None
+    eager: bool = False
+    ep: int = 1
+    records_experts: bool = False
+
+    @staticmethod
+    def of(inputs: EngineInputs) -> EngineSettings:
+        """Returns the settings of an engine that is built from these inputs."""
+        return EngineSettings(
+            {**inputs.family.stated, **inputs.hf_config},
+            inputs.family.architectures,
+            inputs.dtype_name,
+            inputs.rollout.max_batch,
+            max_tokens=inputs.max_tokens,
+            reserved_bytes=inputs.reserved_bytes,
+            timeout_s=inputs.timeout_s,
+            eager=inputs.rollout.eager,
+            ep=inputs.rollout.ep,
+            records_experts=inputs.records_experts,
+        )
+
+    def config_json(self) -> dict[str, Any]:
+        """Returns the config.json that the engine reads."""
+        return {"architectures": list(self.architectures), **self.hf_config}
+
+
+def token_bytes(shape: ModelShape, tp: int, itemsize: int) -> int:
+    """Returns the bytes of a token's keys and values, or latents, on a rank."""
+    return shape.num_layers * shape.cached_elements(tp) * itemsize
+
+
+def kv_cache_blocks(
+    settings: EngineSettings, block_bytes: int, block_size: int, most: int | None = None
+) -> int:
+    """Returns the blocks that `max_batch` longest requests need, at most `most` bytes of them, but
+    those of one such request.
+    """
+    per_request = -(-settings.max_tokens // block_size)
+    wanted = settings.max_batch * per_request
+    return wanted if most is None else min(wanted, max(most // block_bytes, per_request))
+
+
+def too_long(request: Request, settings: EngineSettings) -> Iterator[ValueError]:
+    """Yields the refusal of a request that is longer than the engine was started for."""
+    most_new = request.sampling.max_new_tokens
+    if len(request.prompt) + most_new > settings.max_tokens:
+        yield ValueError(
+            f"request {request.request_id} has {len(request.prompt)} prompt tokens and "
+            f"max_new_tokens={most_new}, together more than {settings.max_tokens}, "
+            "the longest that the engine was started for"
+        )

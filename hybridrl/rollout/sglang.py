@@ -1,0 +1,352 @@
+"""The `sglang` engine: SGLang's scheduler in this process, its live parameters written in place.
+
+Owns requests on their way through SGLang's continuous batching, and the order of an update (stop,
+write, forget the cache). Not owned: how SGLang is started (sglang_start.py), how its loop is driven
+(sglang_scheduler.py) and who sends weights.
+
+Who waits for whom: `submit`, `step`, `begin_update` and `finish_update` are made by all
+tensor-parallel ranks of a replica alike; replicas are independent of each other. Invariant: between
+calls every unfinished request lies here with all its tokens, so that SGLang's own state can be
+dropped at any time and a request continues from prompt and tokens: what it draws next depends on
+its seed and its position alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.alias import TrainingShard
+from hybridrl.models.family import Family
+from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout.agreement import TokenAgreement
+from hybridrl.rollout.build import EngineInputs
+from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
+from hybridrl.rollout.live_weights import (
+    check_live,
+    free_bytes,
+    layout_bytes,
+    live_tensors,
+    share,
+    still_shared,
+    weight_holdings,
+)
+from hybridrl.rollout.process_state import keep_generators
+from hybridrl.rollout.sampling import no_logprob
+from hybridrl.rollout.settings import EngineSettings, token_bytes, too_long
+from hybridrl.rollout.sglang_sampling import request_sampling
+from hybridrl.rollout.sglang_scheduler import drawn_logps, synchronize
+from hybridrl.rollout.sglang_start import start, stop
+from hybridrl.rollout.sglang_version import model_rules
+
+# Turns of SGLang's loop without a batch after which it is taken to be stuck. One may pass where the
+# tokens of the batch before have to be known first.
+MOST_EMPTY_TURNS = 3
+
+
+def build(inputs: EngineInputs) -> SglangEngine:
+    """Builds this rank's part of a replica; collective over the ranks that have an engine."""
+    parts = inputs.family, inputs.layout, inputs.rank, inputs.device, inputs.shard
+    return SglangEngine(EngineSettings.of(inputs), *parts)
+
+
+@dataclass
+class _Running:
+    """A request that SGLang has, and how many of the tokens that it drew were taken."""
+
+    row: RunningRequest
+    request: Any
+    num_taken: int = 0
+
+
+class SglangEngine:
+    """Implements `RolloutEngine` and `WeightTarget` over one rank's part of an SGLang engine.
+
+    Making one is collective over the ranks that have an engine; so is `close`.
+
+    Args:
+        settings: sizes and dtype.
+        family: of the model; its weight table is checked against SGLang's own parameters.
+        layout: the replicas over all ranks; ranks ascend within a replica.
+        rank: this rank.
+        device: where parameters and KV cache live.
+        shard: the trainer's parameters on this rank; those that hold what an engine parameter holds
+            become that parameter (`shared` names them). None: the engine has its own memory.
+
+    Raises:
+        UserError: SGLang is missing or does not fit; it cannot run this model here; or its
+            parameters are not those of the weight table (names the first).
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        family: Family,
+        layout: RolloutLayout,
+        rank: int,
+        device: str | torch.device = "cpu",
+        shard: TrainingShard | None = None,
+    ) -> None:
+        self._device = torch.device(device)
+        self._settings = settings
+        shape = family.shape(settings.hf_config)
+        for violation in model_rules(shape, self._device.type == "cpu"):
+            raise violation
+        if layout.experts is not None:
+            raise ValueError("this engine takes experts in order")
+        if settings.records_experts:
+            raise ValueError("this engine does not record experts")
+        _, tp_rank = layout.place(rank)
+        self._layout = fused_layout(family, shape, layout.tp, tp_rank, settings.ep)
+        refusals: list[ModelError] = []
+        views: dict[str, Tensor] = {}
+
+        def prepare(model: torch.nn.Module, version: str) -> None:
+            """Runs before SGLang measures memory and captures graphs."""
+            try:
+                check_live(model, self._layout, hf_shapes(family, shape), version, layout_name)
+            except ModelError as error:
+                refusals.append(error)  # raised once SGLang has started: on all ranks alike
+            else:
+                views.update(share(model, shard, self._layout, layout_name))
+
+        weight_bytes = layout_bytes(self._layout, settings.dtype)
+        before = free_bytes(self._device)
+        self._live = start(settings, shape, layout, rank, self._device, weight_bytes, prepare)
+        self._scheduler = self._live.scheduler
+        if refusals:
+            self.close()
+            raise refusals[0]
+        self._tensors = live_tensors(self._live.model, layout_name)
+        self.shared = still_shared(views, self._tensors)
+        self._agreement = TokenAgreement(self._live.tp_group)
+        itemsize = getattr(torch, settings.dtype).itemsize
+        per_token = token_bytes(shape, layout.tp, itemsize)
+        self._cache_bytes = per_token * self._scheduler.max_total_num_tokens
+        # Every unfinished request, in order of arrival, and those that SGLang has, by number.
+        self._rows: dict[int, RunningRequest] = {}
+        self._running: dict[int, _Running] = {}
+        self._num_empty_turns = 0
+        self._finished: list[Completion] = []
+        self._version = -1
+        self._is_updating = True
+        self._is_asleep = self._keeps_memory = False
+        self.sleep()  # a run begins in the training phase
+        self._kept_bytes = before - free_bytes(self._device)
+
+    # WeightTarget
+
+    def layout(self) -> RankLayout:
+        """Returns what of the HF checkpoint each of this rank's fused parameters holds."""
+        return self._layout
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Returns the live parameters, which generation reads; written in place, never replaced."""
+        return self._tensors
+
+    def sleep(self, keeps_memory: bool = False) -> None:
+        """Stops generation and gives weights and KV cache back; running requests keep their tokens.
+
+        The addresses stay reserved, so parameters and CUDA graphs are valid again after the next
+        update. On CPU everything fits at once, and nothing is given back.
+        """
+        self._stop_generation()
+        self._keeps_memory = keeps_memory
+        if not keeps_memory and self._device.type != "cpu" and not self._is_asleep:
+            self._memory("release", ["kv_cache", "weights"])
+            self._is_asleep = True
+
+    def begin_update(self) -> None:
+        """Stops generation and maps the weights; running requests keep their tokens here."""
+        self._stop_generation()
+        if self._is_asleep:
+            self._memory("resume", ["weights"])
+
+    def finish_update(self, version: int) -> None:
+        """Maps the KV cache and allows generation with the weights `version`."""
+        if self._is_asleep:
+            self._memory("resume", ["kv_cache"])
+            self._is_asleep = False
+        # Keys and values of older weights may be cached.
+        self._scheduler.forget_requests()
+        synchronize(self._device)  # the weights were written on another stream than SGLang's
+        self._version = version
+        self._is_updating = False
+
+    def _stop_generation(self) -> None:
+        self._is_updating = True
+        self._drop_running()
+
+    def _drop_running(self) -> None:
+        """Takes everything from SGLang; the rows keep the tokens that were taken from it."""
+        self._running.clear()
+        if not self._is_asleep:
+            self._scheduler.forget_requests()
+
+    def _memory(self, what: str, kinds: list[str]) -> None:
+        """Gives back (`release`) or maps again (`resume`) memory; SGLang has no requests."""
+        from sglang.srt.managers import io_struct
+
+        named = f"{what.capitalize()}MemoryOccupationReqInput"
+        request = getattr(io_struct, named)(tags=kinds)
+        owner = getattr(self._scheduler, "weight_updater", self._scheduler)  # of newer versions
+        with keep_generators(self._device), torch.no_grad():
+            getattr(owner, f"{what}_memory_occupation")(request)
+        if "kv_cache" in kinds and what == "resume":
+            # What is mapped anew holds anything. Rows that pad a captured batch read place 0.
+            self._scheduler.req_to_token_pool.req_to_token.zero_()
+
+    # RolloutEngine
+
+    def memory(self) -> dict[str, Holding]:
+        """Returns bytes on this rank by what they are for; what the engine keeps while it sleeps is
+        measured, on GPUs.
+        """
+        never_sleeps = self._device.type == "cpu" or self._keeps_memory
+        return weight_holdings(self._tensors, self.shared, never_sleeps) | {
+            "KV cache": Holding(self._cache_bytes, never_sleeps),
+            "graphs and workspace": Holding(self._kept_bytes, stays=True),
+        }
+
+    @property
+    def version(self) -> int:
+        """The version of the weights; -1 before the first update."""
+        return self._version
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a submitted request is not finished yet."""
+        return bool(self._rows)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests.
+
+        Raises:
+            ValueError: an id is held already, or a request is longer than the engine was started
+                for.
+        """
+        for request in requests:
+            for violation in too_long(request, self._settings):
+                raise violation
+        rows = new_rows(self._rows.values(), requests)
+        self._rows.update((row.request.request_id, row) for row in rows)
+
+    def collect(self) -> list[Completion]:
+        """Returns, once, what finished since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def pending(self) -> list[Request]:
+        """Returns the unfinished requests with the tokens they have."""
+        return [row.so_far() for row in self._rows.values()]
+
+    def clear(self) -> None:
+        """Drops all requests, and responses that were not collected."""
+        self._agreement.settle()
+        if self._running:
+            self._drop_running()
+        self._rows.clear()
+        self._finished.clear()
+
+    def close(self) -> None:
+        """Ends the engine; collective over the ranks that have one."""
+        stop(self._live)
+
+    def step(self) -> None:
+        """Hands queued requests to SGLang and lets its loop take one turn.
+
+        Raises:
+            TokensDifferError: the ranks of this replica drew different tokens in the step before.
+        """
+        if self._is_updating:
+            raise RuntimeError("the sglang engine has no complete weights: finish_update() first")
+        self._agreement.settle()
+        if not self._rows:
+            return
+        with keep_generators(self._device), torch.no_grad():
+            if len(self._running) < len(self._rows):
+                for request_id, row in self._rows.items():
+                    if request_id not in self._running:
+                        self._add(request_id, row)
+            self._scheduler.turn()
+        drawn = list(self._take())
+        self._num_empty_turns = (
+            0 if drawn or self._scheduler.last_batch else 1 + (self._num_empty_turns)
+        )
+        if self._num_empty_turns >= MOST_EMPTY_TURNS:
+            raise RuntimeError(f"SGLang runs none of {len(self._running)} unfinished requests")
+        self._agreement.report(drawn)
+        if not self._rows:
+            self._agreement.settle()  # no step follows that would
+
+    def _add(self, request_id: int, row: RunningRequest) -> None:
+        """Gives a request to SGLang; the tokens it has so far are part of the prompt."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
+        asked = TokenizedGenerateReqInput(
+            rid=str(request_id),
+            input_text=None,
+            input_ids=token_ids([*row.request.prompt, *row.tokens], self._scheduler),
+            input_embeds=None,
+            token_type_ids=None,
+            mm_inputs=None,
+            sampling_params=request_sampling(
+                row.request.sampling, row.request.seed, len(row.tokens)
+            ),
+            return_logprob=True,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+        )
+        self._running[request_id] = _Running(row, self._scheduler.add(asked))
+
+    def _take(self) -> Iterator[tuple[int, int]]:
+        """Keeps the tokens that SGLang has drawn since; yields (request id, token)."""
+        done = []
+        for request_id, running in self._running.items():
+            tokens, logps = running.request.output_ids, drawn_logps(running.request)
+            completion: Completion | None = None
+            for place in range(running.num_taken, len(tokens)):
+                completion = self._append(running.row, tokens[place], logps[place])
+                yield request_id, tokens[place]
+            running.num_taken = len(tokens)
+            if running.request.finished() != (completion is not None):
+                raise RuntimeError(
+                    f"SGLang ended request {request_id} with {running.request.finished_reason} "
+                    f"after {len(running.row.tokens)} of "
+                    f"{running.row.request.sampling.max_new_tokens} tokens"
+                )
+            if completion is not None:
+                done.append(request_id)
+                self._finished.append(completion)
+        for request_id in done:
+            del self._rows[request_id], self._running[request_id]
+
+    def _append(self, row: RunningRequest, token: int, logp: float) -> Completion | None:
+        if not -float("inf") < logp <= 0:
+            number = row.request.request_id
+            raise no_logprob("sglang", logp, number, self._version, self._tensors)
+        return row.append(token, logp, self._version)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """This rank's live module, for those who look into it; not to be changed."""
+        return self._live.model
+
+
+def layout_name(name: str) -> str:
+    """Returns the layout's name of an SGLang parameter."""
+    return name.replace(".experts.w", ".experts.routed_experts.w")
+
+
+def token_ids(tokens: list[int], scheduler: Any) -> Any:
+    """Returns token ids as this version of SGLang takes them."""
+    return array("q", tokens) if scheduler.takes_arrays else tokens

@@ -1,0 +1,176 @@
+"""SGLang's scheduler inside this process: one turn of its loop at a time, no sockets, no threads.
+
+SGLang runs a scheduler in a process of its own, whose loop asks sockets for requests and sends
+tokens to others. Here the same loop runs for one turn and is left where it would ask again; what a
+turn did is read from the requests. The loop itself stays SGLang's, with all that its versions do in
+it. Owns what of the scheduler's parts is replaced: sockets, the receiver of requests, the sender of
+tokens, the watchdog that would end the process, checks of idle servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybridrl.rollout.process_state import replaced
+
+
+class _TurnIsOverError(Exception):
+    """Raised where the loop asks for requests a second time."""
+
+
+class _Silence:
+    """Takes what the scheduler sends to other processes."""
+
+    def send_output(self, output: Any, request: Any = None) -> None:
+        """Drops it."""
+
+
+@contextlib.contextmanager
+def without_watchdog() -> Iterator[None]:
+    """Makes schedulers start no thread that ends the process when no batch ran for a while."""
+    from sglang.srt.managers import scheduler
+
+    with replaced(scheduler, "create_scheduler_watchdog", lambda *args, **kwargs: None):
+        yield
+
+
+def make_scheduler(server_args: Any, tp_rank: int, ep_rank: int, gpu_id: int) -> Any:
+    """Returns a new scheduler with its model, cache and graphs; the process has SGLang's groups."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    driven = type("DrivenScheduler", (_Driven, Scheduler), {})
+    # Only a port that nobody opens is read of the ports: the process group is there already.
+    ports = SimpleNamespace(nccl_port=0)
+    others = 0, 0, 0, None  # pipeline, attention's context, experts' data, data parallel
+    return driven(server_args, ports, gpu_id, tp_rank, ep_rank, *others)
+
+
+class _Driven:
+    """What a scheduler does otherwise when it is driven by `turn`; before SGLang's class, in which
+    the attributes that it does not make itself are.
+    """
+
+    running_batch: Any
+    _streams: Callable[[], Any]
+    _turn_begins: bool
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def init_ipc_channels(self, port_args: Any) -> None:
+        silence = _Silence()
+        self.idle_sleeper = self.load_snapshot_writer = None
+        self.recv_from_tokenizer = self.recv_from_rpc = None
+        self.send_to_tokenizer = self.send_to_detokenizer = silence
+        self.ipc_channels = SimpleNamespace(  # of newer versions
+            recv_from_tokenizer=None,
+            recv_from_rpc=None,
+            send_to_tokenizer=silence,
+            send_to_detokenizer=silence,
+            send_metrics_from_scheduler=None,
+        )
+
+    def init_request_receiver(self) -> None:  # of newer versions
+        self.request_receiver = SimpleNamespace(recv_requests=self.recv_requests)
+
+    def init_output_streamer(self) -> None:  # of newer versions
+        ignore = self.stream_output
+        self.output_streamer = SimpleNamespace(
+            stream_output=ignore, _stream_output_generation=ignore
+        )
+
+    def recv_requests(self) -> list[Any]:
+        """Gives the loop nothing, once; requests are handed over between turns."""
+        if not self._turn_begins:
+            raise _TurnIsOverError
+        self._turn_begins = False
+        return []
+
+    def stream_output(self, *args: Any, **kwargs: Any) -> None:
+        """Sends no tokens: they are read from the requests."""
+
+    def on_idle(self) -> None:
+        """Does nothing: a server without requests would check its pools here."""
+
+    @property
+    def result_queue(self) -> Any:
+        """Batches under way; the loop begins with a new queue, which here is the old one."""
+        return self.__dict__.setdefault("_batches_under_way", deque())
+
+    @result_queue.setter
+    def result_queue(self, queue: Any) -> None:
+        pass
+
+    @property
+    def takes_arrays(self) -> bool:
+        """Whether token ids are passed as arrays, as newer versions do."""
+        return hasattr(super(), "init_request_receiver")
+
+    def prepare_turns(self) -> None:
+        """Makes the streams that SGLang makes where its loop begins."""
+        self._is_overlapped = self.enable_overlap
+        self._streams = contextlib.nullcontext
+        if self.device == "cpu":
+            return
+        module = self.device_module
+        stream = module.Stream(priority=0)
+        while stream.cuda_stream == self.forward_stream.cuda_stream:
+            stream = module.Stream(priority=0)
+        self.schedule_stream = stream
+        self._war_barrier_enabled = True
+        self._streams = lambda: module.StreamContext(stream)
+
+    def turn(self) -> None:
+        """Runs the loop's body once."""
+        self._turn_begins = True
+        loop = self.event_loop_overlap if self._is_overlapped else self.event_loop_normal
+        with self._streams(), contextlib.suppress(_TurnIsOverError):
+            loop()
+
+    def add(self, request: Any) -> Any:
+        """Queues a request and returns what the scheduler knows of it."""
+        self.handle_generate_request(request)
+        queued = self.waiting_queue[-1] if self.waiting_queue else None
+        if queued is None or queued.rid != request.rid:
+            raise RuntimeError(f"SGLang did not queue request {request.rid}")
+        # No log-probabilities of what is in the prompt, nor, where a request is taken back and
+        # computed again, of what it has drawn already.
+        queued.logprob_start_len = -1
+        return queued
+
+    def forget_requests(self) -> None:
+        """Drops all requests, and the KV cache with the prefixes in it."""
+        with self._streams():
+            while self.result_queue:
+                batch, result = self.result_queue.popleft()
+                self.process_batch_result(batch, result)
+            if self.device != "cpu":
+                self.device_module.synchronize()
+            self.waiting_queue.clear()
+            self.chunked_req = self.last_batch = self.cur_batch = None
+            self.running_batch = type(self.running_batch)(reqs=[], batch_is_full=False)
+            if not self.flush_cache(empty_cache=False):
+                raise RuntimeError("SGLang kept its cache, which holds keys of older weights")
+        if hasattr(self, "new_token_ratio_tracker"):  # of newer versions
+            self.new_token_ratio_tracker.reset()
+        else:
+            self.new_token_ratio = self.init_new_token_ratio
+
+
+def drawn_logps(request: Any) -> list[float]:
+    """Returns the log-probabilities of a request's tokens so far."""
+    holder = getattr(request, "logprob", None)  # of newer versions
+    logps: list[float] = (request if holder is None else holder).output_token_logprobs_val
+    return logps
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for a GPU: weights are written on another stream than SGLang's."""
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)

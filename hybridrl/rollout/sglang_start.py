@@ -1,0 +1,379 @@
+"""Starts an SGLang engine inside this process, cut over the ranks as our own layout says.
+
+Owns everything that is about SGLang's start and not about generation: environment, process groups,
+memory that can be given back, and the few repairs of the installed version, each with its reason.
+Who waits for whom: `start` and `stop` are collective over the ranks that have an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.errors import UserError
+from hybridrl.models.family import ModelShape
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.parallel.view import View
+from hybridrl.rollout.cpu_experts import experts_forward
+from hybridrl.rollout.groups import over_layout, replica_members
+from hybridrl.rollout.process_state import keep_generators, quiet, replaced
+from hybridrl.rollout.settings import EngineSettings
+from hybridrl.rollout.sglang_arguments import longest_request, server_arguments
+from hybridrl.rollout.sglang_sampling import SeededSampler, keep_seeds
+from hybridrl.rollout.sglang_scheduler import make_scheduler, without_watchdog
+from hybridrl.rollout.sglang_stubs import stand_in
+from hybridrl.rollout.sglang_version import NAME, installed_version, refusal, too_small_cache
+
+ENVIRONMENT = {
+    # Requests end before the length that SGLang is told, which is above the longest request.
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    # The trainer's ranks hold unlike amounts of memory, which SGLang takes for a fault.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+}
+# Arguments of 0.5.12 that are called otherwise in newer versions.
+RENAMED = {
+    "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
+    "disable_piecewise_cuda_graph": "disable_prefill_cuda_graph",
+}
+# Engines that are not stopped; SGLang's process groups belong to all of them.
+_OPEN: list[Any] = []
+
+
+@dataclass(frozen=True)
+class LiveEngine:
+    """A started SGLang engine.
+
+    Args:
+        scheduler: SGLang's, of sglang_scheduler.py.
+        model: this rank's module; its parameters are what generation reads.
+        tp_group: gloo group of the replica's ranks.
+        version: name and version, for messages.
+    """
+
+    scheduler: Any
+    model: torch.nn.Module
+    tp_group: dist.ProcessGroup
+    version: str
+
+
+def start(
+    settings: EngineSettings,
+    shape: ModelShape,
+    layout: RolloutLayout,
+    rank: int,
+    device: torch.device,
+    weight_bytes: int,
+    prepare: Callable[[torch.nn.Module, str], None],
+) -> LiveEngine:
+    """Starts this rank's part of its replica, with dummy weights; collective over the engines.
+
+    Args:
+        weight_bytes: of this rank's parameters.
+        prepare: called with the new module and SGLang's version, before SGLang measures what memory
+            is left and captures graphs of the parameters that it finds.
+
+    Raises:
+        UserError: SGLang is missing, does not fit this host, or refuses the model or its memory.
+        ValueError: the layout orders the ranks of a replica otherwise than ascending.
+        RuntimeError: there is no process group, or an engine of another layout is still open.
+    """
+    is_cpu = device.type == "cpu"
+    version = installed_version(is_cpu)
+    members = replica_members(layout, rank)
+    if not dist.is_initialized():
+        raise RuntimeError("start a process group first: the engine's ranks are those of the world")
+    _import_sglang(version, is_cpu, layout.tp)
+    from sglang.srt.distributed import parallel_state
+
+    _check_groups(rank, members)
+    memory = None if is_cpu else _device_memory(layout)
+    arguments = server_arguments(settings, shape, layout.tp, weight_bytes, memory)
+    with (
+        keep_generators(device, everywhere=True),
+        _kept_threads(),
+        _groups_of(layout, settings.timeout_s),
+        _after_loading(lambda model: prepare(model, version)),
+        _sizes_as_they_are(),
+        _seeds_as_they_are(),
+        without_watchdog(),
+        quiet(),
+    ):
+        scheduler = _make_scheduler(settings, arguments, layout, rank, device, version)
+    _OPEN.append(scheduler)
+    _check_groups(rank, members)
+    fits = longest_request(scheduler.max_total_num_tokens)
+    group = parallel_state.get_tp_group().cpu_group
+    engine = LiveEngine(scheduler, scheduler.tp_worker.model_runner.model, group, version)
+    if fits < settings.max_tokens:
+        stop(engine)
+        raise too_small_cache(settings.max_tokens, fits)
+    return engine
+
+
+def _device_memory(layout: RolloutLayout) -> tuple[int, int]:
+    """Returns the bytes that every engine's device has free at least, and those of this one."""
+    free, total = torch.cuda.mem_get_info()
+    found: list[int] = [0] * len(layout.ranks)
+    group = dist.new_group(list(layout.ranks), backend="gloo")
+    dist.all_gather_object(found, free, group)
+    dist.destroy_process_group(group)
+    return min(found), total
+
+
+def _make_scheduler(
+    settings: EngineSettings,
+    arguments: dict[str, Any],
+    layout: RolloutLayout,
+    rank: int,
+    device: torch.device,
+    version: str,
+) -> Any:
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+    _forget_places_of_experts()
+    _, tp_rank = layout.place(rank)
+    ep_rank = tp_rank // (layout.tp // settings.ep)
+    gpu_id = 0 if device.type == "cpu" else torch.cuda.current_device()
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.dumps(settings.config_json())
+        (Path(folder) / "config.json").write_text(config, encoding="utf-8")
+        try:
+            server_args = ServerArgs(model_path=folder, **_renamed(arguments, ServerArgs))
+            set_global_server_args_for_scheduler(server_args)
+            scheduler = make_scheduler(server_args, tp_rank, ep_rank, gpu_id)
+        except (ValueError, NotImplementedError, AssertionError) as error:
+            if not str(error):
+                raise  # says nothing to a user
+            raise refusal(str(error), version) from error
+    keep_seeds()
+    scheduler.model_config.hf_eos_token_id = None  # requests say where they end
+    scheduler.tp_worker.model_runner.sampler = SeededSampler()
+    scheduler.prepare_turns()
+    return scheduler
+
+
+def _forget_places_of_experts() -> None:
+    """Lets a further engine say where its experts lie: SGLang takes one engine for a process."""
+    try:
+        from sglang.srt.runtime_context import get_resources  # of newer versions
+    except ImportError:
+        from sglang.srt.eplb import expert_location
+
+        vars(expert_location)["_global_expert_location_metadata"] = None
+    else:
+        get_resources().expert_location_metadata = None
+
+
+def _renamed(arguments: dict[str, Any], server_args: Any) -> dict[str, Any]:
+    """Returns the arguments by the names that this version has for them."""
+    known = {field.name for field in dataclasses.fields(server_args)}
+    names = {name: name if name in known else RENAMED.get(name, name) for name in arguments}
+    return {names[name]: value for name, value in arguments.items()}
+
+
+def stop(engine: LiveEngine) -> None:
+    """Ends the engine; with the last one of the process, SGLang's process groups too.
+
+    Not by SGLang's own shutdown, which destroys the default process group, the trainer's.
+    """
+    from sglang.srt.distributed import parallel_state
+
+    if engine.scheduler not in _OPEN:
+        return
+    _OPEN.remove(engine.scheduler)
+    if not _OPEN:
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+
+
+def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if is_cpu:
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        # A list of cores for each rank, of which it counts the entries; it binds none.
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
+    try:
+        if is_cpu:
+            stand_in()
+        with quiet():
+            import sglang.srt.managers.scheduler  # noqa: F401  # all that a start needs
+            import sglang.srt.utils.common as common
+    except (ImportError, OSError) as error:  # OSError: a library that does not load
+        reason = str(error).splitlines()[0]
+        raise UserError(NAME, reason, "an SGLang that imports", f"Reinstall {version}.") from error
+    if is_cpu and common.cpu_has_amx_support():
+        raise UserError(
+            NAME,
+            "an SGLang with kernels for AMX, which pack the weights",
+            "a build without them: they would not see the weights that training writes",
+            "Run: pip uninstall -y sgl-kernel-cpu",
+        )
+    if is_cpu:
+        _compute_with_local_experts()
+    if not is_cpu:
+        import torch_memory_saver
+
+        # The other way to give memory back asks for a library that is loaded before Python.
+        with contextlib.suppress(AttributeError, AssertionError):  # it was asked before
+            torch_memory_saver.torch_memory_saver.hook_mode = "torch"
+
+
+def _compute_with_local_experts() -> None:
+    """Lets CPU engines deal experts to ranks: SGLang's computation there takes -1, an expert of
+    another rank, for a place.
+    """
+    from sglang.srt.layers.moe import fused_moe_native
+
+    def forward(layer: Any, hidden_TD: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
+        if config.apply_router_weight_on_input or config.activation != "silu":
+            raise NotImplementedError("experts other than gated SiLU, weighed after them")
+        weights_TK, experts_TK, _ = chosen
+        return experts_forward(hidden_TD, layer.w13_weight, layer.w2_weight, weights_TK, experts_TK)
+
+    fused_moe_native.moe_forward_native = forward
+
+
+def _check_groups(rank: int, members: list[int]) -> None:
+    """Refuses groups that SGLang has and that are not the layout's, and forgets an ended world's.
+
+    SGLang keeps its groups for the life of the process.
+    """
+    from sglang.srt.distributed import parallel_state
+
+    world = parallel_state._WORLD
+    if world is None:
+        return
+    try:
+        dist.get_process_group_ranks(world.cpu_group)
+    except KeyError:  # destroyed together with the default group that it was made in
+        for name, value in vars(parallel_state).items():
+            if isinstance(value, parallel_state.GroupCoordinator):
+                setattr(parallel_state, name, None)
+        _OPEN.clear()
+        return
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    found = list(parallel_state.get_tp_group().ranks)
+    if found != members:
+        raise RuntimeError(
+            f"rank {rank}: SGLang has the replica {found} open in this process, and the layout "
+            f"asks for {members}: close the first engine"
+        )
+
+
+@contextlib.contextmanager
+def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]:
+    """Makes SGLang build its process groups over the ranks that the layout assigns.
+
+    SGLang takes a replica for the whole world, and makes groups of its ranks from 0 on. Here that
+    world is the replica, the same groups are made for every replica, and those that are there are
+    kept for the next engine. Their collectives are bounded as the trainer's: SGLang bounds those of
+    a process group that it has made itself.
+    """
+    from sglang.srt.distributed import parallel_state
+
+    build = over_layout(layout, parallel_state.init_model_parallel_group, knows_replicas=False)
+    initialize = parallel_state.initialize_model_parallel
+    parts = {"use_pynccl": False, "use_custom_allreduce": False, "group_name": "world"}
+
+    def build_world(_: list[int], local_rank: int, backend: str, **kwargs: Any) -> Any:
+        return build([list(range(layout.tp))], local_rank, backend, **parts)
+
+    def initialize_once(*args: Any, **kwargs: Any) -> None:
+        if not parallel_state.model_parallel_is_initialized():
+            initialize(*args, **kwargs)
+
+    bound = None if timeout_s is None else timedelta(seconds=timeout_s)
+    distributed, seen = View(dist), View(torch)
+    distributed.get_world_size = lambda group=None: (
+        layout.tp if group is None else dist.get_world_size(group)
+    )
+    seen.distributed = distributed
+    with (
+        replaced(parallel_state, "init_model_parallel_group", build),
+        replaced(parallel_state, "init_world_group", build_world),
+        replaced(parallel_state, "torch", seen),
+        replaced(parallel_state, "_MODEL_PARALLEL_GROUP_TIMEOUT", bound),
+        replaced(_caller_of_groups(), "initialize_model_parallel", initialize_once),
+    ):
+        yield
+
+
+def _caller_of_groups() -> Any:
+    """Returns the module that makes SGLang's groups at the start of a model."""
+    try:
+        from sglang.srt.distributed import bootstrap  # of newer versions
+    except ImportError:
+        from sglang.srt.model_executor import model_runner
+
+        return model_runner
+    return bootstrap
+
+
+@contextlib.contextmanager
+def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+    """Calls `prepare` with the module that SGLang has just made, inside the memory pool of weights.
+
+    Inside, so that the pool gives back what `prepare` replaces.
+    """
+    from sglang.srt.model_loader.loader import DummyModelLoader
+
+    load = DummyModelLoader.load_model
+
+    def load_and_prepare(loader: Any, **keywords: Any) -> Any:
+        model = load(loader, **keywords)
+        prepare(model)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return model
+
+    with replaced(DummyModelLoader, "load_model", load_and_prepare):
+        yield
+
+
+@contextlib.contextmanager
+def _sizes_as_they_are() -> Iterator[None]:
+    """Makes CPU engines keep the model's sizes, which SGLang pads for AMX."""
+    from sglang.srt.model_executor import model_runner
+
+    def keep(model_config: Any, load_config: Any, tp_size: int) -> Any:
+        return model_config
+
+    with replaced(model_runner, "adjust_config_with_unaligned_cpu_tp", keep):
+        yield
+
+
+@contextlib.contextmanager
+def _seeds_as_they_are() -> Iterator[None]:
+    """Keeps SGLang's seed where it is: ranks have the same, and a replica that does not begin with
+    rank 0 would wait for a sender that it takes for another rank.
+    """
+    from sglang.srt.managers import tp_worker
+
+    with replaced(tp_worker, "broadcast_pyobj", lambda data, *args, **kwargs: data):
+        yield
+
+
+@contextlib.contextmanager
+def _kept_threads() -> Iterator[None]:
+    """Keeps the number of torch's threads: SGLang sets it to 1 while it loads, and leaves it so."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)

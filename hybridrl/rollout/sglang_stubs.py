@@ -1,0 +1,88 @@
+"""Stand-ins for two packages that SGLang imports and that its CPU engine never calls for text.
+
+SGLang is published for GPUs only. Its module tree imports `torchvision`, whose wheels do not load
+beside a CPU torch, and `sgl_kernel`, which is compiled for GPUs. Generation of text on CPUs with
+torch's own attention calls neither; whatever is called of them raises.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+STOOD_IN = ("sgl_kernel", "torchvision")
+IMAGES = "AutoImageProcessor"
+
+
+class _Missing:
+    """A function or class of a stood-in package."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{self._name} was called, which hybridrl stands in for on CPUs")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self._name}.{name}")
+
+
+class _Module(types.ModuleType):
+    """A module of a stood-in package: it has every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "InterpolationMode":  # made at import, by its members
+            modes = "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS"
+            return enum.Enum(name, modes)
+        return _Missing(f"{self.__name__}.{name}")
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the packages that are stood in for, and all that they could contain."""
+
+    def __init__(self, roots: Sequence[str]) -> None:
+        self._roots = frozenset(roots)
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.split(".")[0] not in self._roots:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = _Module(spec.name)
+        module.__path__ = []
+        vars(module)["__version__"] = "0"
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing is in it."""
+
+
+def stand_in() -> None:
+    """Makes SGLang importable: the packages that are not installed are stood in for from now on."""
+    import transformers
+    import transformers.models.auto
+    from transformers.utils import import_utils
+
+    missing = [name for name in STOOD_IN if name not in sys.modules and find_spec(name) is None]
+    if not missing:
+        return
+    sys.meta_path.append(_Finder(missing))
+    # SGLang registers processors of images with a class that transformers shows only beside
+    # torchvision, in which it now must believe: it may have found out otherwise before.
+    import_utils.is_torchvision_available.cache_clear()
+    for module in (transformers, transformers.models.auto):
+        vars(module).get("_object_missing_backend", {}).pop(IMAGES, None)
+        vars(module).pop(IMAGES, None)

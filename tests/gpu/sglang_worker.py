@@ -1,0 +1,215 @@
+"""SGLang's engine on GPUs against transformers in bf16: what tests/contracts asks of it on CPUs.
+
+sglang_worker.py        on one GPU; under torchrun on two a replica of both; prints a line a model.
+
+bf16 rounds otherwise in other kernels, so log-probabilities are compared within LOGP_TOLERANCE, and
+tokens of one engine with tokens of the same engine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridrl.models.family import resolve_family
+from hybridrl.models.transformers_weights import checkpoint_tensors
+from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.platform import Platform
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.rollout.settings import EngineSettings
+from hybridrl.rollout.sglang import SglangEngine
+
+IS_GPU = torch.cuda.is_available()  # without one the script only shows that it runs
+DTYPE = torch.bfloat16 if IS_GPU else torch.float32
+# A model of random weights whose logits spread over several nats; measured with bf16 on CPU: 0.05.
+LOGP_TOLERANCE = 0.15
+# Of tokens that a batch beside them may change by rounding: a draw at a border of two tokens.
+SHARE_EQUAL = 0.9
+VOCAB = 4000
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+EXPERTS = {
+    **CONFIG,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+KINDS = [
+    SamplingParams(temperature=0.0, max_new_tokens=40),
+    SamplingParams(temperature=0.7, top_k=50, max_new_tokens=40),
+    SamplingParams(temperature=1.0, top_p=0.8, max_new_tokens=40, stop_token_ids=(1, 2, 3)),
+    SamplingParams(temperature=1.0, max_new_tokens=40),
+]
+
+
+def make_reference(config: dict[str, Any], seed: int, device: torch.device) -> Any:
+    fields = dict(config)
+    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(0.1 * noise if parameter.ndim > 1 else 1 + 0.1 * noise)
+    return model.to(device, DTYPE)
+
+
+def write_weights(engine: SglangEngine, model: Any, version: int) -> None:
+    engine.begin_update()
+    source, tensors = checkpoint_tensors(model, model.config.to_dict()), engine.tensors()
+    for region in engine.layout().regions:
+        part = source[region.hf].detach()[tuple(slice(*span) for span in region.hf_box)]
+        tensors[region.local][tuple(slice(*span) for span in region.local_box)] = part
+    engine.finish_update(version)
+
+
+def requests(count: int, seed: int = 0) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    return [
+        Request(i, tuple(rng.integers(4, VOCAB, 3 + i % 90).tolist()), 77 + i, KINDS[i % 4])
+        for i in range(count)
+    ]
+
+
+def logps(model: Any, request: Request, done: Completion) -> torch.Tensor:
+    """The reference's log-probabilities of a response by the request's own distribution."""
+    from hybridrl.rollout.sampling import log_distribution
+
+    ids = torch.tensor([request.prompt + done.tokens], device=model.device)
+    with torch.no_grad():
+        logits_TV = model(ids).logits[0, len(request.prompt) - 1 : -1].float()
+    # Sampled by another computation of bf16, a token may lie just outside of top-k or top-p.
+    sampling = replace(request.sampling, top_k=0, top_p=1.0)
+    found_TV = log_distribution(logits_TV, [sampling] * len(done.tokens))
+    return found_TV.gather(-1, torch.tensor(done.tokens, device=model.device)[:, None])[:, 0].cpu()
+
+
+def check_logps(model: Any, asked: list[Request], done: list[Completion]) -> str:
+    """Of whole distributions each; with top-k or top-p what is left out only raises them."""
+    worst = 0.0
+    for request, one in zip(asked, done, strict=True):
+        gap = torch.tensor(one.logps) - logps(model, request, one)
+        whole = request.sampling.top_k == 0 and request.sampling.top_p == 1
+        worst = max(worst, float(gap.abs().max() if whole else (-gap).max()))
+    assert worst < LOGP_TOLERANCE, worst
+    return f"log-probabilities within {worst:.3f}"
+
+
+def share_equal(one: list[Completion], other: list[Completion]) -> float:
+    return float(np.mean([a.tokens == b.tokens for a, b in zip(one, other, strict=True)]))
+
+
+def check_batches(engine: SglangEngine, asked: list[Request], done: list[Completion]) -> str:
+    backwards = generate(engine, asked[::-1])[::-1]
+    alone = [generate(engine, [request])[0] for request in asked[:8]]
+    shares = share_equal(done, backwards), share_equal(done[:8], alone)
+    assert min(shares) >= SHARE_EQUAL - 0.15, shares
+    return f"equal responses in another order {shares[0]:.2f}, alone {shares[1]:.2f}"
+
+
+def check_interruption(engine: SglangEngine, asked: list[Request], done: list[Completion]) -> str:
+    engine.submit(asked)
+    for _ in range(15):
+        engine.step()
+    finished = engine.collect()
+    pending = engine.pending()
+    assert pending and any(one.tokens for one in pending)
+    engine.sleep()
+    engine.begin_update()
+    engine.finish_update(engine.version)
+    engine.clear()
+    finished += generate(engine, pending)
+    by_id = {one.request_id: one for one in finished}
+    share = share_equal(done, [by_id[one.request_id] for one in done])
+    assert share >= SHARE_EQUAL - 0.15, share
+    return f"equal responses after a sleep in the middle {share:.2f}"
+
+
+def check_sleep(engine: SglangEngine, model: Any) -> str:
+    """Memory comes back, comes again, and what was captured reads what is written then."""
+    if not IS_GPU:
+        return "no memory to give back"
+    torch.cuda.empty_cache()
+    awake = torch.cuda.mem_get_info()[0]
+    began = time.perf_counter()
+    engine.sleep()
+    slept = time.perf_counter()
+    asleep = torch.cuda.mem_get_info()[0]
+    engine.begin_update()
+    engine.finish_update(engine.version)
+    torch.cuda.synchronize()
+    ended = time.perf_counter()
+    assert asleep > awake, (awake, asleep)
+    write_weights(engine, model, engine.version + 1)
+    freed, times = (asleep - awake) / 2**20, (slept - began, ended - slept)
+    return f"sleep freed {freed:.0f} MiB in {times[0]:.4f} s, waking took {times[1]:.4f} s"
+
+
+def check(name: str, config: dict[str, Any], eager: bool, ep: int, rank: int, world: int) -> None:
+    family = resolve_family(None, config)
+    settings = EngineSettings(
+        config, family.architectures, str(DTYPE).removeprefix("torch."), 64, 200, eager=eager, ep=ep
+    )
+    layout = RolloutLayout.consecutive(world, world)
+    device = torch.device("cuda", rank) if IS_GPU else torch.device("cpu")
+    began = time.perf_counter()
+    engine = SglangEngine(settings, family, layout, rank, device)
+    said = [f"started in {time.perf_counter() - began:.1f} s"]
+    asked = requests(48)
+    for version in range(2):
+        model = make_reference(config, version, device)
+        write_weights(engine, model, version)
+        done = generate(engine, asked)
+        said.append(check_logps(model, asked, done))
+    said.append(check_batches(engine, asked, done))
+    said.append(check_interruption(engine, asked, done))
+    said.append(check_sleep(engine, model))
+    assert share_equal(done, generate(engine, asked)) >= SHARE_EQUAL - 0.15
+    holdings = {what: round(one.num_bytes / 2**20) for what, one in engine.memory().items()}
+    said.append(f"MiB {holdings}")
+    engine.close()
+    if rank == 0:
+        print(f"{name} tp {world} ep {ep} eager {eager}: " + "; ".join(said), flush=True)
+
+
+def main() -> int:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if IS_GPU:
+        torch.cuda.set_device(rank)
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, 120)
+    torch.set_grad_enabled(False)
+    for eager in (True, False):
+        check("qwen3", CONFIG, eager, 1, rank, world)
+    check("qwen3_moe", EXPERTS, False, 1, rank, world)
+    if world > 1:
+        check("qwen3_moe", EXPERTS, False, world, rank, world)
+    stop_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

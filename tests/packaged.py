@@ -1,0 +1,53 @@
+"""The engines of packages that are installed beside hybridrl: the one list that tests run them by.
+
+A test that takes `name` from PACKAGED runs for each engine whose package this environment has, and
+is skipped for the others. A new engine joins by a line in CLASSES.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrl.config.engines import named
+
+CLASSES = {
+    "vllm": "hybridrl.rollout.vllm:VllmEngine",
+    "sglang": "hybridrl.rollout.sglang:SglangEngine",
+}
+
+# Keys of models that an engine refuses, and that its variants of the tests' models leave out.
+REFUSED_KEYS = {"vllm": (), "sglang": ("mlp_only_layers",)}
+
+# Kinds of models that an engine refuses.
+REFUSED_MODELS = {"vllm": (), "sglang": ("deepseek_v3",)}
+
+
+def needs(engine: str) -> tuple[Any, Any]:
+    """Returns the marks of a test that needs an engine. On GPU hosts there is no float32 attention;
+    benchmarks and GPU tests look at them there.
+    """
+    is_there = find_spec(engine) is not None and not torch.cuda.is_available()
+    skip = pytest.mark.skipif(not is_there, reason=f"needs {engine} on a host without GPUs")
+    return pytest.mark.engine, skip
+
+
+PACKAGED = [pytest.param(name, marks=needs(name)) for name in CLASSES]
+INSTALLED = [name for name in CLASSES if not needs(name)[1].args[0]]
+NEEDS_ANY = (
+    pytest.mark.engine,
+    pytest.mark.skipif(not INSTALLED, reason=f"needs one of {', '.join(CLASSES)}"),
+)
+
+
+def engine_class(name: str) -> Any:
+    """Returns the adapter's class."""
+    return named(CLASSES[name])
+
+
+def engine_module(name: str) -> str:
+    """Returns the full name of the adapter's module."""
+    return CLASSES[name].partition(":")[0]

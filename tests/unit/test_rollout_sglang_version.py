@@ -1,0 +1,247 @@
+"""Which SGLang is accepted on which host, and what it is started with: no SGLang is needed."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybridrl.cli import environment
+from hybridrl.errors import UserError
+from hybridrl.models.family import read_model
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout import sglang_version
+from hybridrl.rollout.engine import SamplingParams
+from hybridrl.rollout.groups import over_layout
+from hybridrl.rollout.sampling import (
+    RowSampling,
+    log_distribution,
+    sample,
+    sample_rows,
+    uniforms,
+    uniforms_on_device,
+)
+from hybridrl.rollout.settings import EngineSettings
+from hybridrl.rollout.sglang import layout_name
+from hybridrl.rollout.sglang_arguments import (
+    CPU_MAX_KV_CACHE_BYTES,
+    SPARE_TOKENS,
+    longest_request,
+    server_arguments,
+)
+from hybridrl.rollout.sglang_sampling import IS_GREEDY, SeededSampler
+from hybridrl.rollout.sglang_scheduler import drawn_logps
+from hybridrl.rollout.sglang_version import (
+    installed_version,
+    model_rules,
+    refusal,
+    too_small_cache,
+)
+
+GIB = 1 << 30
+NEEDS = ["numpy", "torch==2.11.0", "transformers==5.12.1", "torch==1.0; extra == 'old'"]
+GOOD = {"sglang": "0.5.16", "torch": "2.11.0+cu130", "transformers": "5.12.1"}
+QWEN_7B: dict[str, Any] = json.loads(
+    (Path(__file__).parents[2] / "benchmarks" / "models" / "qwen2.5-7b.json").read_text()
+)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns a function that makes just these distributions the installed ones."""
+
+    def install(**found: str) -> None:
+        def version(name: str) -> str:
+            if name not in found:
+                raise PackageNotFoundError(name)
+            return found[name]
+
+        monkeypatch.setattr(sglang_version, "version", version)
+        monkeypatch.setattr(environment, "version", version)
+        monkeypatch.setattr(sglang_version, "requires", lambda name: NEEDS)
+
+    return install
+
+
+def test_sglang_of_the_host_is_accepted(install: Any) -> None:
+    install(**GOOD)
+    assert installed_version(is_cpu=False) == "sglang 0.5.16"
+    install(sglang="0.5.12", torch="2.13.0", transformers="5.6.0")
+    assert installed_version(is_cpu=True) == "sglang 0.5.12"
+
+
+@pytest.mark.parametrize(
+    ("packages", "is_cpu", "found", "fix"),
+    [
+        ({"torch": "2.13.0"}, True, "no sglang", "make .venv-sglang"),
+        ({"torch": "2.11.0"}, False, "no sglang", "pip install 'hybridrl[sglang]'"),
+        ({**GOOD, "sglang": "0.5.11"}, False, "sglang 0.5.11", "hybridrl[sglang]"),
+        ({**GOOD, "sglang": "0.5.23"}, False, "sglang 0.5.23", "hybridrl[sglang]"),
+        ({**GOOD, "sglang": "0.5.17"}, True, "sglang 0.5.17", "make .venv-sglang"),
+        ({**GOOD, "torch": "2.13.0"}, False, "torch 2.13.0", "pip install 'torch==2.11.0'"),
+        (
+            {**GOOD, "transformers": "5.19.0"},
+            False,
+            "transformers 5.19.0",
+            "pip install 'transformers==5.12.1'",
+        ),
+    ],
+)
+def test_sglang_that_does_not_fit_is_refused_with_the_fix(
+    install: Any, packages: dict[str, str], is_cpu: bool, found: str, fix: str
+) -> None:
+    install(**packages)
+    with pytest.raises(UserError) as caught:
+        installed_version(is_cpu)
+    assert str(caught.value.value).startswith(found)
+    assert fix in caught.value.remedy and "rollout.engine=hf" in caught.value.remedy
+
+
+def test_check_says_which_sglang_there_is(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "num_local_gpus", lambda: 1)
+    for packages, status in ((GOOD, "ok"), ({**GOOD, "sglang": "0.5.23"}, "problem")):
+        install(**packages)
+        items = {item.name: item for item in environment._engines()}
+        assert items["sglang"].status == status
+    assert items["sglang"].found == "sglang 0.5.23, not sglang 0.5.12 to 0.5.16"
+
+
+def test_models_that_sglang_would_compute_otherwise_are_refused() -> None:
+    def rules(moe: Any, latent_dim: int | None = None) -> list[UserError]:
+        return list(model_rules(SimpleNamespace(moe=moe, latent_dim=latent_dim), True))
+
+    assert rules(None) == rules(SimpleNamespace(dense_layers=())) == []
+    (violation,) = rules(SimpleNamespace(dense_layers=(1, 3)))
+    assert violation.name == "model's layers without experts" and violation.value == "1, 3"
+    (violation,) = rules(SimpleNamespace(dense_layers=(0,)), 576)
+    assert violation.value == "latent attention" and "rollout.engine=vllm" in violation.remedy
+
+
+def test_messages_of_the_start() -> None:
+    assert "a\nb" not in str(refusal("a\nb", "sglang 0.5.12"))
+    assert "a b; allowed" in str(refusal("a\nb", "sglang 0.5.12"))
+    assert "got 300 tokens; allowed: at most 128:" in str(too_small_cache(300, 128))
+    assert "got 300 tokens; allowed: less:" in str(too_small_cache(300, -3))
+
+
+def settings(**changes: Any) -> EngineSettings:
+    given = {"dtype": "bfloat16", "max_batch": 256, "max_tokens": 1024, **changes}
+    return EngineSettings(QWEN_7B, ["Qwen2ForCausalLM"], **given)
+
+
+def test_cpu_engine_has_room_for_its_requests_and_at_most_a_gigabyte() -> None:
+    _, shape = read_model(None, QWEN_7B)
+    small = server_arguments(settings(max_batch=2), shape, 1, 0, None)
+    assert small["max_total_tokens"] == 2 * (1024 + SPARE_TOKENS)
+    assert longest_request(1024 + SPARE_TOKENS) == 1024
+    assert small["context_length"] >= 1024 + 2  # SGLang ends requests before it
+    large = server_arguments(settings(), shape, 1, 0, None)
+    per_token = 2 * 28 * 4 * 128 * 2
+    assert large["max_total_tokens"] * per_token > 0.9 * CPU_MAX_KV_CACHE_BYTES
+    assert large["max_total_tokens"] * per_token <= CPU_MAX_KV_CACHE_BYTES
+    halved = server_arguments(settings(), shape, 2, 0, None)
+    assert halved["max_total_tokens"] > 1.9 * large["max_total_tokens"]
+    given = server_arguments(settings(kv_cache_bytes=100 * per_token), shape, 1, 0, None)
+    assert given["max_total_tokens"] == 100
+
+
+def test_gpu_engine_leaves_what_the_trainer_holds() -> None:
+    _, shape = read_model(None, QWEN_7B)
+    memory = 80 * GIB, 80 * GIB
+    whole = server_arguments(settings(), shape, 1, 15 * GIB, memory)
+    bound = server_arguments(settings(reserved_bytes=40 * GIB), shape, 1, 15 * GIB, memory)
+    assert bound["mem_fraction_static"] < whole["mem_fraction_static"] < 0.85
+    assert bound["mem_fraction_static"] * 80 + 40 < 80
+    assert whole["enable_memory_saver"] and not whole["disable_cuda_graph"]
+    assert server_arguments(settings(eager=True), shape, 1, 0, memory)["disable_cuda_graph"]
+    with pytest.raises(UserError, match=r"free memory of the GPU: got 80.0 GiB, of which 70.0"):
+        server_arguments(settings(reserved_bytes=70 * GIB), shape, 1, 15 * GIB, memory)
+
+
+def test_names_of_parameters_are_the_layouts() -> None:
+    stem = "model.layers.3.mlp.experts."
+    assert layout_name(f"{stem}w13_weight") == f"{stem}routed_experts.w13_weight"
+    assert layout_name("model.norm.weight") == "model.norm.weight"
+
+
+@pytest.mark.parametrize(("knows_replicas", "asked"), [(True, [[0, 1], [2, 3]]), (False, [[0, 1]])])
+def test_groups_are_made_over_the_ranks_of_the_layout(
+    knows_replicas: bool, asked: list[list[int]]
+) -> None:
+    layout = RolloutLayout(2, ((0, 0), (1, 0), (0, 1), (1, 1)))
+    build = over_layout(layout, lambda groups, *rest: (groups, rest), knows_replicas)
+    assert build(asked, "gloo") == ([[0, 2], [1, 3]], ("gloo",))
+
+
+def test_log_probabilities_are_found_in_old_and_new_requests() -> None:
+    old = SimpleNamespace(output_token_logprobs_val=[-1.0])
+    assert drawn_logps(old) == drawn_logps(SimpleNamespace(logprob=old)) == [-1.0]
+
+
+def test_uniforms_of_the_device_are_those_of_the_host() -> None:
+    seeds = np.random.default_rng(0).integers(0, 2**63, 1000)
+    counts = np.arange(1000)
+    found = uniforms_on_device(torch.from_numpy(seeds), torch.from_numpy(counts))
+    assert np.array_equal(found.numpy(), uniforms(seeds.tolist(), counts.tolist()))
+
+
+@pytest.mark.parametrize("vocab", [24, 199, 1024, 1536])
+def test_draws_invert_the_whole_cumulative_distribution(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_BV = 3 * torch.randn(500, vocab, generator=generator)
+    logits_BV[:, ::3] = -torch.inf
+    uniform_B = torch.rand(500, dtype=torch.float64, generator=generator)
+    uniform_B[:2] = torch.tensor([0.0, 1 - 2**-48], dtype=torch.float64)
+    rows = RowSampling.of([SamplingParams()] * 500, torch.device("cpu"))
+    tokens_B, logp_B = sample_rows(logits_BV, rows, uniform_B)
+    cdf_BV = logits_BV.log_softmax(-1).exp().double().cumsum(-1)
+    draw_B1 = (uniform_B * cdf_BV[:, -1])[:, None]
+    assert torch.equal(tokens_B, torch.searchsorted(cdf_BV, draw_B1, right=True)[:, 0])
+    assert bool(logp_B.isfinite().all())
+
+
+def batch_info(sampling: list[SamplingParams]) -> SimpleNamespace:
+    """What SGLang would have of these requests, as sglang_sampling.py hands them over."""
+    greedy = [row.temperature == 0 for row in sampling]
+    top_k = [1 if g else row.top_k or 1 << 30 for g, row in zip(greedy, sampling, strict=True)]
+    top_p = torch.tensor([row.top_p for row in sampling])
+    return SimpleNamespace(
+        temperatures=torch.tensor([row.temperature or 1.0 for row in sampling])[:, None],
+        top_ks=torch.tensor(top_k, dtype=torch.int32),
+        top_ps=top_p,
+        min_ps=torch.tensor([IS_GREEDY if g else 0.0 for g in greedy]),
+        sampling_seed=torch.arange(len(sampling)),
+        is_all_greedy=all(k == 1 for k in top_k),
+        need_min_p_sampling=any(greedy),
+        need_top_k_sampling=any(k < 1 << 30 for k in top_k),
+        need_top_p_sampling=bool((top_p != 1).any()),
+    )
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        [SamplingParams(), SamplingParams(temperature=0.5)],
+        [SamplingParams(temperature=0.0), SamplingParams(temperature=2.0)],
+        [SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_k=1)],
+        [SamplingParams(top_k=3, top_p=0.7), SamplingParams(temperature=0.0)],
+    ],
+)
+def test_sampler_in_sglangs_place_draws_as_the_hf_engine_does(
+    sampling: list[SamplingParams],
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits_BV = 3 * torch.randn(len(sampling), 50, generator=generator)
+    output, positions = SimpleNamespace(next_token_logits=logits_BV), torch.tensor([7, 9])
+    found = SeededSampler()(output, batch_info(sampling), True, None, None, positions)
+    expected, logps = sample(logits_BV, sampling, uniforms([0, 1], [7, 9]))
+    assert found.dtype == torch.int32 and torch.equal(found.long(), expected)
+    torch.testing.assert_close(output.next_token_logprobs, logps)
+    whole = log_distribution(logits_BV, sampling).gather(-1, expected[:, None])[:, 0]
+    torch.testing.assert_close(output.next_token_logprobs, whole)
