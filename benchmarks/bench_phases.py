@@ -36,7 +36,8 @@ from typing import Any
 
 import torch
 from case_record import commit
-from device_mapping import Mapping
+
+from hybridrl.parallel.device_mapping import DeviceMapping
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
@@ -104,7 +105,7 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures the driver's and torch's calls."""
-    mapping = Mapping(torch.device("cuda", torch.cuda.current_device()))
+    mapping = DeviceMapping(torch.device("cuda", torch.cuda.current_device()))
     found: dict[str, Any] = {"pieces": {}}
     for piece, total in PIECES.items():
         rounds = [in_pieces(mapping, piece, total) for _ in range(arguments.repeats + 1)]
@@ -119,7 +120,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def in_pieces(mapping: Mapping, piece: int, total: int) -> dict[str, float]:
+def in_pieces(mapping: DeviceMapping, piece: int, total: int) -> dict[str, float]:
     """Makes and maps memory in pieces, moves it, and gives it back; each call's part in ms."""
     places = range(0, total, piece)
     one, other, third = (mapping.reserve(total) for _ in range(3))
@@ -170,7 +171,7 @@ def in_pieces(mapping: Mapping, piece: int, total: int) -> dict[str, float]:
     return found
 
 
-def twice_mapped(mapping: Mapping) -> dict[str, Any]:
+def twice_mapped(mapping: DeviceMapping) -> dict[str, Any]:
     """Maps memory at two addresses for good: is what one writes what the other reads, how fast?"""
     size = 4 * GIB
     handle, one, other = mapping.create(size), mapping.reserve(size), mapping.reserve(size)
@@ -202,7 +203,7 @@ def twice_mapped(mapping: Mapping) -> dict[str, Any]:
     return {"what one writes the other reads": is_same, **rates}
 
 
-def beside_copies(mapping: Mapping) -> dict[str, float]:
+def beside_copies(mapping: DeviceMapping) -> dict[str, float]:
     """Unmaps and maps while the device copies, on this thread and on another."""
     size, total = 256 * MIB, 8 * GIB
     places = range(0, total, size)

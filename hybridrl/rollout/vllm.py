@@ -23,9 +23,11 @@ from hybridrl.config.engines import ENGINES
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.alias import TrainingShard, is_view, shared_views
 from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
+from hybridrl.hybrid_engine.lending import Piece
 from hybridrl.models.boxes import Shape
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
+from hybridrl.parallel.device_mapping import DeviceMapping
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokenAgreement
 from hybridrl.rollout.build import EngineInputs
@@ -43,6 +45,7 @@ from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_decoding import DecodingSteps
 from hybridrl.rollout.vllm_experts import deal_experts, live_tensors
+from hybridrl.rollout.vllm_memory import KV_CACHE, WEIGHTS, EngineMemory, allocations
 from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule, is_scheduler_known
@@ -139,8 +142,16 @@ class VllmEngine:
         self._version = -1
         self._is_updating = True
         self._is_asleep = self._keeps_memory = False
+        self._memory = None if self._device.type == "cpu" else self._sleeping_memory()
         self.sleep()  # a run begins in the training phase
         self._kept_bytes = free_bytes - self._free_bytes()
+
+    def _sleeping_memory(self) -> EngineMemory:
+        # A padded parameter is written only where the checkpoint has something for it.
+        left_out = self.shared | {name for name, _ in self._layout.padding}
+        written = [one for name, one in self._tensors.items() if name not in left_out]
+        buffers = list(self._live.model.buffers())
+        return EngineMemory(DeviceMapping(self._device), allocations(), written, buffers)
 
     def _recorded(self, shape: ModelShape) -> RecordedExperts:
         scheduler = self._live.llm.engine_core.engine_core.scheduler
@@ -172,25 +183,31 @@ class VllmEngine:
         """Stops generation and gives weights and KV cache back; running requests keep their tokens.
 
         The addresses stay reserved, so parameters and CUDA graphs are valid again after the next
-        update. On CPU everything fits at once, and nothing is given back.
+        update. What is lent stays. On CPU everything fits at once, and nothing is given back.
         """
         self._stop_generation()
         self._keeps_memory = keeps_memory
-        if not keeps_memory and self._device.type != "cpu" and not self._is_asleep:
-            self._live.llm.sleep(level=2)  # 2: no copy of weights that are about to be replaced
+        if not keeps_memory and self._memory is not None and not self._is_asleep:
+            self._memory.sleep()
             self._is_asleep = True
+
+    def lend(self, num_bytes: int) -> list[Piece]:
+        """Lends memory to training, as `lending.MemoryLender`."""
+        return [] if self._memory is None else self._memory.lend(num_bytes)
 
     def begin_update(self) -> None:
         """Stops generation and maps the weights; running requests keep their tokens here."""
         self._stop_generation()
-        if self._is_asleep:
-            self._live.llm.wake_up(tags=["weights"])
+        if self._memory is not None and self._is_asleep:
+            self._memory.wake_up(WEIGHTS)
 
     def finish_update(self, version: int) -> None:
         """Maps the KV cache and allows generation with the weights `version`."""
-        if self._is_asleep:
-            self._live.llm.wake_up(tags=["kv_cache"])
-            self._is_asleep = False
+        if self._memory is not None:
+            if self._is_asleep:
+                self._memory.wake_up(KV_CACHE)
+            self._memory.clear_lent()  # training has used it, be the engine asleep or only stopped
+        self._is_asleep = False
         # Keys and values of older weights may be cached.
         if not self._live.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, which holds keys of older weights")

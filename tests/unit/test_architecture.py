@@ -75,7 +75,8 @@ WALLS = {
     ],
     "transformer_engine": ["platform.py"],
     "vllm": [
-        f"rollout/vllm{part}.py" for part in ("", "_decoding", "_experts", "_routing", "_start")
+        f"rollout/vllm{part}.py"
+        for part in ("", "_decoding", "_experts", "_memory", "_routing", "_start")
     ],
     "triton": ["../kernels/*"],
     "ray": ["cli/launch.py"],
