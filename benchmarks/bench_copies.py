@@ -8,7 +8,9 @@ are compared before anything is timed. `host_us` is until the call returns, the 
 it, `device_ms` until it has copied: medians of --repeats. Ways:
 
 * ctypes, compiled: as `ops.block_copies` queues them, with the three waits of a sync around them.
-* one_by_one: a `copy_` of torch a block. graph: the same captured and replayed, on one GPU.
+* one_by_one: a `copy_` of torch a block.
+* graph, N branches: a CUDA graph of the copies in N chains side by side, replayed. One chain leaves
+  the engines idle between copies over the link (docs/adr/0003); does one a copy engine do so too?
 * pitched: gate and up of a layer as one copy of two rows, if the driver takes it: fewer blocks.
 
 `around` has what else a sync asks of the host: comparing addresses, a wait, a launch of Triton by
@@ -36,6 +38,7 @@ from hybridrl import ops
 from hybridrl.hybrid_engine.transport import addresses
 
 MODEL = Path(__file__).parent / "models" / "qwen2.5-7b.json"
+BRANCHES = (1, 2, 3, 4, 8, 16)
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -78,11 +81,8 @@ def layout(tp: int, here: torch.device, peer: torch.device, repeats: int) -> dic
     ways["one_by_one"] = lambda: one_by_one(pairs)
     one_by_one(pairs)
     torch.cuda.synchronize()
-    if peer == here:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            one_by_one(pairs)
-        ways["graph"] = graph.replay
+    for branches in BRANCHES:
+        ways[f"graph, {branches} branches"] = graph_of(pairs, branches, here).replay
     pitched = Pitched(pairs, rows)
     ways["pitched"] = lambda: pitched.run(current)
     found: dict[str, Any] = {"blocks": len(pairs), "gb": sum(d.nbytes for _, d in pairs) / 1e9}
@@ -145,6 +145,25 @@ def check(pairs: list[Pair], run: Callable[[], object]) -> None:
 def one_by_one(pairs: list[Pair]) -> None:
     for source, dest in pairs:
         dest.copy_(source, non_blocking=True)
+
+
+def graph_of(pairs: list[Pair], branches: int, device: torch.device) -> torch.cuda.CUDAGraph:
+    """Returns a graph of the copies: in so many chains, every next copy in another one."""
+    call, default = ctypes.CDLL("libcudart.so.13").cudaMemcpyAsync, 4  # cudaMemcpyDefault
+    streams = [torch.cuda.Stream(device) for _ in range(branches)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        origin = torch.cuda.current_stream(device)
+        for number, stream in enumerate(streams):
+            stream.wait_stream(origin)
+            handle = ctypes.c_void_p(stream.cuda_stream)
+            for source, dest in pairs[number::branches]:
+                fields = dest.data_ptr(), source.data_ptr(), dest.nbytes
+                code = call(*map(ctypes.c_size_t, fields), default, handle)
+                if code != 0:
+                    raise RuntimeError(f"cudaMemcpyAsync: CUDA error {code}")
+            origin.wait_stream(stream)
+    return graph
 
 
 class Pitched:
