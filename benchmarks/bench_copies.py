@@ -36,6 +36,7 @@ from hybridrl.kernels.copy_engine import BlockCopies, CompiledBlockCopies
 
 from hybridrl import ops
 from hybridrl.hybrid_engine.transport import addresses
+from hybridrl.parallel.device_mapping import DeviceMapping
 
 MODEL = Path(__file__).parent / "models" / "qwen2.5-7b.json"
 BRANCHES = (1, 2, 3, 4, 8, 16)
@@ -61,6 +62,7 @@ def main() -> None:
     }
     for tp in (2, 4):
         report[f"tp{tp}"] = layout(tp, here, peer, arguments.repeats)
+    report["graph_after_remapping"] = remapped(here, peer)
     report["around"] = around(here, arguments.repeats)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
@@ -164,6 +166,35 @@ def graph_of(pairs: list[Pair], branches: int, device: torch.device) -> torch.cu
                     raise RuntimeError(f"cudaMemcpyAsync: CUDA error {code}")
             origin.wait_stream(stream)
     return graph
+
+
+def remapped(here: torch.device, peer: torch.device) -> bool:
+    """Whether a graph still brings all bits once its destination has other physical memory, as
+    engines' parameters get where phases free memory.
+    """
+    mapping, size = DeviceMapping(here), 64 << 20
+    start = mapping.reserve(size)
+    sources = torch.arange(size // 2, device=peer).to(torch.int16).view(torch.bfloat16)
+    old: list[int] = []
+    graph = None
+    for _ in range(3):
+        handle = mapping.create(size)  # before the old one goes, so it is other memory
+        if old:
+            mapping.wait()
+            mapping.unmap(start, size)
+            mapping.release(old.pop())
+        mapping.map(start, size, handle)
+        mapping.allow(start, size)
+        old.append(handle)
+        dest = mapping.tensor(start, size).view(torch.bfloat16)
+        dest.zero_()
+        pairs = list(zip(sources.split(1 << 20), dest.split(1 << 20), strict=True))
+        graph = graph or graph_of(pairs, 4, here)
+        graph.replay()
+        torch.cuda.synchronize()
+        if not torch.equal(sources.view(torch.int16).to(here), dest.view(torch.int16)):
+            return False
+    return True
 
 
 class Pitched:

@@ -36,21 +36,28 @@ class Allocation:
         num_bytes: a multiple of the driver's granularity.
         tag: what it is for.
         handle_place: where vLLM keeps the driver's handle; it releases that one when it ends.
+        record: vLLM's own, whose `is_asleep` is kept true to the facts.
     """
 
     address: int
     num_bytes: int
     tag: str
     handle_place: int
+    record: Any
 
     @property
     def handle(self) -> int:
         """The driver's handle of the memory that is mapped."""
         return ctypes.c_uint64.from_address(self.handle_place).value
 
+    def gone(self) -> None:
+        """Tells vLLM that there is no memory."""
+        self.record.is_asleep = True
+
     def set_handle(self, handle: int) -> None:
         """Lets vLLM keep the handle of other memory, which is mapped now."""
         ctypes.c_uint64.from_address(self.handle_place).value = handle
+        self.record.is_asleep = False
 
 
 def allocations() -> list[Allocation]:
@@ -61,7 +68,7 @@ def allocations() -> list[Allocation]:
     for data in CuMemAllocator.get_instance().pointer_to_data.values():
         _, num_bytes, address, handle_place = data.handle
         if data.tag in (WEIGHTS, KV_CACHE):
-            found.append(Allocation(address, num_bytes, data.tag, handle_place))
+            found.append(Allocation(address, num_bytes, data.tag, handle_place, data))
     return sorted(found, key=lambda one: one.address)
 
 
@@ -110,6 +117,7 @@ class EngineMemory:
             if piece.address not in self._lent | self._asleep:
                 self._mapping.unmap(piece.address, piece.num_bytes)
                 self._mapping.release(piece.handle)
+                piece.gone()
                 self._asleep.add(piece.address)
 
     def wake_up(self, tag: str) -> None:

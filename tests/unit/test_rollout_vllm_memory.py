@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ class Case:
             address, size = BASE + number * 1024 * MIB, mib * MIB
             self.handles[number] = self.driver.adopt(address, size)
             place = ctypes.addressof(self.handles) + 8 * number
-            self.pieces.append(Allocation(address, size, tag, place))
+            self.pieces.append(Allocation(address, size, tag, place, SimpleNamespace()))
             parameters.append(Span(address, int(covered * MIB)))
         self.buffers = [torch.arange(4.0), torch.ones(3, dtype=torch.bfloat16)]
         self.memory = EngineMemory(self.driver, self.pieces, parameters, self.buffers)  # type: ignore[arg-type]
@@ -52,6 +53,7 @@ class Case:
                 assert self.driver.mapped[piece.address] == (piece.handle, piece.num_bytes)
                 assert piece.address in self.driver.allowed
                 found.append(number)
+            assert getattr(piece.record, "is_asleep", False) == (number not in found)
         return found
 
 
