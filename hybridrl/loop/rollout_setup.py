@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl import ops
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, RolloutConfig
@@ -20,8 +22,10 @@ from hybridrl.generation.sampler import Sampler
 from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.expert_maps import ExpertTensors, lay_out_engines
+from hybridrl.hybrid_engine.lending import LentMemory, MemoryLender
 from hybridrl.loop.setup import ranks_per_node
 from hybridrl.models.weights import RankLayout, fused_layouts
+from hybridrl.parallel.device_mapping import DeviceMapping
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.replica import ReplicaGroup
@@ -79,9 +83,28 @@ def start_engine(
     ):
         if world.rank in layout.ranks:
             engine = build_engine(config, model, layout, to_come)
+            share_memory(engine, memories, world.platform.device)
     if len(layout.ranks) < world.size:
         world.count_groups_alike()
     return engine
+
+
+def share_memory(
+    engine: EngineAdapter, memories: Sequence[TrainedModelMemory], device: torch.device
+) -> None:
+    """Lays gradients into memory of the sleeping engine, where it can lend some and csrc/ was
+    compiled; else they stay as they are, freed for each rollout.
+
+    Args:
+        memories: of trained models; released.
+    """
+    place = ops.storage_placer(device)
+    if place is None or not isinstance(engine, MemoryLender):
+        return
+    for memory in memories:
+        num_bytes = memory.gradient_bytes()
+        if pieces := engine.lend(num_bytes):
+            memory.lay_gradients(LentMemory(DeviceMapping(device), num_bytes, pieces), place)
 
 
 def build_engine(

@@ -381,6 +381,8 @@ class ParallelModel:
         Megatron's wrapper holds autograd nodes whose hooks hold the wrapper: circles that Python's
         collector does not see. So it is emptied.
         """
+        if self.memory is not None:
+            self.memory.close()
         wrapped, self._forward_chunks = self._forward_chunks, self._chunks
         if self._optimizer is not None:
             for chunk in wrapped:
