@@ -168,7 +168,7 @@ def start_vllm(
     config = VLLM_ALL[name]
     family = resolve_family(None, config)
     fields: dict[str, Any] = {
-        "hf_config": {**family.stated, **config},
+        "hf_config": family.for_engines(config),
         "architectures": family.architectures,
         "dtype": "float32",
         "max_batch": max_batch,

@@ -43,7 +43,7 @@ from hybridrl.rollout.scheme import check_parameters, check_placement
 from hybridrl.rollout.vllm_arguments import EngineSettings
 from hybridrl.rollout.vllm_decoding import DecodingSteps
 from hybridrl.rollout.vllm_experts import deal_experts, live_tensors
-from hybridrl.rollout.vllm_latent import absorb, set_epsilon, stale_copy
+from hybridrl.rollout.vllm_latent import absorb, check_latent, set_epsilon, stale_copy
 from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import head_dim_rule, is_scheduler_known
@@ -54,7 +54,7 @@ LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
 def build(inputs: EngineInputs) -> VllmEngine:
     """Builds this rank's part of a replica; collective over the world."""
     settings = EngineSettings(
-        {**inputs.family.stated, **inputs.hf_config},
+        inputs.family.for_engines(inputs.hf_config),
         inputs.family.architectures,
         inputs.dtype_name,
         inputs.rollout.max_batch,
@@ -144,6 +144,8 @@ class VllmEngine:
                 if (experts := layout.experts_of(rank)) is not None:
                     deal_experts(model, experts)
                 self._check(model, hf_shapes(family, shape), version)
+                if shape.latent is not None:
+                    check_latent(model, shape.latent, shape.num_layers, version)
             except ModelError as error:
                 refusals.append(error)
             else:

@@ -124,7 +124,7 @@ def check(
     sources = megatron_layouts(family, shape, train)
     weights = in_buffer(sources[rank])
     settings = EngineSettings(
-        {**family.stated, **hf_config},
+        family.for_engines(hf_config),
         family.architectures,
         "float32",
         4,
