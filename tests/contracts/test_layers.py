@@ -20,10 +20,11 @@ from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.errors import UserError
+from hybridrl.hybrid_engine.alias import TrainingShard, shared_names, shared_views
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.layers import torch_layer_spec
-from hybridrl.models.weights import TE_NAMES, hf_shapes
+from hybridrl.models.weights import TE_NAMES, fused_layout, hf_shapes
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.training.model import ModelSource, ParallelModel
 
@@ -108,6 +109,22 @@ def test_checkpoints_name_norms_as_transformer_engine_does(mesh: Mesh, tmp_path:
     other = make(mesh, seed=4)
     load_model(Checkpoint.open(folder), "policy", other, mesh.world)
     assert all(torch.equal(model.weights()[n], t) for n, t in other.weights().items())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_every_stack_of_experts_is_one_view_of_trained_parameters(mesh: Mesh, name: str) -> None:
+    model = make(mesh, name=name)
+    family, shape = model.source.family, model.source.shape
+    engine = fused_layout(family, shape, 1, 0)
+    shard = TrainingShard(model.layout(), model.weights_in_place())
+    stacks = {name.partition("/")[0] for name in engine.shapes if "/" in name}
+    layers = sum(map(shape.has_experts, range(shape.num_layers)))
+    assert len(stacks) == 2 * layers > 0
+    views = shared_views(shard, engine, torch.float32)
+    assert stacks <= views.keys()
+    # All that can be shared is, but for what stays an engine's own.
+    whole = {name.partition("/")[0] for name in shared_names(shard.layout, engine)}
+    assert views.keys() == whole
 
 
 class HalvedMlp(MLP):
