@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -10,6 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import tiny_model
@@ -54,7 +57,7 @@ def a_batch() -> TrainBatch:
     return TrainBatch.supervised(prompts, Producer.here("the test"))
 
 
-def kept_bytes(model: ParallelModel) -> int:
+def kept_bytes(forward: Callable[[], object]) -> int:
     """Returns the memory that a forward pass keeps for its backward pass."""
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -62,33 +65,53 @@ def kept_bytes(model: ParallelModel) -> int:
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
-    (one,) = model.plan(a_batch()).inputs
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        model.forward_chunks[0](
-            input_ids=one.local.tokens_S[None],
-            position_ids=one.local.positions_S[None],
-            attention_mask=None,
-            labels=one.head,
-            packed_seq_params=one.packed,
-        )
+        forward()
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def forward(model: ParallelModel) -> None:
+    (one,) = model.plan(a_batch()).inputs
+    model.forward_chunks[0](
+        input_ids=one.local.tokens_S[None],
+        position_ids=one.local.positions_S[None],
+        attention_mask=None,
+        labels=one.head,
+        packed_seq_params=one.packed,
+    )
+
+
+def forward_shared(model: ParallelModel) -> None:
+    """Experts that compute with every token, of one layer."""
+    for module in model.chunks[0].modules():
+        if isinstance(module, SharedExpertMLP):
+            size = NUM_TOKENS, 1, model.source.shape.hidden_size
+            module(torch.ones(size, requires_grad=True))
+            return
+    raise AssertionError("no layer has any")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3"])
 def test_selective_recompute_keeps_no_output_of_activations(mesh: Mesh, name: str) -> None:
-    """Of qwen3_moe one layer is dense, in the others each token has two experts."""
+    """Of qwen3_moe one layer is dense, in the others each token has two experts; deepseek_v3 has
+    shared ones besides.
+    """
     models = {way: make(mesh, recompute=way, name=name) for way in ("none", "selective")}
-    saved = kept_bytes(models["none"]) - kept_bytes(models["selective"])
+    none, selective = (kept_bytes(partial(forward, model)) for model in models.values())
+    saved = none - selective
     shape = models["none"].source.shape
     moe = shape.moe
     widths = [
-        moe.experts_per_token * moe.expert_ffn_size
+        moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
         if moe is not None and shape.has_experts(layer)
         else shape.ffn_size
         for layer in range(shape.num_layers)
     ]
     # Of each the product, and silu's output, which torch keeps for the product.
     assert saved >= 2 * NUM_TOKENS * sum(widths) * 4
+    if moe is not None and moe.shared_ffn_size:
+        none, selective = (kept_bytes(partial(forward_shared, m)) for m in models.values())
+        assert none - selective >= 2 * NUM_TOKENS * moe.shared_ffn_size * 4
     gradients = []
     for model in models.values():
         inputs = model.plan(a_batch()).inputs
