@@ -328,7 +328,7 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int) -> int:
         kept, stages = per_token, 1
     elif config.train.recompute == "full":  # each layer keeps its input; one at a time is whole
         kept = shape.hidden_size * layers + per_token
-    elif config.train.recompute == "selective":  # not the product
+    elif config.train.recompute == "selective":  # not the product, of shared experts neither
         kept = (per_token - product) * layers
     else:
         kept = per_token * layers

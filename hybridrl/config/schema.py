@@ -139,7 +139,7 @@ class MoeConfig(Section):
     bias_update_rate: float = Field(
         0.0,
         ge=0,
-        description="By how much an optimizer step moves the bias of each expert towards even use (DeepSeek-V3), in models whose routers have one. 0: it changes which experts compute without a gradient, and rollouts would be of another router than the update's.",
+        description="By how much an optimizer step moves the bias of each expert towards even use (DeepSeek-V3), in models whose routers have one. 0: it changes which experts compute without a gradient, and rollouts would be of another router than the update's. With algorithm.router_replay=rollout the engine's choices are counted.",
     )
 
 

@@ -488,6 +488,7 @@ class Trainer:
         layout = make.rollout_layout(model, config.rollout, sources, ranks)
         memories, copies = make.training_memories(self.trained.values())
         self.engine = make.start_engine(config, model, layout, memories, copies)
+        make.tell_copies(config, model, self.engine, self.journal.notify)
         self._engine_bytes = self.engine.memory
         scoring = self.scorer, self.tokenizer, self.roles.reward_models
         self.sampler = make.make_sampler(config, model, layout, self.engine, *scoring)

@@ -4,7 +4,7 @@ hybrid engine that brings it the policy's weights. Collective.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError
 from hybridrl.generation.episodes import Episodes
 from hybridrl.generation.sampler import Sampler
-from hybridrl.hybrid_engine.alias import TrainingShard
+from hybridrl.hybrid_engine.alias import TrainingShard, shared_names
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.expert_maps import ExpertTensors, lay_out_engines
 from hybridrl.hybrid_engine.lending import LentMemory, MemoryLender
@@ -32,7 +32,7 @@ from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rewards.base import Scorer
 from hybridrl.roles.reward_models import RewardModel
 from hybridrl.rollout.absent import AbsentEngine
-from hybridrl.rollout.build import EngineAdapter, EngineInputs, build
+from hybridrl.rollout.build import EngineAdapter, EngineInputs, SharingEngine, build
 from hybridrl.rollout.engine import RolloutEngine, SamplingParams
 from hybridrl.training.memory import TrainedModelMemory, released
 from hybridrl.training.model import ModelSource, ParallelModel
@@ -136,6 +136,22 @@ def build_engine(
             records_experts=replays(config),
         )
     )
+
+
+def tell_copies(
+    config: Config, model: ParallelModel, engine: EngineAdapter, notify: Callable[[str], None]
+) -> None:
+    """Tells how many parameters training and engine cut alike and yet both have in memory, if any;
+    collective.
+    """
+    missed = 0
+    if isinstance(engine, SharingEngine) and not config.train.release_weights_in_rollout:
+        missed = len(shared_names(model.layout(), engine.layout()).keys() - engine.shared)
+    if most := max(model.world.gather_objects(missed)):
+        notify(
+            f"engine memory: up to {most} matrices of a rank are held twice, though training cuts "
+            "them alike; experts are, where padding keeps Megatron's from lying evenly apart"
+        )
 
 
 def make_sampler(

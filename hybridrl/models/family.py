@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybridrl.config.files import plain, shown
 from hybridrl.config.own_code import imported
-from hybridrl.errors import ModelError
+from hybridrl.errors import ModelError, UserError
 from hybridrl.models.config_keys import DECODER_KEYS, check_keys, check_values
 from hybridrl.models.families import FAMILIES
 
@@ -207,6 +207,23 @@ class Family:
     layer_spec: Callable[..., Any] | None = None
     config_keys: Collection[str] = DECODER_KEYS
     stated: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def for_engines(self, hf_config: HfConfig) -> dict[str, Any]:
+        """Returns a config.json with what the architecture means where a key is absent, or null."""
+        given = {key: value for key, value in hf_config.items() if value is not None}
+        return {**hf_config, **self.stated, **given}
+
+
+def bias_rule(rate: float, family: Family, shape: ModelShape) -> Iterator[UserError]:
+    """Yields the violation if experts without a bias shall be balanced by it.
+
+    Args:
+        rate: `train.moe.bias_update_rate`.
+        family, shape: of the policy.
+    """
+    if rate and shape.moe is not None and not shape.moe.has_bias:
+        allowed = f"0 with family {family.name}, whose routers have no bias"
+        yield UserError("train.moe.bias_update_rate", rate, allowed, "Set it to 0.")
 
 
 def is_kept_in_fp32(hf_name: str) -> bool:

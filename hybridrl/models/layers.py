@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -136,7 +137,7 @@ def layer_specs(
         family: its own layers go first.
         config: says what is normalised and how wide the residual stream is.
         recompute: 'selective' does not keep the output of the feed-forward layer's activation, nor
-            of experts', which grouped ones make anew themselves if `config` says so.
+            of experts', shared ones too; grouped ones make it anew themselves if `config` says so.
 
     Raises:
         UserError: 'selective', of a feed-forward layer that LeanMlp is not the same as.
@@ -159,8 +160,11 @@ def layer_specs(
                 "Set train.recompute=full, or none.",
             )
         layer.submodules.mlp = lean_mlp(mlp.submodules)
-        if with_experts is not None and not config.moe_grouped_gemm:
-            with_experts.submodules.mlp.submodules.experts.module = LeanExperts
+        if with_experts is not None:
+            parts = with_experts.submodules.mlp.submodules
+            parts.shared_experts.module = LeanSharedExperts
+            if not config.moe_grouped_gemm:
+                parts.experts.module = LeanExperts
     return layer, with_experts, final_norm
 
 
@@ -403,6 +407,10 @@ class LeanMlp(MLP):
         gate, up = (widened if bias is None else widened + bias).chunk(2, dim=-1)
         product = self.config.activation_func(gate) * up
         return product if scale is None else (product * scale[:, None]).to(product.dtype)
+
+
+class LeanSharedExperts(SharedExpertMLP, LeanMlp):
+    """Megatron's experts that compute with every token, whose forward pass is LeanMlp's."""
 
 
 class LeanExperts(SequentialMLP):

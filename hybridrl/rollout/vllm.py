@@ -51,7 +51,13 @@ from hybridrl.rollout.sampling import draw_seeds, no_logprob
 from hybridrl.rollout.settings import EngineSettings, too_long
 from hybridrl.rollout.vllm_decoding import DecodingSteps
 from hybridrl.rollout.vllm_experts import deal_experts
-from hybridrl.rollout.vllm_latent import absorb, layout_name, set_epsilon, stale_copy
+from hybridrl.rollout.vllm_latent import (
+    absorb,
+    check_latent,
+    layout_name,
+    set_epsilon,
+    stale_copy,
+)
 from hybridrl.rollout.vllm_memory import (
     KV_CACHE,
     WEIGHTS,
@@ -154,6 +160,8 @@ class VllmEngine:
                 if (experts := layout.experts_of(rank)) is not None:
                     deal_experts(model, experts)
                 check_live(model, self._layout, hf_shapes(family, shape), version, layout_name)
+                if shape.latent is not None:
+                    check_latent(model, shape.latent, shape.num_layers, version)
             except ModelError as error:
                 refusals.append(error)
             else:
