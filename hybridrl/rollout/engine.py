@@ -138,9 +138,7 @@ class Completion:
     versions: Versions = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        check_versions(
-            f"response {self.request_id}", len(self.tokens), self.version, self.versions
-        )
+        check_versions(f"response {self.request_id}", len(self.tokens), self.version, self.versions)
 
     @property
     def runs(self) -> Versions:
