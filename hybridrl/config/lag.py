@@ -63,8 +63,8 @@ def lag_rules(config: Config) -> Iterator[UserError]:
     if needs is not None and not needs.allows_lag:
         yield no_lag(config)
         return
-    per_step = config.steps.prompts_per_step
-    if not per_step <= num_in_flight(config) <= (most := per_step * (lag + 1)):
+    per_step, most = config.steps.prompts_per_step, config.steps.prompts_per_step * (lag + 1)
+    if not per_step <= num_in_flight(config) <= most:
         yield UserError(
             "rollout.in_flight",
             num_in_flight(config),

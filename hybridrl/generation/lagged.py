@@ -222,6 +222,9 @@ class LaggedSampler(Sampler):
 
     def _begin_scoring(self, finished: Sequence[Completion]) -> None:
         """Has whole groups scored meanwhile: others may move to another replica."""
+        if self._is_evaluation:
+            super()._begin_scoring(finished)
+            return
         for done in finished:
             number = self._owners[done.request_id][1]
             self._left[number] -= 1

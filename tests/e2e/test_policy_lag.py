@@ -275,6 +275,17 @@ def test_a_step_that_failed_is_taken_again_with_the_same_samples(tmp_path: Path)
         assert same(weights(trainer), expected)
 
 
+def test_evaluations_run_to_their_end_beside_what_is_under_way(tmp_path: Path) -> None:
+    heldout = f"data.eval_prompts={QUICKSTART / 'heldout.jsonl'}"
+    evaluates = (heldout, "data.eval_limit=8", "steps.eval_every=2")
+    expected, told = finished(tmp_path / "without", *knobs("scripted", 1))
+    found, told_again = finished(tmp_path / "with", *knobs("scripted", 1, *evaluates))
+    assert told_again == told
+    assert same(found, expected)
+    lines = (tmp_path / "with" / "quickstart-grpo" / "metrics.jsonl").read_text().splitlines()
+    assert sum("eval/reward" in json.loads(line) for line in lines) == STEPS // 2
+
+
 def test_lag_of_0_samples_as_without_a_lag(tmp_path: Path) -> None:
     """With as many prompts under way as a step takes, every step begins and ends with none."""
     found = []
