@@ -19,7 +19,9 @@ from small_runs import SMALL as SMALL_RUN
 from small_runs import small_run
 
 from hybridrl import Trainer
-from hybridrl.contracts.batch import ScoredBatch, TrainBatch
+from hybridrl.config.needs import Needs
+from hybridrl.contracts.batch import GREEDY, ScoredBatch, TrainBatch
+from hybridrl.errors import UserError
 from hybridrl.generation.lagged import LaggedSampler
 
 STEPS = 6
@@ -170,6 +172,13 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
+class Own:
+    """An algorithm that says nothing of a lag."""
+
+    needs, name = Needs(), "own"
+    advantages = denominator = loss = staticmethod(lambda *_: None)
+
+
 class Killed(Exception):
     """Ends a run as a signal that cannot be caught would: nothing is saved."""
 
@@ -301,6 +310,36 @@ def test_lag_of_0_samples_as_without_a_lag(tmp_path: Path) -> None:
     # The first step has the same numbers, seeds and weights.
     assert torch.equal(zero.batches[0].tokens_T, one.batches[0].tokens_T)
     assert torch.equal(zero.batches[0].behaviour_logp_T, one.batches[0].behaviour_logp_T)
+
+
+def test_greedy_responses_are_part_of_what_is_under_way(tmp_path: Path) -> None:
+    of_run = knobs("hf", 1, "algorithm.name=remax")
+    with small_run(tmp_path, *of_run) as trainer:
+        trainer.check_engine()
+        found = record(trainer)
+        metrics = [trainer.train_step() for _ in range(3)]
+    assert metrics[-1]["lag/max"] == 1
+    for batch in found.batches:
+        assert batch.num_samples == 8 and GREEDY in batch.reward_parts
+        assert int(batch.sample_ids_B.min()) >= 0
+    # Greedy tokens were made beside the others, and have versions of their own.
+    groups = {group for batch in found.batches for group in batch.group_B.tolist()}
+    assert {-1 - group for group in groups} <= found.versions.keys()
+
+
+def test_a_critic_learns_with_a_lag(tmp_path: Path) -> None:
+    of_run = knobs("scripted", 1, "steps.samples_per_prompt=1", "model.path=null")
+    with small_run(tmp_path, *of_run, config="ppo.yaml") as trainer:
+        trainer.check_engine()
+        metrics = [trainer.train_step() for _ in range(3)]
+    assert metrics[-1]["lag/max"] == 1
+    assert metrics[-1]["critic/loss"] > 0
+
+
+def test_an_algorithm_of_ones_own_says_that_it_takes_a_lag(tmp_path: Path) -> None:
+    of_run = knobs("scripted", 1, "algorithm={name: 'test_policy_lag:Own'}")
+    with pytest.raises(UserError, match="do not say allows_lag"), small_run(tmp_path, *of_run):
+        pass
 
 
 @pytest.mark.dist
