@@ -11,13 +11,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl import ops
+from hybridrl.algorithms import needs_of
 from hybridrl.config.engines import ENGINES
+from hybridrl.config.lag import no_lag, num_in_flight
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError
 from hybridrl.generation.episodes import Episodes
+from hybridrl.generation.in_flight import Limits
+from hybridrl.generation.lagged import LaggedSampler
 from hybridrl.generation.sampler import Sampler
 from hybridrl.hybrid_engine.alias import TrainingShard, shared_names
 from hybridrl.hybrid_engine.engine import HybridEngine
@@ -169,8 +173,25 @@ def make_sampler(
     replica = ReplicaGroup(layout, world.rank, world.heartbeat)
     episodes = make_episodes(config, world, replica, source, tokenizer)
     parts = world, layout, replica, engine, scorer, sampling
-    of_run = config.steps.samples_per_prompt, config.run.seed
-    return Sampler(*parts, *of_run, episodes, reward_models)
+    of_run = config.steps.samples_per_prompt, config.run.seed, episodes, reward_models
+    if (limits := lag_limits(config)) is None:
+        return Sampler(*parts, *of_run)
+    return LaggedSampler(limits, *parts, *of_run)
+
+
+def lag_limits(config: Config) -> Limits | None:
+    """Returns what bounds the prompts under way; None without a lag.
+
+    Raises:
+        UserError: the user's own algorithm does not say that it corrects for a lag.
+    """
+    steps, rollout = config.steps, config.rollout
+    if not steps.max_policy_lag:
+        return None
+    if not needs_of(config.algorithm).allows_lag:
+        raise no_lag(config)
+    sizes = steps.max_policy_lag, steps.prompts_per_step, num_in_flight(config)
+    return Limits(*sizes, rollout.at_lag_bound)
 
 
 def make_hybrid_engine(
