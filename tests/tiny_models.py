@@ -42,7 +42,16 @@ LLAMA3_ROPE = {
     "factor": 32.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "original_max_position_embeddings": 16,  # as below: what tests compute goes on beyond it
+}
+# Of dense models; engines have positions up to 16 * 16.
+YARN_16 = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4,
+    "beta_slow": 0.5,
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
@@ -85,8 +94,8 @@ WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
 def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
-    """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size), windowed
-    (qwen2 whose last layers attend within 5 tokens), olmo, qwen3_moe (a dense layer among those
+    """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size, YaRN),
+    windowed (qwen2 whose last layers attend within 5 tokens), olmo, qwen3_moe (a dense layer among those
     with experts), mixtral, or deepseek_v3 (latent attention, scaled rope, a dense first layer,
     experts in groups).
 
@@ -103,7 +112,8 @@ def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
         model = Qwen2ForCausalLM(Qwen2Config(**sizes, **windows))
     elif name == "qwen3":
         head_dim = 64 if wide else 24
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim, tie_word_embeddings=False))
+        own = {"head_dim": head_dim, "rope_parameters": YARN_16, "tie_word_embeddings": False}
+        model = Qwen3ForCausalLM(Qwen3Config(**(sizes | own)))
     elif name == "qwen3_moe":
         own = {"head_dim": 64 if wide else 24, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
         config = Qwen3MoeConfig(**sizes, **EXPERTS, **own, norm_topk_prob=True)

@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from hybridrl.models.family import Family
 from hybridrl.models.heads import LanguageModel, ValueModel
-from hybridrl.models.latent_attention import rotary_frequencies
 from hybridrl.models.layers import KEYWORDS, LayerKind, layer_specs
 from hybridrl.models.norm import narrowing, wide_residual_add
+from hybridrl.models.rotary import set_rotary
 from hybridrl.models.weights import EXPERTS, Head
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.schedule import finalize_summed_gradients
@@ -163,6 +163,8 @@ def build_chunks(
     shape = family.shape(hf_config)
     num_chunks = config.virtual_pipeline_model_parallel_size
     spec = layer_specs(layers, family, config, recompute)
+    of_family = family.model_keywords(hf_config)
+    rotary = of_family.pop("rotary", None)  # Megatron computes a family's that has none
     chunks: list[torch.nn.Module] = []
     for chunk in range(num_chunks or 1):
         vp_stage = chunk if num_chunks else None
@@ -179,7 +181,7 @@ def build_chunks(
             ),
             "position_embedding_type": "rope",
             "vp_stage": vp_stage,
-            **family.model_keywords(hf_config),
+            **of_family,
         }
         if head == "value":
             chunks.append(ValueModel(share_embeddings_and_output_weights=False, **keywords))
@@ -191,9 +193,8 @@ def build_chunks(
                     **keywords,
                 )
             )
-        if isinstance(config, MLATransformerConfig):
-            rotary: Any = chunks[-1].rotary_pos_emb
-            rotary.inv_freq = rotary_frequencies(config).to(rotary.inv_freq.device)
+        if rotary is not None:
+            set_rotary(chunks[-1], rotary)
     _reduce_experts_apart(chunks)
     return chunks
 

@@ -84,6 +84,46 @@ class LatentShape:
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """How a model's rotary positions turn (models/rotary.py has the mathematics).
+
+    Args:
+        base: of the frequencies.
+        kind: of their scaling: default (none), linear, llama3 or yarn.
+        factor: by how much the context grew.
+        original_length: positions before it grew; of llama3 and yarn.
+        low, high: turns over the original length below which frequencies are divided by the factor,
+            and above which they are kept.
+        mscale, mscale_all_dim: of YaRN's magnitude; 0 leaves `mscale_all_dim` out.
+    """
+
+    base: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_length: int = 0
+    low: float = 1.0
+    high: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    @property
+    def magnitude(self) -> float:
+        """What sines and cosines are multiplied by."""
+        if self.kind != "yarn":
+            return 1.0
+        return self._yarn_magnitude(self.mscale) / self.magnitude_of_all
+
+    @property
+    def magnitude_of_all(self) -> float:
+        """What latent attention multiplies queries and keys by, beside it."""
+        return self._yarn_magnitude(self.mscale_all_dim) if self.kind == "yarn" else 1.0
+
+    def _yarn_magnitude(self, mscale: float) -> float:
+        """Peng et al. 2023, "YaRN", eq. 22, with DeepSeek's coefficient."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder, as its HF config states them.
 
@@ -187,8 +227,8 @@ class Family:
         shape: reads the sizes out of an HF config; raises ModelError for what is not supported.
         transformer_config: keywords of Megatron's TransformerConfig that the model fixes, but for
             `activation_func`, a torch function, which build.py sets to silu.
-        model_keywords: keywords of Megatron's GPTModel for positions: rotary embedding, scaling,
-            longest sequence.
+        model_keywords: keywords of Megatron's GPTModel for positions: rotary embedding, longest
+            sequence; and `rotary`, a Rotary, which build.py keeps to set the frequencies.
         rows: the weight table.
         layer_spec: makes a layer's Megatron ModuleSpec, for families other than llama-shaped ones.
         config_keys: keys of config.json that the functions above answer for: they follow them, or

@@ -28,9 +28,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from hybridrl.errors import ModelError
 from hybridrl.models.directory import read_config
 from hybridrl.models.families.deepseek_v3 import FAMILY
-from hybridrl.models.family import MoeShape, read_model, resolve_family
+from hybridrl.models.family import MoeShape, Rotary, read_model, resolve_family
 from hybridrl.models.headers import HfHeaders
-from hybridrl.models.latent_attention import rotary_frequencies, rotary_magnitude
+from hybridrl.models.rotary import rotary_frequencies
 from hybridrl.models.weights import hf_shapes
 
 SIZES: dict[str, Any] = {
@@ -50,6 +50,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
@@ -162,10 +163,9 @@ def test_family_reads_new_and_old_rope_keys() -> None:
     new = family.model_keywords({**SIZES, "rope_parameters": LLAMA3_ROPE})
     old = family.model_keywords({**SIZES, "rope_theta": 500000.0, "rope_scaling": old_rope})
     assert new == old
-    assert new["rope_scaling"] is True
-    assert (new["rope_scaling_factor"], new["rotary_base"]) == (32.0, 500000.0)
+    assert new["rotary"] == Rotary(500000.0, "llama3", 32.0, 8192, low=1.0, high=4.0)
     plain = family.model_keywords({**SIZES, "rope_scaling": None})
-    assert (plain["rope_scaling"], plain["rotary_base"]) == (False, 10000.0)
+    assert plain["rotary"] == Rotary(10000.0)
     written = LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3_ROPE)).to_dict()
     assert family.model_keywords(written) == new
 
@@ -173,12 +173,20 @@ def test_family_reads_new_and_old_rope_keys() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "key"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
-        ("llama", {"rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 2.0}}, "low_freq_factor"),
         (
             "llama",
-            {"rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 4096}},
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters.original_max_position_embeddings: got nothing",
+        ),
+        ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "rope_parameters.truncate"),
+        ("llama", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor"),
+        ("llama", {"rope_parameters": {**YARN, "mscale": 1.0}}, "mscale_all_dim"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
+        ("llama", {"rope_scaling": {"rope_type": ["yarn"]}}, "rope_type"),
+        ("llama", {"rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 4.0}}, "high_freq_factor"),
+        (
+            "llama",
+            {"rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 0.5}},
             "original_max_position_embeddings",
         ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -239,9 +247,6 @@ def test_family_is_loaded_from_a_users_module(monkeypatch: pytest.MonkeyPatch) -
         resolve_family("not_there.models:FAMILY", {})
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -289,8 +294,8 @@ def test_family_deepseek_v3_computes_the_frequencies_of_transformers() -> None:
         config = DeepseekV3Config(**sizes)
         rotary = DeepseekV3RotaryEmbedding(config)
         keywords = FAMILY.transformer_config(config.to_dict())
-        built = types.SimpleNamespace(**keywords)
-        assert torch.equal(rotary_frequencies(built), rotary.inv_freq)
-        assert rotary_magnitude(built) == pytest.approx(rotary.attention_scaling)
+        found = FAMILY.model_keywords(config.to_dict())["rotary"]
+        assert torch.equal(rotary_frequencies(found, 32), rotary.inv_freq)
+        assert found.magnitude == pytest.approx(rotary.attention_scaling)
         attention = DeepseekV3Attention(config, 0)
         assert keywords["softmax_scale"] == pytest.approx(attention.scaling)
