@@ -10,8 +10,12 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoConfig,
@@ -22,6 +26,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 SIZES = {
@@ -58,6 +64,12 @@ WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
+GRANITE = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.5,
+    "residual_multiplier": 0.22,
+}
 # Attention heads of 32 or more, which vLLM's kernels have on CPU.
 WIDE = {"hidden_size": 128}
 
@@ -95,9 +107,10 @@ WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
     """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size, YaRN),
-    windowed (qwen2 whose last layers attend within 5 tokens), olmo, qwen3_moe (a dense layer among those
-    with experts), mixtral, or deepseek_v3 (latent attention, scaled rope, a dense first layer,
-    experts in groups).
+    windowed (qwen2 whose last layers attend within 5 tokens), olmo, mistral (windows, own head
+    size), smollm3 (layers without positions), granite (multipliers), qwen3_moe (a dense layer
+    among those with experts), mixtral, or deepseek_v3 (latent attention, scaled rope, a dense first
+    layer, experts in groups).
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -121,6 +134,13 @@ def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
     elif name == "deepseek_v3":
         own = LATENT | WIDE_LATENT if wide else LATENT
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**(sizes | own)))
+    elif name == "mistral":
+        own = {"head_dim": 64 if wide else 24, "sliding_window": 7}
+        model = MistralForCausalLM(MistralConfig(**sizes, **own))
+    elif name == "smollm3":
+        model = SmolLM3ForCausalLM(SmolLM3Config(**sizes, no_rope_layers=[1, 0, 1, 0]))
+    elif name == "granite":
+        model = GraniteForCausalLM(GraniteConfig(**sizes, **GRANITE, tie_word_embeddings=True))
     elif name == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS))
     else:

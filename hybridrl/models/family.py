@@ -124,6 +124,21 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class Scales:
+    """Numbers that a model multiplies by beside its weights.
+
+    Args:
+        embedding: times the embeddings.
+        residual: times what attention and the feed-forward layer add to the stream.
+        logits: divides them.
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder, as its HF config states them.
 
@@ -137,6 +152,8 @@ class ModelShape:
         linear_bias: whether every linear layer of a decoder layer has a bias.
         moe: sizes of the experts; None: all layers are dense.
         latent: sizes of latent attention; None: attention is grouped-query.
+        window: positions that a query of a windowed layer attends to, its own with them; None: no
+            layer is windowed.
     """
 
     num_layers: int
@@ -152,6 +169,12 @@ class ModelShape:
     linear_bias: bool = False
     moe: MoeShape | None = None
     latent: LatentShape | None = None
+    window: int | None = None
+
+    @property
+    def torch_only(self) -> str:
+        """What transformer-engine's layers are not known to compute, in words; empty: nothing."""
+        return "" if self.window is None else f"it attends within {self.window} positions"
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether the feed-forward layer of `layer` is a mixture of experts."""
@@ -228,7 +251,7 @@ class Family:
         transformer_config: keywords of Megatron's TransformerConfig that the model fixes, but for
             `activation_func`, a torch function, which build.py sets to silu.
         model_keywords: keywords of Megatron's GPTModel for positions: rotary embedding, longest
-            sequence; and `rotary`, a Rotary, which build.py keeps to set the frequencies.
+            sequence; and for build.py `rotary`, a Rotary, and `scales`, Scales.
         rows: the weight table.
         layer_spec: makes a layer's Megatron ModuleSpec, for families other than llama-shaped ones.
         config_keys: keys of config.json that the functions above answer for: they follow them, or
@@ -236,6 +259,8 @@ class Family:
             Other keys are refused unless config_keys.py says that they change no numbers.
         stated: keys of config.json, each with what the architecture means where it is absent, which
             engines have to be told.
+        is_served_fused: whether engines with fused parameters have code of their own for it; else
+            they run transformers' code, whose parameters are others.
     """
 
     name: str
@@ -247,6 +272,7 @@ class Family:
     layer_spec: Callable[..., Any] | None = None
     config_keys: Collection[str] = DECODER_KEYS
     stated: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    is_served_fused: bool = True
 
 
 def is_kept_in_fp32(hf_name: str) -> bool:

@@ -71,6 +71,7 @@ def choose_layers(
     platform: Platform,
     fp32_residual: bool,
     fp8: str = "none",
+    torch_only: str = "",
 ) -> Layers:
     """Chooses what this host's layers are made of.
 
@@ -81,11 +82,12 @@ def choose_layers(
         platform: where the model runs.
         fp32_residual: the stream between the layers is wider than a fused norm takes.
         fp8: `train.fp8`, which transformer-engine's matrix products have.
+        torch_only: what of the model only torch's layers compute (`ModelShape.torch_only`).
 
     Raises:
         UserError: transformer-engine, or FP8, is wanted but cannot be used.
     """
-    found = _choose(wanted, family, dtype, platform, fp32_residual)
+    found = _choose(wanted, family, dtype, platform, fp32_residual, torch_only)
     if fp8 != "none" and found.kind == "torch":
         why = found.said.removeprefix("layers: torch, ")
         raise UserError(
@@ -103,11 +105,14 @@ def _choose(
     dtype: torch.dtype,
     platform: Platform,
     fp32_residual: bool,
+    torch_only: str,
 ) -> Layers:
     if wanted == "torch":
         return Layers("torch", False, "layers: torch, as train.layers says")
     if family.layer_spec is not None:
         fault: str | None = f"family {family.name} brings layers of its own"
+    elif torch_only:
+        fault = f"{torch_only}, which is not verified with transformer-engine"
     elif dtype != torch.bfloat16:
         fault = f"the model is in {str(dtype).removeprefix('torch.')}, cuDNN's attention in bf16"
     else:

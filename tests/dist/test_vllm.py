@@ -10,6 +10,8 @@ import torch
 from launch import run_ranks
 from tiny_models import FAMILIES, tiny_model
 
+# Those of them that vLLM serves with its own code.
+OTHERS = ("mistral", "granite")
 WORKER = str(Path(__file__).with_name("vllm_worker.py"))
 
 
@@ -23,7 +25,7 @@ def test_vllm_equals_transformers_after_each_reshard_in_every_layout(
     cases: str, tmp_path: Path
 ) -> None:
     """`some` has each family and each layout; all pairs of both are there with `more`."""
-    for name in FAMILIES:
+    for name in (*FAMILIES, *OTHERS):
         for seed in range(2):
             tiny_model(name, seed, wide=True).save_pretrained(tmp_path / f"{name}_{seed}")
     run_ranks(4, WORKER, [str(tmp_path), cases], timeout_s=540)

@@ -40,6 +40,8 @@ CASES = {
         ("llama", INTERLEAVED),
         ("qwen2", RolloutLayout.consecutive(4, 4)),  # more ranks than key-value heads
         ("llama", RolloutLayout.consecutive(4, 1)),
+        ("mistral", PAIRS),  # prompts and responses longer than its window
+        ("granite", PAIRS),
     ],
     "more": [("llama", PAIRS), ("qwen2", PAIRS), ("qwen2", INTERLEAVED), ("qwen3", INTERLEAVED)],
 }

@@ -19,7 +19,7 @@ from hybridrl.cli.validate import validate_training
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import ModelConfig
 from hybridrl.errors import ConfigError, ModelError
-from hybridrl.models.family import read_model
+from hybridrl.models.family import Scales, read_model
 from hybridrl.models.rotary import rotary_frequencies
 from hybridrl.platform import Platform
 from hybridrl.training.build import model_source
@@ -35,6 +35,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **SIZES}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SIZES}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES}
 
@@ -89,6 +90,8 @@ def test_what_transformers_writes_is_taken(config: Any, tmp_path: Path) -> None:
         ({**LLAMA, "auto_map": {"AutoModel": "x.X"}}, "auto_map: got"),
         ({**LLAMA, "hidden_act": "gelu_pytorch_tanh"}, "hidden_act: got gelu_pytorch_tanh"),
         ({**LLAMA, "my_scale": 0.5}, "my_scale: got 0.5; allowed: keys that family llama handles"),
+        ({**MISTRAL, "attention_dropout": 0.1}, "attention_dropout: got 0.1; allowed: 0"),
+        ({**MISTRAL, "llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling: got"),
         ({**QWEN2, "dual_chunk_attention_config": {"chunk_size": 9}}, "dual_chunk_attention_conf"),
         ({**QWEN2, "mlp_bias": True}, "mlp_bias: got true"),
         ({**QWEN2, "attention_bias": False}, "attention_bias: got false; allowed: True"),
@@ -102,6 +105,22 @@ def test_key_that_changes_numbers_is_refused(config: dict[str, Any], key: str) -
         read_model(None, config)
     assert f"config.json: {key}" in str(caught.value) or key in str(caught.value)
     assert "family" in str(caught.value)
+
+
+def test_granite_is_taken_with_its_multipliers_and_the_dropout_it_was_pretrained_with() -> None:
+    own = {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "attention_dropout": 0.1,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+    }
+    family, _ = read_model(None, {**SIZES, **own})
+    keywords = family.transformer_config({**SIZES, **own})
+    assert (keywords["softmax_scale"], keywords["attention_dropout"]) == (0.015625, 0.0)
+    assert family.model_keywords({**SIZES, **own})["scales"] == Scales(12.0, 0.22, 8.0)
 
 
 def test_family_of_ones_own_answers_for_the_keys_that_it_names() -> None:

@@ -13,12 +13,15 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    GraniteConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
@@ -63,6 +66,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         Qwen2Config(**SIZES, tie_word_embeddings=True),
         Qwen3Config(**SIZES, head_dim=16),
         Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+        MistralConfig(**SIZES, head_dim=16),
+        SmolLM3Config(**SIZES, pad_token_id=0),
+        GraniteConfig(**SIZES),
     ],
 )
 def test_family_table_has_the_tensors_that_transformers_has(config: PreTrainedConfig) -> None:
@@ -132,7 +138,8 @@ def test_family_table_has_the_experts_that_transformers_writes(
 
 
 def test_family_reads_the_defaults_of_transformers() -> None:
-    for config in (Qwen3MoeConfig(), MixtralConfig(), DeepseekV3Config()):
+    dense = (MistralConfig(), SmolLM3Config(), GraniteConfig())
+    for config in (Qwen3MoeConfig(), MixtralConfig(), DeepseekV3Config(), *dense):
         whole = config.to_dict()
         needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         least = {key: whole[key] for key in (*needed, "intermediate_size", "hidden_act")}
@@ -199,6 +206,19 @@ def test_family_reads_new_and_old_rope_keys() -> None:
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("mistral", {"sliding_window": 0}, "sliding_window"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        (
+            "mistral",
+            {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+            "layer_typ",
+        ),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: got \\[1\\]; allowed: 2 of 0 and 1"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),
+        ("smollm3", {"rope_parameters": YARN}, "rope_type: got yarn"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("granite", {"residual_multiplier": "0.22"}, "residual_multiplier"),
+        ("granite", {"attention_multiplier": 0}, "attention_multiplier"),
         ("qwen3_moe", {"num_experts": 0}, "num_experts"),
         ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, "num_local_experts"),
         ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok"),
@@ -218,6 +238,24 @@ def test_family_refuses_what_it_does_not_offer(name: str, change: dict[str, Any]
     with pytest.raises(ModelError, match=f"config.json: .*{key}"):
         family.transformer_config(hf_config)
         family.model_keywords(hf_config)
+
+
+def test_family_mistral_has_a_window_unless_the_config_says_null() -> None:
+    mistral = resolve_family("mistral", {})
+    for said, size in (({}, 4096), ({"sliding_window": 7}, 7), ({"sliding_window": None}, None)):
+        shape = mistral.shape({**SIZES, **said})
+        assert shape.window == size and bool(shape.torch_only) == bool(size)
+        # Megatron counts the positions before the query's own, transformers with it.
+        window = mistral.transformer_config({**SIZES, **said}).get("window_size")
+        assert window == (size and (size - 1, 0))
+
+
+def test_family_smollm3_has_no_positions_in_every_fourth_layer() -> None:
+    smollm3, sizes = resolve_family("smollm3", {}), {**SIZES, "num_hidden_layers": 8}
+    for said in ({}, {"no_rope_layers": [1, 1, 1, 0] * 2}, {"no_rope_layer_interval": 4}):
+        keywords = smollm3.transformer_config({**sizes, **said})
+        assert keywords["no_rope_freq"] == [0, 0, 0, 1] * 2
+    assert smollm3.shape(sizes).tied_embeddings
 
 
 def test_family_is_chosen_by_architecture() -> None:

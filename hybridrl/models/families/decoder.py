@@ -7,7 +7,7 @@ config asks for beyond them is refused by name. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,8 @@ def decoder_shape(
     default_kv_heads: int | None = None,
     moe: MoeShape | None = None,
     latent: LatentShape | None = None,
+    window: int | None = None,
+    kinds: Collection[str] = ("full_attention",),
 ) -> ModelShape:
     """Reads the sizes of a llama-shaped decoder.
 
@@ -45,17 +47,14 @@ def decoder_shape(
         default_kv_heads: key-value heads where the config has no such key; None: as many as heads.
         moe: sizes of the experts; None: all layers are dense.
         latent: sizes of latent attention; None: attention is grouped-query.
+        window: how many positions a query of a windowed layer attends to, its own with them.
+        kinds: that `layer_types` may name.
 
     Raises:
         ModelError: a size is no positive integer, or the config asks for what is not supported.
     """
     require(hf_config, "hidden_act", "silu", ("silu", "swish"))
-    require(hf_config, "use_sliding_window", False, (False,))
-    for key in WINDOW_KEYS:  # without effect, but engines read them
-        value = hf_config.get(key)
-        if value is not None and (type(value) is not int or value < 0):
-            raise not_a(key, value, "an integer from 0 on, or null")
-    _check_layer_types(hf_config)
+    _check_windows(hf_config, kinds)
     num_heads = size(hf_config, "num_attention_heads")
     hidden_size = size(hf_config, "hidden_size")
     kv_default = num_heads if "num_key_value_heads" in hf_config else default_kv_heads or num_heads
@@ -83,16 +82,29 @@ def decoder_shape(
         linear_bias=linear_bias,
         moe=moe,
         latent=latent,
+        window=window,
     )
 
 
-def decoder_config(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
-    """Returns the keywords of Megatron's TransformerConfig that the model fixes."""
+def decoder_config(
+    hf_config: HfConfig, shape: ModelShape, scale: float | None = None
+) -> dict[str, Any]:
+    """Returns the keywords of Megatron's TransformerConfig that the model fixes.
+
+    Args:
+        hf_config: the content of config.json.
+        shape: its sizes; of windows all layers have one, unless the family says otherwise.
+        scale: of products of queries and keys; None: 1 / the root of the head's size.
+    """
     # Queries and keys have YaRN's magnitude both: it is one of their products.
     magnitude = read_rotary(hf_config).magnitude
-    scale = {"softmax_scale": magnitude**2 / shape.head_dim**0.5} if magnitude != 1 else {}
+    own: dict[str, Any] = {} if scale is None else {"softmax_scale": scale}
+    if magnitude != 1:
+        own["softmax_scale"] = magnitude**2 * (scale or shape.head_dim**-0.5)
+    if shape.window is not None:  # Megatron counts the positions before the query's own
+        own["window_size"] = (shape.window - 1, 0)
     return {
-        **scale,
+        **own,
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "num_attention_heads": shape.num_heads,
@@ -111,15 +123,20 @@ def decoder_config(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _check_layer_types(hf_config: HfConfig) -> None:
-    kinds = hf_config.get("layer_types")
+def _check_windows(hf_config: HfConfig, known: Collection[str]) -> None:
+    require(hf_config, "use_sliding_window", False, (False,))
+    for key in WINDOW_KEYS:  # without effect, but engines read them
+        value = hf_config.get(key)
+        if value is not None and (type(value) is not int or value < 0):
+            raise not_a(key, value, "an integer from 0 on, or null")
+    kinds, allowed = hf_config.get("layer_types"), " or ".join(sorted(known))
     if kinds is None:
         return
     if not isinstance(kinds, list | tuple):
-        raise refusal("layer_types", kinds, "a list with full_attention for each layer")
+        raise refusal("layer_types", kinds, f"a list with {allowed} for each layer")
     for kind in kinds:
-        if kind != "full_attention":
-            raise refusal("layer_types", kind, "full_attention")
+        if kind not in tuple(known):
+            raise refusal("layer_types", kind, allowed)
 
 
 def decoder_rows(
