@@ -18,8 +18,12 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     OlmoConfig,
     OlmoForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -108,7 +112,8 @@ WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
     """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size, YaRN),
     windowed (qwen2 whose last layers attend within 5 tokens), olmo, mistral (windows, own head
-    size), smollm3 (layers without positions), granite (multipliers), qwen3_moe (a dense layer
+    size), smollm3 (layers without positions), granite (multipliers), phi3
+    (fused on disk), olmo2 (norms afterwards), qwen3_moe (a dense layer
     among those with experts), mixtral, or deepseek_v3 (latent attention, scaled rope, a dense first
     layer, experts in groups).
 
@@ -141,6 +146,10 @@ def tiny_model(name: str, seed: int = 0, wide: bool = False) -> torch.nn.Module:
         model = SmolLM3ForCausalLM(SmolLM3Config(**sizes, no_rope_layers=[1, 0, 1, 0]))
     elif name == "granite":
         model = GraniteForCausalLM(GraniteConfig(**sizes, **GRANITE, tie_word_embeddings=True))
+    elif name == "phi3":
+        model = Phi3ForCausalLM(Phi3Config(**sizes, sliding_window=9))
+    elif name == "olmo2":
+        model = Olmo2ForCausalLM(Olmo2Config(**sizes))
     elif name == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS))
     else:

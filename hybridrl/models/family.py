@@ -21,7 +21,7 @@ from hybridrl.models.config_keys import DECODER_KEYS, check_keys, check_values
 from hybridrl.models.families import FAMILIES
 
 HfConfig = Mapping[str, Any]
-RowKind = Literal["vocab", "replicated", "column", "heads", "row", "qkv", "gate_up"]
+RowKind = Literal["vocab", "replicated", "column", "heads", "kv_heads", "row", "qkv", "gate_up"]
 Stage = Literal["first", "layer", "last"]
 
 VOCAB_MULTIPLE = 128
@@ -154,6 +154,8 @@ class ModelShape:
         latent: sizes of latent attention; None: attention is grouped-query.
         window: positions that a query of a windowed layer attends to, its own with them; None: no
             layer is windowed.
+        norms_after: whether norms come after attention and the feed-forward layer, none before, and
+            queries and keys are normalised over all heads together.
     """
 
     num_layers: int
@@ -170,10 +172,13 @@ class ModelShape:
     moe: MoeShape | None = None
     latent: LatentShape | None = None
     window: int | None = None
+    norms_after: bool = False
 
     @property
     def torch_only(self) -> str:
         """What transformer-engine's layers are not known to compute, in words; empty: nothing."""
+        if self.norms_after:
+            return "its norms come after attention and the feed-forward layer"
         return "" if self.window is None else f"it attends within {self.window} positions"
 
     def has_experts(self, layer: int) -> bool:
@@ -214,13 +219,14 @@ class Row:
         megatron: name of the Megatron parameter; `{L}` is the layer's index within its chunk, `{E}`
             the expert's index among those of its rank.
         parts: names of the HF tensors in Megatron's order; `{L}` is the global layer index, `{E}`
-            the global expert index.
-        shapes: shapes of the HF tensors.
+            the global expert index. A name that occurs several times is one HF tensor, whose rows
+            are those of its parts, one part after the other.
+        shapes: shapes of the HF tensors, or of such parts.
         kind: how tensor parallelism cuts the parameter; expert tensor parallelism where it is of
             an expert.
             `replicated`: every rank holds all of it, of several parts one after the other.
             `column`: dim 0 is cut evenly.
-            `heads`: the same, and no cut falls inside a head.
+            `heads`, `kv_heads`: the same, and no cut falls inside a head of queries, or of keys.
             `row`: dim 1 is cut evenly.
             `vocab`: dim 0 is padded (`ModelShape.padded_vocab`), then cut evenly.
             `gate_up`: every part is cut evenly along dim 0; a rank stacks its pieces.

@@ -35,6 +35,7 @@ from hybridrl.models.attention import GatherKeys, PackedAttention
 from hybridrl.models.family import Family
 from hybridrl.models.latent_attention import LatentAttention, LatentSubmodules
 from hybridrl.models.norm import TorchNorm
+from hybridrl.models.post_norm import norm_after
 from hybridrl.models.replay import ReplayingLayer
 from hybridrl.models.router import Router
 from hybridrl.platform import TRANSFORMER_ENGINE_VERSIONS, Platform
@@ -131,7 +132,11 @@ def _choose(
 
 
 def layer_specs(
-    kind: LayerKind, family: Family, config: TransformerConfig, recompute: str
+    kind: LayerKind,
+    family: Family,
+    config: TransformerConfig,
+    recompute: str,
+    norms_after: bool = False,
 ) -> tuple[ModuleSpec, ModuleSpec | None, type]:
     """Returns a decoder layer, one with a mixture of experts if the model has such, and the norm
     after the last one.
@@ -142,11 +147,14 @@ def layer_specs(
         config: says what is normalised and how wide the residual stream is.
         recompute: 'selective' does not keep the output of the feed-forward layer's activation, nor
             of experts', which grouped ones make anew themselves if `config` says so.
+        norms_after: as of ModelShape.
 
     Raises:
         UserError: 'selective', of a feed-forward layer that LeanMlp is not the same as.
     """
     layer, final_norm = _layer_spec(kind, family, config)
+    if norms_after:
+        norm_after(layer)
     with_experts = None
     if config.num_moe_experts is not None:
         # A user's own layer is taken for all layers: it knows its config.

@@ -42,6 +42,7 @@ CASES = {
         ("llama", RolloutLayout.consecutive(4, 1)),
         ("mistral", PAIRS),  # prompts and responses longer than its window
         ("granite", PAIRS),
+        ("phi3", PAIRS),
     ],
     "more": [("llama", PAIRS), ("qwen2", PAIRS), ("qwen2", INTERLEAVED), ("qwen3", INTERLEAVED)],
 }

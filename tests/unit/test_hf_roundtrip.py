@@ -20,6 +20,8 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -67,6 +69,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mistral": MistralConfig(**SIZES),
     "smollm3": SmolLM3Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, pad_token_id=0),
     "granite": GraniteConfig(**SIZES),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0),
+    # Norms of all heads together are cut by heads: no more ranks than key-value heads.
+    "olmo2": Olmo2Config(**(SIZES | {"num_key_value_heads": 4})),
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
 CONFIGS_WITH_EXPERTS: dict[str, PreTrainedConfig] = {

@@ -17,6 +17,8 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -34,7 +36,8 @@ from hybridrl.models.families.deepseek_v3 import FAMILY
 from hybridrl.models.family import MoeShape, Rotary, read_model, resolve_family
 from hybridrl.models.headers import HfHeaders
 from hybridrl.models.rotary import rotary_frequencies
-from hybridrl.models.weights import hf_shapes
+from hybridrl.models.weights import hf_shapes, megatron_layout
+from hybridrl.parallel.layout import TrainLayout
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -69,6 +72,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         MistralConfig(**SIZES, head_dim=16),
         SmolLM3Config(**SIZES, pad_token_id=0),
         GraniteConfig(**SIZES),
+        Phi3Config(**SIZES, pad_token_id=0),
+        Olmo2Config(**SIZES),
     ],
 )
 def test_family_table_has_the_tensors_that_transformers_has(config: PreTrainedConfig) -> None:
@@ -138,7 +143,7 @@ def test_family_table_has_the_experts_that_transformers_writes(
 
 
 def test_family_reads_the_defaults_of_transformers() -> None:
-    dense = (MistralConfig(), SmolLM3Config(), GraniteConfig())
+    dense = (MistralConfig(), SmolLM3Config(), GraniteConfig(), Phi3Config(), Olmo2Config())
     for config in (Qwen3MoeConfig(), MixtralConfig(), DeepseekV3Config(), *dense):
         whole = config.to_dict()
         needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -219,6 +224,11 @@ def test_family_reads_new_and_old_rope_keys() -> None:
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
         ("granite", {"residual_multiplier": "0.22"}, "residual_multiplier"),
         ("granite", {"attention_multiplier": 0}, "attention_multiplier"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type: got longrope"),
+        ("phi3", {"rope_scaling": YARN}, "rope_type: got yarn"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop"),
+        ("olmo2", {"attention_bias": True}, "attention_bias"),
         ("qwen3_moe", {"num_experts": 0}, "num_experts"),
         ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, "num_local_experts"),
         ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok"),
@@ -248,6 +258,16 @@ def test_family_mistral_has_a_window_unless_the_config_says_null() -> None:
         # Megatron counts the positions before the query's own, transformers with it.
         window = mistral.transformer_config({**SIZES, **said}).get("window_size")
         assert window == (size and (size - 1, 0))
+
+
+def test_family_olmo2_is_not_cut_inside_a_key_head() -> None:
+    olmo2 = resolve_family("olmo2", {})
+    shape = olmo2.shape(SIZES)
+    assert "norms come after" in shape.torch_only
+    assert not olmo2.is_served_fused
+    megatron_layout(olmo2, shape, TrainLayout(2, tp=2), 0)
+    with pytest.raises(ModelError, match="k_norm.*4; allowed: a size that divides 2"):
+        megatron_layout(olmo2, shape, TrainLayout(4, tp=4), 0)
 
 
 def test_family_smollm3_has_no_positions_in_every_fourth_layer() -> None:

@@ -9,5 +9,7 @@ FAMILIES: dict[str, str] = {
     "mistral": "hybridrl.models.families.mistral:FAMILY",
     "smollm3": "hybridrl.models.families.smollm3:FAMILY",
     "granite": "hybridrl.models.families.granite:FAMILY",
+    "phi3": "hybridrl.models.families.phi3:FAMILY",
+    "olmo2": "hybridrl.models.families.olmo2:FAMILY",
     "mixtral": "hybridrl.models.families.mixtral:FAMILY",
 }
