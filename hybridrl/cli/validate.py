@@ -382,7 +382,15 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
         yield error
         return
     if hf_config:  # else what is wrong with it is said already
-        _, shape = read_model(config.model.family, hf_config)
+        family, shape = read_model(config.model.family, hf_config)
+        name = config.rollout.engine
+        if ENGINES[name].has_fused_parameters and not family.is_served_fused:
+            yield UserError(
+                "rollout.engine",
+                name,
+                f"hf with models of family {family.name}",
+                f"{name} has no code of its own for the family. Set rollout.engine=hf.",
+            )
         yield from package.model_rules(shape, is_cpu)
 
 

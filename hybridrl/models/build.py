@@ -22,11 +22,11 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from hybridrl.models.family import Family
+from hybridrl.models.family import Family, Scales
 from hybridrl.models.heads import LanguageModel, ValueModel
-from hybridrl.models.latent_attention import rotary_frequencies
 from hybridrl.models.layers import KEYWORDS, LayerKind, layer_specs
-from hybridrl.models.norm import narrowing, wide_residual_add
+from hybridrl.models.norm import narrowing, scaled_add, wide_residual_add
+from hybridrl.models.rotary import set_rotary
 from hybridrl.models.weights import EXPERTS, Head
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.schedule import finalize_summed_gradients
@@ -167,13 +167,16 @@ def build_chunks(
     """
     shape = family.shape(hf_config)
     num_chunks = config.virtual_pipeline_model_parallel_size
-    spec = layer_specs(layers, family, config, recompute)
+    spec = layer_specs(layers, family, config, recompute, shape.norms_after)
+    of_family = family.model_keywords(hf_config)
+    rotary = of_family.pop("rotary", None)  # Megatron computes a family's that has none
+    scales = of_family.pop("scales", Scales())
     chunks: list[torch.nn.Module] = []
     for chunk in range(num_chunks or 1):
         vp_stage = chunk if num_chunks else None
         keywords = {
             "config": config,
-            "transformer_layer_spec": _block_spec(config, *spec, vp_stage),
+            "transformer_layer_spec": _block_spec(config, scales, *spec, vp_stage),
             "vocab_size": shape.padded_vocab(config.tensor_model_parallel_size),
             "max_sequence_length": int(hf_config.get("max_position_embeddings", 1 << 20)),
             "pre_process": parallel_state.is_pipeline_first_stage(
@@ -184,7 +187,7 @@ def build_chunks(
             ),
             "position_embedding_type": "rope",
             "vp_stage": vp_stage,
-            **family.model_keywords(hf_config),
+            **of_family,
         }
         if head == "value":
             chunks.append(ValueModel(share_embeddings_and_output_weights=False, **keywords))
@@ -196,9 +199,9 @@ def build_chunks(
                     **keywords,
                 )
             )
-        if isinstance(config, MLATransformerConfig):
-            rotary: Any = chunks[-1].rotary_pos_emb
-            rotary.inv_freq = rotary_frequencies(config).to(rotary.inv_freq.device)
+        if rotary is not None:
+            set_rotary(chunks[-1], rotary)
+        chunks[-1].scales = scales  # type: ignore[assignment]  # a plain attribute
     _reduce_experts_apart(chunks)
     return chunks
 
@@ -217,6 +220,7 @@ def _reduce_experts_apart(chunks: Sequence[torch.nn.Module]) -> None:
 
 def _block_spec(
     config: TransformerConfig,
+    scales: Scales,
     dense: ModuleSpec,
     with_experts: ModuleSpec | None,
     final_norm: type,
@@ -226,6 +230,9 @@ def _block_spec(
         dense = _with_wide_residual(dense)
         with_experts = with_experts and _with_wide_residual(with_experts)
         final_norm = narrowing(final_norm)
+    if scales.residual != 1:
+        dense = _with_scaled_residual(dense, scales.residual)
+        with_experts = with_experts and _with_scaled_residual(with_experts, scales.residual)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [dense] * count
     if with_experts is not None:
@@ -241,6 +248,13 @@ def _with_wide_residual(layer: ModuleSpec) -> ModuleSpec:
     parts.input_layernorm = narrowing(parts.input_layernorm)
     parts.pre_mlp_layernorm = narrowing(parts.pre_mlp_layernorm)
     parts.self_attn_bda = parts.mlp_bda = wide_residual_add
+    return layer
+
+
+def _with_scaled_residual(layer: ModuleSpec, scale: float) -> ModuleSpec:
+    layer = copy.deepcopy(layer)
+    parts = layer.submodules
+    parts.self_attn_bda = parts.mlp_bda = scaled_add(scale, parts.mlp_bda)
     return layer
 
 

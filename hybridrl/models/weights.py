@@ -87,7 +87,7 @@ def hf_shapes(family: Family, shape: ModelShape, head: Head = "lm") -> dict[str,
     for row in _rows(family, shape, head):
         for layer in _layers(row, shape):
             for expert in range(row.num_experts or 1):
-                for part, size in zip(row.parts, row.shapes, strict=True):
+                for part, size in _hf_tensors(row).items():
                     shapes[part.format(L=layer, E=expert)] = size
     return shapes
 
@@ -304,7 +304,8 @@ class _Held:
         before, after = whole(row.shapes[0][: cut.dim]), whole(row.shapes[0][cut.dim + 1 :])
         offset = 0
         for part, start, stop in cut.runs:
-            hf_box = (*before, (start, stop), *after)
+            first = _first_row(row, part)
+            hf_box = (*before, (first + start, first + stop), *after)
             local_box = (*before, (offset, offset + stop - start), *after)
             hf = row.parts[part].format(L=layer, E=expert)
             self._regions.append(Region(hf, hf_box, local, local_box))
@@ -317,6 +318,21 @@ class _Held:
     def layout(self) -> RankLayout:
         """Returns what was collected."""
         return RankLayout(tuple(self._regions), self._shapes, tuple(self._padding))
+
+
+def _hf_tensors(row: Row) -> dict[str, Shape]:
+    """Returns the shapes of the row's HF tensors by name, of parts of one tensor together."""
+    found: dict[str, Shape] = {}
+    for name, shape in zip(row.parts, row.shapes, strict=True):
+        first, *rest = shape
+        found[name] = (found[name][0] + first if name in found else first, *rest)
+    return found
+
+
+def _first_row(row: Row, part: int) -> int:
+    """Returns where in its HF tensor a part begins; such a row is never cut along dim 1."""
+    before = zip(row.parts[:part], row.shapes[:part], strict=True)
+    return sum(shape[0] for name, shape in before if name == row.parts[part])
 
 
 def _rows(family: Family, shape: ModelShape, head: Head) -> tuple[Row, ...]:

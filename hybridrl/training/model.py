@@ -105,6 +105,7 @@ class ParallelModel:
                 world.platform,
                 train.fp32_residual,
                 train.fp8,
+                source.shape.torch_only,
             )
         same_on_all_ranks(world, "what layers are made of", self.layers.kind, mesh.ranks)
         self._chunks: list[torch.nn.Module] = self._build() if mesh.is_member else []

@@ -66,6 +66,7 @@ WALLS = {
         "models/heads.py",
         "models/latent_attention.py",
         "models/layers.py",
+        "models/post_norm.py",
         "models/router.py",
         "training/optimizer.py",
         "checkpoint/model_state.py",
