@@ -28,6 +28,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ RANKS = (
     "hybridrl.loop.setup",
 )
 # vLLM is imported only where it is used: its import changes what other libraries do.
+HAS_VLLM = find_spec("vllm") is not None
 RANKS_WITH_VLLM = (
     *RANKS,
     "hybridrl.rollout.vllm",
@@ -141,7 +143,7 @@ class _Starts:
         return bool(names & (server.modules | {"sitecustomize", "usercustomize"}))
 
     def _server(self, program: Sequence[str]) -> Server:
-        has_vllm = any("vllm" in argument.lower() for argument in program)
+        has_vllm = HAS_VLLM and any("vllm" in argument.lower() for argument in program)
         modules = RANKS_WITH_VLLM if has_vllm else RANKS
         with self._lock:
             if modules not in self._servers:

@@ -65,6 +65,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+bench = typer.Typer(no_args_is_help=True, help="Measure parts of a run on this host.")
+app.add_typer(bench, name="bench")
+
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration.")]
 Overrides = Annotated[
     list[str] | None,
@@ -232,6 +235,36 @@ def evaluate(
     raise typer.Exit(launch_without_run(arguments, world_size))
 
 
+@bench.command("rollout")
+def bench_rollout(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    engines: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Engines to measure; default: all that are installed."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Batches of a step that are timed.")] = 3,
+    world: World = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how many tokens a second each engine generates for a run, with initial weights."""
+    from hybridrl.cli import bench as measuring
+
+    def load(changed: Sequence[str]) -> tuple[Config, int]:
+        found = _pinned(load_config(config, changed))
+        return found, world or default_world_size(found, num_local_gpus())
+
+    given, names = overrides or [], measuring.measured_engines(engines)
+    with _json_only(as_json) as emit:
+        if is_rank():
+            measuring.measure_on_rank(lambda: load(given)[0], rounds)
+            return
+        arguments = [str(config), "--rounds", str(rounds)]
+        report, code = measuring.measure(names, engines is not None, given, load, arguments)
+        emit(report)
+    raise typer.Exit(code)
+
+
 @app.command()
 def convert(
     source: Annotated[
@@ -370,7 +403,7 @@ def _check_mismatch(
     from hybridrl.cli import mismatch
 
     config = _pinned(load_config(file, overrides))
-    mismatch.refuse_without_rollouts(config)
+    mismatch.refuse_without_rollouts(config, "--mismatch")
     with _json_only(as_json) as emit:
         report: dict[str, Any] | int
         if is_rank():
@@ -387,7 +420,7 @@ def _check_mismatch(
             arguments = ["check", "--mismatch", str(file), *overrides]
             arguments += ["--reference"] if reference else []
             arguments += ["--json"] if as_json else []
-            report = mismatch.diagnose_with_ranks(arguments, world_size)
+            report = mismatch.report_of_ranks(arguments, world_size)
             if isinstance(report, int):
                 raise typer.Exit(report)
         emit(report)
@@ -400,7 +433,7 @@ def _replay(
     config: Config, file: Path, overrides: list[str], world: int | None, saved: Path
 ) -> NoReturn:
     """Runs `train --replay` as parent or as rank; ends the command with its exit code."""
-    from hybridrl.cli.mismatch import diagnose_with_ranks, leave_for_parent
+    from hybridrl.cli.mismatch import leave_for_parent, report_of_ranks
     from hybridrl.cli.replay import refuse_missing, replay_text
 
     refuse_missing(saved)
@@ -417,7 +450,7 @@ def _replay(
         world_size = world or default_world_size(config, num_local_gpus())
         validate_replay(config, world_size)
         arguments = ["train", str(file), *overrides, "--replay", str(saved)]
-        report = diagnose_with_ranks(arguments, world_size)
+        report = report_of_ranks(arguments, world_size)
         if isinstance(report, int):
             raise typer.Exit(report)
     typer.echo(replay_text(report))

@@ -24,8 +24,12 @@ CHECKS = ("weights", "tokens", "sampling", "numerics", "routing")
 REPORT = "mismatch.json"
 
 
-def refuse_without_rollouts(config: Config) -> None:
+def refuse_without_rollouts(config: Config, command: str) -> None:
     """Refuses runs in which no engine computes anything.
+
+    Args:
+        config: of the run.
+        command: that needs one, for the message.
 
     Raises:
         UserError: naming the key.
@@ -34,19 +38,19 @@ def refuse_without_rollouts(config: Config) -> None:
     if not ENGINES[engine].computes:
         allowed = " or ".join(name for name, traits in ENGINES.items() if traits.computes)
         raise UserError(
-            "rollout.engine", engine, f"{allowed}, for --mismatch", "It computes nothing."
+            "rollout.engine", engine, f"{allowed}, for {command}", "It computes nothing."
         )
     needs = config.algorithm.needs
     if needs is not None and not needs.rollouts:
         raise UserError(
             "algorithm.name",
             config.algorithm.name,
-            "an algorithm with rollouts, for --mismatch",
+            f"an algorithm with rollouts, for {command}",
             "Give the configuration of an RL run.",
         )
 
 
-def diagnose_with_ranks(arguments: Sequence[str], world_size: int) -> dict[str, Any] | int:
+def report_of_ranks(arguments: Sequence[str], world_size: int) -> dict[str, Any] | int:
     """Runs `hybridrl ARGUMENTS` as local ranks; returns their report, or the exit code of what
     went wrong.
     """

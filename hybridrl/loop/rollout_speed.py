@@ -1,0 +1,117 @@
+"""How fast a run's engine generates: what `hybridrl bench rollout` does on each rank.
+
+The run is built as `train` builds it, so the engine has the memory that training leaves it, and
+proves once that it computes what the trainer computes: a wrong engine is not timed. A round is the
+batch of one step: prompts of `data.max_prompt_tokens` random tokens, `steps.samples_per_prompt`
+responses to each, none of which ends before `rollout.max_new_tokens`. No two rounds share a prompt,
+so that of cached keys only those count that samples of a prompt share, as in training.
+
+Who waits for whom: all ranks begin a round together and wait for its slowest replica.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridrl.config.schema import Config
+from hybridrl.loop.loop import Trainer
+from hybridrl.platform import Platform
+from hybridrl.rollout.engine import Request, generate, request_seed
+
+# New tokens of the round before the timed ones, which fills pools of memory and what is compiled at
+# first use.
+WARM_UP_TOKENS = 16
+
+
+def measure_rank(config: Config, num_rounds: int, started: float) -> dict[str, Any]:
+    """Runs one rank of `hybridrl bench rollout`.
+
+    Args:
+        config: of a run with rollouts.
+        num_rounds: that are timed.
+        started: `time.monotonic()` at the start of this rank.
+
+    Returns:
+        The same on all ranks: `tokens_per_s` of all replicas together (the median of the rounds),
+        `rounds_s`, `num_tokens` of a round, `start_s` until the engine may generate, `replicas`,
+        `dtype`, and the bytes of the fullest rank: `engine_bytes` (the engine's own memory) and
+        `rank_bytes` (all that is used of the device; on CPU the most that the process had).
+    """
+    trainer = Trainer(config)
+    trainer.check_engine()
+    world = trainer.world
+    start_s = max(world.gather_objects(time.monotonic() - started))
+    new_tokens = config.rollout.max_new_tokens
+    _generate(trainer, 0, min(WARM_UP_TOKENS, new_tokens))
+    rounds_s = [_generate(trainer, 1 + number, new_tokens) for number in range(num_rounds)]
+    num_tokens = config.steps.prompts_per_step * config.steps.samples_per_prompt * new_tokens
+    held = [part.num_bytes for part in trainer.engine.memory().values() if not part.is_shared]
+    used = world.gather_objects((sum(held), _used_bytes(trainer.platform)))
+    found = {
+        "tokens_per_s": num_tokens / median(rounds_s),
+        "rounds_s": rounds_s,
+        "num_tokens": num_tokens,
+        "start_s": start_s,
+        "replicas": trainer.sampler.layout.replicas,
+        "dtype": str(trainer.source.dtype).removeprefix("torch."),
+        "engine_bytes": max(engine for engine, _ in used),
+        "rank_bytes": max(rank for _, rank in used),
+    }
+    trainer.close()
+    return found
+
+
+def _generate(trainer: Trainer, number: int, new_tokens: int) -> float:
+    """Generates the batch of a step; returns the seconds of the slowest replica.
+
+    Raises:
+        RuntimeError: a response is shorter than asked for.
+    """
+    world = trainer.world
+    requests = round_requests(trainer, number, new_tokens)
+    world.arrive("the rounds of generation before")
+    with world.all_agree("generation") as agreement:
+        begun = time.monotonic()
+        done = generate(trainer.engine, requests) if requests else []
+        agreement.value = time.monotonic() - begun
+        if any(len(one.tokens) != new_tokens for one in done):
+            raise RuntimeError(f"a response has not the {new_tokens} tokens that it was to have")
+    return max(agreement.values)
+
+
+def round_requests(trainer: Trainer, number: int, new_tokens: int) -> list[Request]:
+    """Returns this replica's part of a round: whole groups, dealt to replicas in turn; nothing on a
+    rank without an engine.
+    """
+    config, layout = trainer.config, trainer.sampler.layout
+    place = layout.assignment[trainer.world.rank]
+    if place is None:
+        return []
+    sampling = replace(trainer.sampler.sampling, max_new_tokens=new_tokens, stop_token_ids=())
+    rng = np.random.default_rng((config.run.seed, number))
+    shape = config.steps.prompts_per_step, config.data.max_prompt_tokens
+    prompts = rng.integers(0, trainer.source.shape.vocab_size, shape).tolist()
+    samples = config.steps.samples_per_prompt
+    return [
+        Request(
+            group * samples + sample,
+            tuple(prompts[group]),
+            request_seed(config.run.seed, number, group * samples + sample),
+            sampling,
+        )
+        for group in range(place[0], len(prompts), layout.replicas)
+        for sample in range(samples)
+    ]
+
+
+def _used_bytes(platform: Platform) -> int:
+    if platform.is_cpu:
+        return platform.peak_memory_bytes()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
