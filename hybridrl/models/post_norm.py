@@ -22,6 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from hybridrl.models.family import ModelShape
 from hybridrl.models.norm import TorchNorm
 
 
@@ -129,13 +130,15 @@ class _WholeNormOfKeys(_WholeNormOf):
         return int(config.num_query_groups or config.num_attention_heads)
 
 
-def norm_after(spec: ModuleSpec) -> None:
-    """Makes of a layer of torch one that normalises after attention and the feed-forward layer,
-    none before, and queries and keys whole.
-    """
+def norm_after(spec: ModuleSpec, shape: ModelShape) -> None:
+    """Makes of a layer of torch one that normalises as `shape` says."""
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
-    layer.self_attention.module, layer.mlp.module = NormedAttention, NormedMlp
+    if shape.norms_after == "only":
+        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    if shape.norms_after != "no":
+        layer.self_attention.module, layer.mlp.module = NormedAttention, NormedMlp
+    if not shape.whole_qk_norm:
+        return
     layer.self_attention.submodules = dataclasses.replace(
         layer.self_attention.submodules, q_layernorm=_WholeNormOf, k_layernorm=_WholeNormOfKeys
     )

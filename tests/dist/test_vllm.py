@@ -11,7 +11,7 @@ from launch import run_ranks
 from tiny_models import FAMILIES, tiny_model
 
 # Those of them that vLLM serves with its own code.
-OTHERS = ("mistral", "granite", "phi3")
+OTHERS = ("mistral", "granite", "phi3", "glm4")
 WORKER = str(Path(__file__).with_name("vllm_worker.py"))
 
 

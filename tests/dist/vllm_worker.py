@@ -43,6 +43,7 @@ CASES = {
         ("mistral", PAIRS),  # prompts and responses longer than its window
         ("granite", PAIRS),
         ("phi3", PAIRS),
+        ("glm4", PAIRS),
     ],
     "more": [("llama", PAIRS), ("qwen2", PAIRS), ("qwen2", INTERLEAVED), ("qwen3", INTERLEAVED)],
 }

@@ -14,8 +14,10 @@ from transformers import LlamaConfig, OlmoConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from windowed_family import FAMILY as WINDOWED
 
+from hybridrl.cli import validate
 from hybridrl.cli.plan import plan_report
 from hybridrl.cli.validate import validate_training
+from hybridrl.config.engines import EnginePackage
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import ModelConfig
 from hybridrl.errors import ConfigError, ModelError
@@ -155,6 +157,24 @@ def test_plan_and_train_and_ranks_refuse_alike(tmp_path: Path) -> None:
         validate_training(config, 1)
     with pytest.raises(ModelError, match="got dynamic"):
         model_source(ModelConfig(init=str(tmp_path)), Platform.detect())
+
+
+def test_engine_without_code_for_a_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = EnginePackage(lambda: True, lambda is_cpu: "1", lambda *sizes: ())
+    monkeypatch.setattr(validate, "engine_package", lambda name: package)
+    config = load_config_dict(
+        {
+            "run": {"name": "a", "dir": "runs"},
+            "model": {"init": "model"},
+            "algorithm": {"name": "grpo"},
+            "steps": {"samples_per_prompt": 2},
+            "rollout": {"engine": "vllm"},
+        }
+    )
+    smollm3 = {**SIZES, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+    (error,) = validate._engine(config, smollm3)
+    assert error.name == "rollout.engine" and "family smollm3" in str(error)
+    assert not list(validate._engine(config, LLAMA))
 
 
 LLAMA3_ROPE = {
