@@ -21,7 +21,8 @@ from hybridrl.config.engines import EnginePackage
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import ModelConfig
 from hybridrl.errors import ConfigError, ModelError
-from hybridrl.models.family import Scales, read_model
+from hybridrl.models.families import FAMILIES
+from hybridrl.models.family import Scales, read_model, resolve_family
 from hybridrl.models.rotary import rotary_frequencies
 from hybridrl.platform import Platform
 from hybridrl.training.build import model_source
@@ -40,6 +41,18 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **SIZES}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SIZES}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES}
+
+
+def test_table_of_architectures_is_that_of_the_families() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
+    said = {tuple(cell.strip().strip("`") for cell in row) for row in rows}
+    families = [resolve_family(name, {}) for name in FAMILIES]
+    assert said == {
+        (architecture, one.name, "hf, vllm" if one.is_served_fused else "hf")
+        for one in families
+        for architecture in one.architectures
+    }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
