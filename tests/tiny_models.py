@@ -10,6 +10,8 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -115,9 +117,9 @@ def tiny_model(
     """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size, YaRN),
     windowed (qwen2 whose last layers attend within 5 tokens), olmo, mistral (windows, own head
     size), smollm3 (layers without positions), granite (multipliers), phi3
-    (fused on disk), olmo2 (norms afterwards), qwen3_moe (with `dense_layers` among
-    those with experts), mixtral, or deepseek_v3 (latent attention, scaled rope, a dense first
-    layer, experts in groups).
+    (fused on disk), olmo2 (norms afterwards), glm4 (a part of each head turns), qwen3_moe (with
+    `dense_layers` among those with experts), mixtral, or deepseek_v3 (latent attention, scaled
+    rope, a dense first layer, experts in groups).
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -153,6 +155,9 @@ def tiny_model(
         model = Phi3ForCausalLM(Phi3Config(**sizes, sliding_window=9))
     elif name == "olmo2":
         model = Olmo2ForCausalLM(Olmo2Config(**sizes))
+    elif name == "glm4":
+        own = {"head_dim": 64 if wide else 24, "rms_norm_eps": 1e-5, "attention_bias": True}
+        model = Glm4ForCausalLM(Glm4Config(**sizes, **own))
     elif name == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS))
     else:

@@ -167,7 +167,7 @@ def build_chunks(
     """
     shape = family.shape(hf_config)
     num_chunks = config.virtual_pipeline_model_parallel_size
-    spec = layer_specs(layers, family, config, recompute, shape.norms_after)
+    spec = layer_specs(layers, family, config, recompute, shape)
     of_family = family.model_keywords(hf_config)
     rotary = of_family.pop("rotary", None)  # Megatron computes a family's that has none
     scales = of_family.pop("scales", Scales())

@@ -94,6 +94,7 @@ class Rotary:
         original_length: positions before it grew; of llama3 and yarn.
         low, high: turns over the original length below which frequencies are divided by the factor,
             and above which they are kept.
+        share: of a head's dimensions that turn.
         mscale, mscale_all_dim: of YaRN's magnitude; 0 leaves `mscale_all_dim` out.
     """
 
@@ -105,6 +106,7 @@ class Rotary:
     high: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    share: float = 1.0
 
     @property
     def magnitude(self) -> float:
@@ -154,8 +156,9 @@ class ModelShape:
         latent: sizes of latent attention; None: attention is grouped-query.
         window: positions that a query of a windowed layer attends to, its own with them; None: no
             layer is windowed.
-        norms_after: whether norms come after attention and the feed-forward layer, none before, and
-            queries and keys are normalised over all heads together.
+        norms_after: whether norms come after attention and the feed-forward layer: "no", "only" or
+            "also".
+        whole_qk_norm: whether queries and keys are normalised over all heads together.
     """
 
     num_layers: int
@@ -172,13 +175,14 @@ class ModelShape:
     moe: MoeShape | None = None
     latent: LatentShape | None = None
     window: int | None = None
-    norms_after: bool = False
+    norms_after: Literal["no", "only", "also"] = "no"
+    whole_qk_norm: bool = False
 
     @property
     def torch_only(self) -> str:
         """What transformer-engine's layers are not known to compute, in words; empty: nothing."""
-        if self.norms_after:
-            return "its norms come after attention and the feed-forward layer"
+        if self.norms_after != "no":
+            return "it has norms after attention and the feed-forward layer"
         return "" if self.window is None else f"it attends within {self.window} positions"
 
     def has_experts(self, layer: int) -> bool:

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from hybridrl.errors import UserError
 from hybridrl.models.attention import GatherKeys, PackedAttention
-from hybridrl.models.family import Family
+from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.latent_attention import LatentAttention, LatentSubmodules
 from hybridrl.models.norm import TorchNorm
 from hybridrl.models.post_norm import norm_after
@@ -137,7 +137,7 @@ def layer_specs(
     family: Family,
     config: TransformerConfig,
     recompute: str,
-    norms_after: bool = False,
+    shape: ModelShape,
 ) -> tuple[ModuleSpec, ModuleSpec | None, type]:
     """Returns a decoder layer, one with a mixture of experts if the model has such, and the norm
     after the last one.
@@ -148,14 +148,14 @@ def layer_specs(
         config: says what is normalised and how wide the residual stream is.
         recompute: 'selective' does not keep the output of the feed-forward layer's activation, nor
             of experts', shared ones too; grouped ones make it anew themselves if `config` says so.
-        norms_after: as of ModelShape.
+        shape: says where norms are.
 
     Raises:
         UserError: 'selective', of a feed-forward layer that LeanMlp is not the same as.
     """
     layer, final_norm = _layer_spec(kind, family, config)
-    if norms_after:
-        norm_after(layer)
+    if shape.torch_only:  # else nothing differs
+        norm_after(layer, shape)
     with_experts = None
     if config.num_moe_experts is not None:
         # A user's own layer is taken for all layers: it knows its config.

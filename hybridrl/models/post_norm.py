@@ -9,7 +9,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -22,6 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from hybridrl.models.family import ModelShape
 from hybridrl.models.norm import TorchNorm
 
 
@@ -30,11 +30,11 @@ class NormedAttention(SelfAttention):
 
     def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any) -> None:
         super().__init__(config, *args, **keywords)
-        self.post_layernorm = _norm(config)
+        self.post_layernorm = PostNorm(config)
 
     def forward(self, *args: Any, **keywords: Any) -> tuple[torch.Tensor, None]:
         """Returns the normalised output, and no bias."""
-        return _normed(self.post_layernorm, super().forward(*args, **keywords)), None
+        return self.post_layernorm(*super().forward(*args, **keywords)), None
 
 
 class NormedMlp(MLP):
@@ -42,23 +42,26 @@ class NormedMlp(MLP):
 
     def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any) -> None:
         super().__init__(config, *args, **keywords)
-        self.post_layernorm = _norm(config)
+        self.post_layernorm = PostNorm(config)
 
     def forward(self, *args: Any, **keywords: Any) -> tuple[torch.Tensor, None]:
         """Returns the normalised output, and no bias."""
-        return _normed(self.post_layernorm, super().forward(*args, **keywords)), None
+        return self.post_layernorm(*super().forward(*args, **keywords)), None
 
 
-def _norm(config: TransformerConfig) -> torch.nn.Module:
-    return TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+class PostNorm(MegatronModule):
+    """RMSNorm of a layer's output; Megatron's feed-forward layer asks its parts for checkpoints."""
 
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        norm: Any = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.weight: torch.nn.Parameter = norm.weight
 
-def _normed(
-    norm: torch.nn.Module, output_with_bias: tuple[torch.Tensor, torch.Tensor | None]
-) -> torch.Tensor:
-    output, bias = output_with_bias
-    normed: torch.Tensor = norm(output if bias is None else output + bias)
-    return normed
+    def forward(self, output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Returns the output with its bias, normalised."""
+        whole = output if bias is None else output + bias
+        eps, weight = self.config.layernorm_epsilon, self.weight.to(whole.dtype)
+        return torch.nn.functional.rms_norm(whole, weight.shape, weight, eps)
 
 
 class WholeNorm(MegatronModule):
@@ -100,10 +103,8 @@ class WholeNorm(MegatronModule):
     ) -> dict[str, Any]:
         """Returns the weight, cut along its only dimension."""
         state = self.state_dict(prefix="", keep_vars=True)
-        group = parallel_state.get_tensor_model_parallel_group()
-        data = (metadata or {}).get("dp_cp_group")
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            state, prefix, {"weight": 0}, sharded_offsets, tp_group=group, dp_cp_group=data
+            state, prefix, {"weight": 0}, sharded_offsets
         )
         return found
 
@@ -129,13 +130,15 @@ class _WholeNormOfKeys(_WholeNormOf):
         return int(config.num_query_groups or config.num_attention_heads)
 
 
-def norm_after(spec: ModuleSpec) -> None:
-    """Makes of a layer of torch one that normalises after attention and the feed-forward layer,
-    none before, and queries and keys whole.
-    """
+def norm_after(spec: ModuleSpec, shape: ModelShape) -> None:
+    """Makes of a layer of torch one that normalises as `shape` says."""
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
-    layer.self_attention.module, layer.mlp.module = NormedAttention, NormedMlp
+    if shape.norms_after == "only":
+        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    if shape.norms_after != "no":
+        layer.self_attention.module, layer.mlp.module = NormedAttention, NormedMlp
+    if not shape.whole_qk_norm:
+        return
     layer.self_attention.submodules = dataclasses.replace(
         layer.self_attention.submodules, q_layernorm=_WholeNormOf, k_layernorm=_WholeNormOfKeys
     )

@@ -50,7 +50,7 @@ CASES = {
 # Families that only some engines were compared with, and so only they run.
 OF_ENGINE = {
     # Prompts and responses are longer than mistral's window.
-    "vllm": [("mistral", PAIRS), ("granite", PAIRS), ("phi3", PAIRS)],
+    "vllm": [("mistral", PAIRS), ("granite", PAIRS), ("phi3", PAIRS), ("glm4", PAIRS)],
     "sglang": [],
 }
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)

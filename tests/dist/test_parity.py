@@ -14,7 +14,7 @@ from tiny_models import FAMILIES, WITH_EXPERTS, save_tiny_models
 WORKER = str(Path(__file__).with_name("parity_worker.py"))
 NAMES = (*FAMILIES, "olmo")
 # Each with one thing of its own; two layouts show what a cut does to it.
-OTHERS = ("mistral", "smollm3", "granite", "phi3", "olmo2")
+OTHERS = ("mistral", "smollm3", "granite", "phi3", "olmo2", "glm4")
 WITH_WINDOWS = ("llama", "windowed", "qwen3", "olmo")  # windowed: qwen2, and windows
 ORDER = "tp-cp-ep-dp-pp"
 # tp, pp, cp, vpp, order of the axes, ep or etp, recompute; what is left of the world is data

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4Config,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -70,6 +71,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "smollm3": SmolLM3Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, pad_token_id=0),
     "granite": GraniteConfig(**SIZES),
     "phi3": Phi3Config(**SIZES, pad_token_id=0),
+    "glm4": Glm4Config(**SIZES, pad_token_id=0),
     # Norms of all heads together are cut by heads: no more ranks than key-value heads.
     "olmo2": Olmo2Config(**(SIZES | {"num_key_value_heads": 4})),
 }

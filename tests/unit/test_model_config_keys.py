@@ -14,12 +14,15 @@ from transformers import LlamaConfig, OlmoConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from windowed_family import FAMILY as WINDOWED
 
+from hybridrl.cli import validate
 from hybridrl.cli.plan import plan_report
 from hybridrl.cli.validate import validate_training
+from hybridrl.config.engines import EnginePackage
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import ModelConfig
 from hybridrl.errors import ConfigError, ModelError
-from hybridrl.models.family import Scales, read_model
+from hybridrl.models.families import FAMILIES
+from hybridrl.models.family import Scales, read_model, resolve_family
 from hybridrl.models.rotary import rotary_frequencies
 from hybridrl.platform import Platform
 from hybridrl.training.build import model_source
@@ -38,6 +41,18 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **SIZES}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SIZES}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES}
+
+
+def test_table_of_architectures_is_that_of_the_families() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
+    said = {tuple(cell.strip().strip("`") for cell in row) for row in rows}
+    families = [resolve_family(name, {}) for name in FAMILIES]
+    assert said == {
+        (architecture, one.name, "hf, vllm" if one.is_served_fused else "hf")
+        for one in families
+        for architecture in one.architectures
+    }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -155,6 +170,24 @@ def test_plan_and_train_and_ranks_refuse_alike(tmp_path: Path) -> None:
         validate_training(config, 1)
     with pytest.raises(ModelError, match="got dynamic"):
         model_source(ModelConfig(init=str(tmp_path)), Platform.detect())
+
+
+def test_engine_without_code_for_a_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = EnginePackage(lambda: True, lambda is_cpu: "1", lambda *sizes: ())
+    monkeypatch.setattr(validate, "engine_package", lambda name: package)
+    config = load_config_dict(
+        {
+            "run": {"name": "a", "dir": "runs"},
+            "model": {"init": "model"},
+            "algorithm": {"name": "grpo"},
+            "steps": {"samples_per_prompt": 2},
+            "rollout": {"engine": "vllm"},
+        }
+    )
+    smollm3 = {**SIZES, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+    (error,) = validate._engine(config, smollm3)
+    assert error.name == "rollout.engine" and "family smollm3" in str(error)
+    assert not list(validate._engine(config, LLAMA))
 
 
 LLAMA3_ROPE = {

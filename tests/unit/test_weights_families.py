@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4Config,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -74,6 +75,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         GraniteConfig(**SIZES),
         Phi3Config(**SIZES, pad_token_id=0),
         Olmo2Config(**SIZES),
+        Glm4Config(**SIZES, pad_token_id=0),
+        Glm4Config(**SIZES, pad_token_id=0, attention_bias=False),
     ],
 )
 def test_family_table_has_the_tensors_that_transformers_has(config: PreTrainedConfig) -> None:
@@ -143,7 +146,14 @@ def test_family_table_has_the_experts_that_transformers_writes(
 
 
 def test_family_reads_the_defaults_of_transformers() -> None:
-    dense = (MistralConfig(), SmolLM3Config(), GraniteConfig(), Phi3Config(), Olmo2Config())
+    dense = (
+        MistralConfig(),
+        SmolLM3Config(),
+        GraniteConfig(),
+        Phi3Config(),
+        Olmo2Config(),
+        Glm4Config(),
+    )
     for config in (Qwen3MoeConfig(), MixtralConfig(), DeepseekV3Config(), *dense):
         whole = config.to_dict()
         needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -229,6 +239,9 @@ def test_family_reads_new_and_old_rope_keys() -> None:
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop"),
         ("olmo2", {"attention_bias": True}, "attention_bias"),
+        ("glm4", {"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor"),
+        ("glm4", {"rope_scaling": YARN}, "rope_type: got yarn; allowed: default"),
         ("qwen3_moe", {"num_experts": 0}, "num_experts"),
         ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, "num_local_experts"),
         ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok"),
@@ -263,7 +276,7 @@ def test_family_mistral_has_a_window_unless_the_config_says_null() -> None:
 def test_family_olmo2_is_not_cut_inside_a_key_head() -> None:
     olmo2 = resolve_family("olmo2", {})
     shape = olmo2.shape(SIZES)
-    assert "norms come after" in shape.torch_only
+    assert "norms after" in shape.torch_only
     assert not olmo2.is_served_fused
     megatron_layout(olmo2, shape, TrainLayout(2, tp=2), 0)
     with pytest.raises(ModelError, match="k_norm.*4; allowed: a size that divides 2"):

@@ -11,5 +11,6 @@ FAMILIES: dict[str, str] = {
     "granite": "hybridrl.models.families.granite:FAMILY",
     "phi3": "hybridrl.models.families.phi3:FAMILY",
     "olmo2": "hybridrl.models.families.olmo2:FAMILY",
+    "glm4": "hybridrl.models.families.glm4:FAMILY",
     "mixtral": "hybridrl.models.families.mixtral:FAMILY",
 }

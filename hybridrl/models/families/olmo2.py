@@ -21,7 +21,7 @@ BEFORE = tuple(f"{LOCAL}{name}_layernorm.weight" for name in ("input", "pre_mlp"
 def shape(hf_config: HfConfig) -> ModelShape:
     """Reads the sizes."""
     require(hf_config, "attention_bias", False, (False,))
-    return replace(decoder_shape(hf_config), norms_after=True)
+    return replace(decoder_shape(hf_config), norms_after="only", whole_qk_norm=True)
 
 
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:

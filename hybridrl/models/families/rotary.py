@@ -29,29 +29,39 @@ OPTIONAL: Mapping[str, frozenset[str]] = {
 }
 
 
-def rope_keywords(hf_config: HfConfig) -> dict[str, Any]:
+def rope_keywords(
+    hf_config: HfConfig,
+    kinds: tuple[str, ...] = tuple(NEEDED),
+    default_share: float | None = None,
+) -> dict[str, Any]:
     """Returns the keywords of Megatron's GPTModel that say how positions enter, with `rotary`, by
     which build.py sets the frequencies.
 
     Raises:
         ModelError: as of `read_rotary`.
     """
-    rotary = read_rotary(hf_config)
+    rotary = read_rotary(hf_config, kinds, default_share)
     return {
         "position_embedding_type": "rope",
         "max_sequence_length": size(hf_config, "max_position_embeddings"),
-        "rotary_percent": 1.0,
+        "rotary_percent": rotary.share,
         "rotary": rotary,
     }
 
 
-def read_rotary(hf_config: HfConfig, kinds: tuple[str, ...] = tuple(NEEDED)) -> Rotary:
+def read_rotary(
+    hf_config: HfConfig,
+    kinds: tuple[str, ...] = tuple(NEEDED),
+    default_share: float | None = None,
+) -> Rotary:
     """Reads transformers 5's `rope_parameters` as well as the older `rope_theta` and
     `rope_scaling`.
 
     Args:
         hf_config: the content of config.json.
         kinds: of scaling that the family computes.
+        default_share: of each head that turns where the config does not say it; None: heads turn
+            whole, and another share is refused.
 
     Raises:
         ModelError: another kind, a parameter of it that is missing or has no place, or a rotation
@@ -68,10 +78,7 @@ def read_rotary(hf_config: HfConfig, kinds: tuple[str, ...] = tuple(NEEDED)) -> 
     for key in sorted(NEEDED[kind]):
         if rope.get(key) is None:
             raise refusal(f"{prefix}.{key}", "nothing", "a number")
-    for holder, where in ((rope, f"{prefix}."), (hf_config, "")):
-        partial = holder.get("partial_rotary_factor")
-        if partial is not None and (isinstance(partial, bool) or partial != 1):
-            raise refusal(f"{where}partial_rotary_factor", partial, "1.0")
+    share = _share(hf_config, rope, prefix, default_share)
     theta = number(hf_config, "rope_theta", DEFAULT_ROPE_THETA, 1, 1e15)
 
     def read(key: str, default: float, least: float, most: float) -> float:
@@ -79,7 +86,7 @@ def read_rotary(hf_config: HfConfig, kinds: tuple[str, ...] = tuple(NEEDED)) -> 
 
     base = read("rope_theta", theta, 1, 1e15)
     if kind == "default":
-        return Rotary(base)
+        return Rotary(base, share=share)
     factor = read("factor", 1, 1, 1e6)
     if kind == "linear":
         return Rotary(base, kind, factor)
@@ -89,12 +96,7 @@ def read_rotary(hf_config: HfConfig, kinds: tuple[str, ...] = tuple(NEEDED)) -> 
         if high <= low:
             raise refusal(f"{prefix}.high_freq_factor", high, f"more than low_freq_factor = {low}")
         return Rotary(base, kind, factor, length, low=low, high=high)
-    # transformers reads the two only together, engines also alone, with a default for the other.
-    given = {key: rope.get(key) for key in ("mscale", "mscale_all_dim")}
-    if bool(given["mscale"]) != bool(given["mscale_all_dim"]):
-        said = given["mscale_all_dim"]
-        raise refusal(f"{prefix}.mscale_all_dim", said, "both mscale, or neither")
-    both = bool(given["mscale"])
+    both = _has_mscales(rope, prefix)
     return Rotary(
         base,
         kind,
@@ -105,6 +107,29 @@ def read_rotary(hf_config: HfConfig, kinds: tuple[str, ...] = tuple(NEEDED)) -> 
         mscale=read("mscale", 1, 0, 1e3) if both else 1.0,
         mscale_all_dim=read("mscale_all_dim", 0, 0, 1e3) if both else 0.0,
     )
+
+
+def _has_mscales(rope: Mapping[str, Any], prefix: str) -> bool:
+    # transformers reads the two only together, engines also alone, with a default for the other.
+    given = {key: rope.get(key) for key in ("mscale", "mscale_all_dim")}
+    if bool(given["mscale"]) != bool(given["mscale_all_dim"]):
+        said = given["mscale_all_dim"]
+        raise refusal(f"{prefix}.mscale_all_dim", said, "both mscale, or neither")
+    return bool(given["mscale"])
+
+
+def _share(
+    hf_config: HfConfig, rope: Mapping[str, Any], prefix: str, default_share: float | None
+) -> float:
+    """Returns the part of each head that turns, which the config has in either place."""
+    share = default_share or 1.0
+    for holder, where in ((hf_config, ""), (rope, f"{prefix}.")):
+        partial = holder.get("partial_rotary_factor")
+        if default_share is not None:
+            share = number(holder, "partial_rotary_factor", share, 1e-3, 1, where)
+        elif partial is not None and (isinstance(partial, bool) or partial != 1):
+            raise refusal(f"{where}partial_rotary_factor", partial, "1.0")
+    return share
 
 
 def rope_parameters(hf_config: HfConfig) -> tuple[Mapping[str, Any], str]:
