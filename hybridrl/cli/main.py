@@ -109,6 +109,10 @@ def check(
         bool,
         typer.Option(help="With --mismatch: against transformers' own forward in float32, too."),
     ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="ENGINE", help="With --mismatch: compare with this engine, too."),
+    ] = None,
     world: World = None,
     as_json: Json = False,
 ) -> None:
@@ -116,9 +120,10 @@ def check(
     from hybridrl.cli import environment
 
     if mismatch is not None:
-        _check_mismatch(mismatch, overrides or [], world, reference, as_json)
-    if overrides:
-        raise UserError("KEY=VALUE", overrides[0], "nothing without --mismatch CONFIG", "Add it.")
+        _check_mismatch(mismatch, overrides or [], world, reference, against, as_json)
+    for name, given in (("KEY=VALUE", "".join(overrides or ())), ("--against", against)):
+        if given:
+            raise UserError(name, given, "nothing without --mismatch CONFIG", "Add it.")
     with _json_only(as_json) as emit:
         items = environment.inspect()
         report = environment.as_json(items)
@@ -397,30 +402,38 @@ def evaluation_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def _check_mismatch(
-    file: Path, overrides: list[str], world: int | None, reference: bool, as_json: bool
+    file: Path,
+    overrides: list[str],
+    world: int | None,
+    reference: bool,
+    against: str | None,
+    as_json: bool,
 ) -> NoReturn:
     """Runs `check --mismatch` as parent or as rank; ends the command with its exit code."""
     from hybridrl.cli import mismatch
 
-    config = _pinned(load_config(file, overrides))
-    mismatch.refuse_without_rollouts(config, "--mismatch")
+    def load(given: Sequence[str]) -> tuple[Config, int]:
+        config = _pinned(load_config(file, given))
+        mismatch.refuse_without_rollouts(config, "--mismatch")
+        if is_launched():
+            return config, 0
+        of_torchrun = is_rank() and _torchrun_world(world)
+        world_size = of_torchrun or world or default_world_size(config, num_local_gpus())
+        validate_training(config, world_size)
+        return config, world_size
+
     with _json_only(as_json) as emit:
         report: dict[str, Any] | int
         if is_rank():
-            if not is_launched():
-                validate_training(config, _torchrun_world(world))
+            mismatch.refuse_under_torchrun(against)
             from hybridrl.debug.diagnose import diagnose_rank
 
-            report = diagnose_rank(config, reference)
+            report = diagnose_rank(load(overrides)[0], reference)
             if os.environ["RANK"] != "0" or mismatch.leave_for_parent(report):
                 raise typer.Exit(0 if is_launched() else 1 - report["agree"])
         else:
-            world_size = world or default_world_size(config, num_local_gpus())
-            validate_training(config, world_size)
-            arguments = ["check", "--mismatch", str(file), *overrides]
-            arguments += ["--reference"] if reference else []
-            arguments += ["--json"] if as_json else []
-            report = mismatch.report_of_ranks(arguments, world_size)
+            options = ["--reference"] * reference + ["--json"] * as_json
+            report = mismatch.diagnose(load, file, overrides, options, against)
             if isinstance(report, int):
                 raise typer.Exit(report)
         emit(report)

@@ -88,6 +88,9 @@ def judge_tokens(
     Args:
         by_rank: the answers of every rank.
         tie: nats by which the trainer's choice may be likelier than the engine's.
+
+    Returns:
+        The verdict; in its details `greedy` has the first replica's answers, prompt after prompt.
     """
     others: list[str] = []
     drawn = [[answer.completion.tokens for answer in answers] for answers in by_rank]
@@ -109,7 +112,10 @@ def judge_tokens(
                     f"prompt {answer.prompt}, the trainer {int(said.choice[span][place])}, "
                     f"{float(gap[place]):.2g} nats likelier"
                 )
-    details = {"num_greedy": num_greedy, "num_near_ties": num_ties, "num_others": len(others)}
+    counts = {"num_greedy": num_greedy, "num_near_ties": num_ties, "num_others": len(others)}
+    greedy = (one.completion for one, _ in placed[0] if one.is_greedy)
+    answers_of_first = [{"tokens": [*one.tokens], "logps": [*one.logps]} for one in greedy]
+    details = {**counts, "greedy": answers_of_first}
     if others:
         found = f"{len(others)} differences in {num_greedy} greedy tokens; first: {others[0]}"
         return Finding(False, found, "The rows below say why.", details)

@@ -33,7 +33,7 @@ from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.sglang_arguments import longest_request, server_arguments
 from hybridrl.rollout.sglang_sampling import SeededSampler, keep_seeds
 from hybridrl.rollout.sglang_scheduler import make_scheduler, without_watchdog
-from hybridrl.rollout.sglang_stubs import stand_in
+from hybridrl.rollout.sglang_stubs import known_models_kept, stand_in
 from hybridrl.rollout.sglang_version import NAME, installed_version, refusal, too_small_cache
 
 ENVIRONMENT = {
@@ -222,7 +222,7 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
     try:
         if is_cpu:
             stand_in()
-        with quiet():
+        with quiet(), known_models_kept():
             import sglang.srt.managers.scheduler  # noqa: F401  # all that a start needs
             import sglang.srt.utils.common as common
     except (ImportError, OSError) as error:  # OSError: a library that does not load

@@ -1,4 +1,5 @@
-"""Stand-ins for two packages that SGLang imports and that its CPU engine never calls for text.
+"""What SGLang's import needs: stand-ins for two packages that its CPU engine never calls for text,
+and names of models that transformers has by now.
 
 SGLang is published for GPUs only. Its module tree imports `torchvision`, whose wheels do not load
 beside a CPU torch, and `sgl_kernel`, which is compiled for GPUs. Generation of text on CPUs with
@@ -12,9 +13,12 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
+
+from hybridrl.rollout.process_state import replaced
 
 STOOD_IN = ("sgl_kernel", "torchvision")
 IMAGES = "AutoImageProcessor"
@@ -68,6 +72,26 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Nothing is in it."""
+
+
+@contextmanager
+def known_models_kept() -> Iterator[None]:
+    """Passes over kinds of models that SGLang tells transformers of and that it has already.
+
+    SGLang 0.5.16 brings a config for qwen3_asr, which transformers has since 5.19, and which then
+    refuses a second one. May go with the first SGLang that is made for such a transformers.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    owner: Any = type(CONFIG_MAPPING)
+    register = owner.register
+
+    def register_new(mapping: Any, key: str, value: type, exist_ok: bool = False) -> None:
+        if exist_ok or key not in mapping:
+            register(mapping, key, value, exist_ok=exist_ok)
+
+    with replaced(owner, "register", register_new):
+        yield
 
 
 def stand_in() -> None:

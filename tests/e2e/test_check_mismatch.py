@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from packaged import PACKAGED
 from refusals import QUICKSTART, files_below, hybridrl, refuse
 
 GRPO = (
@@ -47,6 +48,20 @@ def test_check_mismatch_prints_one_json_object_and_leaves_nothing(folder: Path) 
 
 
 @pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", PACKAGED)
+def test_check_mismatch_compares_an_engine_with_another(folder: Path, engine: str) -> None:
+    done = hybridrl(folder, "check", "--mismatch", *GRPO, "--against", engine, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["engine"] == "hf" and report["agree"] is True
+    numbers = report["engines"]["details"]
+    assert report["engines"]["agrees"] is True and f"hf and {engine}" in report["engines"]["found"]
+    # Eight greedy responses; float32, but other kernels.
+    assert 8 <= numbers["num_tokens"] <= 8 * 12 and numbers["diff_mean"] < 1e-4
+
+
+@pytest.mark.dist
 def test_check_mismatch_of_a_mixture_has_a_verdict_on_routing(folder: Path) -> None:
     """In float32 both sides choose alike, and the run need not replay; experts dealt to two."""
     moe = ["model.init=examples/quickstart/moe_model", "train.ep=2"]
@@ -83,3 +98,6 @@ def test_check_mismatch_refuses_what_has_no_engine_to_look_at(folder: Path) -> N
     refuse(folder, [*check, "examples/quickstart/sft.yaml"], "algorithm.name", "sft")
     refuse(folder, [*check, *GRPO, "rollout.top_q=1"], "rollout.top_q", "rollout.top_p")
     refuse(folder, ["check", "rollout.top_p=1"], "--mismatch")
+    refuse(folder, ["check", "--against", "vllm"], "--against", "--mismatch")
+    refuse(folder, [*check, *GRPO, "--against", "hf"], "--against", "vllm or sglang")
+    refuse(folder, [*check, *GRPO, "--against", "scripted"], "--against", "scripted")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from batches import rollout_batch
 
+from hybridrl.cli.mismatch import judge_engines
 from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch
 from hybridrl.debug.residual import engine_streams, stages
 from hybridrl.debug.verdicts import (
@@ -27,6 +29,30 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, SamplingParams
 from hybridrl.rollout.hf import HfEngine
 from hybridrl.training.mismatch import BOUNDS, MEAN, MismatchWarning, mismatch_metrics
+
+
+def answers(engine: str, *responses: tuple[list[int], list[float]]) -> dict[str, Any]:
+    greedy = [{"tokens": tokens, "logps": logps} for tokens, logps in responses]
+    return {
+        "engine": engine,
+        "tokens": {"details": {"greedy": greedy}},
+        "numerics": {"details": {"bound": 0.02}},
+    }
+
+
+def test_two_engines_are_compared_up_to_the_first_token_that_differs() -> None:
+    one = answers("vllm", ([5, 6, 7], [-1.0, -0.5, -0.25]), ([8, 9], [-1.0, -3.0]))
+    tied = answers("sglang", ([5, 2, 3], [-1.0, -0.51, -9.0]), ([8, 9], [-1.03, -3.0]))
+    found = judge_engines(one, tied)
+    assert found["agrees"] and found["details"]["num_others"] == 1
+    assert found["details"]["num_tokens"] == 4
+    assert found["details"]["diff_mean"] == pytest.approx((0.01 + 0.03) / 4)
+    other = answers("sglang", ([5, 6, 7], [-1.0, -0.5, -0.25]), ([8, 9], [-1.0, -3.2]))
+    found = judge_engines(one, other)
+    assert not found["agrees"] and "0.04 nats" in found["found"] and found["remedy"]
+    lost = {**other, "tokens": {"details": {}}}
+    assert not judge_engines(one, lost)["agrees"]
+
 
 QWEN2 = {
     "vocab_size": 24,
