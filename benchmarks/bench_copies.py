@@ -8,7 +8,9 @@ are compared before anything is timed. `host_us` is until the call returns, the 
 it, `device_ms` until it has copied: medians of --repeats. Ways:
 
 * ctypes, compiled: as `ops.block_copies` queues them, with the three waits of a sync around them.
-* one_by_one: a `copy_` of torch a block. graph: the same captured and replayed, on one GPU.
+* one_by_one: a `copy_` of torch a block.
+* graph, N branches: a CUDA graph of the copies in N chains side by side, replayed. One chain leaves
+  the engines idle between copies over the link (docs/adr/0003); does one a copy engine do so too?
 * pitched: gate and up of a layer as one copy of two rows, if the driver takes it: fewer blocks.
 
 `around` has what else a sync asks of the host: comparing addresses, a wait, a launch of Triton by
@@ -34,8 +36,10 @@ from hybridrl.kernels.copy_engine import BlockCopies, CompiledBlockCopies
 
 from hybridrl import ops
 from hybridrl.hybrid_engine.transport import addresses
+from hybridrl.parallel.device_mapping import DeviceMapping
 
 MODEL = Path(__file__).parent / "models" / "qwen2.5-7b.json"
+BRANCHES = (1, 2, 3, 4, 8, 16)
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -58,6 +62,7 @@ def main() -> None:
     }
     for tp in (2, 4):
         report[f"tp{tp}"] = layout(tp, here, peer, arguments.repeats)
+    report["graph_after_remapping"] = remapped(here, peer)
     report["around"] = around(here, arguments.repeats)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
@@ -78,11 +83,8 @@ def layout(tp: int, here: torch.device, peer: torch.device, repeats: int) -> dic
     ways["one_by_one"] = lambda: one_by_one(pairs)
     one_by_one(pairs)
     torch.cuda.synchronize()
-    if peer == here:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            one_by_one(pairs)
-        ways["graph"] = graph.replay
+    for branches in BRANCHES:
+        ways[f"graph, {branches} branches"] = graph_of(pairs, branches, here).replay
     pitched = Pitched(pairs, rows)
     ways["pitched"] = lambda: pitched.run(current)
     found: dict[str, Any] = {"blocks": len(pairs), "gb": sum(d.nbytes for _, d in pairs) / 1e9}
@@ -145,6 +147,54 @@ def check(pairs: list[Pair], run: Callable[[], object]) -> None:
 def one_by_one(pairs: list[Pair]) -> None:
     for source, dest in pairs:
         dest.copy_(source, non_blocking=True)
+
+
+def graph_of(pairs: list[Pair], branches: int, device: torch.device) -> torch.cuda.CUDAGraph:
+    """Returns a graph of the copies: in so many chains, every next copy in another one."""
+    call, default = ctypes.CDLL("libcudart.so.13").cudaMemcpyAsync, 4  # cudaMemcpyDefault
+    streams = [torch.cuda.Stream(device) for _ in range(branches)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        origin = torch.cuda.current_stream(device)
+        for number, stream in enumerate(streams):
+            stream.wait_stream(origin)
+            handle = ctypes.c_void_p(stream.cuda_stream)
+            for source, dest in pairs[number::branches]:
+                fields = dest.data_ptr(), source.data_ptr(), dest.nbytes
+                code = call(*map(ctypes.c_size_t, fields), default, handle)
+                if code != 0:
+                    raise RuntimeError(f"cudaMemcpyAsync: CUDA error {code}")
+            origin.wait_stream(stream)
+    return graph
+
+
+def remapped(here: torch.device, peer: torch.device) -> bool:
+    """Whether a graph still brings all bits once its destination has other physical memory, as
+    engines' parameters get where phases free memory.
+    """
+    mapping, size = DeviceMapping(here), 64 << 20
+    start = mapping.reserve(size)
+    sources = torch.arange(size // 2, device=peer).to(torch.int16).view(torch.bfloat16)
+    old: list[int] = []
+    graph = None
+    for _ in range(3):
+        handle = mapping.create(size)  # before the old one goes, so it is other memory
+        if old:
+            mapping.wait()
+            mapping.unmap(start, size)
+            mapping.release(old.pop())
+        mapping.map(start, size, handle)
+        mapping.allow(start, size)
+        old.append(handle)
+        dest = mapping.tensor(start, size).view(torch.bfloat16)
+        dest.zero_()
+        pairs = list(zip(sources.split(1 << 20), dest.split(1 << 20), strict=True))
+        graph = graph or graph_of(pairs, 4, here)
+        graph.replay()
+        torch.cuda.synchronize()
+        if not torch.equal(sources.view(torch.int16).to(here), dest.view(torch.int16)):
+            return False
+    return True
 
 
 class Pitched:

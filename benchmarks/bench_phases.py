@@ -8,10 +8,14 @@
   move pieces to other addresses; to read and write memory that is mapped at two addresses; the
   same calls beside copies and on a second thread; torch's allocations and their return; memory set
   to zero.
+* causes: why making an engine's memory takes long, one cause at a time (phase_causes.py).
 * engine: a vLLM engine of 7B with dummy weights and a KV cache of --kv-gib goes to sleep and wakes
-  up, with gradients of --gradient-gib given back and made again beside it.
+  up, with gradients of --gradient-gib given back and made again beside it: `ms` by vLLM's sleep,
+  `lent` by the adapter's, with gradients in memory that the engine lends. First it is proven that
+  100 changes leave as much memory free, and that the engine then draws the tokens that it drew
+  before, from weights that are written anew, whatever gradients have left behind.
 * trainer: `to_train` and `to_rollout` of a Trainer with random weights, by piece; 7B from tensor
-  parallel over all ranks to replicas of one.
+  parallel over all ranks to replicas of one. With lent memory, unless HYBRIDRL_LEND_MEMORY=0.
 
 Milliseconds are medians of --repeats on the host's clock, the device idle before and after, on rank
 0. A piece's time contains that of pieces inside it; `calls` are those of one change.
@@ -23,20 +27,20 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from case_record import commit
-from device_mapping import Mapping
+from phase_causes import causes
+from phase_pieces import Pieces, lent_gradients, medians, milliseconds, watch_adapter
+
+from hybridrl.parallel.device_mapping import DeviceMapping
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
@@ -53,6 +57,7 @@ PIECES = {
 
 def main() -> None:
     """Measures the parts that are asked for and writes OUT.json anew after each."""
+    os.environ.setdefault("HYBRIDRL_LEND_MEMORY", "1")
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", nargs="+", default=["memory", "engine"], choices=[*PARTS])
@@ -62,6 +67,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     report: dict[str, Any] = {
         "benchmark": "changes of phase",
         "command": "python " + " ".join([Path(sys.argv[0]).name, *sys.argv[2:]]),
@@ -81,30 +88,12 @@ def main() -> None:
     os._exit(0)  # the system frees memory faster than vLLM and NCCL end
 
 
-def milliseconds(run: Callable[[], object]) -> float:
-    """Runs something between two moments when the device is idle."""
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began)
-
-
-def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Returns the median of each figure, the first round left out: it warms up."""
-    rest = rounds[1:] or rounds
-    names = dict.fromkeys(name for found in rest for name in found)
-    return {
-        name: round(statistics.median(found.get(name, 0.0) for found in rest), 4) for name in names
-    }
-
-
 # Memory
 
 
 def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures the driver's and torch's calls."""
-    mapping = Mapping(torch.device("cuda", torch.cuda.current_device()))
+    mapping = DeviceMapping(torch.device("cuda", torch.cuda.current_device()))
     found: dict[str, Any] = {"pieces": {}}
     for piece, total in PIECES.items():
         rounds = [in_pieces(mapping, piece, total) for _ in range(arguments.repeats + 1)]
@@ -119,7 +108,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def in_pieces(mapping: Mapping, piece: int, total: int) -> dict[str, float]:
+def in_pieces(mapping: DeviceMapping, piece: int, total: int) -> dict[str, float]:
     """Makes and maps memory in pieces, moves it, and gives it back; each call's part in ms."""
     places = range(0, total, piece)
     one, other, third = (mapping.reserve(total) for _ in range(3))
@@ -170,7 +159,7 @@ def in_pieces(mapping: Mapping, piece: int, total: int) -> dict[str, float]:
     return found
 
 
-def twice_mapped(mapping: Mapping) -> dict[str, Any]:
+def twice_mapped(mapping: DeviceMapping) -> dict[str, Any]:
     """Maps memory at two addresses for good: is what one writes what the other reads, how fast?"""
     size = 4 * GIB
     handle, one, other = mapping.create(size), mapping.reserve(size), mapping.reserve(size)
@@ -202,7 +191,7 @@ def twice_mapped(mapping: Mapping) -> dict[str, Any]:
     return {"what one writes the other reads": is_same, **rates}
 
 
-def beside_copies(mapping: Mapping) -> dict[str, float]:
+def beside_copies(mapping: DeviceMapping) -> dict[str, float]:
     """Unmaps and maps while the device copies, on this thread and on another."""
     size, total = 256 * MIB, 8 * GIB
     places = range(0, total, size)
@@ -272,54 +261,6 @@ def torch_memory() -> dict[str, float]:
     return found
 
 
-# Pieces of a change
-
-
-class Pieces:
-    """Adds up the time of functions while something runs."""
-
-    def __init__(self) -> None:
-        self.ms: dict[str, float] = {}
-        self._restore: list[tuple[Any, str, Any]] = []
-
-    def watch(self, owner: Any, name: str, label: str | None = None) -> None:
-        """Times a function where its callers look it up."""
-        whole, inner = label or name, getattr(owner, name)
-
-        def timed(*args: Any, **keywords: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return inner(*args, **keywords)
-            finally:
-                self._add(whole, 1e3 * (time.perf_counter() - began))
-
-        self._restore.append((owner, name, inner))
-        setattr(owner, name, timed)
-
-    def _add(self, label: str, ms: float) -> None:
-        self.ms[label] = self.ms.get(label, 0.0) + ms
-        self.ms[f"{label}, calls"] = self.ms.get(f"{label}, calls", 0.0) + 1
-
-    @contextmanager
-    def piece(self, label: str) -> Iterator[None]:
-        """Times a block, up to the moment when the device is idle."""
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        yield
-        torch.cuda.synchronize()
-        self._add(label, 1e3 * (time.perf_counter() - began))
-
-    def take(self) -> dict[str, float]:
-        """Returns what was found since the last call."""
-        found, self.ms = self.ms, {}
-        return found
-
-    def stop(self) -> None:
-        """Puts the functions back."""
-        for owner, name, inner in reversed(self._restore):
-            setattr(owner, name, inner)
-
-
 def watch_vllm(pieces: Pieces) -> None:
     """Times what vLLM's sleep and its waking up are made of."""
     from vllm.device_allocator import cumem
@@ -354,8 +295,6 @@ def allocations() -> dict[str, Any]:
 
 def engine(arguments: argparse.Namespace) -> dict[str, Any]:
     """A vLLM engine beside gradients that come and go."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM
 
     model = json.loads((ROOT / "benchmarks" / "models" / "qwen2.5-7b.json").read_text())
@@ -397,7 +336,8 @@ def engine(arguments: argparse.Namespace) -> dict[str, Any]:
                 llm.reset_prefix_cache()
         rounds.append(pieces.take())
     pieces.stop()
-    return {"allocations": allocations(), "ms": medians(rounds)}
+    lent = lent_gradients(llm, size, arguments.repeats)
+    return {"allocations": allocations(), "ms": medians(rounds), "lent": lent}
 
 
 # A Trainer
@@ -423,7 +363,7 @@ def trainer(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         made.reshard()
         pieces = Pieces()
-        watch_vllm(pieces)
+        watch_adapter(pieces)
         pieces.watch(hybrid_engine, "_give_blocks_back", "training: blocks given back")
         pieces.watch(hybrid_engine.HybridEngine, "_move", "transfer")
         pieces.watch(TrainedModelMemory, "release", "training: release")
@@ -445,11 +385,12 @@ def trainer(arguments: argparse.Namespace) -> dict[str, Any]:
         "allocations": allocations(),
         "engine_bytes": sizes,
         "gradient_bytes": 0 if trained is None else trained.gradient_bytes(),
+        "lent_bytes": 0 if trained is None else trained.lent_bytes,
         "ms": medians(rounds),
     }
 
 
-PARTS = {"memory": memory, "engine": engine, "trainer": trainer}
+PARTS = {"memory": memory, "causes": causes, "engine": engine, "trainer": trainer}
 
 if __name__ == "__main__":
     main()

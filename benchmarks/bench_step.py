@@ -11,6 +11,10 @@ behave like a real run: no sample ends at a token of its choice.
     python benchmarks/bench_step.py --out OUT.json 7b/tp4/tp1 7b/dp4/tp1 0.5b/dp4/tp1
     python benchmarks/bench_step.py --out OUT.json 0.5b/dp4/tp1 --workload tailed
 
+With a lag, --set steps.max_policy_lag=1, a step takes the prompts that are answered first, so that
+its samples have other lengths than the next one's; rates count the tokens that each step learned
+from, and lengths go round: those of the first step's prompts come again for the next ones'.
+
 A case is MODEL/TRAIN/GEN (case_name.py): a model, training sizes, whose product (but for vpp, ep
 and X
 verified by checksum before and after what is timed, and a step that is not finite, learns nothing

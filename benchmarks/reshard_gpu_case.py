@@ -36,10 +36,10 @@ from reshard_rivals import AllGatherWay, Place
 from hybridrl.config.load import load_config_dict
 from hybridrl.hybrid_engine.cluster import TRANSPORTS as PLANNED
 from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict, transfer_ms
+from hybridrl.hybrid_engine.engine import gather_layouts
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.loop.loop import Trainer
 from hybridrl.models.expert_stacks import in_stacks
-from hybridrl.models.weights import NOTHING, fused_layouts
 from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.training.model import ParallelModel
 from hybridrl.training.peer_weights import PeerWeights
@@ -274,12 +274,10 @@ class Case(CaseRecord):
             )
             found["planned_ms"] = planned_ms(plan.traffic, cluster)
             if self.job["kind"] != "fused":  # whose sources are not the training layouts
-                source, layout = self.trainer.source, self.trainer.sampler.layout
                 sources = [model.layout_of(rank) for rank in range(self.world.size)]
-                ep = self.job["rollout"].get("ep", 1)
-                parts = fused_layouts(source.family, source.shape, layout.tp, ep)
-                targets = [NOTHING if p is None else parts[p[1]] for p in layout.assignment]
-                itemsize = source.dtype.itemsize
+                # As the engines are: experts may lie on their ranks by a map.
+                targets = gather_layouts(self.trainer.engine.layout(), self.world)
+                itemsize = self.trainer.source.dtype.itemsize
                 predicted = predict(join(sources, targets), itemsize, cluster)
                 found["prediction_ms"] = predicted.predicted_ms
         measured = {
@@ -302,7 +300,12 @@ def freeze(
     model.freeze()
     model._peer_weights = peer_weights
     if peer_weights is not None:
-        named = {n: p for chunk in model.chunks for n, p in chunk.named_parameters()}
+        # Chunks of a virtual pipeline have the same names.
+        named = {
+            f"{index}/{name}": parameter
+            for index, chunk in enumerate(model.chunks)
+            for name, parameter in chunk.named_parameters()
+        }
         parameters = [named[name] for name in reversed(in_stacks(list(named)))]
         wrapped = SimpleNamespace(
             buffers=list(map(buffer_of, parameters)),

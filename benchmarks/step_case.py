@@ -29,6 +29,7 @@ from train_case import attention_backend
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.cli.plan import plan_report
+from hybridrl.config.lag import num_in_flight
 from hybridrl.config.load import load_config_dict
 from hybridrl.loop.loop import Trainer
 
@@ -176,7 +177,7 @@ class Case(CaseRecord):
             "parts_s": seconds,
             "rest_s": {**rest, "enter_training": enter_s},
             "share": {name: part / step_s for name, part in seconds.items()},
-            "tokens_per_s_per_gpu": self.tokens / step_s / trainer.world.size,
+            "tokens_per_s_per_gpu": self.tokens_of(kept) / step_s / trainer.world.size,
             "mfu": self.mfu(kept, seconds, step_s),
             "metrics": kept,
         }
@@ -198,11 +199,23 @@ class Case(CaseRecord):
             name: metrics[f"flops/{name}"] / taken / rate for name, taken in times.items() if taken
         }
 
+    def tokens_of(self, metrics: Mapping[str, float]) -> float:
+        """Returns the tokens that a step learned from; with a lag not all steps have as many."""
+        num = len(self.lengths)
+        return num * (metrics["response_tokens/mean"] + self.job["prompt_tokens"])
+
+    def wanted_mean(self) -> float:
+        """Returns the mean of the forced lengths of the samples that the last step took."""
+        per_group = self.job["samples"]
+        taken = self.trainer.sampler.generated
+        numbers = [group * per_group + i for group in taken for i in range(per_group)]
+        return statistics.mean(self.lengths[number % len(self.lengths)] for number in numbers)
+
     def check(self, metrics: Mapping[str, float]) -> None:
         """Refuses a step that is not what it should be."""
         names = ("policy/loss", "policy/grad_norm", "mismatch/logprob_diff_mean", "policy/kl")
         loss, norm, mismatch, kl = (metrics.get(name, 0.0) for name in names)
-        length, wanted = metrics["response_tokens/mean"], statistics.mean(self.lengths)
+        length, wanted = metrics["response_tokens/mean"], self.wanted_mean()
         if (
             not all(math.isfinite(value) for value in (loss, norm, kl))
             or not norm > 0
@@ -432,4 +445,9 @@ def config_of(job: Mapping[str, Any]) -> Any:
         },
         "log": {"console": False, "tensorboard": False, "rollouts_every": 0},
     }
-    return load_config_dict(config, job["set"])
+    found = load_config_dict(config, job["set"])
+    if found.steps.max_policy_lag and found.rollout.max_batch == job["max_batch"]:
+        # All that a replica has under way is decoded together, as it is without a lag.
+        most = math.ceil(job["max_batch"] * num_in_flight(found) / job["prompts"])
+        found = load_config_dict(config, [f"rollout.max_batch={most}", *job["set"]])
+    return found

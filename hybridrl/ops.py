@@ -7,7 +7,7 @@ reference is plain PyTorch, the same on CPU and GPU.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ __all__ = [
     "quantize_blocks",
     "quantized_copies",
     "rectangle_copies",
+    "storage_placer",
     "vocab_backward",
     "vocab_chosen",
     "vocab_chosen_backward",
@@ -191,6 +192,14 @@ def block_copies(
     if compiled is not None:
         return copy_engine.CompiledBlockCopies(pairs, compiled.queue_blocks)
     return copy_engine.BlockCopies(pairs)
+
+
+def storage_placer(device: torch.device) -> Callable[[torch.Tensor, int, int], object] | None:
+    """Returns what lets a tensor's storage lie at an address, of which so many bytes stay mapped
+    while it is used; address and bytes 0: nowhere. None where nothing was compiled, and on CPU.
+    """
+    compiled = compiled_operations() if device.type == "cuda" else None
+    return None if compiled is None else compiled.place_storage
 
 
 @cache

@@ -187,7 +187,7 @@ def start_packaged(
         vllm_kernels.register()
     family = resolve_family(None, config)
     fields: dict[str, Any] = {
-        "hf_config": {**family.stated, **config},
+        "hf_config": family.for_engines(config),
         "architectures": family.architectures,
         "dtype": "float32",
         "max_batch": max_batch,

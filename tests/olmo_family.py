@@ -12,12 +12,8 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from hybridrl.models.families.decoder import (
-    decoder_config,
-    decoder_rows,
-    decoder_shape,
-    rope_keywords,
-)
+from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
+from hybridrl.models.families.rotary import rope_keywords
 from hybridrl.models.family import Family, HfConfig, ModelShape, Row
 from hybridrl.models.layers import torch_layer_spec
 

@@ -10,18 +10,30 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     OlmoConfig,
     OlmoForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 SIZES = {
@@ -42,13 +54,28 @@ LLAMA3_ROPE = {
     "factor": 32.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "original_max_position_embeddings": 16,  # as below: what tests compute goes on beyond it
+}
+# Of dense models; engines have positions up to 16 * 16.
+YARN_16 = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4,
+    "beta_slow": 0.5,
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
+GRANITE = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.5,
+    "residual_multiplier": 0.22,
+}
 # Attention heads of 32 or more, which vLLM's kernels have on CPU.
 WIDE = {"hidden_size": 128}
 
@@ -87,10 +114,12 @@ WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 def tiny_model(
     name: str, seed: int = 0, wide: bool = False, dense_layers: Sequence[int] = (1,)
 ) -> torch.nn.Module:
-    """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size), windowed
-    (qwen2 whose last layers attend within 5 tokens), olmo, qwen3_moe (with `dense_layers` among
-    those with experts), mixtral, or deepseek_v3 (latent attention, scaled rope, a dense first
-    layer, experts in groups).
+    """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size, YaRN),
+    windowed (qwen2 whose last layers attend within 5 tokens), olmo, mistral (windows, own head
+    size), smollm3 (layers without positions), granite (multipliers), phi3
+    (fused on disk), olmo2 (norms afterwards), glm4 (a part of each head turns), qwen3_moe (with
+    `dense_layers` among those with experts), mixtral, or deepseek_v3 (latent attention, scaled
+    rope, a dense first layer, experts in groups).
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -105,7 +134,8 @@ def tiny_model(
         model = Qwen2ForCausalLM(Qwen2Config(**sizes, **windows))
     elif name == "qwen3":
         head_dim = 64 if wide else 24
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim, tie_word_embeddings=False))
+        own = {"head_dim": head_dim, "rope_parameters": YARN_16, "tie_word_embeddings": False}
+        model = Qwen3ForCausalLM(Qwen3Config(**(sizes | own)))
     elif name == "qwen3_moe":
         own = {"head_dim": 64 if wide else 24, "moe_intermediate_size": 32}
         own["mlp_only_layers"] = list(dense_layers)
@@ -114,6 +144,20 @@ def tiny_model(
     elif name == "deepseek_v3":
         own = LATENT | WIDE_LATENT if wide else LATENT
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**(sizes | own)))
+    elif name == "mistral":
+        own = {"head_dim": 64 if wide else 24, "sliding_window": 7}
+        model = MistralForCausalLM(MistralConfig(**sizes, **own))
+    elif name == "smollm3":
+        model = SmolLM3ForCausalLM(SmolLM3Config(**sizes, no_rope_layers=[1, 0, 1, 0]))
+    elif name == "granite":
+        model = GraniteForCausalLM(GraniteConfig(**sizes, **GRANITE, tie_word_embeddings=True))
+    elif name == "phi3":
+        model = Phi3ForCausalLM(Phi3Config(**sizes, sliding_window=9))
+    elif name == "olmo2":
+        model = Olmo2ForCausalLM(Olmo2Config(**sizes))
+    elif name == "glm4":
+        own = {"head_dim": 64 if wide else 24, "rms_norm_eps": 1e-5, "attention_bias": True}
+        model = Glm4ForCausalLM(Glm4Config(**sizes, **own))
     elif name == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS))
     else:

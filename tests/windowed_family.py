@@ -9,13 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from hybridrl.models.config_keys import DECODER_KEYS
-from hybridrl.models.families.decoder import (
-    decoder_config,
-    decoder_rows,
-    decoder_shape,
-    rope_keywords,
-    size,
-)
+from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
+from hybridrl.models.families.reading import size
+from hybridrl.models.families.rotary import rope_keywords
 from hybridrl.models.family import Family, HfConfig, ModelShape
 
 WINDOW_KEYS = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}

@@ -254,7 +254,8 @@ def _estimate(config: Config, models: Sequence[RoleModel], placement: Placement)
     layout = TrainLayout(world_size, *sizes, etp=train.etp)
     engine = engine_elements(family, shape, *engine_sizes)
     if ENGINES[config.rollout.engine].shares_memory and not train.release_weights_in_rollout:
-        engine -= shared_elements(family, shape, layout, *engine_sizes)
+        has_buckets = not train.fuse_param_gather
+        engine -= shared_elements(family, shape, layout, *engine_sizes, has_buckets)
     held = []
     for model in models:
         of_fullest = fullest_stage(model.family, model.shape, layout, model.head)

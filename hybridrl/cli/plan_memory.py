@@ -323,12 +323,12 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int) -> int:
         product = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
         exchanged = 2 * moe.experts_per_token * shape.hidden_size * layout.etp
     per_token = 4 * shape.hidden_size + attention + 3 * product + exchanged
-    layers, stages = shape.num_layers // layout.pp, layout.pp
+    layers, stages = -(-shape.num_layers // layout.pp), layout.pp
     if not model.is_trained:
         kept, stages = per_token, 1
     elif config.train.recompute == "full":  # each layer keeps its input; one at a time is whole
         kept = shape.hidden_size * layers + per_token
-    elif config.train.recompute == "selective":  # not the product
+    elif config.train.recompute == "selective":  # not the product, of shared experts neither
         kept = (per_token - product) * layers
     else:
         kept = per_token * layers

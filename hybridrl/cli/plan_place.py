@@ -25,6 +25,7 @@ from hybridrl.hybrid_engine.assign import Assignment, OrderChoice, assign, evalu
 from hybridrl.hybrid_engine.expert_maps import Engines, ExpertTensors, lay_out_engines
 from hybridrl.hybrid_engine.order import lay_out, order_layout
 from hybridrl.hybrid_engine.owned import equal_shares
+from hybridrl.models.expert_stacks import stacks_are_even
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import (
     NOTHING,
@@ -102,7 +103,7 @@ def place_models(
     takes_maps = config.rollout.ep > 1 and ENGINES[config.rollout.engine].takes_expert_maps
     tensors = ExpertTensors(family, shape) if takes_maps else None
     engines = lay_out_engines(sources, parts, tensors, node, placement.rollout)
-    shared = _shared(config, whole, engines.targets)
+    shared = _shared(config, layout, whole, engines.targets)
     return Placed(placement, layout, choice, whole, sources, parts, engines, shared)
 
 
@@ -114,7 +115,9 @@ def _spread(
     return [held.get(rank, NOTHING) for rank in range(world_size)]
 
 
-def _shared(config: Config, whole: list[RankLayout], targets: list[RankLayout]) -> list[int]:
+def _shared(
+    config: Config, layout: TrainLayout, whole: list[RankLayout], targets: list[RankLayout]
+) -> list[int]:
     """Returns, for each rank, the elements of engine parameters that are the trainer's memory."""
     shares_memory = ENGINES[config.rollout.engine].shares_memory
     if not shares_memory or config.train.release_weights_in_rollout:
@@ -122,7 +125,8 @@ def _shared(config: Config, whole: list[RankLayout], targets: list[RankLayout]) 
     found: dict[tuple[int, int], int] = {}
     for source, target in zip(whole, targets, strict=True):
         if (id(source), id(target)) not in found:
-            names = shared_names(source, target)
+            is_even = stacks_are_even(source.shapes, layout, not config.train.fuse_param_gather)
+            names = shared_names(source, target, is_even)
             found[id(source), id(target)] = sum(prod(target.shapes[name]) for name in names)
     return [found[id(s), id(t)] for s, t in zip(whole, targets, strict=True)]
 

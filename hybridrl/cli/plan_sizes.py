@@ -15,6 +15,7 @@ from math import lcm, prod
 
 from hybridrl.hybrid_engine.alias import shared_names
 from hybridrl.models.boxes import Shape
+from hybridrl.models.expert_stacks import stacks_are_even
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import EXPERTS, Head, fused_layout, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
@@ -82,23 +83,37 @@ def engine_elements(family: Family, shape: ModelShape, tp: int, ep: int) -> int:
 
 @lru_cache(KEPT)
 def shared_elements(
-    family: Family, shape: ModelShape, layout: TrainLayout, tp: int, ep: int
+    family: Family,
+    shape: ModelShape,
+    layout: TrainLayout,
+    tp: int,
+    ep: int,
+    has_buckets: bool = True,
 ) -> int:
     """Returns the elements of an engine's parameters that are the trainer's own memory where both
     are cut alike; none where a rank trains with a part of the layers.
+
+    Args:
+        family, shape: of the model.
+        layout: of training.
+        tp, ep: a replica's sizes.
+        has_buckets: as of `stacks_are_even`.
     """
     if layout.tp != tp or layout.pp > 1:
         return 0
-    thin, layout = _thin(family, shape), replace(_without_replicas(layout), vpp=1)
-
-    def shared(part: Family) -> Mapping[str, Shape]:
+    thin, one = _thin(family, shape), replace(_without_replicas(layout), vpp=1)
+    parts = thin.outside, thin.layers
+    sources = [megatron_layout(part, shape, one, 0) for part in parts]
+    shapes = {**sources[0].shapes, **sources[1].shapes}
+    is_even = stacks_are_even(shapes, layout, has_buckets)
+    found = []
+    for part, source in zip(parts, sources, strict=True):
         engine = fused_layout(part, shape, tp, 0, ep)
-        names = shared_names(megatron_layout(part, shape, layout, 0), engine)
-        return {name: engine.shapes[name] for name in names}
-
-    of_layer = _by_layer(shared(thin.layers))
+        names = shared_names(source, engine, is_even)
+        found.append({name: engine.shapes[name] for name in names})
+    outside, of_layer = found[0], _by_layer(found[1])
     layers = (of_layer.get(kind, (0, 0))[0] for kind in thin.kind_of)
-    return sum(prod(size) for size in shared(thin.outside).values()) + sum(layers)
+    return sum(prod(size) for size in outside.values()) + sum(layers)
 
 
 def _without_replicas(layout: TrainLayout) -> TrainLayout:

@@ -41,7 +41,7 @@ from hybridrl.data.rows import read_rows, validate_file
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.directory import read_config
-from hybridrl.models.family import Family, ModelShape, read_model
+from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.headers import HfHeaders
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
 from hybridrl.parallel.descriptors import shortage
@@ -80,20 +80,12 @@ def model_violations(
             if is_fused and not check(config, world_size, hf_config, machines=machines):
                 # The rules know no vocabulary.
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
-            found += _bias_rule(config, family, shape)
+            found += bias_rule(config.train.moe.bias_update_rate, family, shape)
         except UserError as error:
             found.append(error)
     taught = _teacher(config, hf_config) if has_teacher else ()
     rules = check(config, world_size, hf_config, default_dtype, machines=machines)
     return hf_config, [*rules, *taught, *found]
-
-
-def _bias_rule(config: Config, family: Family, shape: ModelShape) -> Iterator[UserError]:
-    """Yields the violation if experts without a bias shall be balanced by it."""
-    rate = config.train.moe.bias_update_rate
-    if rate and shape.moe is not None and not shape.moe.has_bias:
-        allowed = f"0 with family {family.name}, whose routers have no bias"
-        yield UserError("train.moe.bias_update_rate", rate, allowed, "Set it to 0.")
 
 
 def validate_replay(config: Config, world_size: int) -> None:
@@ -390,7 +382,15 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
         yield error
         return
     if hf_config:  # else what is wrong with it is said already
-        _, shape = read_model(config.model.family, hf_config)
+        family, shape = read_model(config.model.family, hf_config)
+        name = config.rollout.engine
+        if ENGINES[name].has_fused_parameters and not family.is_served_fused:
+            yield UserError(
+                "rollout.engine",
+                name,
+                f"hf with models of family {family.name}",
+                f"{name} has no code of its own for the family. Set rollout.engine=hf.",
+            )
         yield from package.model_rules(shape, is_cpu)
 
 

@@ -142,7 +142,7 @@ class PolicyGradientConfig(Section):
         adapt its weight, is measured at the policy before the update.
         """
         is_measured = self.kl_target is not None or (self.kl_coef > 0 and self.kl_in == "reward")
-        return Needs(reference=self.kl_coef > 0, old_logps=is_measured)
+        return Needs(reference=self.kl_coef > 0, old_logps=is_measured, allows_lag=True)
 
     @property
     def needs_whole_sequences(self) -> bool:
@@ -176,6 +176,18 @@ class PolicyGradientConfig(Section):
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("kl_target: only with kl_coef above 0, from which it starts")
         return self
+
+
+def with_default_weight(section: PolicyGradientConfig) -> PolicyGradientConfig:
+    """Returns a section whose objective is corrected for samples of older weights: where neither a
+    weight nor the proximal policy is set, tokens are weighted (TIS). A token's weights are known
+    one by one, and a product over a response that several versions made varies without bound.
+    """
+    given = section.correction.model_fields_set
+    if {"weight", "proximal"} & given:
+        return section
+    correction = section.correction.model_copy(update={"weight": "token"})
+    return section.model_copy(update={"correction": correction})
 
 
 class GrpoConfig(PolicyGradientConfig):

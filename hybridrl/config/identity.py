@@ -15,6 +15,7 @@ from typing import Any
 from hybridrl.config.files import parse_json
 from hybridrl.config.hub import adopted, hub_names, resolved, with_names
 from hybridrl.config.interpolation import digests, dotted, without_secrets
+from hybridrl.config.lag import lag_identity
 from hybridrl.config.load import load_config, to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
@@ -168,7 +169,9 @@ def identity(config: Config) -> dict[str, Any]:
             "prompts_per_step": steps.prompts_per_step,
             "samples_per_prompt": steps.samples_per_prompt,
             "updates_per_step": steps.updates_per_step,
+            "max_policy_lag": steps.max_policy_lag,
         },
+        "rollout": lag_identity(config),
         "run": {"seed": config.run.seed},
     }
     return {**without_secrets(known, config.written), **terms}

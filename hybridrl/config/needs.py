@@ -34,6 +34,8 @@ class Needs:
         teacher: `teacher_logp_T`, from the model `algorithm.teacher`.
         teacher_top: of so many tokens, the teacher's likeliest in each place, `teacher_logp_TK` and
             `teacher_tokens_TK`; the loss then gets the policy's log-probabilities of the same.
+        allows_lag: the loss weighs samples of older weights right, by their ratio to the
+            behaviour policy, so that `steps.max_policy_lag` may be above 0.
     """
 
     rollouts: bool = True
@@ -46,6 +48,7 @@ class Needs:
     group_samples: int = 2
     teacher: bool = False
     teacher_top: int = 0
+    allows_lag: bool = False
 
     @property
     def has_teacher(self) -> bool:

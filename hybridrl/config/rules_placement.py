@@ -197,8 +197,8 @@ def layer_rules(
 ) -> Iterator[UserError]:
     """Rules of splitting the layers into `chunks`, which `key` with value `shown` asks for."""
     layers = shape.get("num_hidden_layers")
-    if isinstance(layers, int) and layers % chunks:
-        allowed = f"a divisor of the model's {layers} layers"
+    if isinstance(layers, int) and layers < chunks:
+        allowed = f"at most the model's {layers} layers"
         yield UserError(key, shown or chunks, allowed, f"Change {key.replace(' * ', ' or ')}.")
 
 

@@ -6,15 +6,17 @@ fields are in rules.py, reading YAML and overrides in load.py. Values are frozen
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PlainValidator, PrivateAttr, WithJsonSchema
+from pydantic import Field, PlainValidator, PrivateAttr, WithJsonSchema, model_validator
 
 from hybridrl.config.algorithm import (
     AlgorithmConfig,
     CustomAlgorithmConfig,
     GrpoConfig,
+    PolicyGradientConfig,
     PpoConfig,
+    with_default_weight,
 )
 from hybridrl.config.data import DataConfig
 from hybridrl.config.engines import ENGINES, known_engine
@@ -139,7 +141,7 @@ class MoeConfig(Section):
     bias_update_rate: float = Field(
         0.0,
         ge=0,
-        description="By how much an optimizer step moves the bias of each expert towards even use (DeepSeek-V3), in models whose routers have one. 0: it changes which experts compute without a gradient, and rollouts would be of another router than the update's.",
+        description="By how much an optimizer step moves the bias of each expert towards even use (DeepSeek-V3), in models whose routers have one. 0: it changes which experts compute without a gradient, and rollouts would be of another router than the update's. With algorithm.router_replay=rollout the engine's choices are counted.",
     )
 
 
@@ -322,6 +324,15 @@ class RolloutConfig(Section):
         ge=1,
         description="Requests an engine replica decodes together. 256: amortises a step's overhead, bounds the KV cache.",
     )
+    in_flight: int | None = Field(
+        None,
+        ge=1,
+        description="Prompts that are under way while a step generates, with steps.max_policy_lag above 0. None: 1.5 times steps.prompts_per_step, which keeps engines full while a step's last responses decode.",
+    )
+    at_lag_bound: Literal["finish", "drop"] = Field(
+        "finish",
+        description="Samples that no later step may learn from: generation waits for them, or they are thrown away and counted (lag/dropped). 'finish': to drop them favours short responses.",
+    )
     eager: bool = Field(
         False,
         description="Run vLLM without torch.compile and CUDA graphs. False: both make GPUs decode faster.",
@@ -343,6 +354,11 @@ class StepsConfig(Section):
         1,
         ge=1,
         description="Optimizer steps a step, over equal parts of its samples. 1: strictly on-policy.",
+    )
+    max_policy_lag: int = Field(
+        0,
+        ge=0,
+        description="Steps that may lie between the weights that sampled a token and those that learn from it. 0: every step waits for its longest response; 1 lets what is unfinished go on in the next step.",
     )
     num_steps: int = Field(
         100, ge=0, description="Steps of the run. 100: short enough to look at before going on."
@@ -402,6 +418,14 @@ class Config(Section):
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     placement: PlacementConfig = PlacementConfig()
+
+    @model_validator(mode="after")
+    def _correct_for_lag(self) -> Self:
+        # Part of the values, so that config.yaml, the identity and the algorithm have it alike.
+        if self.steps.max_policy_lag and isinstance(self.algorithm, PolicyGradientConfig):
+            # The model is frozen for everybody else.
+            self.__dict__["algorithm"] = with_default_weight(self.algorithm)
+        return self
 
     _written: dict[Path, str] = PrivateAttr(default_factory=dict)
 

@@ -54,6 +54,7 @@ from hybridrl.contracts.holders import Holders
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.contracts.routed_experts import token_rows
 from hybridrl.contracts.samples import Prompt, Rollout
+from hybridrl.contracts.versions import token_versions
 
 __all__ = [
     "GREEDY",
@@ -84,7 +85,9 @@ class RolloutBatch:
     Fields: `prompts` one a sample; `sample_ids_B`; `group_B` the index of the prompt within the
     step, shared by the samples of one prompt; `tokens_T` (T,) int64; `lengths_B` prompt and
     response together; `prompt_lengths_B`; `behaviour_logp_T` (T,) float32; `versions_B` the
-    weights' version; `finished_B` whether it ended by itself; `producer` who made the batch;
+    weights' version, the oldest of its tokens'; `finished_B` whether it ended by itself;
+    `producer` who made the batch;
+    `versions_T` (T,) int64 the version that sampled each token, None where each sample has one;
     `observed_T` (T,) bool which response tokens an environment gave, None where none has a part;
     `routed_experts_TK` (T, K) uint8, int16 with more than 256 experts, the experts that the engine
     chose for each token but the last of a sample, whose row is 0 (contracts/routed_experts.py);
@@ -105,6 +108,7 @@ class RolloutBatch:
     producer: Producer
     observed_T: Tensor | None = field(default=None, metadata=holds(TOKEN_FLAG))
     routed_experts_TK: Tensor | None = field(default=None, metadata=holds(EXPERTS))
+    versions_T: Tensor | None = field(default=None, metadata=holds(TOKEN))
     num_observed_B: Tensor | None = field(default=None, metadata=holds(INTEGER))
     holders: Holders | None = None
 
@@ -195,6 +199,7 @@ class RolloutBatch:
             producer=producer,
             observed_T=observed_T,
             routed_experts_TK=torch.from_numpy(token_rows(experts)) if experts else None,
+            versions_T=token_versions(rollouts),
         )
 
     @property

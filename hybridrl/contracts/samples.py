@@ -34,7 +34,9 @@ class Rollout:
 
     Where an environment takes part, `observed` says which of the tokens it gave; their
     log-probabilities are 0. None: all were sampled. `experts` are those that the engine chose, as
-    contracts/routed_experts.py has them; None: they were not asked for.
+    contracts/routed_experts.py has them; None: they were not asked for. `versions` are runs of
+    (version, number of tokens), where more than one version of the weights made the tokens; empty:
+    all are of `version`.
     """
 
     sample_id: int
@@ -45,3 +47,4 @@ class Rollout:
     version: int
     observed: tuple[bool, ...] | None = None
     experts: Experts | None = field(default=None, compare=False)
+    versions: tuple[tuple[int, int], ...] = ()

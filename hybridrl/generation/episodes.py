@@ -28,7 +28,13 @@ from hybridrl.errors import UserError
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rewards.base import TextDecoder
 from hybridrl.rewards.outcome import WHERE, Outcome, ScorerFailure
-from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
+from hybridrl.rollout.engine import (
+    Completion,
+    Request,
+    SamplingParams,
+    request_seed,
+    versions_from_json,
+)
 
 LONGEST_WAIT_S = 1.0  # for an environment; then it is asked whether ranks are to stop
 End = Literal["done", "turns", "tokens", "failure"]
@@ -67,6 +73,7 @@ def restored(fields: Mapping[str, Any]) -> Completion:
     names = {"tokens", "logps", "observed", "failure"} & set(fields)
     made: dict[str, Any] = {name: fields[name] and tuple(fields[name]) for name in names}
     made["experts"] = experts_from_json(fields.get("experts"))
+    made["versions"] = versions_from_json(fields)
     kind = Response if "observed" in fields else Completion
     return kind(**{**fields, **made})
 

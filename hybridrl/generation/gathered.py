@@ -11,6 +11,7 @@ import torch
 from hybridrl.contracts.batch import GREEDY, LENGTHS, Producer, Prompt, ScoredBatch
 from hybridrl.contracts.checks import columns_of
 from hybridrl.contracts.holders import Holders, Ranks
+from hybridrl.contracts.versions import repeated_versions
 
 Table = dict[str, Any]
 """The per-sample columns of a batch, as arrays by name."""
@@ -45,6 +46,7 @@ def table_of(batch: ScoredBatch) -> Table:
         table["num_observed_B"] = batch.observed_lengths_B.numpy()
     experts = batch.routed_experts_TK
     table["experts"] = None if experts is None else (experts.shape[1], experts.dtype)
+    table["has_versions"] = batch.versions_T is not None
     table["reward_parts"] = {name: part.numpy() for name, part in batch.reward_parts.items()}
     return table
 
@@ -69,6 +71,7 @@ def gathered_batch(
     columns: dict[str, Any] = {name: [table[name] for table in found] for name in found[0]}
     parts = columns.pop("reward_parts")
     observed, experts = columns.pop("num_observed_B"), columns.pop("experts")[0]
+    has_versions = any(columns.pop("has_versions"))
     has_observed = any(one is not None for one in observed)
     if has_observed:
         sizes = [count for count in counts if count]
@@ -84,28 +87,38 @@ def gathered_batch(
     )
     if own is not None and bool((own.sample_ids_B.diff() < 0).any()):
         own = own.select(own.sample_ids_B.argsort())
+    if own is not None and has_versions and own.versions_T is None:
+        lengths = own.lengths_B, own.prompt_lengths_B
+        told = repeated_versions(own.versions_B, *lengths)
+        own = own.join_columns(own.producer, versions_T=told)
     return ScoredBatch(
         prompts=tuple(prompts[group] for group in tensors["group_B"].tolist()),
         reward_parts=part_tensors,
         producer=Producer.here("the gathered rollouts"),
         holders=Holders(maker_B[:, None] == torch.arange(len(counts)), ranks),
         **tensors,
-        **_own_tokens(own, has_observed, experts),
+        **_own_tokens(own, has_observed, has_versions, experts),
     )
 
 
 def _own_tokens(
-    own: ScoredBatch | None, has_observed: bool, experts: tuple[int, torch.dtype] | None
+    own: ScoredBatch | None,
+    has_observed: bool,
+    has_versions: bool,
+    experts: tuple[int, torch.dtype] | None,
 ) -> dict[str, torch.Tensor]:
     """Returns the per-token columns of this rank's samples; empty ones if it has none.
 
     Args:
         own: of this rank.
         has_observed: whether some rank has observations.
+        has_versions: whether some rank has a sample that several versions made.
         experts: width and dtype of the column of experts; None: there is none.
     """
     num_tokens = 0 if own is None else own.num_tokens
     absent = set() if has_observed else {"observed_T"}
+    if not has_versions:
+        absent.add("versions_T")
     empty: dict[str, torch.Tensor] = {}
     if experts is None:
         absent.add("routed_experts_TK")

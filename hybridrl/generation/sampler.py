@@ -36,6 +36,7 @@ from hybridrl.contracts.batch import (
     RolloutBatch,
     ScoredBatch,
 )
+from hybridrl.data.prompts import PromptSource
 from hybridrl.data.spread import ResponseLengths, group_work, spread
 from hybridrl.errors import UserError
 from hybridrl.generation.episodes import (
@@ -122,6 +123,15 @@ class Sampler:
         self.generated: GeneratedLengths = {}
         self._is_evaluation = False
 
+    def take(self, source: PromptSource, per_step: int) -> list[Prompt]:
+        """Returns the prompts that the next `generate` is to be called with.
+
+        Args:
+            source: of the run's prompts.
+            per_step: prompts that a step learns from.
+        """
+        return source.take(per_step)
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -199,11 +209,7 @@ class Sampler:
         self._step, self._owners, self._done = step, {}, {}
         self._has_greedy = greedy
         if first_group == 0:
-            self._busy_of_calls, self._earlier, self._reward_counts = [], {}, {}
-            self._digests = {}
-            self._is_evaluation = step < 0
-            if not self._is_evaluation:
-                self.generated = {}
+            self._forget_counts(step)
         self._prompts = dict(enumerate(prompts, first_group))
         if self.episodes is not None:
             self.episodes.forget()
@@ -230,6 +236,14 @@ class Sampler:
                     requests.append(Request(sample_id, prompt.tokens, seed, how))
         self.engine.submit(requests)
         self._take_turns([])
+
+    def _forget_counts(self, step: int) -> None:
+        """Begins the counts of a step, or of an evaluation."""
+        self._busy_of_calls, self._earlier, self._reward_counts = [], {}, {}
+        self._digests = {}
+        self._is_evaluation = step < 0
+        if not self._is_evaluation:
+            self.generated = {}
 
     def _share(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, first_group: int, longest: int
@@ -260,6 +274,10 @@ class Sampler:
             self._busy_s += time.perf_counter() - began
         finished = self._take_turns(self.engine.collect())
         self._done |= {done.request_id: done for done in finished}
+        self._begin_scoring(finished)
+
+    def _begin_scoring(self, finished: Sequence[Completion]) -> None:
+        """Has responses scored that this rank scores, while others are generated."""
         for done in finished:
             prompt, group = self._owners[done.request_id]
             if self._is_mine_to_score(group):
@@ -415,9 +433,13 @@ class Sampler:
             "next_step": self._next_step,
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any], source: PromptSource | None = None) -> None:
         """Makes the next `generate` of the saved step go on from these rollouts; what the engine
         has is dropped.
+
+        Args:
+            state: of `state`, after a trip through JSON.
+            source: of the run's prompts, where it stood then.
         """
         self.drop()
         self._saved = SavedRollouts(state)
@@ -449,4 +471,4 @@ def _as_rollout(done: Completion, prompt: Prompt) -> Rollout:
     observed = done.observed if isinstance(done, Response) else None
     reason, version = done.finish_reason, done.version
     parts = prompt, done.tokens, done.logps, reason, version, observed
-    return Rollout(done.request_id, *parts, experts=done.experts)
+    return Rollout(done.request_id, *parts, experts=done.experts, versions=done.versions)

@@ -21,6 +21,8 @@ from hybridrl.models.weights import RankLayout
 if TYPE_CHECKING:  # `hybridrl plan` asks for the names, where torch takes seconds
     from torch import Tensor
 
+# Ends of the names of engine parameters that generation reads as copies (rollout/vllm_latent.py).
+COPIED = (".kv_b_proj.weight",)
 Content = frozenset[tuple[str, Box, Box]]
 """What a tensor holds: (HF name, rectangle there, rectangle here) of each of its regions."""
 
@@ -38,13 +40,25 @@ class TrainingShard:
     tensors: Mapping[str, Tensor]
 
 
-def shared_names(source: RankLayout, target: RankLayout) -> dict[str, str]:
+def shared_names(
+    source: RankLayout, target: RankLayout, has_even_stacks: bool = True
+) -> dict[str, str]:
     """Returns, by engine name, the training tensor that holds the same rectangles at the same
     places, with rows of the same length and no fewer of them. None of what is kept in fp32,
     whatever the engine's type.
 
+    None of what engines compute with copies of, either (`COPIED`): vLLM's copies are views of the
+    parameter that it has loaded. Were another put in its place, its memory would stay, and nothing
+    be saved.
+
     Experts of a stack, `<parameter>/<index>`, are found all or none, and only where they follow one
     another in training too.
+
+    Args:
+        source: of the trainer.
+        target: the engine's layout on the same rank.
+        has_even_stacks: whether a stack's experts lie as far apart (`stacks_are_even`), or it
+            remains to be seen; if not, no stack is found.
     """
     kept = kept_tensors(target)
     held = {content: name for name, content in _contents(source).items()}
@@ -52,12 +66,14 @@ def shared_names(source: RankLayout, target: RankLayout) -> dict[str, str]:
     stacks: dict[str, list[str]] = {}
     for name, content in _contents(target).items():
         stack, _, index = name.partition("/")
-        if content in held and name not in kept:
+        if index:
+            stacks.setdefault(stack, []).append(name)
+        if name in kept or name.endswith(COPIED) or (index and not has_even_stacks):
+            continue
+        if content in held:
             one, other = source.shapes[held[content]], target.shapes[name]
             if one[1:] == other[1:] and one[0] >= other[0]:
                 found[name] = held[content]
-        if index:
-            stacks.setdefault(stack, []).append(name)
     for members in stacks.values():
         members.sort(key=_place)
         in_training = [found[member] for member in members if member in found]

@@ -9,6 +9,9 @@ Such a plan does not write to owned ranges. A rank copies the range that it owns
 tensor, and where the engine's parameter is the same memory (alias.py) there is nothing to copy. The
 plan fills the ranges of the other owners only, so no range is read while it is written.
 
+Biases of routers are no parameters: no optimizer updates them, and every rank that has them owns
+them whole. So several ranks may own the same one; a plan takes it from any.
+
 Pure, no torch. Invariant: the layout made here tiles its tensors like the one it was made from.
 """
 
@@ -20,6 +23,8 @@ from math import prod
 from hybridrl.models.boxes import Box, intersection, moved, span_boxes
 from hybridrl.models.weights import EXPERTS, RankLayout, Region
 from hybridrl.parallel.layout import TrainLayout
+
+ROUTER_BIAS = ".router.expert_bias"
 
 
 def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> RankLayout:
@@ -53,7 +58,8 @@ def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> R
 
 def equal_shares(layout: TrainLayout, whole: Sequence[RankLayout]) -> list[RankLayout]:
     """Returns each rank's owned layout, if every tensor is cut into equal shards over the data- and
-    context-parallel ranks, those of experts over the expert-data-parallel ones.
+    context-parallel ranks, those of experts over the expert-data-parallel ones; biases of routers
+    are each rank's own, whole.
 
     Megatron cuts buckets of several tensors instead, which are known once there is a model. The
     bytes of all ranks together are the same, those of one rank nearly so.
@@ -68,7 +74,9 @@ def equal_shares(layout: TrainLayout, whole: Sequence[RankLayout]) -> list[RankL
         ranges = {}
         for name, shape in own.shapes.items():
             at, num, size = part, owners, prod(shape)
-            if EXPERTS in name:
+            if name.endswith(ROUTER_BIAS):
+                at, num = 0, 1
+            elif EXPERTS in name:
                 at, num = layout.expert_coordinates(rank).edp, layout.edp
             ranges[name] = (size * at // num, size * (at + 1) // num)
         found.append(owned_layout(own, ranges))

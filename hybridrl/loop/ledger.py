@@ -59,8 +59,12 @@ def entries(
             stays = not model.train.release_weights_in_rollout
             found.append(Entry(f"{role} weights", memory.weight_bytes(), in_rollout=stays))
             state, _ = memory.state_bytes()
-            held = memory.gradient_bytes()
-            found.append(Entry(f"{role} gradients", held, in_rollout=keeps_memory))
+            lent = memory.lent_bytes
+            if lent:  # the engine's own memory, which stands below where it is kept
+                name = f"{role} gradients, lent by engine"
+                found.append(Entry(name, lent, not keeps_memory, in_rollout=False))
+            if held := memory.gradient_bytes() - lent:
+                found.append(Entry(f"{role} gradients", held, in_rollout=keeps_memory))
             found.append(Entry(f"{role} optimizer", state, in_rollout=not memory.offloads))
     for name, part in engine.items():
         if part.num_bytes:

@@ -264,7 +264,7 @@ class Trainer:
         timer.start_step(self.step + 1)
         self._position.begin_step()
         self._has_begun = True
-        prompts = self.prompts.take(self.config.steps.prompts_per_step)
+        prompts = self.sampler.take(self.prompts, self.config.steps.prompts_per_step)
         sampled: dict[str, float] = {}
         if self.algorithm.needs.rollouts:
             scored, sampled = self.sample(prompts)
@@ -465,7 +465,7 @@ class Trainer:
         self._position.load({"prompts": state.prompts, "mix": state.mix})
         for name, model in self.trained.items():
             model.num_updates = state.num_updates[name]
-        self.sampler.load_state(state.rollouts)
+        self.sampler.load_state(state.rollouts, self.prompts)
         if isinstance(self.algorithm, AdaptiveAlgorithm):
             self.algorithm.load_state(state.algorithm)
         self.reshard()
@@ -488,6 +488,7 @@ class Trainer:
         layout = make.rollout_layout(model, config.rollout, sources, ranks)
         memories, copies = make.training_memories(self.trained.values())
         self.engine = make.start_engine(config, model, layout, memories, copies)
+        make.tell_copies(config, model, self.engine, self.journal.notify)
         self._engine_bytes = self.engine.memory
         scoring = self.scorer, self.tokenizer, self.roles.reward_models
         self.sampler = make.make_sampler(config, model, layout, self.engine, *scoring)

@@ -4,31 +4,39 @@ hybrid engine that brings it the policy's weights. Collective.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl import ops
+from hybridrl.algorithms import needs_of
 from hybridrl.config.engines import ENGINES
+from hybridrl.config.lag import no_lag, num_in_flight
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError
 from hybridrl.generation.episodes import Episodes
+from hybridrl.generation.in_flight import Limits
+from hybridrl.generation.lagged import LaggedSampler
 from hybridrl.generation.sampler import Sampler
-from hybridrl.hybrid_engine.alias import TrainingShard
+from hybridrl.hybrid_engine.alias import TrainingShard, shared_names
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.expert_maps import ExpertTensors, lay_out_engines
+from hybridrl.hybrid_engine.lending import LentMemory, MemoryLender
 from hybridrl.loop.setup import ranks_per_node
 from hybridrl.models.weights import RankLayout, fused_layouts
+from hybridrl.parallel.device_mapping import DeviceMapping
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rewards.base import Scorer
 from hybridrl.roles.reward_models import RewardModel
 from hybridrl.rollout.absent import AbsentEngine
-from hybridrl.rollout.build import EngineAdapter, EngineInputs, build
+from hybridrl.rollout.build import EngineAdapter, EngineInputs, SharingEngine, build
 from hybridrl.rollout.engine import RolloutEngine, SamplingParams
 from hybridrl.training.memory import TrainedModelMemory, released
 from hybridrl.training.model import ModelSource, ParallelModel
@@ -79,9 +87,28 @@ def start_engine(
     ):
         if world.rank in layout.ranks:
             engine = build_engine(config, model, layout, to_come)
+            share_memory(engine, memories, world.platform.device)
     if len(layout.ranks) < world.size:
         world.count_groups_alike()
     return engine
+
+
+def share_memory(
+    engine: EngineAdapter, memories: Sequence[TrainedModelMemory], device: torch.device
+) -> None:
+    """Lays gradients into memory of the sleeping engine, where it can lend some and csrc/ was
+    compiled; else they stay as they are, freed for each rollout.
+
+    Args:
+        memories: of trained models; released.
+    """
+    place = ops.storage_placer(device)
+    if place is None or not isinstance(engine, MemoryLender):
+        return
+    for memory in memories:
+        num_bytes = memory.gradient_bytes()
+        if pieces := engine.lend(num_bytes):
+            memory.lay_gradients(LentMemory(DeviceMapping(device), num_bytes, pieces), place)
 
 
 def build_engine(
@@ -115,6 +142,22 @@ def build_engine(
     )
 
 
+def tell_copies(
+    config: Config, model: ParallelModel, engine: EngineAdapter, notify: Callable[[str], None]
+) -> None:
+    """Tells how many parameters training and engine cut alike and yet both have in memory, if any;
+    collective.
+    """
+    missed = 0
+    if isinstance(engine, SharingEngine) and not config.train.release_weights_in_rollout:
+        missed = len(shared_names(model.layout(), engine.layout()).keys() - engine.shared)
+    if most := max(model.world.gather_objects(missed)):
+        notify(
+            f"engine memory: up to {most} matrices of a rank are held twice, though training cuts "
+            "them alike; experts are, where padding keeps Megatron's from lying evenly apart"
+        )
+
+
 def make_sampler(
     config: Config,
     model: ParallelModel,
@@ -130,8 +173,25 @@ def make_sampler(
     replica = ReplicaGroup(layout, world.rank, world.heartbeat)
     episodes = make_episodes(config, world, replica, source, tokenizer)
     parts = world, layout, replica, engine, scorer, sampling
-    of_run = config.steps.samples_per_prompt, config.run.seed
-    return Sampler(*parts, *of_run, episodes, reward_models)
+    of_run = config.steps.samples_per_prompt, config.run.seed, episodes, reward_models
+    if (limits := lag_limits(config)) is None:
+        return Sampler(*parts, *of_run)
+    return LaggedSampler(limits, *parts, *of_run)
+
+
+def lag_limits(config: Config) -> Limits | None:
+    """Returns what bounds the prompts under way; None without a lag.
+
+    Raises:
+        UserError: the user's own algorithm does not say that it corrects for a lag.
+    """
+    steps, rollout = config.steps, config.rollout
+    if not steps.max_policy_lag:
+        return None
+    if not needs_of(config.algorithm).allows_lag:
+        raise no_lag(config)
+    sizes = steps.max_policy_lag, steps.prompts_per_step, num_in_flight(config)
+    return Limits(*sizes, rollout.at_lag_bound)
 
 
 def make_hybrid_engine(

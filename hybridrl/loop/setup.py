@@ -20,7 +20,7 @@ from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import teacher_rules
 from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.order import is_settled, lay_out, order_layout
-from hybridrl.models.family import read_model
+from hybridrl.models.family import bias_rule, read_model
 from hybridrl.parallel.groups import World, from_rank_0, same_on_all_ranks
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Meshes
@@ -54,6 +54,9 @@ def check_rules(config: Config, machines: Machines, has_teacher: bool = True) ->
     size = machines.num_ranks
     found = check(config, size, model_config, dtype, is_script=True, machines=machines)
     found += teacher_rules(config, model_config or {}) if has_teacher else ()
+    rate = config.train.moe.bias_update_rate
+    if rate and model_config is not None and not found:
+        found += bias_rule(rate, *read_model(config.model.family, model_config))
     if found:
         raise ConfigError(found)
 

@@ -90,6 +90,9 @@ PLOTS = (
         "share",
     ),
     Plot("Response length", {"mean": "response_tokens/mean"}, "tokens"),
+    Plot("Age of the weights that sampled", {"mean": "lag/mean", "largest": "lag/max"}, "steps"),
+    Plot("Samples of several versions", {"share": "lag/mixed_share"}, "share"),
+    Plot("Samples thrown away", {"samples": "lag/dropped"}, needs_others_than_zero=True),
     Plot(
         "Log-probability difference, engine and trainer",
         {"mean": "mismatch/logprob_diff_mean", "largest": "mismatch/logprob_diff_max"},

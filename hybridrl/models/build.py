@@ -22,11 +22,11 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from hybridrl.models.family import Family
+from hybridrl.models.family import Family, Scales
 from hybridrl.models.heads import LanguageModel, ValueModel
-from hybridrl.models.latent_attention import rotary_frequencies
 from hybridrl.models.layers import KEYWORDS, LayerKind, layer_specs
-from hybridrl.models.norm import narrowing, wide_residual_add
+from hybridrl.models.norm import narrowing, scaled_add, wide_residual_add
+from hybridrl.models.rotary import set_rotary
 from hybridrl.models.weights import EXPERTS, Head
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.schedule import finalize_summed_gradients
@@ -90,7 +90,7 @@ def transformer_config(
         **FIXED_KEYWORDS,
         **KEYWORDS[layers],
         **(_expert_keywords(layout, layers) if has_experts else {}),
-        **_layout_keywords(layout, platform),
+        **_layout_keywords(layout, family.shape(hf_config).num_layers, platform),
         "params_dtype": dtype,
         "pipeline_dtype": torch.float32 if fp32_residual else dtype,
         "fp32_residual_connection": fp32_residual,
@@ -125,12 +125,17 @@ def _expert_keywords(layout: TrainLayout, layers: LayerKind) -> dict[str, Any]:
     }
 
 
-def _layout_keywords(layout: TrainLayout, platform: Platform) -> dict[str, Any]:
+def _layout_keywords(layout: TrainLayout, num_layers: int, platform: Platform) -> dict[str, Any]:
     interleaved = layout.vpp > 1
+    chunks = [["decoder"] * size for size in layout.chunk_sizes(num_layers)]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
+        # Megatron deals layers itself where chunks have as many each.
+        "pipeline_model_parallel_layout": chunks if num_layers % len(chunks) else None,
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.tp > 1,
         # With two stages the previous rank is the next rank and batched sends of the interleaved
@@ -162,13 +167,16 @@ def build_chunks(
     """
     shape = family.shape(hf_config)
     num_chunks = config.virtual_pipeline_model_parallel_size
-    spec = layer_specs(layers, family, config, recompute)
+    spec = layer_specs(layers, family, config, recompute, shape)
+    of_family = family.model_keywords(hf_config)
+    rotary = of_family.pop("rotary", None)  # Megatron computes a family's that has none
+    scales = of_family.pop("scales", Scales())
     chunks: list[torch.nn.Module] = []
     for chunk in range(num_chunks or 1):
         vp_stage = chunk if num_chunks else None
         keywords = {
             "config": config,
-            "transformer_layer_spec": _block_spec(config, *spec, vp_stage),
+            "transformer_layer_spec": _block_spec(config, scales, *spec, vp_stage),
             "vocab_size": shape.padded_vocab(config.tensor_model_parallel_size),
             "max_sequence_length": int(hf_config.get("max_position_embeddings", 1 << 20)),
             "pre_process": parallel_state.is_pipeline_first_stage(
@@ -179,7 +187,7 @@ def build_chunks(
             ),
             "position_embedding_type": "rope",
             "vp_stage": vp_stage,
-            **family.model_keywords(hf_config),
+            **of_family,
         }
         if head == "value":
             chunks.append(ValueModel(share_embeddings_and_output_weights=False, **keywords))
@@ -191,9 +199,9 @@ def build_chunks(
                     **keywords,
                 )
             )
-        if isinstance(config, MLATransformerConfig):
-            rotary: Any = chunks[-1].rotary_pos_emb
-            rotary.inv_freq = rotary_frequencies(config).to(rotary.inv_freq.device)
+        if rotary is not None:
+            set_rotary(chunks[-1], rotary)
+        chunks[-1].scales = scales  # type: ignore[assignment]  # a plain attribute
     _reduce_experts_apart(chunks)
     return chunks
 
@@ -212,6 +220,7 @@ def _reduce_experts_apart(chunks: Sequence[torch.nn.Module]) -> None:
 
 def _block_spec(
     config: TransformerConfig,
+    scales: Scales,
     dense: ModuleSpec,
     with_experts: ModuleSpec | None,
     final_norm: type,
@@ -221,6 +230,9 @@ def _block_spec(
         dense = _with_wide_residual(dense)
         with_experts = with_experts and _with_wide_residual(with_experts)
         final_norm = narrowing(final_norm)
+    if scales.residual != 1:
+        dense = _with_scaled_residual(dense, scales.residual)
+        with_experts = with_experts and _with_scaled_residual(with_experts, scales.residual)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [dense] * count
     if with_experts is not None:
@@ -236,6 +248,13 @@ def _with_wide_residual(layer: ModuleSpec) -> ModuleSpec:
     parts.input_layernorm = narrowing(parts.input_layernorm)
     parts.pre_mlp_layernorm = narrowing(parts.pre_mlp_layernorm)
     parts.self_attn_bda = parts.mlp_bda = wide_residual_add
+    return layer
+
+
+def _with_scaled_residual(layer: ModuleSpec, scale: float) -> ModuleSpec:
+    layer = copy.deepcopy(layer)
+    parts = layer.submodules
+    parts.self_attn_bda = parts.mlp_bda = scaled_add(scale, parts.mlp_bda)
     return layer
 
 

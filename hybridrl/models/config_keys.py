@@ -13,7 +13,8 @@ from typing import Any
 from hybridrl.config.files import plain, shown
 from hybridrl.errors import ModelError
 
-# What `decoder_shape`, `decoder_config` and `rope_keywords` of families/decoder.py read or refuse.
+# What `decoder_shape` and `decoder_config` (families/decoder.py) and `rope_keywords` (families/
+# rotary.py) read or refuse.
 DECODER_KEYS = frozenset(
     {
         "head_dim",

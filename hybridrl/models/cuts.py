@@ -36,8 +36,9 @@ def megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
     """Returns the cut of a row without experts for Megatron; raises ModelError if it cannot be."""
     if row.kind == "vocab":
         return _vocab_cut(row, shape.padded_vocab(tp), tp, tp_rank)
-    if row.kind == "heads":
-        _even(row, shape.num_heads, tp, tp_rank)
+    if row.kind in ("heads", "kv_heads"):
+        heads = shape.num_heads if row.kind == "heads" else shape.num_kv_heads
+        _even(row, heads, tp, tp_rank)
     if row.kind != "qkv":
         return plain_cut(row, tp, tp_rank)
     _heads(row, shape, tp, tp_rank)

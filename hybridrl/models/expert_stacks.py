@@ -9,7 +9,11 @@ they must be handed to Megatron's wrapper, whose buffers then hold them so.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import lcm, prod
+
+from hybridrl.models.boxes import Shape
+from hybridrl.parallel.layout import TrainLayout
 
 # Experts one by one, and in transformer-engine's grouped layer.
 _NAMES = (
@@ -37,6 +41,29 @@ def is_run(names: Sequence[str]) -> bool:
     places = [place_in_stack(name) for name in names]
     first = places[0]
     return first is not None and places == [(first[0], first[1] + i) for i in range(len(names))]
+
+
+def stacks_are_even(shapes: Mapping[str, Shape], layout: TrainLayout, has_buckets: bool) -> bool:
+    """Whether the experts of a stack certainly lie as far apart in Megatron's buffers.
+
+    A buffer of several buckets (gradients are reduced beside the backward pass) has padding after
+    each, up to a multiple of its data-parallel size and of 128 (param_and_grad_buffer.py, 0.16.1).
+    A bucket may end inside a stack. There is no padding where all parameters are such multiples.
+    Where it is not certain, the stacks may still be even: a buffer of less than 40 million elements
+    has one bucket.
+
+    Args:
+        shapes: of a rank's parameters, by the names of its layout.
+        layout: of training.
+        has_buckets: whether gradients are reduced so: `train.fuse_param_gather` is off.
+    """
+    if not has_buckets or layout.dp * layout.cp == 1:
+        return True
+    # Experts that are not dealt lie among all other parameters.
+    own = layout.ep > 1
+    divisor = lcm(layout.edp if own else layout.dp * layout.cp, 128)
+    sizes = (prod(s) for name, s in shapes.items() if not own or place_in_stack(name))
+    return all(size % divisor == 0 for size in sizes)
 
 
 def in_stacks(names: Sequence[str]) -> list[str]:

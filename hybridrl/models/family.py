@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybridrl.config.files import plain, shown
 from hybridrl.config.own_code import imported
-from hybridrl.errors import ModelError
+from hybridrl.errors import ModelError, UserError
 from hybridrl.models.config_keys import DECODER_KEYS, check_keys, check_values
 from hybridrl.models.families import FAMILIES
 
 HfConfig = Mapping[str, Any]
-RowKind = Literal["vocab", "replicated", "column", "heads", "row", "qkv", "gate_up"]
+RowKind = Literal["vocab", "replicated", "column", "heads", "kv_heads", "row", "qkv", "gate_up"]
 Stage = Literal["first", "layer", "last"]
 
 VOCAB_MULTIPLE = 128
@@ -84,6 +84,63 @@ class LatentShape:
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """How a model's rotary positions turn (models/rotary.py has the mathematics).
+
+    Args:
+        base: of the frequencies.
+        kind: of their scaling: default (none), linear, llama3 or yarn.
+        factor: by how much the context grew.
+        original_length: positions before it grew; of llama3 and yarn.
+        low, high: turns over the original length below which frequencies are divided by the factor,
+            and above which they are kept.
+        share: of a head's dimensions that turn.
+        mscale, mscale_all_dim: of YaRN's magnitude; 0 leaves `mscale_all_dim` out.
+    """
+
+    base: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_length: int = 0
+    low: float = 1.0
+    high: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    share: float = 1.0
+
+    @property
+    def magnitude(self) -> float:
+        """What sines and cosines are multiplied by."""
+        if self.kind != "yarn":
+            return 1.0
+        return self._yarn_magnitude(self.mscale) / self.magnitude_of_all
+
+    @property
+    def magnitude_of_all(self) -> float:
+        """What latent attention multiplies queries and keys by, beside it."""
+        return self._yarn_magnitude(self.mscale_all_dim) if self.kind == "yarn" else 1.0
+
+    def _yarn_magnitude(self, mscale: float) -> float:
+        """Peng et al. 2023, "YaRN", eq. 22, with DeepSeek's coefficient."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Numbers that a model multiplies by beside its weights.
+
+    Args:
+        embedding: times the embeddings.
+        residual: times what attention and the feed-forward layer add to the stream.
+        logits: divides them.
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder, as its HF config states them.
 
@@ -97,6 +154,11 @@ class ModelShape:
         linear_bias: whether every linear layer of a decoder layer has a bias.
         moe: sizes of the experts; None: all layers are dense.
         latent: sizes of latent attention; None: attention is grouped-query.
+        window: positions that a query of a windowed layer attends to, its own with them; None: no
+            layer is windowed.
+        norms_after: whether norms come after attention and the feed-forward layer: "no", "only" or
+            "also".
+        whole_qk_norm: whether queries and keys are normalised over all heads together.
     """
 
     num_layers: int
@@ -112,6 +174,16 @@ class ModelShape:
     linear_bias: bool = False
     moe: MoeShape | None = None
     latent: LatentShape | None = None
+    window: int | None = None
+    norms_after: Literal["no", "only", "also"] = "no"
+    whole_qk_norm: bool = False
+
+    @property
+    def torch_only(self) -> str:
+        """What transformer-engine's layers are not known to compute, in words; empty: nothing."""
+        if self.norms_after != "no":
+            return "it has norms after attention and the feed-forward layer"
+        return "" if self.window is None else f"it attends within {self.window} positions"
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether the feed-forward layer of `layer` is a mixture of experts."""
@@ -151,13 +223,14 @@ class Row:
         megatron: name of the Megatron parameter; `{L}` is the layer's index within its chunk, `{E}`
             the expert's index among those of its rank.
         parts: names of the HF tensors in Megatron's order; `{L}` is the global layer index, `{E}`
-            the global expert index.
-        shapes: shapes of the HF tensors.
+            the global expert index. A name that occurs several times is one HF tensor, whose rows
+            are those of its parts, one part after the other.
+        shapes: shapes of the HF tensors, or of such parts.
         kind: how tensor parallelism cuts the parameter; expert tensor parallelism where it is of
             an expert.
             `replicated`: every rank holds all of it, of several parts one after the other.
             `column`: dim 0 is cut evenly.
-            `heads`: the same, and no cut falls inside a head.
+            `heads`, `kv_heads`: the same, and no cut falls inside a head of queries, or of keys.
             `row`: dim 1 is cut evenly.
             `vocab`: dim 0 is padded (`ModelShape.padded_vocab`), then cut evenly.
             `gate_up`: every part is cut evenly along dim 0; a rank stacks its pieces.
@@ -187,8 +260,8 @@ class Family:
         shape: reads the sizes out of an HF config; raises ModelError for what is not supported.
         transformer_config: keywords of Megatron's TransformerConfig that the model fixes, but for
             `activation_func`, a torch function, which build.py sets to silu.
-        model_keywords: keywords of Megatron's GPTModel for positions: rotary embedding, scaling,
-            longest sequence.
+        model_keywords: keywords of Megatron's GPTModel for positions: rotary embedding, longest
+            sequence; and for build.py `rotary`, a Rotary, and `scales`, Scales.
         rows: the weight table.
         layer_spec: makes a layer's Megatron ModuleSpec, for families other than llama-shaped ones.
         config_keys: keys of config.json that the functions above answer for: they follow them, or
@@ -196,6 +269,8 @@ class Family:
             Other keys are refused unless config_keys.py says that they change no numbers.
         stated: keys of config.json, each with what the architecture means where it is absent, which
             engines have to be told.
+        is_served_fused: whether engines with fused parameters have code of their own for it; else
+            they run transformers' code, whose parameters are others.
     """
 
     name: str
@@ -207,6 +282,24 @@ class Family:
     layer_spec: Callable[..., Any] | None = None
     config_keys: Collection[str] = DECODER_KEYS
     stated: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    is_served_fused: bool = True
+
+    def for_engines(self, hf_config: HfConfig) -> dict[str, Any]:
+        """Returns a config.json with what the architecture means where a key is absent, or null."""
+        given = {key: value for key, value in hf_config.items() if value is not None}
+        return {**hf_config, **self.stated, **given}
+
+
+def bias_rule(rate: float, family: Family, shape: ModelShape) -> Iterator[UserError]:
+    """Yields the violation if experts without a bias shall be balanced by it.
+
+    Args:
+        rate: `train.moe.bias_update_rate`.
+        family, shape: of the policy.
+    """
+    if rate and shape.moe is not None and not shape.moe.has_bias:
+        allowed = f"0 with family {family.name}, whose routers have no bias"
+        yield UserError("train.moe.bias_update_rate", rate, allowed, "Set it to 0.")
 
 
 def is_kept_in_fp32(hf_name: str) -> bool:

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl import ops
 from hybridrl.models.attention import PackedSequences
+from hybridrl.models.family import Scales
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,11 @@ class PackedModel(GPTModel):
     """Megatron's GPTModel, whose rotary angles follow positions where sequences share a prompt, and
     whose padding mask (1, S) is cut for sequence parallelism on every pipeline stage, not the first
     alone.
+
+    Attributes: `scales`, what the model multiplies by beside its weights.
     """
+
+    scales = Scales()
 
     def _preprocess(  # type: ignore[override]
         self,
@@ -216,6 +221,8 @@ class PackedModel(GPTModel):
         **kwargs: Any,
     ) -> tuple[Any, ...]:
         found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if self.scales.embedding != 1 and found[0] is not None:
+            found = (found[0] * self.scales.embedding, *found[1:])
         if padding_mask is not None:
             group = self.pg_collection.tp
             if self.config.sequence_parallel:
@@ -265,7 +272,8 @@ class LanguageModel(PackedModel):
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         start = group.rank() * weight.size(0)
         num_columns = min(max(self.num_tokens - start, 0), weight.size(0))
-        hidden_SD, head = hidden_states.flatten(0, 1), (labels.temperature, num_columns, group)
+        temperature = labels.temperature * self.scales.logits
+        hidden_SD, head = hidden_states.flatten(0, 1), (temperature, num_columns, group)
         tokens_NC = labels.tokens.view(hidden_SD.size(0), -1).index_select(0, rows_N)
         if self.num_top:
             top_NK = self._likeliest(hidden_SD.detach()[rows_N], weight.detach()[:num_columns])

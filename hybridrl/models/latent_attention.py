@@ -11,7 +11,6 @@ sequence, as it does norms, and Megatron sums its gradient up. Projections up ar
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from hybridrl.models.attention import PackedAttention, PackedSequences
-from hybridrl.models.families.latent import LATENT_EPS, yarn_magnitude
+from hybridrl.models.families.latent import LATENT_EPS
 from hybridrl.models.norm import TorchNorm
 
 
@@ -81,7 +80,7 @@ class LatentAttention(MegatronModule):
         self.groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.num_heads = config.num_attention_heads // self.groups.tp.size()
         self.query_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-        self.magnitude = rotary_magnitude(config)
+        self.rotary_magnitude = 1.0  # set_rotary has the model's
         # None in a config means that queries are made of the input.
         self.query_rank: int = config.q_lora_rank or 0
         rank, heads = config.kv_lora_rank, config.num_attention_heads
@@ -218,42 +217,8 @@ class LatentAttention(MegatronModule):
             cu_seqlens=None if packed is None else packed.cu_seqlens_q,
             cp_group=self.groups.cp,
         )
-        return turned if self.magnitude == 1 else turned * self.magnitude
+        return turned if self.rotary_magnitude == 1 else turned * self.rotary_magnitude
 
 
 def _by_head(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     return tensor.view(*tensor.shape[:-1], num_heads, -1)
-
-
-def rotary_magnitude(config: MLATransformerConfig) -> float:
-    """Returns what the sines and cosines of the angles are multiplied by."""
-    if config.rope_type != "yarn":
-        return 1.0
-    factor = config.rotary_scaling_factor
-    return yarn_magnitude(factor, config.mscale) / yarn_magnitude(factor, config.mscale_all_dim)
-
-
-def rotary_frequencies(config: MLATransformerConfig) -> torch.Tensor:
-    """Returns the angle a position of each pair of dimensions, (H / 2,) fp32 on the CPU.
-
-    Peng et al. 2023, "YaRN", section 3.2: pairs that turn fast keep their frequency, slow ones are
-    divided by the scaling factor, and between the two it is blended. The operations and their order
-    are transformers' (modeling_rope_utils.py, _compute_yarn_parameters), so that no bit differs.
-    """
-    size = config.qk_pos_emb_head_dim
-    powers = config.rotary_base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    if config.rope_type != "yarn":
-        return 1.0 / powers
-
-    def dimension(turns: float) -> float:
-        """Returns the dimension that turns so often over the original length."""
-        length = config.original_max_position_embeddings / (turns * 2 * math.pi)
-        return size * math.log(length) / (2 * math.log(config.rotary_base))
-
-    low = max(math.floor(dimension(config.beta_fast)), 0)
-    high: float = min(math.ceil(dimension(config.beta_slow)), size - 1)
-    high = high + 0.001 if high == low else high
-    slow = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    fast = 1 - slow
-    scaled = 1.0 / (config.rotary_scaling_factor * powers)
-    return scaled * (1 - fast) + 1.0 / powers * fast

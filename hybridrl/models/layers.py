@@ -27,14 +27,16 @@ from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from hybridrl.errors import UserError
 from hybridrl.models.attention import GatherKeys, PackedAttention
-from hybridrl.models.family import Family
+from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.latent_attention import LatentAttention, LatentSubmodules
 from hybridrl.models.norm import TorchNorm
+from hybridrl.models.post_norm import norm_after
 from hybridrl.models.replay import ReplayingLayer
 from hybridrl.models.router import Router
 from hybridrl.platform import TRANSFORMER_ENGINE_VERSIONS, Platform
@@ -71,6 +73,7 @@ def choose_layers(
     platform: Platform,
     fp32_residual: bool,
     fp8: str = "none",
+    torch_only: str = "",
 ) -> Layers:
     """Chooses what this host's layers are made of.
 
@@ -81,11 +84,12 @@ def choose_layers(
         platform: where the model runs.
         fp32_residual: the stream between the layers is wider than a fused norm takes.
         fp8: `train.fp8`, which transformer-engine's matrix products have.
+        torch_only: what of the model only torch's layers compute (`ModelShape.torch_only`).
 
     Raises:
         UserError: transformer-engine, or FP8, is wanted but cannot be used.
     """
-    found = _choose(wanted, family, dtype, platform, fp32_residual)
+    found = _choose(wanted, family, dtype, platform, fp32_residual, torch_only)
     if fp8 != "none" and found.kind == "torch":
         why = found.said.removeprefix("layers: torch, ")
         raise UserError(
@@ -103,11 +107,14 @@ def _choose(
     dtype: torch.dtype,
     platform: Platform,
     fp32_residual: bool,
+    torch_only: str,
 ) -> Layers:
     if wanted == "torch":
         return Layers("torch", False, "layers: torch, as train.layers says")
     if family.layer_spec is not None:
         fault: str | None = f"family {family.name} brings layers of its own"
+    elif torch_only:
+        fault = f"{torch_only}, which is not verified with transformer-engine"
     elif dtype != torch.bfloat16:
         fault = f"the model is in {str(dtype).removeprefix('torch.')}, cuDNN's attention in bf16"
     else:
@@ -126,7 +133,11 @@ def _choose(
 
 
 def layer_specs(
-    kind: LayerKind, family: Family, config: TransformerConfig, recompute: str
+    kind: LayerKind,
+    family: Family,
+    config: TransformerConfig,
+    recompute: str,
+    shape: ModelShape,
 ) -> tuple[ModuleSpec, ModuleSpec | None, type]:
     """Returns a decoder layer, one with a mixture of experts if the model has such, and the norm
     after the last one.
@@ -136,12 +147,15 @@ def layer_specs(
         family: its own layers go first.
         config: says what is normalised and how wide the residual stream is.
         recompute: 'selective' does not keep the output of the feed-forward layer's activation, nor
-            of experts', which grouped ones make anew themselves if `config` says so.
+            of experts', shared ones too; grouped ones make it anew themselves if `config` says so.
+        shape: says where norms are.
 
     Raises:
         UserError: 'selective', of a feed-forward layer that LeanMlp is not the same as.
     """
     layer, final_norm = _layer_spec(kind, family, config)
+    if shape.torch_only:  # else nothing differs
+        norm_after(layer, shape)
     with_experts = None
     if config.num_moe_experts is not None:
         # A user's own layer is taken for all layers: it knows its config.
@@ -159,8 +173,11 @@ def layer_specs(
                 "Set train.recompute=full, or none.",
             )
         layer.submodules.mlp = lean_mlp(mlp.submodules)
-        if with_experts is not None and not config.moe_grouped_gemm:
-            with_experts.submodules.mlp.submodules.experts.module = LeanExperts
+        if with_experts is not None:
+            parts = with_experts.submodules.mlp.submodules
+            parts.shared_experts.module = LeanSharedExperts
+            if not config.moe_grouped_gemm:
+                parts.experts.module = LeanExperts
     return layer, with_experts, final_norm
 
 
@@ -403,6 +420,10 @@ class LeanMlp(MLP):
         gate, up = (widened if bias is None else widened + bias).chunk(2, dim=-1)
         product = self.config.activation_func(gate) * up
         return product if scale is None else (product * scale[:, None]).to(product.dtype)
+
+
+class LeanSharedExperts(SharedExpertMLP, LeanMlp):
+    """Megatron's experts that compute with every token, whose forward pass is LeanMlp's."""
 
 
 class LeanExperts(SequentialMLP):

@@ -96,3 +96,24 @@ def wide_residual_add(training: bool, fused: bool) -> Callable[..., torch.Tensor
         return residual.float() + (output if bias is None else output + bias)
 
     return add
+
+
+def scaled_add(scale: float, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a bias-dropout-add like `plain`, of what is added times `scale`."""
+
+    def made(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        add_plain = plain(training, fused)
+
+        def add(
+            output_with_bias: tuple[torch.Tensor, torch.Tensor | None],
+            residual: torch.Tensor,
+            dropout: float,
+        ) -> torch.Tensor:
+            output, bias = output_with_bias
+            whole = output if bias is None else output + bias
+            scaled: torch.Tensor = add_plain((whole * scale, None), residual, dropout)
+            return scaled
+
+        return add
+
+    return made

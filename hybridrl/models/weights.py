@@ -87,7 +87,7 @@ def hf_shapes(family: Family, shape: ModelShape, head: Head = "lm") -> dict[str,
     for row in _rows(family, shape, head):
         for layer in _layers(row, shape):
             for expert in range(row.num_experts or 1):
-                for part, size in zip(row.parts, row.shapes, strict=True):
+                for part, size in _hf_tensors(row).items():
                     shapes[part.format(L=layer, E=expert)] = size
     return shapes
 
@@ -304,7 +304,8 @@ class _Held:
         before, after = whole(row.shapes[0][: cut.dim]), whole(row.shapes[0][cut.dim + 1 :])
         offset = 0
         for part, start, stop in cut.runs:
-            hf_box = (*before, (start, stop), *after)
+            first = _first_row(row, part)
+            hf_box = (*before, (first + start, first + stop), *after)
             local_box = (*before, (offset, offset + stop - start), *after)
             hf = row.parts[part].format(L=layer, E=expert)
             self._regions.append(Region(hf, hf_box, local, local_box))
@@ -319,6 +320,21 @@ class _Held:
         return RankLayout(tuple(self._regions), self._shapes, tuple(self._padding))
 
 
+def _hf_tensors(row: Row) -> dict[str, Shape]:
+    """Returns the shapes of the row's HF tensors by name, of parts of one tensor together."""
+    found: dict[str, Shape] = {}
+    for name, shape in zip(row.parts, row.shapes, strict=True):
+        first, *rest = shape
+        found[name] = (found[name][0] + first if name in found else first, *rest)
+    return found
+
+
+def _first_row(row: Row, part: int) -> int:
+    """Returns where in its HF tensor a part begins; such a row is never cut along dim 1."""
+    before = zip(row.parts[:part], row.shapes[:part], strict=True)
+    return sum(shape[0] for name, shape in before if name == row.parts[part])
+
+
 def _rows(family: Family, shape: ModelShape, head: Head) -> tuple[Row, ...]:
     rows = family.rows(shape)
     if head == "lm":
@@ -328,7 +344,7 @@ def _rows(family: Family, shape: ModelShape, head: Head) -> tuple[Row, ...]:
 
 
 def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
-    """Refuses a layout that does not divide the model's layers or experts."""
+    """Refuses a layout that does not divide the model's experts, or has too many chunks."""
     if shape.moe is not None and shape.moe.num_experts % layout.ep:
         raise ModelError(
             "train.ep",
@@ -336,11 +352,11 @@ def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
             f"a divisor of the model's {shape.moe.num_experts} experts",
             "Choose another train.ep.",
         )
-    if shape.num_layers % (layout.pp * layout.vpp):
+    if shape.num_layers < layout.pp * layout.vpp:
         raise ModelError(
             "train.pp * train.vpp",
             layout.pp * layout.vpp,
-            f"a divisor of the model's {shape.num_layers} layers",
+            f"at most the model's {shape.num_layers} layers",
             "Choose other pipeline sizes.",
         )
 

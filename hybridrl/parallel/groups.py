@@ -18,7 +18,7 @@ import itertools
 import os
 import pickle
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -165,6 +165,26 @@ class World:
                 received, sent, sizes[0], sizes[1], group=self._cpu_group, async_op=True
             )
             self.heartbeat.wait(work, what)
+
+    def exchange_objects(self, sent: Mapping[int, Any]) -> list[Any]:
+        """Returns what each rank sends to this one (picklable), in rank order, None where it sends
+        nothing; over gloo. Nothing passes a rank that it is not for.
+
+        Args:
+            sent: by the rank that it is for.
+
+        Raises:
+            PeerError: a rank is lost, died or stays away.
+        """
+        packed = [pack(sent.get(rank)) for rank in range(self.size)]
+        sizes = torch.tensor([len(one) for one in packed])
+        sizes_in, ones = torch.empty_like(sizes), [1] * self.size
+        self.all_to_all(sizes_in, sizes, ones, ones)
+        lengths = sizes_in.tolist()
+        received = torch.empty(sum(lengths), dtype=torch.uint8)
+        if int(self.sum_on_host(sizes.sum())):  # else nothing moves
+            self.all_to_all(received, torch.cat(packed), lengths, sizes.tolist())
+        return [unpack(part) for part in received.split(lengths)]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's `value` (picklable; NumPy arrays travel as they are), in rank

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 
 from hybridrl.config.rules import ORDER_AXES
 
@@ -158,19 +158,32 @@ class TrainLayout:
             found.setdefault(rest, []).append((getattr(where, axis), rank))
         return [[rank for _, rank in sorted(members)] for members in found.values()]
 
+    def chunk_sizes(self, num_layers: int) -> list[int]:
+        """Returns the number of layers of each of the `pp * vpp` model chunks, in the order of the
+        layers. Where there cannot be as many in each, some have one layer less: first the last one,
+        which computes the logits too, then the first one, which has the embedding, then the last
+        but one, and so on backwards.
+
+        Raises:
+            ValueError: there are fewer layers than chunks.
+        """
+        chunks = self.pp * self.vpp
+        if num_layers < chunks:
+            raise ValueError(f"num_layers={num_layers} is below pp*vpp = {self.pp}*{self.vpp}")
+        smaller = [chunks - 1, 0, *range(chunks - 2, 0, -1)][: -num_layers % chunks]
+        most = -(-num_layers // chunks)
+        return [most - (chunk in smaller) for chunk in range(chunks)]
+
     def layers(self, pp_rank: int, num_layers: int) -> tuple[tuple[int, ...], ...]:
         """Returns, for each model chunk of a pipeline stage, the global indices of its layers.
 
         Layers are dealt to the `pp * vpp` chunks in order; chunk v of stage p is number `v * pp +
         p`, as in Megatron's interleaved schedule.
         """
-        if num_layers % (self.pp * self.vpp):
-            raise ValueError(
-                f"num_layers={num_layers} is not a multiple of pp*vpp = {self.pp}*{self.vpp}"
-            )
-        per_chunk = num_layers // (self.pp * self.vpp)
-        starts = [(chunk * self.pp + pp_rank) * per_chunk for chunk in range(self.vpp)]
-        return tuple(tuple(range(start, start + per_chunk)) for start in starts)
+        sizes = self.chunk_sizes(num_layers)
+        stops = list(accumulate(sizes))
+        own = range(pp_rank, len(sizes), self.pp)
+        return tuple(tuple(range(stops[c] - sizes[c], stops[c])) for c in own)
 
 
 Place = tuple[int, int]

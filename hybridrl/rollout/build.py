@@ -75,6 +75,14 @@ class ComputingEngine(EngineAdapter, Protocol):
         ...
 
 
+@runtime_checkable
+class SharingEngine(EngineAdapter, Protocol):
+    """An engine whose parameters may be the trainer's, the trait `shares_memory`."""
+
+    shared: frozenset[str]
+    """Names of its tensors that are the trainer's memory."""
+
+
 def build(inputs: EngineInputs) -> EngineAdapter:
     """Builds this rank's part of the engine that `rollout.engine` names."""
     builder: Callable[[EngineInputs], EngineAdapter] = named(ENGINES[inputs.rollout.engine].builder)

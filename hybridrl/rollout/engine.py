@@ -9,6 +9,7 @@ rounding). So an unfinished request, saved with the tokens it has, continues any
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -18,6 +19,8 @@ import numpy as np
 from hybridrl.contracts.routed_experts import Experts, experts_from_json
 
 FinishReason = Literal["stop", "length"]
+Versions = tuple[tuple[int, int], ...]
+"""Runs of tokens of one version of the weights, in order: (version, number of tokens)."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Request:
         version: the weights that made the first of `tokens`; None while there is none.
         experts: what was recorded of prompt and response so far (contracts/routed_experts.py), by
             an engine that records; it stays as it is. None: nothing.
+        versions: which weights made which of `tokens`, where more than one made them; empty: all
+            are of `version`.
     """
 
     request_id: int
@@ -71,6 +76,7 @@ class Request:
     logps: tuple[float, ...] = ()
     version: int | None = None
     experts: Experts | None = field(default=None, compare=False)
+    versions: Versions = ()
 
     def __post_init__(self) -> None:
         name = f"request {self.request_id}"
@@ -84,6 +90,7 @@ class Request:
             )
         if bool(self.tokens) != (self.version is not None):
             raise ValueError(f"{name} has tokens {self.tokens} but version {self.version}")
+        check_versions(name, len(self.tokens), self.version, self.versions)
         if self.tokens and finish_reason(self.tokens, self.sampling) is not None:
             raise ValueError(f"{name} is finished already, with tokens {self.tokens}")
 
@@ -97,7 +104,12 @@ class Request:
         sequences = {name: tuple(fields[name]) for name in ("prompt", "tokens", "logps")}
         experts = experts_from_json(fields.get("experts"))
         made = {**sequences, "sampling": SamplingParams(**sampling), "experts": experts}
-        return Request(**{**fields, **made})
+        return Request(**{**fields, **made, "versions": versions_from_json(fields)})
+
+    @property
+    def runs(self) -> Versions:
+        """Which weights made which of `tokens`, in every case."""
+        return version_runs(self)
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,8 @@ class Completion:
         version: the weights that made the first token, so the oldest that took part.
         experts: of prompt and response but the last token (contracts/routed_experts.py); None: the
             engine does not record them.
+        versions: which weights made which of `tokens`, where more than one made them; empty: all
+            are of `version`.
     """
 
     request_id: int
@@ -121,6 +135,15 @@ class Completion:
     finish_reason: FinishReason
     version: int
     experts: Experts | None = field(default=None, compare=False, kw_only=True)
+    versions: Versions = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_versions(f"response {self.request_id}", len(self.tokens), self.version, self.versions)
+
+    @property
+    def runs(self) -> Versions:
+        """Which weights made which of `tokens`, in every case."""
+        return version_runs(self)
 
 
 class Holding(NamedTuple):
@@ -182,6 +205,30 @@ class RolloutEngine(Protocol):
         ...
 
 
+def check_versions(name: str, num: int, first: int | None, versions: Versions) -> None:
+    """Raises ValueError unless `versions` is empty, or says of each of `num` tokens, from the
+    version `first` on, which one made it.
+    """
+    if not versions:
+        return
+    numbers, counts = zip(*versions, strict=True)
+    ascends = all(a < b for a, b in itertools.pairwise(numbers))
+    if sum(counts) != num or min(counts) < 1 or numbers[0] != first or not ascends:
+        raise ValueError(f"{name} has {num} tokens from version {first} on, but runs {versions}")
+
+
+def version_runs(response: Request | Completion) -> Versions:
+    """Returns which weights made which tokens of a response, also where it was one version."""
+    if response.versions or response.version is None:
+        return response.versions
+    return ((response.version, len(response.tokens)),)
+
+
+def versions_from_json(fields: Mapping[str, Any]) -> Versions:
+    """Returns `versions` of saved fields; those of older checkpoints have none."""
+    return tuple((version, count) for version, count in fields.get("versions", ()))
+
+
 def finish_reason(tokens: Sequence[int], sampling: SamplingParams) -> FinishReason | None:
     """Returns why the response `tokens` ends after its last token, or None if it goes on."""
     if tokens[-1] in sampling.stop_token_ids:
@@ -227,13 +274,13 @@ def generate(
 class RunningRequest:
     """A request inside an engine that decodes token by token, with the tokens it has so far."""
 
-    __slots__ = ("_experts", "logps", "num_recorded", "request", "tokens", "version")
+    __slots__ = ("_experts", "_runs", "logps", "num_recorded", "request", "tokens")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.tokens = list(request.tokens)
         self.logps = list(request.logps)
-        self.version = request.version
+        self._runs = [[version, count] for version, count in request.runs]
         # Parts of what is recorded, each of further positions.
         self._experts: list[Experts] = [] if request.experts is None else [request.experts]
         self.num_recorded = sum(map(len, self._experts))
@@ -263,8 +310,10 @@ class RunningRequest:
 
     def append(self, token: int, logp: float, version: int) -> Completion | None:
         """Adds a token made by the weights `version`; returns the completion if it is the last."""
-        if self.version is None:
-            self.version = version
+        if self._runs and self._runs[-1][0] == version:
+            self._runs[-1][1] += 1
+        else:
+            self._runs.append([version, 1])
         self.tokens.append(token)
         self.logps.append(logp)
         reason = finish_reason(self.tokens, self.request.sampling)
@@ -275,8 +324,9 @@ class RunningRequest:
             tuple(self.tokens),
             tuple(self.logps),
             reason,
-            self.version,
+            self._runs[0][0],
             experts=self.experts,
+            versions=self._versions,
         )
 
     def so_far(self) -> Request:
@@ -285,9 +335,15 @@ class RunningRequest:
             self.request,
             tokens=tuple(self.tokens),
             logps=tuple(self.logps),
-            version=self.version,
+            version=self._runs[0][0] if self._runs else None,
             experts=self.experts,
+            versions=self._versions,
         )
+
+    @property
+    def _versions(self) -> Versions:
+        is_one = len(self._runs) < 2
+        return () if is_one else tuple((version, count) for version, count in self._runs)
 
 
 def new_rows(held: Iterable[RunningRequest], requests: Sequence[Request]) -> list[RunningRequest]:

@@ -54,7 +54,7 @@ class EngineSettings:
     def of(inputs: EngineInputs) -> EngineSettings:
         """Returns the settings of an engine that is built from these inputs."""
         return EngineSettings(
-            {**inputs.family.stated, **inputs.hf_config},
+            inputs.family.for_engines(inputs.hf_config),
             inputs.family.architectures,
             inputs.dtype_name,
             inputs.rollout.max_batch,

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,8 @@ def start(
     _check_groups(rank, members)
     memory = None if is_cpu else _device_memory(layout)
     arguments = server_arguments(settings, shape, layout.tp, weight_bytes, memory)
+    if not is_cpu:
+        arguments |= _attention()
     with (
         keep_generators(device, everywhere=True),
         _kept_threads(),
@@ -119,6 +122,16 @@ def start(
         stop(engine)
         raise too_small_cache(settings.max_tokens, fits)
     return engine
+
+
+def _attention() -> dict[str, str]:
+    """Returns which attention to take where SGLang's own choice for Hopper cannot be imported:
+    installations that leave out the libraries of sgl-kernel which they do not use have no
+    FlashAttention 3. Nothing where it can.
+    """
+    if find_spec("sgl_kernel.flash_ops") is not None:
+        return {}
+    return {"attention_backend": "flashinfer" if find_spec("flashinfer") else "triton"}
 
 
 def _device_memory(layout: RolloutLayout) -> tuple[int, int]:

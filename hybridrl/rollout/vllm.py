@@ -22,8 +22,10 @@ from hybridrl.config.engines import ENGINES
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
+from hybridrl.hybrid_engine.lending import Piece
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
+from hybridrl.parallel.device_mapping import DeviceMapping
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokenAgreement
 from hybridrl.rollout.build import EngineInputs
@@ -49,7 +51,20 @@ from hybridrl.rollout.sampling import draw_seeds, no_logprob
 from hybridrl.rollout.settings import EngineSettings, too_long
 from hybridrl.rollout.vllm_decoding import DecodingSteps
 from hybridrl.rollout.vllm_experts import deal_experts
-from hybridrl.rollout.vllm_latent import absorb, layout_name, set_epsilon, stale_copy
+from hybridrl.rollout.vllm_latent import (
+    absorb,
+    check_latent,
+    layout_name,
+    set_epsilon,
+    stale_copy,
+)
+from hybridrl.rollout.vllm_memory import (
+    KV_CACHE,
+    WEIGHTS,
+    EngineMemory,
+    allocations,
+    lends_memory,
+)
 from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import is_scheduler_known, model_rules
@@ -115,8 +130,16 @@ class VllmEngine:
         self._version = -1
         self._is_updating = True
         self._is_asleep = self._keeps_memory = False
+        self._memory = self._sleeping_memory() if lends_memory(self._device) else None
         self.sleep()  # a run begins in the training phase
         self._kept_bytes = before - free_bytes(self._device)
+
+    def _sleeping_memory(self) -> EngineMemory:
+        # A padded parameter is written only where the checkpoint has something for it.
+        left_out = self.shared | {name for name, _ in self._layout.padding}
+        written = [one for name, one in self._tensors.items() if name not in left_out]
+        buffers = list(self._live.model.buffers())
+        return EngineMemory(DeviceMapping(self._device), allocations(), written, buffers)
 
     def _start(
         self,
@@ -137,6 +160,8 @@ class VllmEngine:
                 if (experts := layout.experts_of(rank)) is not None:
                     deal_experts(model, experts)
                 check_live(model, self._layout, hf_shapes(family, shape), version, layout_name)
+                if shape.latent is not None:
+                    check_latent(model, shape.latent, shape.num_layers, version)
             except ModelError as error:
                 refusals.append(error)
             else:
@@ -184,25 +209,34 @@ class VllmEngine:
         """Stops generation and gives weights and KV cache back; running requests keep their tokens.
 
         The addresses stay reserved, so parameters and CUDA graphs are valid again after the next
-        update. On CPU everything fits at once, and nothing is given back.
+        update. What is lent stays. On CPU everything fits at once, and nothing is given back.
         """
         self._stop_generation()
         self._keeps_memory = keeps_memory
         if not keeps_memory and self._device.type != "cpu" and not self._is_asleep:
-            self._live.llm.sleep(level=2)  # 2: no copy of weights that are about to be replaced
+            if self._memory is not None:
+                self._memory.sleep()
+            else:
+                self._live.llm.sleep(level=2)  # 2: no copy of weights about to be replaced
             self._is_asleep = True
+
+    def lend(self, num_bytes: int) -> list[Piece]:
+        """Lends memory to training, as `lending.MemoryLender`."""
+        return [] if self._memory is None else self._memory.lend(num_bytes)
 
     def begin_update(self) -> None:
         """Stops generation and maps the weights; running requests keep their tokens here."""
         self._stop_generation()
         if self._is_asleep:
-            self._live.llm.wake_up(tags=["weights"])
+            self._wake_up(WEIGHTS)
 
     def finish_update(self, version: int) -> None:
         """Maps the KV cache and allows generation with the weights `version`."""
         if self._is_asleep:
-            self._live.llm.wake_up(tags=["kv_cache"])
+            self._wake_up(KV_CACHE)
             self._is_asleep = False
+        if self._memory is not None:
+            self._memory.clear_lent()  # training has used it, be the engine asleep or only stopped
         # Keys and values of older weights may be cached.
         if not self._live.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, which holds keys of older weights")
@@ -211,6 +245,12 @@ class VllmEngine:
         absorb(self._live.model)
         self._version = version
         self._is_updating = False
+
+    def _wake_up(self, tag: str) -> None:
+        if self._memory is not None:
+            self._memory.wake_up(tag)
+        else:
+            self._live.llm.wake_up(tags=[tag])
 
     def _stop_generation(self) -> None:
         self._is_updating = True

@@ -32,11 +32,12 @@ def deal_experts(model: torch.nn.Module, experts: Sequence[int]) -> None:
         experts: ascending; their places on this rank follow one another.
 
     Raises:
-        ModelError: a layer has no such map, or one of another number of experts.
+        ModelError: a layer, or its manager, has no such map, or one of another number of experts.
     """
     found: list[Any] = [part for part in model.modules() if hasattr(part, "w13_weight")]
     for part in found:
-        maps = [part.expert_map, part.expert_map_manager.expert_map]
+        manager = getattr(part, "expert_map_manager", None)
+        maps: list[Any] = [getattr(holder, "expert_map", None) for holder in (part, manager)]
         if any(one is None or int((one >= 0).sum()) != len(experts) for one in maps):
             raise _no_map(type(part).__name__)
         places = torch.full_like(maps[0], -1)

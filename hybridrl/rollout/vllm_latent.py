@@ -13,20 +13,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.errors import ModelError
 from hybridrl.models.families.latent import LATENT_EPS
+from hybridrl.models.family import LatentShape
 
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 ABSORBED = ("W_UK_T", "W_UV")  # since 0.32 parameters, before plain attributes
+
+
+def check_latent(
+    model: torch.nn.Module, latent: LatentShape, num_layers: int, version: str
+) -> None:
+    """Looks for all that the functions below set: by names alone, they would pass over others.
+
+    Args:
+        model: vLLM's, loaded.
+        latent: sizes of its attention.
+        num_layers: of it.
+        version: vLLM's, for the message.
+
+    Raises:
+        ModelError: a layer has not its two copies, or not its norms of latents.
+    """
+    copies, norms = len(list(_copies(model))), len(list(_norms(model)))
+    per_layer = 1 + (latent.query_rank > 0)
+    for found, expected, what in (
+        (copies, len(ABSORBED) * num_layers, " and ".join(ABSORBED)),
+        (norms, per_layer * num_layers, f"norms of latents, {' and '.join(LATENT_NORMS)}"),
+    ):
+        if found != expected:
+            raise ModelError(
+                "rollout.engine",
+                f"{found} tensors of {version}",
+                f"{expected}, over {num_layers} layers: {what}",
+                "Install a version that the tests cover, or set rollout.engine=hf.",
+            )
 
 
 def set_epsilon(model: torch.nn.Module) -> None:
     """Gives norms of latents the epsilon that the model was made with: vLLM takes the other norms',
     which in Moonlight is another. Before graphs are captured.
     """
+    for norm in _norms(model):
+        norm.variance_epsilon = LATENT_EPS
+
+
+def _norms(model: torch.nn.Module) -> Iterator[Any]:
     for name, part in model.named_modules():
-        if name.endswith(LATENT_NORMS):
-            norm: Any = part
-            norm.variance_epsilon = LATENT_EPS
+        if name.endswith(LATENT_NORMS) and hasattr(part, "variance_epsilon"):
+            yield part
 
 
 def layout_name(name: str) -> str | None:

@@ -1,6 +1,7 @@
 """What a trained model keeps on the device only while it trains: gradients and optimizer state.
 
-Gradients are given up when rollout begins: every update clears them and makes them anew. The
+Gradients are given up when rollout begins: every update clears them and makes them anew. Where an
+engine lends memory they lie in that, and nothing is freed or allocated for them. The
 optimizer's state (fp32 masters and Adam's moments, 12 bytes a parameter over the data-parallel
 ranks) stays, or goes to pinned host memory, from where it comes back while log-probabilities are
 computed.
@@ -15,15 +16,19 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from hybridrl.hybrid_engine.lending import LentMemory
 from hybridrl.hybrid_engine.phases import Restorable
 
 MOMENT_BYTES = 8  # Adam's two, fp32, for each parameter that this rank's optimizer owns
-ALIGNMENT = 512  # bytes, of a storage's place in the host buffer
+ALIGNMENT = 512  # bytes, of a storage's place in a buffer for several
+
+Place: TypeAlias = Callable[[Tensor, int, int], object]
+"""Lets a tensor's storage lie at an address, with so many bytes (`ops.storage_placer`)."""
 
 
 class TrainedModelMemory:
@@ -53,14 +58,36 @@ class TrainedModelMemory:
         self._weight_storages = {_key(weight) for weight in weights}
         self._host = HostMirror(device) if offloads else None
         self._has_stepped = False
+        self._lent: LentMemory | None = None
+        self._place: Place = _nothing
+
+    def lay_gradients(self, memory: LentMemory, place: Place) -> None:
+        """Lets the gradients lie in memory that an engine lends, from now on; they are released
+
+        Args:
+            memory: of `gradient_bytes` at least; released.
+            place: `ops.storage_placer`.
+        """
+        self._lent, self._place = memory, place
+        address = memory.address
+        for buffer in self._gradient_buffers():
+            data = buffer.grad_data
+            if data.untyped_storage().nbytes() > 0:
+                raise RuntimeError("gradients are laid anew only while they are released")
+            place(data, address, _gradient_bytes(buffer))
+            buffer.grad_data_size = 0  # of what a release has noted nothing is left to be made
+            address += _aligned(_gradient_bytes(buffer))
 
     def release(self) -> None:
         """Frees the gradients, and the optimizer's state once it is copied away."""
         self._has_stepped, self._fullest = False, (0, 0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron reads sizes through torch's TypedStorage
-            for chunk in self._chunks:
-                chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+        if self._lent is not None:
+            self._lent.release()
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Megatron reads sizes through torch's TypedStorage
+                for chunk in self._chunks:
+                    chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
         if self._host is not None:
             self._host.release(self._state_storages(), self.state_bytes()[0])
 
@@ -70,13 +97,12 @@ class TrainedModelMemory:
         The buffers are not cleared, as Megatron's own `restore_grad_buffers` does: every update
         clears them before its first backward (`ParallelModel.accumulate`).
         """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for chunk in self._chunks:
-                for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                    if buffer.grad_data_size > 0:  # elements that a release has noted
-                        buffer.grad_data.storage().resize_(buffer.grad_data_size)
-                        buffer.grad_data_size = 0
+        if self._lent is not None:
+            self._lent.restore()
+        for buffer in self._gradient_buffers():
+            if buffer.grad_data_size > 0:  # elements that a release has noted
+                buffer.grad_data.untyped_storage().resize_(_gradient_bytes(buffer))
+                buffer.grad_data_size = 0
         if self._host is not None:
             self._host.restore()
 
@@ -94,11 +120,24 @@ class TrainedModelMemory:
 
     def gradient_bytes(self) -> int:
         """Returns the size of the gradient buffers while training."""
-        return sum(
-            buffer.grad_data.numel() * buffer.grad_data.element_size()
-            for chunk in self._chunks
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers
-        )
+        return sum(_aligned(_gradient_bytes(buffer)) for buffer in self._gradient_buffers())
+
+    @property
+    def lent_bytes(self) -> int:
+        """Of `gradient_bytes`, those that are in an engine's memory."""
+        return 0 if self._lent is None else self._lent.num_lent_bytes
+
+    def close(self) -> None:
+        """Ends the use of memory that an engine has lent; there are no gradients afterwards."""
+        if self._lent is not None:
+            for buffer in self._gradient_buffers():
+                self._place(buffer.grad_data, 0, 0)
+            self._lent.close()
+            self._lent = None
+
+    def _gradient_buffers(self) -> Iterator[Any]:
+        for chunk in self._chunks:
+            yield from chunk.buffers + chunk.expert_parallel_buffers
 
     def weight_bytes(self) -> int:
         """Returns the size of the parameter buffers, be they freed or not."""
@@ -222,7 +261,7 @@ class HostMirror:
         starts, total = [], 0
         for size in sizes:
             starts.append(total)
-            total += -(-size // ALIGNMENT) * ALIGNMENT
+            total += _aligned(size)
         if total > self._buffer.numel():  # a master's two moments come later
             self._reserve(max(total, most_bytes + 3 * len(storages) * ALIGNMENT))
         self._moved = [
@@ -285,8 +324,16 @@ class HostMirror:
             self._stream.synchronize()
 
 
-def _nothing() -> None:
-    """There is nothing to unpin yet."""
+def _nothing(*_: object) -> None:
+    """There is nothing to be done yet."""
+
+
+def _gradient_bytes(buffer: Any) -> int:
+    return int(buffer.grad_data.numel() * buffer.grad_data.element_size())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _key(tensor: Tensor) -> int:

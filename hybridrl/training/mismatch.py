@@ -110,6 +110,8 @@ class MismatchWarning:
         # One that is not finite comes of a skipped step, which has its own message.
         if mean is None or not math.isfinite(mean) or mean <= self._bound:
             return None
+        if metrics.get("lag/max", 0) > 0:  # the policy has moved since, as it is meant to
+            return None
         if self._last_step is not None and step - self._last_step < WARN_EVERY_STEPS:
             return None
         self._last_step = step

@@ -105,6 +105,7 @@ class ParallelModel:
                 world.platform,
                 train.fp32_residual,
                 train.fp8,
+                source.shape.torch_only,
             )
         same_on_all_ranks(world, "what layers are made of", self.layers.kind, mesh.ranks)
         self._chunks: list[torch.nn.Module] = self._build() if mesh.is_member else []
@@ -381,6 +382,8 @@ class ParallelModel:
         Megatron's wrapper holds autograd nodes whose hooks hold the wrapper: circles that Python's
         collector does not see. So it is emptied.
         """
+        if self.memory is not None:
+            self.memory.close()
         wrapped, self._forward_chunks = self._forward_chunks, self._chunks
         if self._optimizer is not None:
             for chunk in wrapped:

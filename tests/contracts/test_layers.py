@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -10,6 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import tiny_model
@@ -20,10 +23,11 @@ from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.errors import UserError
+from hybridrl.hybrid_engine.alias import TrainingShard, shared_names, shared_views
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.layers import torch_layer_spec
-from hybridrl.models.weights import TE_NAMES, hf_shapes
+from hybridrl.models.weights import TE_NAMES, fused_layout, hf_shapes
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.training.model import ModelSource, ParallelModel
 
@@ -53,7 +57,7 @@ def a_batch() -> TrainBatch:
     return TrainBatch.supervised(prompts, Producer.here("the test"))
 
 
-def kept_bytes(model: ParallelModel) -> int:
+def kept_bytes(forward: Callable[[], object]) -> int:
     """Returns the memory that a forward pass keeps for its backward pass."""
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -61,33 +65,53 @@ def kept_bytes(model: ParallelModel) -> int:
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
-    (one,) = model.plan(a_batch()).inputs
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        model.forward_chunks[0](
-            input_ids=one.local.tokens_S[None],
-            position_ids=one.local.positions_S[None],
-            attention_mask=None,
-            labels=one.head,
-            packed_seq_params=one.packed,
-        )
+        forward()
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def forward(model: ParallelModel) -> None:
+    (one,) = model.plan(a_batch()).inputs
+    model.forward_chunks[0](
+        input_ids=one.local.tokens_S[None],
+        position_ids=one.local.positions_S[None],
+        attention_mask=None,
+        labels=one.head,
+        packed_seq_params=one.packed,
+    )
+
+
+def forward_shared(model: ParallelModel) -> None:
+    """Experts that compute with every token, of one layer."""
+    for module in model.chunks[0].modules():
+        if isinstance(module, SharedExpertMLP):
+            size = NUM_TOKENS, 1, model.source.shape.hidden_size
+            module(torch.ones(size, requires_grad=True))
+            return
+    raise AssertionError("no layer has any")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3"])
 def test_selective_recompute_keeps_no_output_of_activations(mesh: Mesh, name: str) -> None:
-    """Of qwen3_moe one layer is dense, in the others each token has two experts."""
+    """Of qwen3_moe one layer is dense, in the others each token has two experts; deepseek_v3 has
+    shared ones besides.
+    """
     models = {way: make(mesh, recompute=way, name=name) for way in ("none", "selective")}
-    saved = kept_bytes(models["none"]) - kept_bytes(models["selective"])
+    none, selective = (kept_bytes(partial(forward, model)) for model in models.values())
+    saved = none - selective
     shape = models["none"].source.shape
     moe = shape.moe
     widths = [
-        moe.experts_per_token * moe.expert_ffn_size
+        moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
         if moe is not None and shape.has_experts(layer)
         else shape.ffn_size
         for layer in range(shape.num_layers)
     ]
     # Of each the product, and silu's output, which torch keeps for the product.
     assert saved >= 2 * NUM_TOKENS * sum(widths) * 4
+    if moe is not None and moe.shared_ffn_size:
+        none, selective = (kept_bytes(partial(forward_shared, m)) for m in models.values())
+        assert none - selective >= 2 * NUM_TOKENS * moe.shared_ffn_size * 4
     gradients = []
     for model in models.values():
         inputs = model.plan(a_batch()).inputs
@@ -108,6 +132,22 @@ def test_checkpoints_name_norms_as_transformer_engine_does(mesh: Mesh, tmp_path:
     other = make(mesh, seed=4)
     load_model(Checkpoint.open(folder), "policy", other, mesh.world)
     assert all(torch.equal(model.weights()[n], t) for n, t in other.weights().items())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_every_stack_of_experts_is_one_view_of_trained_parameters(mesh: Mesh, name: str) -> None:
+    model = make(mesh, name=name)
+    family, shape = model.source.family, model.source.shape
+    engine = fused_layout(family, shape, 1, 0)
+    shard = TrainingShard(model.layout(), model.weights_in_place())
+    stacks = {name.partition("/")[0] for name in engine.shapes if "/" in name}
+    layers = sum(map(shape.has_experts, range(shape.num_layers)))
+    assert len(stacks) == 2 * layers > 0
+    views = shared_views(shard, engine, torch.float32)
+    assert stacks <= views.keys()
+    # All that can be shared is, but for what stays an engine's own.
+    whole = {name.partition("/")[0] for name in shared_names(shard.layout, engine)}
+    assert views.keys() == whole
 
 
 class HalvedMlp(MLP):

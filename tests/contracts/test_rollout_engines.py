@@ -230,6 +230,9 @@ def test_engine_pending_requests_continue_in_another_engine(name: str) -> None:
     assert all(close(done[i], expected[i]) for i in expected)
     for request, completion in zip(pending, continued, strict=True):
         assert completion.version == (7 if request.tokens else 8)
+        num, begun = len(completion.tokens), len(request.tokens)
+        assert completion.runs == (((7, begun), (8, num - begun)) if begun else ((8, num),))
+        assert bool(completion.versions) == bool(begun)
 
 
 @pytest.mark.parametrize("name", ENGINES)

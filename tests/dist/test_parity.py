@@ -13,6 +13,8 @@ from tiny_models import FAMILIES, WITH_EXPERTS, save_tiny_models
 
 WORKER = str(Path(__file__).with_name("parity_worker.py"))
 NAMES = (*FAMILIES, "olmo")
+# Each with one thing of its own; two layouts show what a cut does to it.
+OTHERS = ("mistral", "smollm3", "granite", "phi3", "olmo2", "glm4")
 WITH_WINDOWS = ("llama", "windowed", "qwen3", "olmo")  # windowed: qwen2, and windows
 ORDER = "tp-cp-ep-dp-pp"
 # tp, pp, cp, vpp, order of the axes, ep or etp, recompute; what is left of the world is data
@@ -64,7 +66,7 @@ FOUR_RANKS_WITH_EXPERTS = (
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    names = (*NAMES, "windowed", *WITH_EXPERTS)
+    names = (*NAMES, "windowed", *OTHERS, *WITH_EXPERTS)
     save_tiny_models(folder, names)
     names += ("qwen3_moe+z", "qwen3_moe+aux", "qwen3_moe+replay")
     names += ("deepseek_v3+bias", "deepseek_v3+replay")
@@ -76,6 +78,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_give_the_gradients_of_one_process(models: Path) -> None:
     names = ",".join(WITH_WINDOWS)
     run_ranks(2, WORKER, ["compare", str(models), names, *TWO_RANKS], timeout_s=300)
+
+
+@pytest.mark.dist
+def test_other_families_have_the_gradients_of_one_process(models: Path) -> None:
+    layouts = (f"2,2,1,1,{ORDER}", f"2,1,2,1,{ORDER}")
+    run_ranks(4, WORKER, ["compare", str(models), ",".join(OTHERS), *layouts], timeout_s=400)
 
 
 # llama has scaled rope and tied embeddings, qwen3 norms of queries and keys.
@@ -95,6 +103,13 @@ def test_experts_have_the_gradients_of_one_process(name: str, models: Path) -> N
     two, four = TWO_RANKS_WITH_EXPERTS, FOUR_RANKS_WITH_EXPERTS
     run_ranks(2, WORKER, ["compare", str(models), name, *two], timeout_s=300)
     run_ranks(4, WORKER, ["compare", str(models), name, *four], timeout_s=500)
+
+
+@pytest.mark.dist
+def test_stages_of_unequal_sizes_give_the_gradients_of_one_process(models: Path) -> None:
+    """Four layers on three stages; llama's embeddings are tied, from the first to the last."""
+    names = "llama,qwen3_moe,deepseek_v3"
+    run_ranks(3, WORKER, ["compare", str(models), names, f"1,3,1,1,{ORDER}"], timeout_s=300)
 
 
 @pytest.mark.dist

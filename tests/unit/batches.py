@@ -66,6 +66,7 @@ def train_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0
     experts_TK = torch.randint(0, most, (batch.num_tokens, EXPERT_WIDTH)).to(dtype)
     experts_TK[batch.offsets[1:] - 1] = 0
     columns["routed_experts_TK"] = experts_TK
+    columns["versions_T"] = torch.arange(batch.num_tokens) // 3 * mask_T
     return made.to_train(Producer.here("test")).join_columns(Producer.here("test"), **columns)
 
 

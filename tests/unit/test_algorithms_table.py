@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from hybridrl.algorithms import ALGORITHMS, make_algorithm
 from hybridrl.algorithms.base import CriticAlgorithm, Needs
 from hybridrl.algorithms.sft import Sft
-from hybridrl.config.algorithm import ALGORITHM_NAMES, ReinforceConfig
+from hybridrl.config.algorithm import ALGORITHM_NAMES, PolicyGradientConfig, ReinforceConfig
 from hybridrl.config.schema import (
     CustomAlgorithmConfig,
     DpoConfig,
@@ -90,6 +91,8 @@ def test_every_name_has_its_formula_and_its_defaults_in_the_docs():
 )
 def test_an_algorithm_needs_no_more_than_its_settings_use(config, needs):
     algorithm = make_algorithm(config)
+    # All that have a ratio to the policy that sampled can be corrected for older weights.
+    needs = replace(needs, allows_lag=isinstance(config, PolicyGradientConfig))
     assert algorithm.needs == needs
     assert algorithm.name == config.name
     assert isinstance(algorithm, CriticAlgorithm) == needs.values

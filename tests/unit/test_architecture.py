@@ -66,6 +66,7 @@ WALLS = {
         "models/heads.py",
         "models/latent_attention.py",
         "models/layers.py",
+        "models/post_norm.py",
         "models/router.py",
         "training/optimizer.py",
         "checkpoint/model_state.py",
@@ -77,7 +78,7 @@ WALLS = {
     "transformer_engine": ["platform.py"],
     "vllm": [
         f"rollout/vllm{part}.py"
-        for part in ("", "_decoding", "_experts", "_latent", "_routing", "_start")
+        for part in ("", "_decoding", "_experts", "_latent", "_memory", "_routing", "_start")
     ],
     "sglang": [f"rollout/sglang{part}.py" for part in ("", "_sampling", "_scheduler", "_start")],
     "triton": ["../kernels/*"],

@@ -19,12 +19,14 @@ from hybridrl.contracts.batch import (
     BatchError,
     Producer,
     Prompt,
+    Rollout,
     RolloutBatch,
     ScoredBatch,
     TrainBatch,
 )
 from hybridrl.contracts.checks import RESPONSE, columns_of, holds
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS, MicroBatch
+from hybridrl.contracts.versions import repeated_versions
 from hybridrl.generation.gathered import gathered_batch, table_of
 from hybridrl.parallel.exchange import collect
 
@@ -262,6 +264,18 @@ def test_every_tensor_of_a_stage_is_a_declared_column():
     assert made.columns().keys() == columns_of(TrainBatch).keys() - {"observed_T", "num_observed_B"}
 
 
+def test_versions_of_tokens_are_there_where_a_response_has_several():
+    prompt = Prompt(0, "p", (5, 6))
+    one = Rollout(0, prompt, (7, 8, 9), (-1.0,) * 3, "stop", 2)
+    two = replace(one, sample_id=1, versions=((2, 1), (4, 2)))
+    assert RolloutBatch.from_rollouts([one], [0], HERE).versions_T is None
+    batch = RolloutBatch.from_rollouts([one, two], [0, 0], HERE)
+    assert batch.versions_T.tolist() == [0, 0, 2, 2, 2, 0, 0, 2, 4, 4]
+    assert batch.versions_B.tolist() == [2, 2]
+    whole = repeated_versions(batch.versions_B, batch.lengths_B, batch.prompt_lengths_B)
+    assert whole.tolist() == [0, 0, 2, 2, 2] * 2
+
+
 def test_losses_read_declared_columns():
     assert len(LOSS_COLUMNS) > 5
     for name in LOSS_COLUMNS:
@@ -311,6 +325,24 @@ def test_scored_batches_arrive_as_they_were_sent(is_observed):
         assert torch.equal(found.response_lengths_B, scored.response_lengths_B)
 
     on_ranks(4, tell)
+
+
+def test_gathered_versions_are_filled_where_a_rank_has_samples_of_one_version():
+    full = train_batch()
+    scored = ScoredBatch(**{f: getattr(full, f) for f in ScoredBatch.__dataclass_fields__})
+    prompts = dict(zip(scored.group_B.tolist(), scored.prompts, strict=True))
+    first, other = scored.select([0, 1, 2]), scored.select([3, 4, 5])
+    parts = [first, replace(other, versions_T=None), None]
+
+    def tell(world):
+        own = parts[world.rank]
+        tables = world.gather_objects(None if own is None else table_of(own))
+        whole = collect(gathered_batch(tables, own, prompts, world), world)
+        if whole is not None:
+            versions_T = other.versions_B[other.sample_index_T] * other.response_mask_T
+            assert whole.versions_T.tolist() == [*first.versions_T.tolist(), *versions_T.tolist()]
+
+    on_ranks(3, tell)
 
 
 def without_seen(batch):

@@ -234,16 +234,20 @@ def test_ranks_that_mean_nothing_are_refused_as_they_are_read(written: object) -
             "placement: got nothing on ranks 1,3 of 4; allowed: a model or an engine on every "
             "rank. Give them to a role, or start fewer ranks.",
         ),
-        (
-            ["placement.critic={ranks: 0-2, tp: 1, pp: 3}"],
-            "ppo",
-            "placement.critic.pp: got 3; allowed: a divisor of the model's 4 layers. Change "
-            "placement.critic.pp.",
-        ),
     ],
 )
 def test_what_is_refused_is_said_in_full(overrides: list[str], algorithm: str, said: str) -> None:
     assert found(*overrides, algorithm=algorithm) == [said]
+
+
+def test_more_stages_than_layers_of_a_critics_own_size_are_refused() -> None:
+    ranks = "placement.critic={ranks: 0-7, tp: 1, pp: 8}"
+    assert found(ranks, world=8, algorithm="ppo") == [
+        "placement.critic.pp: got 8; allowed: at most the model's 4 layers. Change "
+        "placement.critic.pp."
+    ]
+    # Three stages of four layers are one of two layers and two of one.
+    assert not found("placement.critic={ranks: 0-2, tp: 1, pp: 3}", algorithm="ppo")
 
 
 def test_heads_that_a_critics_own_size_cannot_cut_are_refused() -> None:
@@ -384,7 +388,7 @@ def test_a_teacher_and_reward_models_are_cut_as_their_own_sizes_say(tmp_path: Pa
         "hidden_act": "silu",
         "tie_word_embeddings": False,
     }
-    for name, heads, layers in (("m", 12, 4), ("j", 6, 3)):
+    for name, heads, layers in (("m", 12, 4), ("j", 6, 1)):
         (tmp_path / name).mkdir()
         content = sizes | {"num_attention_heads": heads, "num_hidden_layers": layers}
         (tmp_path / name / "config.json").write_text(json.dumps(content))

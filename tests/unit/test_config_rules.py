@@ -205,7 +205,7 @@ def test_what_a_mixture_of_experts_cannot_have_is_refused(monkeypatch: pytest.Mo
 
 
 def test_all_rules_are_reported_at_once() -> None:
-    found = keys("train.tp=5", "rollout.tp=3", "steps.samples_per_prompt=1", "train.vpp=3")
+    found = keys("train.tp=5", "rollout.tp=3", "steps.samples_per_prompt=1", "train.vpp=99")
     assert set(found) == {
         "train.tp * train.pp * train.cp",
         "rollout.tp",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import pytest
 
-from hybridrl.models.expert_stacks import in_stacks, is_run, place_in_stack
+from hybridrl.models.expert_stacks import in_stacks, is_run, place_in_stack, stacks_are_even
+from hybridrl.parallel.layout import TrainLayout
 
 MIXTURE = "0/decoder.layers.3.mlp.experts."
 ONE_BY_ONE = [
@@ -28,3 +32,33 @@ def test_every_stack_ascends_in_the_reverse_of_the_order(names: list[str]) -> No
 def test_a_run_is_of_one_stack_and_without_gaps() -> None:
     assert is_run(GROUPED[2:6]) and is_run(ONE_BY_ONE[4:8:2]) and is_run(GROUPED[:1])
     assert not is_run(GROUPED[2:6:2]) and not is_run(GROUPED[10:14]) and not is_run(["a", "b"])
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_stacks_are_even_where_no_bucket_ends_in_padding(ep: int) -> None:
+    """Distances as Megatron's param_and_grad_buffer.py (0.16.1) makes them, a bucket for each."""
+
+    def is_even(size: int, ranks: int, has_buckets: bool = True, other: int = 128 * 15) -> bool:
+        shapes = {**dict.fromkeys(GROUPED, (1, size)), "0/decoder.final_layernorm.weight": (other,)}
+        return stacks_are_even(shapes, TrainLayout(ep * ranks, ep=ep), has_buckets)
+
+    for size, ranks in ((128, 4), (128 * 3, 3), (128 * 5, 5), (192, 4), (128, 3), (128 * 3, 5)):
+        own = ranks if ep > 1 else ep * ranks
+        assert is_even(size, ranks) == (distances(size, own) == 1), (size, ranks)
+        assert is_even(size, ranks, has_buckets=False)
+    assert is_even(100, 1) or ep > 1, "nothing is reduced"
+    # Experts that are dealt have a buffer of their own; others lie behind the norms.
+    assert is_even(128, 4, other=64) == (ep > 1)
+
+
+def distances(size: int, ranks: int, num: int = 12) -> int:
+    """Returns how many distances there are between neighbours, with a bucket for each."""
+
+    def pad(at: int, divisor: int) -> int:
+        return -(-at // divisor) * divisor
+
+    starts, at = [], 0
+    for _ in range(num):
+        starts.append(at)
+        at = pad(at + size, math.lcm(ranks, 128))
+    return len({b - a for a, b in pairwise(starts)} | {pad(size, 64)})

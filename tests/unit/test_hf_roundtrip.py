@@ -16,13 +16,19 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4Config,
+    GraniteConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from hybridrl.errors import CheckpointError
@@ -61,6 +67,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}),
     "qwen3": Qwen3Config(**SIZES),
     "qwen3_tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SIZES),
+    "smollm3": SmolLM3Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, pad_token_id=0),
+    "granite": GraniteConfig(**SIZES),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0),
+    "glm4": Glm4Config(**SIZES, pad_token_id=0),
+    # Norms of all heads together are cut by heads: no more ranks than key-value heads.
+    "olmo2": Olmo2Config(**(SIZES | {"num_key_value_heads": 4})),
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
 CONFIGS_WITH_EXPERTS: dict[str, PreTrainedConfig] = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from olmo_family import FAMILY as OLMO
 from packaging.specifiers import SpecifierSet
+from transformers import MistralConfig
 
 from hybridrl import platform as platform_module
 from hybridrl.errors import UserError
@@ -46,6 +47,16 @@ def test_choice_is_torch_for_what_transformer_engine_does_not_take(
     with pytest.raises(UserError, match=reason) as caught:
         choose_layers("transformer_engine", family, dtype, GPU, False)  # type: ignore[arg-type]
     assert caught.value.name == "train.layers" and "train.layers=auto" in caught.value.remedy
+
+
+def test_choice_is_torch_for_windows(hopper: None) -> None:
+    said = resolve_family("mistral", {}).shape(MistralConfig().to_dict()).torch_only
+    family, where = resolve_family("mistral", {}), (torch.bfloat16, GPU, False, "none")
+    found = choose_layers("auto", family, *where, torch_only=said)
+    assert found.kind == "torch" and "attends within 4096 positions" in found.said
+    with pytest.raises(UserError, match="attends within 4096 positions"):
+        choose_layers("transformer_engine", family, *where, torch_only=said)
+    assert choose_layers("auto", family, *where).kind == "transformer_engine"
 
 
 def test_choice_is_torch_on_gpus_without_packed_attention(

@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from transformers import LlamaConfig, OlmoConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from windowed_family import FAMILY as WINDOWED
 
+from hybridrl.cli import validate
 from hybridrl.cli.plan import plan_report
 from hybridrl.cli.validate import validate_training
+from hybridrl.config.engines import EnginePackage
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import ModelConfig
 from hybridrl.errors import ConfigError, ModelError
-from hybridrl.models.family import read_model
+from hybridrl.models.families import FAMILIES
+from hybridrl.models.family import Scales, read_model, resolve_family
+from hybridrl.models.rotary import rotary_frequencies
 from hybridrl.platform import Platform
 from hybridrl.training.build import model_source
 
@@ -35,8 +38,21 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **SIZES}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SIZES}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES}
+
+
+def test_table_of_architectures_is_that_of_the_families() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
+    said = {tuple(cell.strip().strip("`") for cell in row) for row in rows}
+    families = [resolve_family(name, {}) for name in FAMILIES]
+    assert said == {
+        (architecture, one.name, "hf, vllm" if one.is_served_fused else "hf")
+        for one in families
+        for architecture in one.architectures
+    }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -89,6 +105,8 @@ def test_what_transformers_writes_is_taken(config: Any, tmp_path: Path) -> None:
         ({**LLAMA, "auto_map": {"AutoModel": "x.X"}}, "auto_map: got"),
         ({**LLAMA, "hidden_act": "gelu_pytorch_tanh"}, "hidden_act: got gelu_pytorch_tanh"),
         ({**LLAMA, "my_scale": 0.5}, "my_scale: got 0.5; allowed: keys that family llama handles"),
+        ({**MISTRAL, "attention_dropout": 0.1}, "attention_dropout: got 0.1; allowed: 0"),
+        ({**MISTRAL, "llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling: got"),
         ({**QWEN2, "dual_chunk_attention_config": {"chunk_size": 9}}, "dual_chunk_attention_conf"),
         ({**QWEN2, "mlp_bias": True}, "mlp_bias: got true"),
         ({**QWEN2, "attention_bias": False}, "attention_bias: got false; allowed: True"),
@@ -102,6 +120,22 @@ def test_key_that_changes_numbers_is_refused(config: dict[str, Any], key: str) -
         read_model(None, config)
     assert f"config.json: {key}" in str(caught.value) or key in str(caught.value)
     assert "family" in str(caught.value)
+
+
+def test_granite_is_taken_with_its_multipliers_and_the_dropout_it_was_pretrained_with() -> None:
+    own = {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "attention_dropout": 0.1,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+    }
+    family, _ = read_model(None, {**SIZES, **own})
+    keywords = family.transformer_config({**SIZES, **own})
+    assert (keywords["softmax_scale"], keywords["attention_dropout"]) == (0.015625, 0.0)
+    assert family.model_keywords({**SIZES, **own})["scales"] == Scales(12.0, 0.22, 8.0)
 
 
 def test_family_of_ones_own_answers_for_the_keys_that_it_names() -> None:
@@ -119,8 +153,8 @@ def test_family_of_ones_own_answers_for_the_keys_that_it_names() -> None:
 
 
 def test_plan_and_train_and_ranks_refuse_alike(tmp_path: Path) -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN2, "rope_scaling": yarn}))
+    dynamic = {"rope_type": "dynamic", "factor": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN2, "rope_scaling": dynamic}))
     config = load_config_dict(
         {
             "run": {"name": "a", "dir": str(tmp_path)},
@@ -129,46 +163,69 @@ def test_plan_and_train_and_ranks_refuse_alike(tmp_path: Path) -> None:
             "steps": {"samples_per_prompt": 2},
         }
     )
-    said = "config.json: rope_scaling.rope_type: got yarn; allowed: default, linear, llama3"
+    said = "rope_scaling.rope_type: got dynamic; allowed: default, linear, llama3, yarn"
     report, violations = plan_report(config, 1)
     assert report["train"] is None and said in str(violations[0])
-    with pytest.raises(ConfigError, match="got yarn"):
+    with pytest.raises(ConfigError, match="got dynamic"):
         validate_training(config, 1)
-    with pytest.raises(ModelError, match="got yarn"):
+    with pytest.raises(ModelError, match="got dynamic"):
         model_source(ModelConfig(init=str(tmp_path)), Platform.detect())
+
+
+def test_engine_without_code_for_a_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = EnginePackage(lambda: True, lambda is_cpu: "1", lambda *sizes: ())
+    monkeypatch.setattr(validate, "engine_package", lambda name: package)
+    config = load_config_dict(
+        {
+            "run": {"name": "a", "dir": "runs"},
+            "model": {"init": "model"},
+            "algorithm": {"name": "grpo"},
+            "steps": {"samples_per_prompt": 2},
+            "rollout": {"engine": "vllm"},
+        }
+    )
+    smollm3 = {**SIZES, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+    (error,) = validate._engine(config, smollm3)
+    assert error.name == "rollout.engine" and "family smollm3" in str(error)
+    assert not list(validate._engine(config, LLAMA))
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+}
 
 
 @pytest.mark.parametrize(
     "rope",
     [
         {"rope_type": "default", "rope_theta": 500000.0},
-        {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-        {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
+        {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0},
+        LLAMA3_ROPE,
+        {**LLAMA3_ROPE, "original_max_position_embeddings": 1000, "low_freq_factor": 2.0},
+        YARN,
+        {**YARN, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 2},
+        {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
     ],
 )
-def test_rotary_angles_are_those_of_transformers(rope: dict[str, Any]) -> None:
+def test_rotary_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
+    """Bit for bit; what sines and cosines are multiplied by is in the softmax's scale, squared."""
     sizes = {**SIZES, "hidden_size": 256}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(rope)))
-    cos, _ = theirs(torch.zeros(1), torch.arange(9000)[None])
-    family, shape = read_model(None, {**LLAMA, **sizes, "rope_parameters": rope})
-    keywords = family.model_keywords({**LLAMA, **sizes, "rope_parameters": rope})
-    ours = RotaryEmbedding(
-        shape.head_dim,
-        keywords["rotary_percent"],
-        seq_len_interpolation_factor=keywords.get("seq_len_interpolation_factor"),
-        rotary_base=keywords["rotary_base"],
-        rope_scaling=keywords["rope_scaling"],
-        rope_scaling_factor=keywords.get("rope_scaling_factor", 8.0),
-        use_cpu_initialization=True,
-    )
-    angles = ours.get_freqs_non_repeated(9000)
-    half = shape.head_dim // 2
-    # Angles up to 9000 in float32, whose last place is 1e-3 of a radian there.
-    torch.testing.assert_close(angles.cos(), cos[0, :, :half], rtol=0, atol=2e-3)
+    config = {**LLAMA, **sizes, "rope_parameters": rope}
+    family, shape = read_model(None, config)
+    rotary = family.model_keywords(config)["rotary"]
+    assert torch.equal(rotary_frequencies(rotary, shape.head_dim), theirs.inv_freq)
+    scale = family.transformer_config(config).get("softmax_scale", shape.head_dim**-0.5)
+    assert scale == pytest.approx(theirs.attention_scaling**2 * shape.head_dim**-0.5)
+    assert (theirs.attention_scaling > 1) == (rope == YARN or "beta_fast" in rope)

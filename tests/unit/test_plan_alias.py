@@ -63,6 +63,25 @@ def test_experts_are_shared_all_or_none_and_in_training_order() -> None:
     assert shared_names(several, experts(engine)) == {}, "of two layers"
 
 
+def test_parameters_that_engines_compute_with_copies_of_stay_theirs() -> None:
+    for engine in ("model.layers.0.self_attn.kv_b_proj.weight", "model.norm.weight"):
+        expected = {} if "kv_b_proj" in engine else {engine: "t"}
+        assert shared_names(layout("t", 4), layout(engine, 4)) == expected
+
+
+def test_stacks_that_lie_unevenly_are_not_found() -> None:
+    both = RankLayout(
+        experts(grouped(0, 1)).regions + layout("t", 4).regions,
+        {**experts(grouped(0, 1)).shapes, "t": (4, 3)},
+    )
+    engine = RankLayout(
+        experts(["w13/0", "w13/1"]).regions + layout("e", 4).regions,
+        {"w13/0": (4, 3), "w13/1": (4, 3), "e": (4, 3)},
+    )
+    assert set(shared_names(both, engine)) == {"w13/0", "w13/1", "e"}
+    assert shared_names(both, engine, has_even_stacks=False) == {"e": "t"}
+
+
 def test_experts_that_lie_as_far_apart_are_one_view() -> None:
     names, engine = grouped(0, 1, 2), experts(["w13/0", "w13/1", "w13/2"])
     buffer = torch.arange(60.0)

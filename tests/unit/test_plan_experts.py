@@ -19,7 +19,7 @@ from hybridrl.hybrid_engine.plan import plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.hybrid_engine.wire import wire_layouts, wire_views
 from hybridrl.metrics.flops import matmul_params
-from hybridrl.models.family import read_model
+from hybridrl.models.family import read_model, resolve_family
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_shapes
 
 LAYERS, HIDDEN, EXPERTS, WIDTH = 4, 64, 8, 48
@@ -223,3 +223,13 @@ def test_bias_update_is_refused_where_routers_have_no_bias(config_file: Path) ->
     _, violations = plan_report(load_config_dict(content, []), 8)
     (violation,) = violations
     assert "train.moe.bias_update_rate" in str(violation) and "no bias" in str(violation)
+
+
+def test_engines_are_told_what_a_config_leaves_out_or_null() -> None:
+    family = resolve_family("deepseek_v3", {})
+    assert family.stated
+    for given in ({}, dict.fromkeys(family.stated)):
+        told = family.for_engines({"hidden_size": 8, "q_lora_rank": None, **given})
+        assert told == {**family.stated, "hidden_size": 8, "q_lora_rank": None}
+    key = next(iter(family.stated))
+    assert family.for_engines({key: "another"})[key] == "another"

@@ -8,11 +8,12 @@ from math import prod
 import pytest
 from weight_cases import random_case
 
-from hybridrl.hybrid_engine.owned import owned_layout
+from hybridrl.hybrid_engine.owned import equal_shares, owned_layout
 from hybridrl.hybrid_engine.plan import PlanError, plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.models.boxes import sizes, span_boxes, tiling_fault, volume
-from hybridrl.models.weights import RankLayout, check_coverage, check_layout, hf_shapes
+from hybridrl.models.weights import RankLayout, Region, check_coverage, check_layout, hf_shapes
+from hybridrl.parallel.layout import TrainLayout
 
 NUM_CASES = 120
 
@@ -68,3 +69,12 @@ def test_span_of_elements_is_few_boxes_that_tile_it(shape: tuple[int, ...]) -> N
             assert len(boxes) <= 2 * len(shape) - 1
             others = [*span_boxes(shape, 0, start), *span_boxes(shape, stop, size)]
             assert tiling_fault([*boxes, *others], shape) is None
+
+
+def test_every_rank_owns_the_biases_of_its_routers() -> None:
+    box, bias = ((0, 8),), "0/decoder.layers.1.mlp.router.expert_bias"
+    regions = tuple(Region(f"hf {name}", box, name, box) for name in (bias, "norm"))
+    whole = [RankLayout(regions, {bias: (8,), "norm": (8,)})] * 2
+    for rank, one in enumerate(equal_shares(TrainLayout(2), whole)):
+        owned = {region.local: region.local_box for region in one.regions}
+        assert owned == {bias: box, "norm": ((4 * rank, 4 * rank + 4),)}

@@ -12,6 +12,7 @@ from weight_cases import random_case, random_case_with_experts
 from hybridrl.cli.plan_memory import fullest, most_elements
 from hybridrl.cli.plan_sizes import engine_elements, fullest_stage, shared_elements
 from hybridrl.hybrid_engine.alias import shared_names
+from hybridrl.models.expert_stacks import stacks_are_even
 from hybridrl.models.weights import fused_layout, megatron_layout, megatron_layouts
 
 
@@ -34,7 +35,9 @@ def test_sizes_are_those_of_whole_layouts(batch: int) -> None:
         assert engine_elements(family, shape, tp, ep) == most_elements([engine]), seed
         found = shared_elements(family, shape, case.train, tp, ep)
         if case.train.tp == tp and case.train.pp == 1:
-            names = shared_names(megatron_layout(family, shape, case.train, 0), engine)
+            source = megatron_layout(family, shape, case.train, 0)
+            is_even = stacks_are_even(source.shapes, case.train, True)
+            names = shared_names(source, engine, is_even)
             assert found == sum(prod(engine.shapes[name]) for name in names), seed
             shared += found > 0
         else:

@@ -16,7 +16,7 @@ from hybridrl.cli import environment
 from hybridrl.errors import UserError
 from hybridrl.models.family import read_model
 from hybridrl.parallel.layout import RolloutLayout
-from hybridrl.rollout import sglang_version
+from hybridrl.rollout import sglang_start, sglang_version
 from hybridrl.rollout.engine import SamplingParams
 from hybridrl.rollout.groups import over_layout
 from hybridrl.rollout.sampling import (
@@ -245,3 +245,18 @@ def test_sampler_in_sglangs_place_draws_as_the_hf_engine_does(
     torch.testing.assert_close(output.next_token_logprobs, logps)
     whole = log_distribution(logits_BV, sampling).gather(-1, expected[:, None])[:, 0]
     torch.testing.assert_close(output.next_token_logprobs, whole)
+
+
+@pytest.mark.parametrize(
+    ("importable", "chosen"),
+    [
+        (("sgl_kernel.flash_ops", "flashinfer"), {}),
+        (("flashinfer",), {"attention_backend": "flashinfer"}),
+        ((), {"attention_backend": "triton"}),
+    ],
+)
+def test_attention_is_one_that_can_be_imported(
+    importable: tuple[str, ...], chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_start, "find_spec", lambda name: name in importable or None)
+    assert sglang_start._attention() == chosen

@@ -56,6 +56,24 @@ def test_saved_rollouts_keep_recorded_experts() -> None:
         assert np.array_equal(found.experts, expected)
 
 
+def test_saved_rollouts_keep_the_versions_of_tokens() -> None:
+    whole = replace(WHOLE, versions=((2, 1), (4, 2)))
+    begun = replace(BEGUN, tokens=(6, 7), logps=(-1.0, -2.0), versions=((2, 1), (3, 1)))
+    digests = dict.fromkeys(range(2), digest_of(PROMPT.tokens))
+    state = {"step": 5, **rollout_state([whole], [begun], [], digests)}
+    saved = SavedRollouts(json.loads(json.dumps(state)))
+    assert saved.find(5, 0, PROMPT, SAMPLING).whole == whole
+    assert saved.find(5, 1, PROMPT, SAMPLING).request == begun
+
+
+@pytest.mark.parametrize("versions", [((2, 2),), ((3, 3),), ((2, 1), (2, 2)), ((2, 3), (3, 0))])
+def test_versions_that_do_not_fit_the_tokens_are_refused(
+    versions: tuple[tuple[int, int], ...],
+) -> None:
+    with pytest.raises(ValueError, match="3 tokens from version 2"):
+        replace(WHOLE, versions=versions)
+
+
 def test_saved_rollouts_are_of_their_step_and_prompt_alone(saved: SavedRollouts) -> None:
     other = replace(PROMPT, tokens=(3, 4, 6))
     for sample_id in range(3):

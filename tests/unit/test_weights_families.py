@@ -13,12 +13,18 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4Config,
+    GraniteConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
@@ -28,10 +34,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from hybridrl.errors import ModelError
 from hybridrl.models.directory import read_config
 from hybridrl.models.families.deepseek_v3 import FAMILY
-from hybridrl.models.family import MoeShape, read_model, resolve_family
+from hybridrl.models.family import MoeShape, Rotary, read_model, resolve_family
 from hybridrl.models.headers import HfHeaders
-from hybridrl.models.latent_attention import rotary_frequencies, rotary_magnitude
-from hybridrl.models.weights import hf_shapes
+from hybridrl.models.rotary import rotary_frequencies
+from hybridrl.models.weights import hf_shapes, megatron_layout
+from hybridrl.parallel.layout import TrainLayout
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -50,6 +57,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +70,13 @@ LLAMA3_ROPE = {
         Qwen2Config(**SIZES, tie_word_embeddings=True),
         Qwen3Config(**SIZES, head_dim=16),
         Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+        MistralConfig(**SIZES, head_dim=16),
+        SmolLM3Config(**SIZES, pad_token_id=0),
+        GraniteConfig(**SIZES),
+        Phi3Config(**SIZES, pad_token_id=0),
+        Olmo2Config(**SIZES),
+        Glm4Config(**SIZES, pad_token_id=0),
+        Glm4Config(**SIZES, pad_token_id=0, attention_bias=False),
     ],
 )
 def test_family_table_has_the_tensors_that_transformers_has(config: PreTrainedConfig) -> None:
@@ -131,7 +146,15 @@ def test_family_table_has_the_experts_that_transformers_writes(
 
 
 def test_family_reads_the_defaults_of_transformers() -> None:
-    for config in (Qwen3MoeConfig(), MixtralConfig(), DeepseekV3Config()):
+    dense = (
+        MistralConfig(),
+        SmolLM3Config(),
+        GraniteConfig(),
+        Phi3Config(),
+        Olmo2Config(),
+        Glm4Config(),
+    )
+    for config in (Qwen3MoeConfig(), MixtralConfig(), DeepseekV3Config(), *dense):
         whole = config.to_dict()
         needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         least = {key: whole[key] for key in (*needed, "intermediate_size", "hidden_act")}
@@ -162,10 +185,9 @@ def test_family_reads_new_and_old_rope_keys() -> None:
     new = family.model_keywords({**SIZES, "rope_parameters": LLAMA3_ROPE})
     old = family.model_keywords({**SIZES, "rope_theta": 500000.0, "rope_scaling": old_rope})
     assert new == old
-    assert new["rope_scaling"] is True
-    assert (new["rope_scaling_factor"], new["rotary_base"]) == (32.0, 500000.0)
+    assert new["rotary"] == Rotary(500000.0, "llama3", 32.0, 8192, low=1.0, high=4.0)
     plain = family.model_keywords({**SIZES, "rope_scaling": None})
-    assert (plain["rope_scaling"], plain["rotary_base"]) == (False, 10000.0)
+    assert plain["rotary"] == Rotary(10000.0)
     written = LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3_ROPE)).to_dict()
     assert family.model_keywords(written) == new
 
@@ -173,12 +195,20 @@ def test_family_reads_new_and_old_rope_keys() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "key"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
-        ("llama", {"rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 2.0}}, "low_freq_factor"),
         (
             "llama",
-            {"rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 4096}},
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters.original_max_position_embeddings: got nothing",
+        ),
+        ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "rope_parameters.truncate"),
+        ("llama", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor"),
+        ("llama", {"rope_parameters": {**YARN, "mscale": 1.0}}, "mscale_all_dim"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
+        ("llama", {"rope_scaling": {"rope_type": ["yarn"]}}, "rope_type"),
+        ("llama", {"rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 4.0}}, "high_freq_factor"),
+        (
+            "llama",
+            {"rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 0.5}},
             "original_max_position_embeddings",
         ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -191,6 +221,27 @@ def test_family_reads_new_and_old_rope_keys() -> None:
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("mistral", {"sliding_window": 0}, "sliding_window"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        (
+            "mistral",
+            {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+            "layer_typ",
+        ),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: got \\[1\\]; allowed: 2 of 0 and 1"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),
+        ("smollm3", {"rope_parameters": YARN}, "rope_type: got yarn"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("granite", {"residual_multiplier": "0.22"}, "residual_multiplier"),
+        ("granite", {"attention_multiplier": 0}, "attention_multiplier"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type: got longrope"),
+        ("phi3", {"rope_scaling": YARN}, "rope_type: got yarn"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop"),
+        ("olmo2", {"attention_bias": True}, "attention_bias"),
+        ("glm4", {"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor"),
+        ("glm4", {"rope_scaling": YARN}, "rope_type: got yarn; allowed: default"),
         ("qwen3_moe", {"num_experts": 0}, "num_experts"),
         ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, "num_local_experts"),
         ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok"),
@@ -210,6 +261,34 @@ def test_family_refuses_what_it_does_not_offer(name: str, change: dict[str, Any]
     with pytest.raises(ModelError, match=f"config.json: .*{key}"):
         family.transformer_config(hf_config)
         family.model_keywords(hf_config)
+
+
+def test_family_mistral_has_a_window_unless_the_config_says_null() -> None:
+    mistral = resolve_family("mistral", {})
+    for said, size in (({}, 4096), ({"sliding_window": 7}, 7), ({"sliding_window": None}, None)):
+        shape = mistral.shape({**SIZES, **said})
+        assert shape.window == size and bool(shape.torch_only) == bool(size)
+        # Megatron counts the positions before the query's own, transformers with it.
+        window = mistral.transformer_config({**SIZES, **said}).get("window_size")
+        assert window == (size and (size - 1, 0))
+
+
+def test_family_olmo2_is_not_cut_inside_a_key_head() -> None:
+    olmo2 = resolve_family("olmo2", {})
+    shape = olmo2.shape(SIZES)
+    assert "norms after" in shape.torch_only
+    assert not olmo2.is_served_fused
+    megatron_layout(olmo2, shape, TrainLayout(2, tp=2), 0)
+    with pytest.raises(ModelError, match="k_norm.*4; allowed: a size that divides 2"):
+        megatron_layout(olmo2, shape, TrainLayout(4, tp=4), 0)
+
+
+def test_family_smollm3_has_no_positions_in_every_fourth_layer() -> None:
+    smollm3, sizes = resolve_family("smollm3", {}), {**SIZES, "num_hidden_layers": 8}
+    for said in ({}, {"no_rope_layers": [1, 1, 1, 0] * 2}, {"no_rope_layer_interval": 4}):
+        keywords = smollm3.transformer_config({**sizes, **said})
+        assert keywords["no_rope_freq"] == [0, 0, 0, 1] * 2
+    assert smollm3.shape(sizes).tied_embeddings
 
 
 def test_family_is_chosen_by_architecture() -> None:
@@ -237,9 +316,6 @@ def test_family_is_loaded_from_a_users_module(monkeypatch: pytest.MonkeyPatch) -
         resolve_family("my_models:MISSING", {})
     with pytest.raises(ModelError, match="No module named 'not_there'"):
         resolve_family("not_there.models:FAMILY", {})
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
@@ -289,8 +365,8 @@ def test_family_deepseek_v3_computes_the_frequencies_of_transformers() -> None:
         config = DeepseekV3Config(**sizes)
         rotary = DeepseekV3RotaryEmbedding(config)
         keywords = FAMILY.transformer_config(config.to_dict())
-        built = types.SimpleNamespace(**keywords)
-        assert torch.equal(rotary_frequencies(built), rotary.inv_freq)
-        assert rotary_magnitude(built) == pytest.approx(rotary.attention_scaling)
+        found = FAMILY.model_keywords(config.to_dict())["rotary"]
+        assert torch.equal(rotary_frequencies(found, 32), rotary.inv_freq)
+        assert found.magnitude == pytest.approx(rotary.attention_scaling)
         attention = DeepseekV3Attention(config, 0)
         assert keywords["softmax_scale"] == pytest.approx(attention.scaling)

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from weight_cases import megatron_reference, random_case_with_experts
 
 from hybridrl.errors import ModelError
@@ -73,6 +75,36 @@ def test_weights_place_layers_by_virtual_pipeline_chunk() -> None:
     assert "0/embedding.word_embeddings.weight" in first.shapes
     assert {"1/decoder.final_layernorm.weight", "1/output_layer.weight"} <= last.shapes.keys()
     assert not any("output_layer" in name for name in first.shapes)
+
+
+def test_stages_with_the_embedding_and_the_head_have_fewer_layers() -> None:
+    assert TrainLayout(4, pp=4).chunk_sizes(8) == [2, 2, 2, 2]
+    assert TrainLayout(4, pp=4).chunk_sizes(7) == [2, 2, 2, 1]
+    assert TrainLayout(4, pp=4).chunk_sizes(6) == [1, 2, 2, 1]
+    assert TrainLayout(4, pp=4).chunk_sizes(5) == [1, 2, 1, 1]
+    assert TrainLayout(2, pp=2, vpp=2).chunk_sizes(6) == [1, 2, 2, 1]
+    with pytest.raises(ValueError, match="below pp"):
+        TrainLayout(4, pp=4).chunk_sizes(3)
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(3, 1), (4, 2), (16, 1), (8, 4)])
+def test_unequal_stages_hold_every_layer_once_and_as_megatron_deals_them(pp: int, vpp: int) -> None:
+    train, num_layers = TrainLayout(pp, pp=pp, vpp=vpp), 61
+    shape = replace(SHAPE, num_layers=num_layers)
+    layouts = [megatron_layout(LLAMA, shape, train, rank) for rank in range(pp)]
+    check_coverage(layouts, hf_shapes(LLAMA, shape))
+    chunks = [["decoder"] * size for size in train.chunk_sizes(num_layers)]
+    chunks[0], chunks[-1] = ["embedding", *chunks[0]], [*chunks[-1], "loss"]
+    theirs = PipelineParallelLayerLayout(chunks, pp)
+    theirs.validate_layer_layout(num_layers, None)
+    first = 0
+    for chunk in range(vpp):
+        for stage in range(pp):
+            own = train.layers(stage, num_layers)[chunk]
+            assert own == tuple(range(first, first + len(own)))
+            assert len(own) == theirs.layout[stage][chunk].count(LayerType.decoder)
+            first += len(own)
+    assert first == num_layers
 
 
 def test_weights_copy_tied_embeddings_to_the_last_stage() -> None:
@@ -231,8 +263,8 @@ def test_weights_fuse_and_repeat_heads_as_vllm_does() -> None:
         (SHAPE, TrainLayout(3, tp=3), "embed_tokens|q_proj"),
         (replace(SHAPE, ffn_size=36), TrainLayout(8, tp=8), "gate_proj"),
         (replace(SHAPE, num_kv_heads=3, num_heads=24), TrainLayout(2, tp=2), "q_proj.weight"),
-        (SHAPE, TrainLayout(3, pp=3), "train.pp"),
-        (replace(SHAPE, num_layers=6), TrainLayout(2, pp=2, vpp=2), "train.pp"),
+        (SHAPE, TrainLayout(SHAPE.num_layers + 1, pp=SHAPE.num_layers + 1), "train.pp"),
+        (replace(SHAPE, num_layers=3), TrainLayout(2, pp=2, vpp=2), "train.pp"),
     ],
 )
 def test_weights_refuse_layouts_that_do_not_divide(

@@ -6,5 +6,11 @@ FAMILIES: dict[str, str] = {
     "qwen3": "hybridrl.models.families.qwen3:FAMILY",
     "qwen3_moe": "hybridrl.models.families.qwen3_moe:FAMILY",
     "deepseek_v3": "hybridrl.models.families.deepseek_v3:FAMILY",
+    "mistral": "hybridrl.models.families.mistral:FAMILY",
+    "smollm3": "hybridrl.models.families.smollm3:FAMILY",
+    "granite": "hybridrl.models.families.granite:FAMILY",
+    "phi3": "hybridrl.models.families.phi3:FAMILY",
+    "olmo2": "hybridrl.models.families.olmo2:FAMILY",
+    "glm4": "hybridrl.models.families.glm4:FAMILY",
     "mixtral": "hybridrl.models.families.mixtral:FAMILY",
 }

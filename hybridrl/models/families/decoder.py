@@ -7,14 +7,13 @@ config asks for beyond them is refused by name. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
-from hybridrl.config.files import plain, shown
-from hybridrl.errors import ModelError
 from hybridrl.models.config_keys import WINDOW_KEYS
+from hybridrl.models.families.reading import flag, not_a, number, refusal, require, size
+from hybridrl.models.families.rotary import read_rotary
 from hybridrl.models.family import (
     EMBEDDING,
     OUTPUT_LAYER,
@@ -24,47 +23,6 @@ from hybridrl.models.family import (
     MoeShape,
     Row,
 )
-
-# Fixed in Megatron-Core 0.16.1's RotaryEmbedding._apply_scaling; only the factor can be chosen.
-LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-DEFAULT_ROPE_THETA = 10000.0
-ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-# The parameters that each kind of scaling has besides; other kinds are refused.
-ROPE_PARAMETERS: Mapping[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", *LLAMA3_ROPE}),
-}
-# No decoder is larger. A size beyond them would be found out by memory or time that it takes.
-LARGEST = {
-    "num_hidden_layers": 1 << 12,
-    "num_attention_heads": 1 << 14,
-    "num_key_value_heads": 1 << 14,
-    "head_dim": 1 << 14,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "vocab_size": 1 << 24,
-    "max_position_embeddings": 1 << 40,
-    "moe_intermediate_size": 1 << 22,
-    "num_experts": 1 << 14,
-    "num_local_experts": 1 << 14,
-    "num_experts_per_tok": 1 << 14,
-    "decoder_sparse_step": 1 << 12,
-    "first_k_dense_replace": 1 << 12,
-    "kv_lora_rank": 1 << 20,
-    "n_group": 1 << 14,
-    "n_routed_experts": 1 << 14,
-    "n_shared_experts": 1 << 14,
-    "q_lora_rank": 1 << 20,
-    "qk_nope_head_dim": 1 << 14,
-    "qk_rope_head_dim": 1 << 14,
-    "topk_group": 1 << 14,
-    "v_head_dim": 1 << 14,
-}
 
 
 def decoder_shape(
@@ -77,6 +35,8 @@ def decoder_shape(
     default_kv_heads: int | None = None,
     moe: MoeShape | None = None,
     latent: LatentShape | None = None,
+    window: int | None = None,
+    kinds: Collection[str] = ("full_attention",),
 ) -> ModelShape:
     """Reads the sizes of a llama-shaped decoder.
 
@@ -87,17 +47,14 @@ def decoder_shape(
         default_kv_heads: key-value heads where the config has no such key; None: as many as heads.
         moe: sizes of the experts; None: all layers are dense.
         latent: sizes of latent attention; None: attention is grouped-query.
+        window: how many positions a query of a windowed layer attends to, its own with them.
+        kinds: that `layer_types` may name.
 
     Raises:
         ModelError: a size is no positive integer, or the config asks for what is not supported.
     """
     require(hf_config, "hidden_act", "silu", ("silu", "swish"))
-    require(hf_config, "use_sliding_window", False, (False,))
-    for key in WINDOW_KEYS:  # without effect, but engines read them
-        value = hf_config.get(key)
-        if value is not None and (type(value) is not int or value < 0):
-            raise _not_a(key, value, "an integer from 0 on, or null")
-    _check_layer_types(hf_config)
+    _check_windows(hf_config, kinds)
     num_heads = size(hf_config, "num_attention_heads")
     hidden_size = size(hf_config, "hidden_size")
     kv_default = num_heads if "num_key_value_heads" in hf_config else default_kv_heads or num_heads
@@ -125,12 +82,29 @@ def decoder_shape(
         linear_bias=linear_bias,
         moe=moe,
         latent=latent,
+        window=window,
     )
 
 
-def decoder_config(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
-    """Returns the keywords of Megatron's TransformerConfig that the model fixes."""
+def decoder_config(
+    hf_config: HfConfig, shape: ModelShape, scale: float | None = None
+) -> dict[str, Any]:
+    """Returns the keywords of Megatron's TransformerConfig that the model fixes.
+
+    Args:
+        hf_config: the content of config.json.
+        shape: its sizes; of windows all layers have one, unless the family says otherwise.
+        scale: of products of queries and keys; None: 1 / the root of the head's size.
+    """
+    # Queries and keys have YaRN's magnitude both: it is one of their products.
+    magnitude = read_rotary(hf_config).magnitude
+    own: dict[str, Any] = {} if scale is None else {"softmax_scale": scale}
+    if magnitude != 1:
+        own["softmax_scale"] = magnitude**2 * (scale or shape.head_dim**-0.5)
+    if shape.window is not None:  # Megatron counts the positions before the query's own
+        own["window_size"] = (shape.window - 1, 0)
     return {
+        **own,
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "num_attention_heads": shape.num_heads,
@@ -149,80 +123,20 @@ def decoder_config(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def rope_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of Megatron's GPTModel that say how positions enter.
-
-    Reads transformers 5's `rope_parameters` as well as the older `rope_theta` and `rope_scaling`.
-
-    Raises:
-        ModelError: a scaling, or a parameter of it, that Megatron-Core does not offer.
-    """
-    rope, prefix = rope_parameters(hf_config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_PARAMETERS:
-        raise refusal(f"{prefix}.rope_type", kind, ", ".join(ROPE_PARAMETERS))
-    for key in rope:
-        if key not in ROPE_KEYS | ROPE_PARAMETERS[kind] and rope[key] is not None:
-            raise refusal(f"{prefix}.{key}", rope[key], f"nothing with rope_type {kind}")
-    for holder, where in ((rope, f"{prefix}."), (hf_config, "")):
-        partial = holder.get("partial_rotary_factor")
-        if partial is not None and (isinstance(partial, bool) or partial != 1):
-            raise refusal(f"{where}partial_rotary_factor", partial, "1.0")
-    theta = number(hf_config, "rope_theta", DEFAULT_ROPE_THETA, 1, 1e15)
-    keywords: dict[str, Any] = {
-        "position_embedding_type": "rope",
-        "max_sequence_length": size(hf_config, "max_position_embeddings"),
-        "rotary_base": number(rope, "rope_theta", theta, 1, 1e15, f"{prefix}."),
-        "rotary_percent": 1.0,
-        "rope_scaling": kind == "llama3",
-    }
-    if kind == "default":
-        return keywords
-    if rope.get("factor") is None:
-        raise refusal(f"{prefix}.factor", "nothing", "a number")
-    factor = number(rope, "factor", 1, 1, 1e6, f"{prefix}.")
-    if kind == "linear":
-        return keywords | {"seq_len_interpolation_factor": factor}
-    for key, fixed in LLAMA3_ROPE.items():
-        if rope.get(key) != fixed:
-            raise refusal(f"{prefix}.{key}", rope.get(key), f"{fixed} (fixed in Megatron-Core)")
-    return keywords | {"rope_scaling_factor": factor}
-
-
-def rope_parameters(hf_config: HfConfig) -> tuple[Mapping[str, Any], str]:
-    """Returns the rotary parameters and the key that has them.
-
-    Raises:
-        ModelError: they are no object, or both keys have some and differ.
-    """
-    found: dict[str, Mapping[str, Any]] = {}
-    for key in ("rope_parameters", "rope_scaling"):
+def _check_windows(hf_config: HfConfig, known: Collection[str]) -> None:
+    require(hf_config, "use_sliding_window", False, (False,))
+    for key in WINDOW_KEYS:  # without effect, but engines read them
         value = hf_config.get(key)
-        if value is not None and not isinstance(value, Mapping):
-            raise refusal(key, value, "an object with rope_type, or null")
-        if value:
-            found[key] = value
-    if len(found) == 2 and found["rope_parameters"] != found["rope_scaling"]:
-        raise refusal(
-            "rope_scaling", found["rope_scaling"], "the same as rope_parameters, or neither"
-        )
-    key = "rope_scaling" if "rope_parameters" not in found and found else "rope_parameters"
-    rope = found.get(key, {})
-    kinds = [rope[name] for name in ("rope_type", "type") if rope.get(name) is not None]
-    if len(kinds) == 2 and kinds[0] != kinds[1]:
-        raise refusal(f"{key}.type", kinds[1], f"the same as rope_type = {shown(kinds[0])}")
-    return rope, key
-
-
-def _check_layer_types(hf_config: HfConfig) -> None:
-    kinds = hf_config.get("layer_types")
+        if value is not None and (type(value) is not int or value < 0):
+            raise not_a(key, value, "an integer from 0 on, or null")
+    kinds, allowed = hf_config.get("layer_types"), " or ".join(sorted(known))
     if kinds is None:
         return
     if not isinstance(kinds, list | tuple):
-        raise refusal("layer_types", kinds, "a list with full_attention for each layer")
+        raise refusal("layer_types", kinds, f"a list with {allowed} for each layer")
     for kind in kinds:
-        if kind != "full_attention":
-            raise refusal("layer_types", kind, "full_attention")
+        if kind not in tuple(known):
+            raise refusal("layer_types", kind, allowed)
 
 
 def decoder_rows(
@@ -305,58 +219,3 @@ def _mlp_rows(shape: ModelShape) -> list[Row]:
 
 def _named(prefixes: tuple[str, ...], suffix: str) -> tuple[str, ...]:
     return tuple(f"{prefix}.{suffix}" for prefix in prefixes)
-
-
-def size(hf_config: HfConfig, key: str, default: int | None = None) -> int:
-    """Returns the positive integer at `key`; `default` where the key is absent or null."""
-    value = hf_config.get(key)
-    if value is None:
-        value = default
-    largest = LARGEST.get(key, 1 << 40)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
-        raise _not_a(key, value, f"a positive integer up to {largest}")
-    return value
-
-
-def number(
-    holder: HfConfig, key: str, default: float, least: float, most: float, prefix: str = ""
-) -> float:
-    """Returns the number at `key`, between `least` and `most`; `default` where it is absent or
-    null.
-    """
-    value = holder.get(key)
-    if value is None:
-        value = default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not isfinite(value) or not least <= value <= most:
-        raise _not_a(f"{prefix}{key}", value, f"a number from {least:g} to {most:g}")
-    return float(value)
-
-
-def flag(hf_config: HfConfig, key: str) -> bool:
-    """Returns the truth value at `key`; False where it is absent or null."""
-    value = hf_config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise _not_a(key, value, "true or false")
-    return bool(value)
-
-
-def _not_a(key: str, value: object, allowed: str) -> ModelError:
-    found = "nothing" if value is None else shown(value)
-    return ModelError(f"config.json: {key}", found, allowed, "Mend the model's config.json.")
-
-
-def require(hf_config: HfConfig, key: str, default: object, allowed: tuple[object, ...]) -> None:
-    """Raises ModelError unless the value at `key`, where it is absent or null `default`, is one of
-    `allowed`, of the same type.
-    """
-    value = hf_config.get(key)
-    value = default if value is None else value
-    if not any(type(value) is type(one) and value == one for one in allowed):
-        raise refusal(key, value, " or ".join(str(one) for one in allowed))
-
-
-def refusal(key: str, value: object, allowed: str) -> ModelError:
-    """Returns the error for a config that asks for what this family does not offer."""
-    remedy = "Not supported by this family; choose another model or write a family."
-    return ModelError(f"config.json: {key}", plain(value), allowed, remedy)

@@ -10,15 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridrl.models.config_keys import DECODER_KEYS
-from hybridrl.models.families.decoder import (
-    decoder_config,
-    decoder_rows,
-    decoder_shape,
-    number,
-    refusal,
-    require,
-    size,
-)
+from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
     BiasedRouting,
@@ -35,6 +27,7 @@ from hybridrl.models.families.latent import (
     latent_rows,
     latent_shape,
 )
+from hybridrl.models.families.reading import number, refusal, require, size
 from hybridrl.models.family import Family, HfConfig, ModelShape, MoeShape, Row
 
 EXPERT, SHARED = "mlp.experts.{E}.", "mlp.shared_experts."

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.models.families.decoder import flag, refusal, size
+from hybridrl.models.families.reading import flag, refusal, size
 from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row, RowKind
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -12,14 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.models.families.decoder import (
-    number,
-    refusal,
-    require,
-    rope_keywords,
-    rope_parameters,
-    size,
-)
+from hybridrl.models.families.reading import refusal, require, size
+from hybridrl.models.families.rotary import read_rotary, rope_keywords
 from hybridrl.models.family import HfConfig, LatentShape, ModelShape, Row
 
 # Of the norms of latents: transformers and DeepSeek's own code leave it at the norm's default,
@@ -38,20 +32,8 @@ LATENT_KEYS = frozenset(
         "v_head_dim",
     }
 )
-# What transformers reads of YaRN beside rope_theta; `truncate` and `attention_factor` are refused.
-YARN_KEYS = frozenset(
-    {
-        "beta_fast",
-        "beta_slow",
-        "factor",
-        "mscale",
-        "mscale_all_dim",
-        "original_max_position_embeddings",
-        "rope_theta",
-        "rope_type",
-        "type",
-    }
-)
+# Engines know no other.
+LATENT_ROPES = ("default", "yarn")
 
 
 def latent_shape(hf_config: HfConfig) -> LatentShape:
@@ -82,8 +64,8 @@ def latent_config(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
 
     `kv_channels` is the rotary size, by which GPTModel makes its angles.
     """
-    latent = _latent(shape)
-    found: dict[str, Any] = {
+    latent, rotary = _latent(shape), read_rotary(hf_config, LATENT_ROPES)
+    return {
         # Of our own attention, which takes GPTModel's angles as others do.
         "multi_latent_attention": False,
         "kv_channels": latent.rotary_dim,
@@ -93,41 +75,19 @@ def latent_config(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.rotary_dim,
         "v_head_dim": latent.value_dim,
         "rope_type": "rope",
-        "rotary_base": latent_rope_keywords(hf_config)["rotary_base"],
+        # transformers: its YaRN's magnitude for all dimensions, of queries and of keys.
+        "softmax_scale": rotary.magnitude_of_all**2 / math.sqrt(latent.query_dim),
     }
-    scale = 1 / math.sqrt(latent.query_dim)
-    rope, prefix = rope_parameters(hf_config)
-    if not _is_yarn(rope):
-        return found | {"softmax_scale": scale}
-    yarn = _yarn(rope, prefix)
-    of_all = yarn_magnitude(yarn["rotary_scaling_factor"], yarn["mscale_all_dim"])
-    return found | yarn | {"softmax_scale": scale * of_all**2}
 
 
 def latent_rope_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of GPTModel for positions; YaRN's frequencies are set later, from the
-    keywords of `latent_config`.
+    """Returns the keywords of GPTModel for positions.
 
     Raises:
         ModelError: a scaling other than YaRN.
     """
-    rope, prefix = rope_parameters(hf_config)
-    if _is_yarn(rope):
-        _yarn(rope, prefix)
-        plain = {key: value for key, value in rope.items() if key == "rope_theta"}
-        rest = {k: v for k, v in hf_config.items() if k not in ("rope_parameters", "rope_scaling")}
-        return rope_keywords({**rest, "rope_parameters": plain})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise refusal(f"{prefix}.rope_type", kind, "default, yarn")
+    read_rotary(hf_config, LATENT_ROPES)
     return rope_keywords(hf_config)
-
-
-def yarn_magnitude(factor: float, mscale: float) -> float:
-    """Returns YaRN's magnitude of attention at a scaling factor (Peng et al. 2023, eq. 22), with
-    DeepSeek's coefficient.
-    """
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def latent_rows(shape: ModelShape) -> tuple[Row, ...]:
@@ -162,40 +122,6 @@ def latent_rows(shape: ModelShape) -> tuple[Row, ...]:
         row("linear_kv_up_proj", {"kv_b_proj": (up, latent.key_value_rank)}, "heads"),
         row("linear_proj", {"o_proj": (hidden, heads * latent.value_dim)}, "row"),
     )
-
-
-def _is_yarn(rope: Mapping[str, Any]) -> bool:
-    return bool(rope.get("rope_type", rope.get("type")) == "yarn")
-
-
-def _yarn(rope: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Reads YaRN's parameters into keywords of MLATransformerConfig."""
-    for key in rope:
-        is_whole = key == "partial_rotary_factor" and rope[key] == 1
-        if key not in YARN_KEYS and rope[key] is not None and not is_whole:
-            raise refusal(f"{prefix}.{key}", rope[key], "nothing with rope_type yarn")
-    for key in ("factor", "original_max_position_embeddings"):
-        if rope.get(key) is None:
-            raise refusal(f"{prefix}.{key}", "nothing", "a number")
-    # transformers reads the two only together, engines also alone, with a default for the other.
-    given = {key: rope.get(key) for key in ("mscale", "mscale_all_dim")}
-    if bool(given["mscale"]) != bool(given["mscale_all_dim"]):
-        raise refusal(
-            f"{prefix}.mscale_all_dim", given["mscale_all_dim"], "both mscale, or neither"
-        )
-    both = bool(given["mscale"])
-    where = f"{prefix}."
-    return {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": number(rope, "factor", 1, 1, 1e6, where),
-        "original_max_position_embeddings": int(
-            number(rope, "original_max_position_embeddings", 1, 1, 1 << 40, where)
-        ),
-        "beta_fast": number(rope, "beta_fast", 32, 1e-3, 1e6, where),
-        "beta_slow": number(rope, "beta_slow", 1, 1e-3, 1e6, where),
-        "mscale": number(rope, "mscale", 1, 0, 1e3, where) if both else 1.0,
-        "mscale_all_dim": number(rope, "mscale_all_dim", 0, 0, 1e3, where) if both else 0.0,
-    }
 
 
 def _latent(shape: ModelShape) -> LatentShape:

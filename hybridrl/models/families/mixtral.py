@@ -5,14 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridrl.models.config_keys import DECODER_KEYS
-from hybridrl.models.families.decoder import (
-    decoder_config,
-    decoder_rows,
-    decoder_shape,
-    require,
-    rope_keywords,
-    size,
-)
+from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
     ExpertNames,
@@ -20,6 +13,8 @@ from hybridrl.models.families.experts import (
     expert_rows,
     experts_per_token,
 )
+from hybridrl.models.families.reading import require, size
+from hybridrl.models.families.rotary import rope_keywords
 from hybridrl.models.family import Family, HfConfig, ModelShape, MoeShape, Row
 
 EXPERT = "block_sparse_moe.experts.{E}."

@@ -7,15 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridrl.models.config_keys import DECODER_KEYS, WINDOW_KEYS
-from hybridrl.models.families.decoder import (
-    decoder_config,
-    decoder_rows,
-    decoder_shape,
-    refusal,
-    require,
-    rope_keywords,
-    size,
-)
+from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
     ExpertNames,
@@ -24,6 +16,8 @@ from hybridrl.models.families.experts import (
     experts_per_token,
     is_renormalized,
 )
+from hybridrl.models.families.reading import refusal, require, size
+from hybridrl.models.families.rotary import rope_keywords
 from hybridrl.models.family import Family, HfConfig, ModelShape, MoeShape, Row
 
 EXPERT = "mlp.experts.{E}."

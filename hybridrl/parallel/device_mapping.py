@@ -1,6 +1,8 @@
 """The driver's calls that reserve addresses, make memory and map one to the other, by ctypes.
 
-Each method is one call and raises RuntimeError with the driver's number if it is refused.
+Memory has a handle and may be mapped at several addresses: what is written at one is read at the
+others. It is given back once its handle is released and it is mapped nowhere. Nothing here waits
+for the device: whoever unmaps addresses makes sure that no work still uses them.
 """
 
 from __future__ import annotations
@@ -9,7 +11,12 @@ import ctypes
 from typing import Any
 
 import torch
+from torch import Tensor
 
+GRANULARITY = (
+    2 << 20
+)  # bytes: sizes of memory, and of addresses that it is mapped at, are multiples
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 PINNED, DEVICE, READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_, _ACCESS_
 
 
@@ -35,8 +42,12 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-class Mapping:
-    """The calls, for one device."""
+class DeviceMapping:
+    """The calls, for one device.
+
+    Each method is one call. It raises RuntimeError with the driver's number if it is refused, and
+    torch.OutOfMemoryError where the device has no memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         torch.zeros(1, device=device)  # makes the context and lets this thread have it
@@ -48,6 +59,8 @@ class Mapping:
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._driver, name)(*arguments)
+        if code == OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(f"CUDA out of memory in {name}")
         if code != 0:
             raise RuntimeError(f"{name}: CUDA error {code}")
 
@@ -89,7 +102,11 @@ class Mapping:
         """Unmaps addresses, one piece of memory or many."""
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
-    def tensor(self, address: int, size: int) -> torch.Tensor:
+    def wait(self) -> None:
+        """Waits until the device is idle; not a call of the driver's about memory."""
+        torch.cuda.synchronize(self.device)
+
+    def tensor(self, address: int, size: int) -> Tensor:
         """Returns mapped addresses as bytes."""
         return torch.as_tensor(_Addresses(address, size), device=self.device)
 

@@ -1,0 +1,382 @@
+"""Generation that ends when enough prompts are answered: what is unfinished goes on in the next
+step, with its weights (`steps.max_policy_lag`; partial rollouts, Kimi k1.5, arXiv 2501.12599, sec.
+2.6.2).
+
+Who waits for whom: all ranks call alike. After every STEPS_BETWEEN_ENDS steps of their engines they
+add up over gloo which groups are complete, and leave generation together. So where it ends follows
+from the samples and not from the time, and a run repeats itself. (On another number of replicas
+too, while `rollout.max_batch` holds all requests of each and its engine advances each by a token a
+step.)
+
+Between steps no engine has a request. Each rank keeps the samples of its own replica, finished and
+begun, and what all know of them is a `Group` each (in_flight.py): whose they are, and which weights
+made how many of their tokens. At the beginning of a step the groups are dealt to replicas anew, and
+tokens travel to where they go on.
+
+A step that is left in the middle is taken again as it began: what it generated is dropped, or its
+samples would not be those of a run that was not stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hybridrl.contracts.batch import Prompt, RolloutBatch
+from hybridrl.data.prompts import PromptSource
+from hybridrl.generation.episodes import restored
+from hybridrl.generation.in_flight import (
+    Group,
+    Limits,
+    Runs,
+    choose,
+    count_by_deadline,
+    deal,
+    lag_metrics,
+    may_end,
+)
+from hybridrl.generation.sampler import Progress, Sampler
+from hybridrl.generation.saved_rollouts import joined, rollout_state
+from hybridrl.parallel.stopping import check_stop
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
+
+# Steps of the engines between two looks whether generation may end. So many at most are taken in
+# vain; a look takes one small collective over gloo, of less than a millisecond, while a step of a
+# model that is worth the trouble takes ten.
+STEPS_BETWEEN_ENDS = 8
+Sample = Completion | Request
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What is under way between two steps; replaced, never changed.
+
+    Args:
+        groups: in the order of their numbers, the same on all ranks.
+        samples: of this rank's replica, by number; of all where a group has no replica.
+        next_number: of the next group.
+        cursors: where the data stood before the prompts of a step were taken, by step.
+        response_lengths: what responses to the prompts are expected to be like.
+    """
+
+    groups: tuple[Group, ...] = ()
+    samples: Mapping[int, Sample] = field(default_factory=dict)
+    next_number: int = 0
+    cursors: Mapping[int, Mapping[str, int | str]] = field(default_factory=dict)
+    response_lengths: Mapping[str, float] = field(default_factory=dict)
+
+
+class LaggedSampler(Sampler):
+    """Samples responses that may take several steps.
+
+    Args:
+        limits: of what is under way.
+        parts, named: as of Sampler.
+    """
+
+    def __init__(self, limits: Limits, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        self._limits, self._pool = limits, Pool()
+        self._began: Pool | None = None  # at the beginning of the step under way
+        self._cursor: Mapping[str, int | str] | None = None  # before the last `take`
+        self._left: dict[int, int] = {}  # unfinished samples of this replica, by group
+        self._lag: dict[str, float] = {}
+
+    def take(self, source: PromptSource, per_step: int) -> list[Prompt]:
+        """Returns the prompts that come to those under way; arguments as of Sampler."""
+        self._cursor = source.state()
+        return source.take(self._limits.in_flight - len(self._pool.groups))
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples_per_prompt: int | None = None,
+        step: int | None = None,
+        first_group: int = 0,
+        sampling: SamplingParams | None = None,
+        on_progress: Progress | None = None,
+        greedy: bool = False,
+    ) -> RolloutBatch | None:
+        """Goes on with what is under way and begins with these prompts, until a step's groups are
+        complete; arguments, returns and errors as of Sampler. Evaluations run to their end.
+
+        Args:
+            prompts: of `take`.
+            samples_per_prompt, sampling, first_group: of evaluations alone.
+        """
+        if step is None:
+            step, self._next_step = self._next_step, self._next_step + 1
+        if step < 0:
+            return super().generate(
+                prompts,
+                samples_per_prompt=samples_per_prompt,
+                step=step,
+                first_group=first_group,
+                sampling=sampling,
+                on_progress=on_progress,
+                greedy=greedy,
+            )
+        if samples_per_prompt is not None or sampling is not None or first_group:
+            raise ValueError("steps with max_policy_lag sample as the run does, in one round")
+        with self.world.all_agree("generation") as agreement:
+            self._begin(prompts, step, greedy)
+            for num_steps in itertools.count():
+                if num_steps % STEPS_BETWEEN_ENDS == 0 and self._may_end():
+                    break
+                if self.has_unfinished:
+                    self.advance()
+                if on_progress is not None:
+                    on_progress(len(self._done), len(self._owners))
+            agreement.value = self._leave_engine()
+        check_stop(self.world)
+        self._end([told for told in agreement.values if told is not None])
+        return self.collect()
+
+    def _begin(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> None:
+        """Deals all groups to replicas, brings begun samples there and hands them to the engine,
+        the oldest first.
+        """
+        self._begun_from(step)
+        pool, num = self._pool, self.samples_per_prompt + greedy
+        new = [
+            Group(pool.next_number + i, step, i, prompt, None, ((),) * num, (False,) * num)
+            for i, prompt in enumerate(prompts)
+        ]
+        groups, longest = (*pool.groups, *new), self.sampling.max_new_tokens
+        lengths = self._lengths.expected([group.prompt for group in groups], float(longest))
+        expected = {group.number: one for group, one in zip(groups, lengths, strict=True)}
+        replica_of = deal(groups, expected, longest, self.layout.replicas)
+        place = self.layout.assignment[self.world.rank]
+        mine = None if place is None else place[0]
+        samples = self._moved(groups, replica_of, mine)
+        cursors = dict(pool.cursors)
+        if new and self._cursor is not None:
+            cursors[step] = self._cursor
+        dealt = tuple(replace(group, replica=replica_of[group.number]) for group in groups)
+        self._pool = replace(
+            pool, groups=dealt, cursors=cursors, next_number=pool.next_number + len(new)
+        )
+        self._step, self._has_greedy = step, greedy
+        self._forget_counts(step)
+        self._owners, self._done, self._left = {}, {}, {}
+        best = dataclasses.replace(self.sampling, temperature=0.0)
+        requests = []
+        for group in dealt:
+            if group.replica != mine:
+                continue
+            self._left[group.number] = group.is_done.count(False)
+            for sample_id in self._sample_ids(group):
+                self._owners[sample_id] = (group.prompt, group.number)
+                sample = samples.get(sample_id)
+                if sample is None:
+                    how = best if sample_id < 0 else self.sampling
+                    seed = request_seed(self.seed, group.born, sample_id)
+                    sample = Request(sample_id, group.prompt.tokens, seed, how)
+                if isinstance(sample, Request):
+                    requests.append(sample)
+                else:
+                    self._done[sample_id] = sample
+        self.engine.submit(requests)
+
+    def _begun_from(self, step: int) -> None:
+        """Notes where a step begins, to go back to."""
+        self._pool = replace(self._pool, response_lengths=self._lengths.state())
+        self._began = self._pool
+
+    def _sample_ids(self, group: Group) -> list[int]:
+        """Returns the numbers of a group's samples, the greedy one's last."""
+        first = group.number * self.samples_per_prompt
+        numbers = [*range(first, first + self.samples_per_prompt), -1 - group.number]
+        return numbers[: len(group.is_done)]
+
+    def _moved(
+        self, groups: Sequence[Group], replica_of: Mapping[int, int], mine: int | None
+    ) -> Mapping[int, Sample]:
+        """Returns the samples of the groups that this rank's replica goes on with; the first rank
+        of each replica sends those that leave it. Collective.
+        """
+        sent: dict[int, list[Sample]] = {}
+        kept: dict[int, Sample] = {}
+        for group in groups:
+            own = self._samples_of(group)
+            target = replica_of[group.number]
+            if target == mine:
+                kept |= own  # nothing, if another replica has them
+            elif own and group.replica == mine and self._replica.is_first:
+                for rank in self.layout.ranks:
+                    if self.layout.place(rank)[0] == target:
+                        sent.setdefault(rank, []).extend(own.values())
+        for arrived in self.world.exchange_objects(sent):
+            kept |= {sample.request_id: sample for sample in arrived or ()}
+        return kept
+
+    def _samples_of(self, group: Group) -> dict[int, Sample]:
+        samples = self._pool.samples
+        return {one: samples[one] for one in self._sample_ids(group) if one in samples}
+
+    def _begin_scoring(self, finished: Sequence[Completion]) -> None:
+        """Has whole groups scored meanwhile: others may move to another replica."""
+        if self._is_evaluation:
+            super()._begin_scoring(finished)
+            return
+        for done in finished:
+            number = self._owners[done.request_id][1]
+            self._left[number] -= 1
+            if not self._left[number]:
+                whole = [one for one, (_, group) in self._owners.items() if group == number]
+                super()._begin_scoring([self._done[one] for one in whole])
+
+    def _may_end(self) -> bool:
+        """Whether the step's groups are complete on all replicas together, or a signal asks to
+        stop; the same on all ranks. Collective.
+        """
+        limits = self._limits
+        held = count_by_deadline([g.born for g in self._pool.groups], self._step, limits)
+        whole = [g.born for g in self._pool.groups if self._left.get(g.number) == 0]
+        counts = count_by_deadline(whole if self._replica.is_first else [], self._step, limits)
+        stops = self.world.heartbeat.stop_signal != 0
+        found = self.world.sum_on_host(torch.tensor([int(stops), *counts])).tolist()
+        return bool(found[0]) or may_end(found[1:], held, limits)
+
+    def _leave_engine(self) -> dict[int, tuple[tuple[Runs, ...], tuple[bool, ...]]] | None:
+        """Takes all samples out of the engine; returns of this replica's groups which weights made
+        their tokens and which samples are finished, for all ranks, on its first rank.
+        """
+        begun = {request.request_id: request for request in self.engine.pending()}
+        self.engine.clear()
+        samples: dict[int, Sample] = {**begun, **self._done}
+        self._pool = replace(self._pool, samples=samples)
+        if not self._replica.is_first:
+            return None
+        told = {}
+        for group in self._pool.groups:
+            if group.number in self._left:
+                own = [samples[one] for one in self._sample_ids(group)]
+                is_done = tuple(isinstance(one, Completion) for one in own)
+                told[group.number] = tuple(one.runs for one in own), is_done
+        return told
+
+    def _end(self, told: Sequence[Mapping[int, Any]]) -> None:
+        """Takes the step's groups out of the pool, so that `collect` returns this replica's."""
+        known = {number: state for part in told for number, state in part.items()}
+        groups = []
+        for group in self._pool.groups:
+            runs, is_done = known[group.number]
+            groups.append(replace(group, runs=runs, is_done=is_done))
+        taken, left, late = choose(groups, self._step, self._limits)
+        self._lag = lag_metrics(taken, sum(len(g.is_done) for g in late), self._step)
+        numbers, born = {group.number for group in taken}, {group.born for group in left}
+        self._prompts = {group.number: group.prompt for group in taken}
+        done, owners = self._done, self._owners
+        self._owners = {one: owner for one, owner in owners.items() if owner[1] in numbers}
+        self._done = {one: done[one] for one in self._owners}
+        kept = {one for group in left for one in self._sample_ids(group)}
+        samples = self._pool.samples
+        self._pool = replace(
+            self._pool,
+            groups=tuple(left),
+            samples={one: sample for one, sample in samples.items() if one in kept},
+            cursors={step: at for step, at in self._pool.cursors.items() if step in born},
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what Sampler does, and how old the samples of the last step are."""
+        return super().metrics() | self._lag
+
+    @property
+    def has_rollouts(self) -> bool:
+        """No: of a step under way a checkpoint has what it began with."""
+        return False
+
+    def end_step(self) -> None:
+        """The samples of a step were learned from; the others stay under way."""
+        super().end_step()
+        self._began = None
+
+    def drop(self) -> None:
+        """Goes back to where the step under way began, if there is one."""
+        super().drop()
+        if self._began is not None:
+            self._pool, self._began = self._began, None
+            self._lengths.load_state(self._pool.response_lengths)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what is under way over all replicas, as the step under way found it; JSON."""
+        pool = self._began or replace(self._pool, response_lengths=self._lengths.state())
+        place, rank = self.layout.assignment[self.world.rank], self.world.rank
+        mine = None
+        if self._replica.is_first and place is not None:
+            numbers = [
+                one
+                for group in pool.groups
+                for one in self._sample_ids(group)
+                if group.replica == place[0] or (group.replica is None and rank == self._first)
+            ]
+            own = [pool.samples[one] for one in numbers if one in pool.samples]
+            whole = [one for one in own if isinstance(one, Completion)]
+            begun = [one for one in own if isinstance(one, Request)]
+            mine = rollout_state(whole, begun, [], {})
+        parts = [part for part in self.world.gather_objects(mine) if part is not None]
+        return {
+            "step": -1,
+            **joined(parts),
+            "response_lengths": pool.response_lengths,
+            "next_step": self._next_step,
+            "in_flight": {
+                "groups": [[g.number, g.born, g.place, len(g.is_done)] for g in pool.groups],
+                "next_number": pool.next_number,
+                "cursors": {str(step): cursor for step, cursor in pool.cursors.items()},
+            },
+        }
+
+    @property
+    def _first(self) -> int:
+        """The first rank of some replica."""
+        return self.layout.assignment.index((0, 0))
+
+    def load_state(self, state: Mapping[str, Any], source: PromptSource | None = None) -> None:
+        """Goes on with what is under way in a state; arguments as of Sampler."""
+        self._began = None
+        super().load_state(state, source)
+        saved = state.get("in_flight")
+        if saved is None or source is None:
+            self._pool = Pool()
+            return
+        samples: dict[int, Sample] = {}
+        for one in state["requests"]:
+            samples[one["request_id"]] = Request.from_dict(one)
+        for one in state["completions"]:
+            samples[one["request_id"]] = restored(one)
+        cursors = {int(step): cursor for step, cursor in saved["cursors"].items()}
+        prompts = _taken_again(source, saved["groups"], cursors)
+        groups = []
+        for number, born, place, num in saved["groups"]:
+            empty = Group(number, born, place, prompts[born, place], None, ((),) * num, ())
+            empty = replace(empty, is_done=(False,) * num)
+            own = [samples.get(one) for one in self._sample_ids(empty)]
+            runs = tuple(() if one is None else one.runs for one in own)
+            is_done = tuple(isinstance(one, Completion) for one in own)
+            groups.append(replace(empty, runs=runs, is_done=is_done))
+        self._pool = Pool(tuple(groups), samples, saved["next_number"], cursors)
+
+
+def _taken_again(
+    source: PromptSource,
+    groups: Sequence[Sequence[int]],
+    cursors: Mapping[int, Mapping[str, int | str]],
+) -> dict[tuple[int, int], Prompt]:
+    """Returns the prompts of groups by step and place; the source is left where it stands."""
+    present = source.state()
+    found: dict[tuple[int, int], Prompt] = {}
+    for step, cursor in cursors.items():
+        num = 1 + max(place for _, born, place, _ in groups if born == step)
+        source.load_state(cursor)
+        found |= {(step, place): prompt for place, prompt in enumerate(source.take(num))}
+    source.load_state(present)
+    return found

@@ -1,0 +1,64 @@
+"""Phi-3 and Phi-4 (Phi3ForCausalLM): llama-shaped; on disk queries, keys and values are one tensor,
+gate and up another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hybridrl.models.config_keys import DECODER_KEYS
+from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
+from hybridrl.models.families.reading import number, size
+from hybridrl.models.families.rotary import read_rotary, rope_keywords
+from hybridrl.models.family import Family, HfConfig, ModelShape, Row
+
+DEFAULTS = {"rms_norm_eps": 1e-5}  # of transformers' Phi3Config
+# transformers computes longrope wherever the config names another.
+ROPES = ("default",)
+FUSED = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
+# Where the code that came with the model was, and the length that longrope goes by.
+WITHOUT_EFFECT = frozenset({"auto_map", "original_max_position_embeddings"})
+
+
+def shape(hf_config: HfConfig) -> ModelShape:
+    """Reads the sizes; a window is of all layers."""
+    has_window = hf_config.get("sliding_window") is not None
+    window = size(hf_config, "sliding_window") if has_window else None
+    kinds = {"sliding_attention" if window else "full_attention"}
+    plain = {key: value for key, value in hf_config.items() if key != "sliding_window"}
+    return decoder_shape(plain, window=window, kinds=kinds)
+
+
+def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
+    """Returns the keywords of TransformerConfig."""
+    for key in ("resid_pdrop", "embd_pdrop"):
+        number(hf_config, key, 0, 0, 0)
+    return decoder_config({**DEFAULTS, **hf_config}, shape(hf_config))
+
+
+def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
+    """Returns the keywords of GPTModel for positions."""
+    read_rotary(hf_config, ROPES)
+    return rope_keywords(hf_config)
+
+
+def rows(shape: ModelShape) -> tuple[Row, ...]:
+    """Returns the weight table."""
+
+    def fused(row: Row) -> Row:
+        name = f"model.layers.{{L}}.{FUSED[row.kind]}.weight"
+        return replace(row, parts=(name,) * len(row.parts))
+
+    return tuple(fused(row) if row.kind in FUSED else row for row in decoder_rows(shape))
+
+
+FAMILY = Family(
+    "phi3",
+    ("Phi3ForCausalLM",),
+    shape,
+    transformer_config,
+    model_keywords,
+    rows,
+    config_keys=DECODER_KEYS | WITHOUT_EFFECT | {"embd_pdrop", "resid_pdrop", "sliding_window"},
+)

@@ -1,0 +1,157 @@
+"""Rotary positions as a config.json states them: the frequencies' base and its scaling. No torch.
+
+models/rotary.py computes the frequencies, for every family alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridrl.config.files import shown
+from hybridrl.models.families.reading import number, refusal, size
+from hybridrl.models.family import HfConfig, Rotary
+
+DEFAULT_ROPE_THETA = 10000.0
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# What each kind of scaling must say besides, and what it may; other kinds are refused: `dynamic`
+# and `longrope` change the angles with the length of what is computed.
+NEEDED: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
+}
+OPTIONAL: Mapping[str, frozenset[str]] = {
+    "yarn": frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+}
+
+
+def rope_keywords(
+    hf_config: HfConfig,
+    kinds: tuple[str, ...] = tuple(NEEDED),
+    default_share: float | None = None,
+) -> dict[str, Any]:
+    """Returns the keywords of Megatron's GPTModel that say how positions enter, with `rotary`, by
+    which build.py sets the frequencies.
+
+    Raises:
+        ModelError: as of `read_rotary`.
+    """
+    rotary = read_rotary(hf_config, kinds, default_share)
+    return {
+        "position_embedding_type": "rope",
+        "max_sequence_length": size(hf_config, "max_position_embeddings"),
+        "rotary_percent": rotary.share,
+        "rotary": rotary,
+    }
+
+
+def read_rotary(
+    hf_config: HfConfig,
+    kinds: tuple[str, ...] = tuple(NEEDED),
+    default_share: float | None = None,
+) -> Rotary:
+    """Reads transformers 5's `rope_parameters` as well as the older `rope_theta` and
+    `rope_scaling`.
+
+    Args:
+        hf_config: the content of config.json.
+        kinds: of scaling that the family computes.
+        default_share: of each head that turns where the config does not say it; None: heads turn
+            whole, and another share is refused.
+
+    Raises:
+        ModelError: another kind, a parameter of it that is missing or has no place, or a rotation
+            of a part of each head.
+    """
+    rope, prefix = rope_parameters(hf_config)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in kinds:
+        raise refusal(f"{prefix}.rope_type", kind, ", ".join(kinds))
+    known = ROPE_KEYS | NEEDED[kind] | OPTIONAL.get(kind, frozenset())
+    for key in rope:
+        if key not in known and rope[key] is not None:
+            raise refusal(f"{prefix}.{key}", rope[key], f"nothing with rope_type {kind}")
+    for key in sorted(NEEDED[kind]):
+        if rope.get(key) is None:
+            raise refusal(f"{prefix}.{key}", "nothing", "a number")
+    share = _share(hf_config, rope, prefix, default_share)
+    theta = number(hf_config, "rope_theta", DEFAULT_ROPE_THETA, 1, 1e15)
+
+    def read(key: str, default: float, least: float, most: float) -> float:
+        return number(rope, key, default, least, most, f"{prefix}.")
+
+    base = read("rope_theta", theta, 1, 1e15)
+    if kind == "default":
+        return Rotary(base, share=share)
+    factor = read("factor", 1, 1, 1e6)
+    if kind == "linear":
+        return Rotary(base, kind, factor)
+    length = size(rope, "original_max_position_embeddings", prefix=f"{prefix}.")
+    if kind == "llama3":
+        low, high = read("low_freq_factor", 1, 1e-3, 1e6), read("high_freq_factor", 4, 1e-3, 1e6)
+        if high <= low:
+            raise refusal(f"{prefix}.high_freq_factor", high, f"more than low_freq_factor = {low}")
+        return Rotary(base, kind, factor, length, low=low, high=high)
+    both = _has_mscales(rope, prefix)
+    return Rotary(
+        base,
+        kind,
+        factor,
+        length,
+        low=read("beta_slow", 1, 1e-3, 1e6),
+        high=read("beta_fast", 32, 1e-3, 1e6),
+        mscale=read("mscale", 1, 0, 1e3) if both else 1.0,
+        mscale_all_dim=read("mscale_all_dim", 0, 0, 1e3) if both else 0.0,
+    )
+
+
+def _has_mscales(rope: Mapping[str, Any], prefix: str) -> bool:
+    # transformers reads the two only together, engines also alone, with a default for the other.
+    given = {key: rope.get(key) for key in ("mscale", "mscale_all_dim")}
+    if bool(given["mscale"]) != bool(given["mscale_all_dim"]):
+        said = given["mscale_all_dim"]
+        raise refusal(f"{prefix}.mscale_all_dim", said, "both mscale, or neither")
+    return bool(given["mscale"])
+
+
+def _share(
+    hf_config: HfConfig, rope: Mapping[str, Any], prefix: str, default_share: float | None
+) -> float:
+    """Returns the part of each head that turns, which the config has in either place."""
+    share = default_share or 1.0
+    for holder, where in ((hf_config, ""), (rope, f"{prefix}.")):
+        partial = holder.get("partial_rotary_factor")
+        if default_share is not None:
+            share = number(holder, "partial_rotary_factor", share, 1e-3, 1, where)
+        elif partial is not None and (isinstance(partial, bool) or partial != 1):
+            raise refusal(f"{where}partial_rotary_factor", partial, "1.0")
+    return share
+
+
+def rope_parameters(hf_config: HfConfig) -> tuple[Mapping[str, Any], str]:
+    """Returns the rotary parameters and the key that has them.
+
+    Raises:
+        ModelError: they are no object, or both keys have some and differ.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        value = hf_config.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise refusal(key, value, "an object with rope_type, or null")
+        if value:
+            found[key] = value
+    if len(found) == 2 and found["rope_parameters"] != found["rope_scaling"]:
+        raise refusal(
+            "rope_scaling", found["rope_scaling"], "the same as rope_parameters, or neither"
+        )
+    key = "rope_scaling" if "rope_parameters" not in found and found else "rope_parameters"
+    rope = found.get(key, {})
+    kinds = [rope[name] for name in ("rope_type", "type") if rope.get(name) is not None]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        raise refusal(f"{key}.type", kinds[1], f"the same as rope_type = {shown(kinds[0])}")
+    return rope, key

@@ -1,0 +1,196 @@
+"""The memory that a vLLM engine gives back while the policy trains: its weights and its KV cache.
+
+vLLM allocates both in pieces of physical memory, each with addresses of its own that stay reserved;
+parameters, caches and CUDA graphs are valid again once memory is mapped there. Owns when pieces are
+made, mapped and given back, in place of vLLM's own sleep: that copies each buffer on its own, and
+it cannot leave out pieces that are lent to training (hybrid_engine/lending.py).
+
+Invariant: a lent piece stays mapped at vLLM's address. What other tags hold (graphs, workspace)
+stays too, since its content may matter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.hybrid_engine.lending import Mapping, Piece, choose
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's tags
+# Torch hands out no rest of a piece that is smaller: a piece of which less is uncovered by
+# parameters holds nothing else. Pieces for small tensors are no larger.
+SMALLEST_REST = 1 << 20
+
+
+def lends_memory(device: torch.device) -> bool:
+    """Whether the engine sleeps by this module and lends memory, in place of vLLM's own sleep. Only
+    where HYBRIDRL_LEND_MEMORY=1 asks for it, on GPUs: it is not measured yet (docs/adr/0010).
+    """
+    return device.type == "cuda" and os.environ.get("HYBRIDRL_LEND_MEMORY") == "1"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A piece as vLLM keeps it.
+
+    Args:
+        address: where vLLM has it.
+        num_bytes: a multiple of the driver's granularity.
+        tag: what it is for.
+        handle_place: where vLLM keeps the driver's handle; it releases that one when it ends.
+        record: vLLM's own, whose `is_asleep` is kept true to the facts.
+    """
+
+    address: int
+    num_bytes: int
+    tag: str
+    handle_place: int
+    record: Any
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle of the memory that is mapped."""
+        return ctypes.c_uint64.from_address(self.handle_place).value
+
+    def gone(self) -> None:
+        """Tells vLLM that there is no memory."""
+        self.record.is_asleep = True
+
+    def set_handle(self, handle: int) -> None:
+        """Lets vLLM keep the handle of other memory, which is mapped now."""
+        ctypes.c_uint64.from_address(self.handle_place).value = handle
+        self.record.is_asleep = False
+
+
+def allocations() -> list[Allocation]:
+    """Returns what vLLM's allocator has for weights and KV caches, by address."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    found = []
+    for data in CuMemAllocator.get_instance().pointer_to_data.values():
+        _, num_bytes, address, handle_place = data.handle
+        if data.tag in (WEIGHTS, KV_CACHE):
+            found.append(Allocation(address, num_bytes, data.tag, handle_place, data))
+    return sorted(found, key=lambda one: one.address)
+
+
+class EngineMemory:
+    """Weights and KV cache of one rank's engine; awake at first.
+
+    Args:
+        mapping: of the device.
+        pieces: of `allocations`.
+        parameters: that every update writes, each as a whole.
+        buffers: of the model, which keep their content.
+    """
+
+    def __init__(
+        self,
+        mapping: Any,
+        pieces: Sequence[Allocation],
+        parameters: Iterable[Tensor],
+        buffers: Sequence[Tensor],
+    ) -> None:
+        self._mapping: Mapping = mapping
+        self._clear = lambda piece: mapping.tensor(piece.address, piece.num_bytes).zero_()
+        self._pieces, self._buffers = list(pieces), list(buffers)
+        spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in parameters)
+        self._lendable = {
+            one.address for one in pieces if one.tag == KV_CACHE or _is_covered(one, spans)
+        }
+        self._asleep: set[int] = set()
+        self._lent: set[int] = set()
+        self._has_buffers = True  # they have memory
+        with torch.inference_mode():
+            self._saved = [buffer.clone() for buffer in self._buffers]
+
+    @property
+    def lent_bytes(self) -> int:
+        """Size of what is lent."""
+        return sum(one.num_bytes for one in self._pieces if one.address in self._lent)
+
+    def sleep(self) -> None:
+        """Gives back what is not lent; of the content only buffers are kept."""
+        if self._has_buffers:
+            _copy(self._buffers, self._saved)
+        self._has_buffers = False
+        self._mapping.wait()  # a sync point: nothing may use what is unmapped
+        for piece in self._pieces:
+            if piece.address not in self._lent | self._asleep:
+                self._mapping.unmap(piece.address, piece.num_bytes)
+                self._mapping.release(piece.handle)
+                piece.gone()
+                self._asleep.add(piece.address)
+
+    def wake_up(self, tag: str) -> None:
+        """Brings memory back for what has this tag.
+
+        Raises:
+            torch.OutOfMemoryError: the device has none.
+        """
+        for piece in self._pieces:
+            if piece.tag == tag:
+                self._bring_back(piece)
+        if tag == WEIGHTS:
+            _copy(self._saved, self._buffers)
+            self._has_buffers = True
+
+    def clear_lent(self) -> None:
+        """Clears what lent pieces of the KV cache hold of gradients, before generation.
+
+        New memory is cleared by the driver. Attention multiplies what it masks by 0, and a gradient
+        read as 16-bit numbers may be NaN.
+        """
+        for piece in self._pieces:
+            if piece.tag == KV_CACHE and piece.address in self._lent:
+                self._clear(piece)
+
+    def lend(self, num_bytes: int) -> list[Piece]:
+        """Lends sleeping pieces, as `lending.MemoryLender`: weights first, whose clearing is free.
+
+        Raises:
+            RuntimeError: the engine is awake, so what it holds would be overwritten.
+        """
+        free = [one for one in self._pieces if one.address not in self._lent]
+        if any(one.address not in self._asleep for one in free):
+            raise RuntimeError("an engine lends memory only while it sleeps")
+        chosen: list[Allocation] = []
+        for tag in (WEIGHTS, KV_CACHE):
+            some = [one for one in free if one.tag == tag and one.address in self._lendable]
+            missing = num_bytes - sum(one.num_bytes for one in chosen)
+            chosen += [some[index] for index in choose([one.num_bytes for one in some], missing)]
+        for piece in chosen:
+            self._bring_back(piece)
+            self._lent.add(piece.address)
+        return [Piece(piece.handle, piece.num_bytes) for piece in chosen]
+
+    def _bring_back(self, piece: Allocation) -> None:
+        if piece.address not in self._asleep:
+            return
+        handle = self._mapping.create(piece.num_bytes)
+        self._mapping.map(piece.address, piece.num_bytes, handle)
+        self._mapping.allow(piece.address, piece.num_bytes)
+        piece.set_handle(handle)
+        self._asleep.remove(piece.address)
+
+
+def _is_covered(piece: Allocation, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether a piece holds nothing but the tensors of these spans of addresses, ascending."""
+    uncovered, place, end = 0, piece.address, piece.address + piece.num_bytes
+    for start, stop in spans:
+        if start < end and stop > place:
+            uncovered += max(0, start - place)
+            place = min(stop, end)
+    return uncovered + end - place < SMALLEST_REST < piece.num_bytes // 2
+
+
+def _copy(sources: list[Tensor], dests: list[Tensor]) -> None:
+    if dests:
+        with torch.inference_mode():
+            torch._foreach_copy_(dests, sources)

@@ -1,0 +1,132 @@
+"""Which groups a step takes, when it may end, and who goes on with them: pure functions."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from hybridrl.contracts.batch import Prompt
+from hybridrl.generation.in_flight import (
+    Group,
+    Limits,
+    choose,
+    count_by_deadline,
+    deal,
+    lag_metrics,
+    may_end,
+    remaining_tokens,
+)
+
+LIMITS = Limits(max_lag=1, per_step=2, in_flight=3)
+
+
+def group(number: int, born: int = 0, done: str = "..", tokens: int = 0) -> Group:
+    """Returns a group; `done` has an x for each finished sample."""
+    runs = (((born, tokens),) if tokens else (),) * len(done)
+    prompt = Prompt(number, "p", (number, 1))
+    return Group(number, born, 0, prompt, None, runs, tuple(one == "x" for one in done))
+
+
+@pytest.mark.parametrize(
+    ("complete", "held", "ends"),
+    [
+        ([0, 1], [0, 3], False),  # one complete group does not make a step of two
+        ([0, 2], [0, 3], True),
+        ([1, 1], [1, 2], True),
+        ([0, 2], [1, 2], False),  # the oldest must be of this step
+    ],
+)
+def test_a_step_ends_with_its_groups_and_with_what_may_not_be_older(
+    complete: list[int], held: list[int], ends: bool
+) -> None:
+    assert may_end(complete, held, LIMITS) is ends
+    drops = Limits(1, 2, 3, "drop")
+    assert may_end(complete, held, drops) is (sum(complete) >= 2)
+
+
+def test_a_step_leaves_no_more_than_later_steps_can_take() -> None:
+    limits = Limits(max_lag=2, per_step=2, in_flight=6)
+    # Four would have to be taken in the next step: one of the older ones is waited for.
+    assert not may_end([0, 0, 2], [0, 3, 2], limits)
+    assert may_end([0, 1, 1], [0, 3, 2], limits)
+
+
+def test_the_oldest_complete_groups_are_taken() -> None:
+    groups = [group(4, 1, "xx"), group(2, 1, "xx"), group(0, 0, "x."), group(3, 1, "xx")]
+    taken, left, late = choose(groups, 1, Limits(1, 2, 3, "drop"))
+    assert [one.number for one in taken] == [2, 3]
+    assert [one.number for one in left] == [4]
+    assert [one.number for one in late] == [0]  # thrown away: it is of step 0
+    assert [one.number for one in choose(groups, 0, LIMITS)[1]] == [0, 4]
+
+
+@pytest.mark.parametrize(("lag", "in_flight"), [(1, 4), (1, 6), (1, 8), (2, 11), (3, 16)])
+def test_no_group_is_learned_from_too_late(lag: int, in_flight: int) -> None:
+    """Random lengths, long ones among them: with all that is allowed under way."""
+    limits, draw = Limits(lag, 4, in_flight), random.Random(lag * 100 + in_flight)
+    lengths: dict[int, int] = {}
+    done: dict[int, int] = {}
+    held: list[Group] = []
+    taken_in: dict[int, int] = {}
+    for step in range(60):
+        for _ in range(in_flight - len(held)):
+            number = len(lengths)
+            lengths[number], done[number] = draw.choice([1, 2, 3, 40, 90]), 0
+            held.append(group(number, step))
+        while True:
+            held = [
+                group(
+                    one.number, one.born, "xx" if done[one.number] >= lengths[one.number] else "x."
+                )
+                for one in held
+            ]
+            born = count_by_deadline([one.born for one in held], step, limits)
+            whole = [one.born for one in held if one.is_complete]
+            if may_end(count_by_deadline(whole, step, limits), born, limits):
+                break
+            done = {number: tokens + 1 for number, tokens in done.items()}
+        taken, held, late = choose(held, step, limits)
+        assert len(taken) == 4 and not late
+        assert all(step - one.born <= lag for one in taken)
+        assert not taken_in.keys() & {one.number for one in taken}
+        taken_in |= {one.number: step for one in taken}
+    assert taken_in.keys() | {one.number for one in held} == set(lengths)
+
+
+def test_what_goes_on_is_dealt_by_what_is_left_of_it() -> None:
+    groups = [
+        group(0, 0, "x.", tokens=90),  # 10 tokens are left
+        group(1, 0, "..", tokens=0),
+        group(2, 0, "..", tokens=0),
+        group(3, 0, "x.", tokens=120),  # longer than expected: half of 80
+    ]
+    expected = dict.fromkeys(range(4), 100.0)
+    dealt = deal(groups, expected, longest=200, num_replicas=2)
+    assert dealt[1] != dealt[2] and dealt[0] != dealt[3]
+    assert [remaining_tokens(have, 100.0, 200) for have in (0, 90, 120, 200)] == [100, 10, 40, 0]
+
+
+def test_a_complete_group_stays_where_it_is() -> None:
+    whole = replace(group(0, 0, "xx", tokens=5), replica=1)
+    dealt = deal([whole, group(1), group(2)], dict.fromkeys(range(3), 10.0), 20, 2)
+    assert dealt[0] == 1 and {dealt[1], dealt[2]} == {0, 1}
+
+
+def test_lag_is_of_tokens_and_versions_of_samples() -> None:
+    one = group(0, 0, "xx")
+    runs = (((0, 3), (1, 1)), ((1, 4),))
+    taken = [Group(0, 0, 0, one.prompt, 0, runs, (True, True))]
+    assert lag_metrics(taken, 3, 1) == {
+        "lag/mean": 3 / 8,
+        "lag/max": 1.0,
+        "lag/mixed_share": 0.5,
+        "lag/dropped": 3.0,
+    }
+
+
+@pytest.mark.parametrize(("lag", "in_flight"), [(0, 2), (1, 1), (1, 5)])
+def test_limits_that_cannot_be_kept_are_refused(lag: int, in_flight: int) -> None:
+    with pytest.raises(ValueError, match="in_flight"):
+        Limits(lag, 2, in_flight)

@@ -1,0 +1,139 @@
+"""Which pieces of a vLLM engine sleep, wake up and are lent to training. The driver is a fake."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_driver import FakeDriver
+
+from hybridrl.hybrid_engine.lending import LentMemory
+from hybridrl.rollout.vllm_memory import KV_CACHE, WEIGHTS, Allocation, EngineMemory
+
+MIB = 1 << 20
+BASE = 1 << 30
+
+
+@dataclass
+class Span:
+    """Has what is asked of a parameter: where it lies."""
+
+    start: int
+    nbytes: int
+
+    def data_ptr(self) -> int:
+        return self.start
+
+
+class Case:
+    """Pieces as vLLM keeps them, mapped, with a place for each handle."""
+
+    def __init__(self, *parts: tuple[str, int, float]) -> None:
+        """parts: tag, MiB, and MiB of its start that a parameter covers."""
+        self.driver = FakeDriver()
+        self.handles = (ctypes.c_uint64 * len(parts))()
+        self.pieces, parameters = [], []
+        for number, (tag, mib, covered) in enumerate(parts):
+            address, size = BASE + number * 1024 * MIB, mib * MIB
+            self.handles[number] = self.driver.adopt(address, size)
+            place = ctypes.addressof(self.handles) + 8 * number
+            self.pieces.append(Allocation(address, size, tag, place, SimpleNamespace()))
+            parameters.append(Span(address, int(covered * MIB)))
+        self.buffers = [torch.arange(4.0), torch.ones(3, dtype=torch.bfloat16)]
+        self.memory = EngineMemory(self.driver, self.pieces, parameters, self.buffers)  # type: ignore[arg-type]
+
+    def mapped(self) -> list[int]:
+        """Indices of pieces that are mapped where vLLM has them, to the handles it keeps."""
+        found = []
+        for number, piece in enumerate(self.pieces):
+            if piece.address in self.driver.mapped:
+                assert self.driver.mapped[piece.address] == (piece.handle, piece.num_bytes)
+                assert piece.address in self.driver.allowed
+                found.append(number)
+            assert getattr(piece.record, "is_asleep", False) == (number not in found)
+        return found
+
+
+PARTS = (WEIGHTS, 40, 40.0), (WEIGHTS, 20, 19.5), (WEIGHTS, 20, 18.0), (KV_CACHE, 30, 0.0)
+
+
+def test_engine_sleeps_as_a_whole_and_wakes_up_by_tag() -> None:
+    case = Case(*PARTS)
+    for _ in range(3):
+        assert case.mapped() == [0, 1, 2, 3]
+        case.memory.sleep()
+        assert case.mapped() == [] and not case.driver.sizes
+        case.memory.sleep()  # of a sleeping engine nothing is given back twice
+        case.memory.wake_up(WEIGHTS)
+        assert case.mapped() == [0, 1, 2]
+        case.memory.wake_up(KV_CACHE)
+
+
+def test_buffers_keep_their_content_while_the_engine_sleeps() -> None:
+    case = Case(*PARTS)
+    case.buffers[0].add_(1)  # also what changed since the engine was made
+    case.memory.sleep()
+    for buffer in case.buffers:
+        buffer.fill_(-7)
+    case.memory.sleep()  # reads nothing: there is no memory to read
+    case.memory.wake_up(KV_CACHE)
+    assert case.buffers[0][0] == -7  # their memory is not there yet
+    case.memory.wake_up(WEIGHTS)
+    assert case.buffers[0].tolist() == [1, 2, 3, 4] and case.buffers[1].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "lent"),
+    # Piece 2 has room for a tensor that no update writes.
+    [(0, []), (10, [1]), (35, [0]), (60, [0, 1]), (61, [0, 1, 3]), (500, [0, 1, 3])],
+)
+def test_engine_lends_weights_that_updates_write_and_then_the_cache(
+    wanted: int, lent: list[int]
+) -> None:
+    case = Case(*PARTS)
+    case.memory.sleep()
+    found = case.memory.lend(wanted * MIB)
+    assert case.mapped() == lent
+    assert sorted(piece.handle for piece in found) == sorted(case.pieces[i].handle for i in lent)
+    assert case.memory.lent_bytes == sum(piece.num_bytes for piece in found)
+
+
+def test_lent_pieces_are_the_same_memory_in_both_phases_and_the_rest_comes_and_goes() -> None:
+    case = Case(*PARTS)
+    case.memory.sleep()
+    lent = LentMemory(case.driver, 75 * MIB, case.memory.lend(75 * MIB))
+    handles = [case.pieces[i].handle for i in (0, 1, 3)]
+    least = sum(case.driver.sizes.values())
+    for _ in range(100):
+        lent.release()
+        case.memory.wake_up(WEIGHTS)
+        case.memory.wake_up(KV_CACHE)
+        assert case.mapped() == [0, 1, 2, 3]
+        case.driver.calls.clear()
+        case.memory.clear_lent()
+        assert case.driver.calls == [f"tensor {handles[2]}"]  # the cache's, weights are written
+        case.memory.sleep()
+        lent.restore()
+        assert [case.pieces[i].handle for i in (0, 1, 3)] == handles
+        assert case.mapped() == [0, 1, 3] and sum(case.driver.sizes.values()) == least
+    lent.close()
+    assert set(case.driver.mapped) == {case.pieces[i].address for i in (0, 1, 3)}
+
+
+def test_small_pieces_and_overlapping_parameters_are_not_taken_for_covered() -> None:
+    case = Case((WEIGHTS, 2, 2.0), (WEIGHTS, 20, 10.0))
+    twice = [Span(case.pieces[1].address, 10 * MIB), Span(case.pieces[1].address, 11 * MIB)]
+    memory = EngineMemory(case.driver, case.pieces, twice, [])  # type: ignore[arg-type]
+    for one in (case.memory, memory):
+        one.sleep()
+        assert one.lend(22 * MIB) == []
+        one.wake_up(WEIGHTS)
+
+
+def test_engine_does_not_lend_what_it_uses() -> None:
+    case = Case(*PARTS)
+    with pytest.raises(RuntimeError, match="only while it sleeps"):
+        case.memory.lend(MIB)
