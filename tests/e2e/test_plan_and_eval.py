@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaged import PACKAGED
 from refusals import QUICKSTART, files_below, hybridrl, refuse, succeed
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -301,6 +302,17 @@ def test_eval_prints_one_json_object_whatever_the_layout(quickstart: Path) -> No
     assert found[0]["accuracy"] == summary["accuracy_after"]
     assert 0 < found[0]["accuracy"] < 1
     assert files_below(quickstart / "runs") == before
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", PACKAGED)
+def test_eval_takes_another_engine_than_the_run(quickstart: Path, engine: str) -> None:
+    found = []
+    for name in ("hf", engine):
+        knobs = (*SMALL, "train.tp=1", "train.pp=1", f"rollout.engine={name}")
+        found.append(json.loads(succeed(quickstart, "eval", SFT[0], *knobs, "--json")))
+    assert found[0] == found[1] and found[0]["checkpoint"] is not None
 
 
 def test_eval_of_a_distillation_needs_no_teacher(tmp_path: Path) -> None:
