@@ -34,8 +34,9 @@ def plant(step: int) -> None:
                 raise RuntimeError("planted in a forward pass")
 
         if number == step:
-            decoder = self.engine.model.get_submodule("model")  # SGLang calls no hooks above it
-            decoder.register_forward_pre_hook(fail_at_third)
+            # SGLang calls no hooks above the decoder, vLLM none of the decoder itself.
+            layer = self.engine.model.get_submodule("model.layers.0")
+            layer.register_forward_pre_hook(fail_at_third)
 
     Sampler.submit = submit_and_arm  # type: ignore[method-assign]
 

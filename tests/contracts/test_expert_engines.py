@@ -227,14 +227,20 @@ def test_packaged_engine_refuses_a_table_with_experts_elsewhere(
 
 @needs("vllm")[0]
 @needs("vllm")[1]
-def test_latent_attention_computes_with_weights_that_are_the_trainers() -> None:
-    """vLLM's copies of the projection up are then of memory that it no longer has."""
+def test_latent_attention_computes_with_copies_of_the_newest_projection_up() -> None:
+    """The projection itself is not shared. Its copies are views on CPUs, and made so here that they
+    are memory of their own, as on GPUs.
+    """
     config = PACKAGED_EXPERT_MODELS[DEEPSEEK]
     family = resolve_family(None, config)
     layout = megatron_layout(family, family.shape(config), TrainLayout(1), 0)
     shard = TrainingShard(layout, allocate(layout, torch.float32))
     engine = start_packaged(DEEPSEEK, shard=shard)
-    assert "model.layers.0.self_attn.kv_b_proj.weight" in engine.shared
+    assert "model.layers.0.self_attn.kv_b_proj.weight" not in engine.shared
+    assert "model.layers.0.self_attn.o_proj.weight" in engine.shared
+    for attention in (part for part in engine.model.modules() if hasattr(part, "W_UV")):
+        attention.W_UV.data = attention.W_UV.clone()
+        attention.W_UK_T.data = attention.W_UK_T.clone()
     for version in range(2):
         model = make_reference(DEEPSEEK, version)
         write_weights(engine, model, version)

@@ -117,7 +117,7 @@ def test_key_value_heads_that_tensor_parallel_cannot_cut(
 
 
 def test_heads_layers_and_tensor_parallel_that_cannot_be_laid_out(here: Path) -> None:
-    refuse(here, ["train", "c.yaml", "train.pp=3"], "train.pp", "4 layers")
+    refuse(here, ["train", "c.yaml", "train.pp=5"], "train.pp", "4 layers")
     arguments = ["train", "c.yaml", "train.tp=8"]
     refuse(here, arguments, "train.tp", "got 8", "4 attention heads")
     refuse(here, ["train", "c.yaml", "rollout.tp=2", "--world", "2"], "rollout.tp", "engine 'hf'")
@@ -279,7 +279,7 @@ def test_weight_that_is_not_finite_is_named_by_the_rank_that_reads_it(
 def test_convert_to_a_layout_that_the_model_does_not_allow(here: Path, hf_model: Path) -> None:
     arguments = ["convert", str(hf_model), "out", "--to", "megatron"]
     refuse(here, [*arguments, "--tp", "8"], "--tp", "got 8", "4 attention heads")
-    refuse(here, [*arguments, "--pp", "3"], "--pp", "got 3", "4 layers")
+    refuse(here, [*arguments, "--pp", "5"], "--pp", "got 5", "4 layers")
 
 
 # The run folder and its checkpoints

@@ -240,9 +240,13 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     "rope list": (config(rope_scaling=[1]), "rope_scaling: got [1]"),
     "rope theta text": (config(rope_theta="10000"), 'rope_theta: got "10000"'),
     "rope theta inside": (config(rope_parameters={"rope_theta": 0}), "rope_theta: got 0"),
-    "rope YaRN": (
+    "rope YaRN without its original length": (
         config(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-        "rope_scaling.rope_type: got yarn; allowed: default, linear, llama3",
+        "rope_scaling.original_max_position_embeddings: got nothing; allowed: a number",
+    ),
+    "rope dynamic": (
+        config(rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
+        "rope_scaling.rope_type: got dynamic; allowed: default, linear, llama3",
     ),
     "rope type number": (config(rope_parameters={"rope_type": 3}), "rope_type: got 3"),
     "rope twice": (
