@@ -75,6 +75,14 @@ def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
             f"grouped-query attention with {NAME}",
             "Choose another model, or set rollout.engine=vllm or rollout.engine=hf.",
         )
+    elif shape.window is not None:
+        # Its Mistral and Phi-3 are its Llama, whose attention reads no window (0.5.12 to 0.5.16).
+        yield UserError(
+            "model's sliding_window",
+            shape.window,
+            f"none with {NAME}, which would attend to all positions",
+            "Choose another model, or set rollout.engine=vllm or rollout.engine=hf.",
+        )
     elif shape.moe is not None and shape.moe.dense_layers:
         yield UserError(
             "model's layers without experts",

@@ -51,7 +51,7 @@ CASES = {
 OF_ENGINE = {
     # Prompts and responses are longer than mistral's window.
     "vllm": [("mistral", PAIRS), ("granite", PAIRS), ("phi3", PAIRS), ("glm4", PAIRS)],
-    "sglang": [],
+    "sglang": [("granite", PAIRS), ("glm4", PAIRS)],
 }
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_new_tokens=9)

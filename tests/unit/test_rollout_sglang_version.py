@@ -113,14 +113,19 @@ def test_check_says_which_sglang_there_is(install: Any, monkeypatch: pytest.Monk
 
 
 def test_models_that_sglang_would_compute_otherwise_are_refused() -> None:
-    def rules(moe: Any, latent_dim: int | None = None) -> list[UserError]:
-        return list(model_rules(SimpleNamespace(moe=moe, latent_dim=latent_dim), True))
+    def rules(
+        moe: Any, latent_dim: int | None = None, window: int | None = None
+    ) -> list[UserError]:
+        shape = SimpleNamespace(moe=moe, latent_dim=latent_dim, window=window)
+        return list(model_rules(shape, True))
 
     assert rules(None) == rules(SimpleNamespace(dense_layers=())) == []
     (violation,) = rules(SimpleNamespace(dense_layers=(1, 3)))
     assert violation.name == "model's layers without experts" and violation.value == "1, 3"
     (violation,) = rules(SimpleNamespace(dense_layers=(0,)), 576)
     assert violation.value == "latent attention" and "rollout.engine=vllm" in violation.remedy
+    (violation,) = rules(None, window=4096)
+    assert violation.name == "model's sliding_window" and violation.value == 4096
 
 
 def test_messages_of_the_start() -> None:
