@@ -10,6 +10,7 @@ from launch import run_ranks
 WORKER = str(Path(__file__).with_name("quantized_worker.py"))
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_quantized_parameters_equal_quantized_hf_slices_in_both_transports() -> None:
     run_ranks(4, WORKER, [], timeout_s=300)

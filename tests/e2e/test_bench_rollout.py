@@ -63,6 +63,7 @@ def test_bench_rollout_measures_every_installed_engine_and_leaves_nothing(folder
     assert not any("memory of this rank" in one for one in lines)
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=needs(name)) for name in CLASSES])
