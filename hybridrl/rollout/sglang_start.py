@@ -238,11 +238,22 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
     if is_cpu:
         _compute_with_local_experts()
     if not is_cpu:
-        import torch_memory_saver
+        _choose_memory_saver()
 
-        # The other way to give memory back asks for a library that is loaded before Python.
-        with contextlib.suppress(AttributeError, AssertionError):  # it was asked before
-            torch_memory_saver.torch_memory_saver.hook_mode = "torch"
+
+def _choose_memory_saver() -> None:
+    """Lets SGLang give memory back through torch's own pools, which may be freed at any time.
+
+    The other way of torch_memory_saver asks for a library that is loaded before Python. In this one
+    the library ends the process where a pool is freed outside of its regions, as torch does when
+    Python ends. Only allocations in its pools come to it: a thread may stay inside a region.
+    """
+    from torch_memory_saver import torch_memory_saver as saver
+
+    with contextlib.suppress(AttributeError, AssertionError):  # it was asked before
+        saver.hook_mode = "torch"
+    saver._ensure_initialized()
+    saver._impl._binary_wrapper.cdll.tms_set_interesting_region(True)
 
 
 def _compute_with_local_experts() -> None:
