@@ -19,7 +19,9 @@ from hybridrl.kernels.reference import (
     BLOCK,
     VocabStats,
     block_scales,
+    invert_rows,
     quantize_blocks,
+    row_uniforms,
     vocab_chosen,
     vocab_chosen_backward,
     vocab_top,
@@ -34,10 +36,13 @@ __all__ = [
     "block_copies",
     "block_scales",
     "compiled_operations",
+    "draw_rows",
     "has_copy_engine",
+    "invert_rows",
     "quantize_blocks",
     "quantized_copies",
     "rectangle_copies",
+    "row_uniforms",
     "storage_placer",
     "vocab_backward",
     "vocab_chosen",
@@ -84,6 +89,26 @@ def vocab_backward(
 
         return token_logprobs.vocab_backward(*arguments)
     return reference.vocab_backward(*arguments)
+
+
+def draw_rows(
+    logits_BV: torch.Tensor,
+    temperature_B: torch.Tensor,
+    is_greedy_B: torch.Tensor,
+    seed_B: torch.Tensor,
+    count_B: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws a token of each row from the softmax of its logits.
+
+    Args and returns: as of `reference.draw_rows`.
+    """
+    arguments = logits_BV, temperature_B, is_greedy_B, seed_B, count_B
+    if logits_BV.is_cuda:
+        from hybridrl.kernels import draws
+
+        if draws.fits(logits_BV.size(1)):
+            return draws.draw_rows(*arguments)
+    return reference.draw_rows(*arguments)
 
 
 class Copies(Protocol):

@@ -18,6 +18,8 @@ CHUNK_TOKENS = 1024
 # Bytes of gathered weight rows that are held at once, fp32.
 CHUNK_BYTES = 1 << 27
 LOWEST = -1e30
+RUNS = (512, 256, 128, 64, 32)  # sizes of the runs that a vocabulary is summed in
+GOLDEN = 0x9E3779B97F4A7C15
 
 BLOCK = 128  # rows and columns of a quantized weight that share a scale
 FP8_MAX = 448.0  # largest float8_e4m3fn
@@ -307,3 +309,83 @@ class QuantizedCopies:
         for source, dest, scales in self._triples:
             scales.copy_(block_scales(source))
             dest.copy_(quantize_blocks(source, scales))
+
+
+def draw_rows(
+    logits_BV: torch.Tensor,
+    temperature_B: torch.Tensor,
+    is_greedy_B: torch.Tensor,
+    seed_B: torch.Tensor,
+    count_B: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws a token of each row from the softmax of its logits.
+
+    Args:
+        logits_BV: any float type; computed with in fp32.
+        temperature_B: fp32, above 0; 1 for greedy rows.
+        is_greedy_B: bool; such rows take the most probable token.
+        seed_B, count_B: int64; a row's randomness is `row_uniforms` of them.
+
+    Returns:
+        tokens_B int64, and logp_B fp32, the log-probabilities of the tokens.
+    """
+    logp_BV = (logits_BV.float() / temperature_B[:, None]).log_softmax(-1)
+    tokens_B = invert_rows(logp_BV, row_uniforms(seed_B, count_B))
+    tokens_B = torch.where(is_greedy_B, logp_BV.argmax(-1), tokens_B)
+    return tokens_B, logp_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+def row_uniforms(seed_B: torch.Tensor, count_B: torch.Tensor) -> torch.Tensor:
+    """Returns for each (seed, count) a uniform fp64 number in [0, 1), of 48 bits of a hash.
+
+    The hash is the output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
+    number generators, OOPSLA 2014, figure 17) at position `count` of the stream that starts at the
+    mixed seed.
+
+    Args:
+        seed_B, count_B: int64, holding the bits of unsigned numbers.
+    """
+    start_B = _mixed(seed_B)
+    bits_B = _mixed(start_B + (count_B + 1) * _signed(GOLDEN))
+    return _shifted(bits_B, 16).double() * 2.0**-48
+
+
+def invert_rows(logp_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """Returns the first token whose cumulative probability is above the row's uniform number.
+
+    Sums are float64: a float32 running sum over a large vocabulary is off by more than rare tokens
+    weigh. They are taken of runs of the vocabulary first, so that only those and one run are
+    accumulated: a float64 copy of all probabilities would take longer than the rest of sampling.
+    """
+    num_rows, vocab = logp_BV.shape
+    size = next((size for size in RUNS if vocab % size == 0), vocab)
+    prob_BRS = logp_BV.exp().view(num_rows, vocab // size, size)
+    ends_BR = prob_BRS.sum(-1, dtype=torch.float64).cumsum(-1)
+    draw_B1 = (uniform_B * ends_BR[:, -1])[:, None]
+    # right=True finds the first entry above the draw, never one of probability 0. Only a row of
+    # NaNs (refused by the caller, by its log-probability) runs past the end.
+    run_B1 = torch.searchsorted(ends_BR, draw_B1, right=True).clamp_(max=ends_BR.shape[1] - 1)
+    before_B1 = torch.where(run_B1 > 0, ends_BR.gather(-1, (run_B1 - 1).clamp_(min=0)), 0.0)
+    of_run_BS = prob_BRS.gather(1, run_B1[:, :, None].expand(-1, 1, size))[:, 0]
+    cdf_BS = of_run_BS.double().cumsum(-1)
+    # Rounded otherwise than the run's sum was, the rest may be the run's whole: just below it.
+    most_B1 = torch.nextafter(cdf_BS[:, -1:], torch.zeros_like(before_B1))
+    rest_B1 = torch.minimum((draw_B1 - before_B1).clamp_(min=0), most_B1)
+    place_B1 = torch.searchsorted(cdf_BS, rest_B1, right=True).clamp_(max=size - 1)
+    return (run_B1 * size + place_B1)[:, 0]
+
+
+def _mixed(bits_B: torch.Tensor) -> torch.Tensor:
+    """The finalizer of SplitMix64 in int64, whose products wrap like those of unsigned numbers."""
+    bits_B = (bits_B ^ _shifted(bits_B, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits_B = (bits_B ^ _shifted(bits_B, 27)) * _signed(0x94D049BB133111EB)
+    return bits_B ^ _shifted(bits_B, 31)
+
+
+def _shifted(bits_B: torch.Tensor, places: int) -> torch.Tensor:
+    """Shifts right, zeros in; int64 would let the sign in."""
+    return (bits_B >> places) & ((1 << (64 - places)) - 1)
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits

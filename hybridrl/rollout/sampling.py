@@ -15,13 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hybridrl import ops
 from hybridrl.errors import UserError
 from hybridrl.models.exploded import exploded, explosion
 from hybridrl.rollout.engine import SamplingParams
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 KEEPS_ALL = 1 << 30  # a top-k above any vocabulary
-RUNS = (512, 256, 128, 64, 32)  # sizes of the runs that a vocabulary is summed in
 
 
 def draw_seeds(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.uint64]:
@@ -38,17 +38,6 @@ def draw_seeds(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.ui
 def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.float64]:
     """Returns, for each (seed, count), a uniform number in [0, 1) of 48 bits."""
     return (draw_seeds(seeds, counts) >> np.uint64(16)).astype(np.float64) * 2.0**-48
-
-
-def uniforms_on_device(seed_B: Tensor, count_B: Tensor) -> Tensor:
-    """Returns what `uniforms` returns, computed where the seeds are, of whose 64 bits int64 holds.
-
-    Args:
-        seed_B, count_B: int64.
-    """
-    start_B = _mix_on_device(seed_B)
-    bits_B = _mix_on_device(start_B + (count_B + 1) * _signed(int(GOLDEN)))
-    return _shift(bits_B, 16).double() * 2.0**-48
 
 
 @dataclass(frozen=True)
@@ -123,10 +112,35 @@ def sample_rows(logits_BV: Tensor, rows: RowSampling, uniform_B: Tensor) -> tupl
         tokens_B = logits_BV.argmax(-1)
         return tokens_B, _gather(logits_BV.log_softmax(-1), tokens_B)
     logp_BV = _log_distribution(logits_BV, rows)
-    tokens_B = _invert(logp_BV, uniform_B)
+    tokens_B = ops.invert_rows(logp_BV, uniform_B)
     if rows.is_any_greedy:
         tokens_B = torch.where(rows.is_greedy_B, logits_BV.argmax(-1), tokens_B)
     return tokens_B, _gather(logp_BV, tokens_B)
+
+
+def draw_rows(
+    logits_BV: Tensor, rows: RowSampling, seed_B: Tensor, count_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draws the next token of every row by the randomness of (seed, count), where the logits are.
+
+    A row without a filter is computed alike whether or not another row of the batch has one.
+
+    Args:
+        seed_B, count_B: int64, holding the bits of unsigned numbers.
+
+    Arguments and results otherwise as of `sample`.
+    """
+    tokens_B, logp_B = ops.draw_rows(
+        logits_BV, rows.temperature_B, rows.is_greedy_B, seed_B, count_B
+    )
+    if not rows.has_filter:
+        return tokens_B, logp_B
+    filtered = sample_rows(logits_BV, rows, ops.row_uniforms(seed_B, count_B))
+    keeps_all_B = (rows.top_k_B >= logits_BV.size(-1)) & (rows.top_p_B > 1)
+    return (
+        torch.where(keeps_all_B, tokens_B, filtered[0]),
+        torch.where(keeps_all_B, logp_B, filtered[1]),
+    )
 
 
 def log_distribution(logits_BV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
@@ -142,31 +156,6 @@ def _log_distribution(logits_BV: Tensor, rows: RowSampling) -> Tensor:
     if rows.has_filter:
         scaled_BV = _filter(scaled_BV, rows)
     return scaled_BV.log_softmax(-1)
-
-
-def _invert(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Returns the first token whose cumulative probability is above the row's uniform number.
-
-    Sums are float64: a float32 running sum over a large vocabulary is off by more than rare tokens
-    weigh. They are taken of runs of the vocabulary first, so that only those and one run are
-    accumulated: a float64 copy of all probabilities would take longer than the rest of sampling.
-    """
-    num_rows, vocab = logp_BV.shape
-    size = next((size for size in RUNS if vocab % size == 0), vocab)
-    prob_BRS = logp_BV.exp().view(num_rows, vocab // size, size)
-    ends_BR = prob_BRS.sum(-1, dtype=torch.float64).cumsum(-1)
-    draw_B1 = (uniform_B * ends_BR[:, -1])[:, None]
-    # right=True finds the first entry above the draw, never one of probability 0. Only a row of
-    # NaNs (refused by the caller, by its log-probability) runs past the end.
-    run_B1 = torch.searchsorted(ends_BR, draw_B1, right=True).clamp_(max=ends_BR.shape[1] - 1)
-    before_B1 = torch.where(run_B1 > 0, ends_BR.gather(-1, (run_B1 - 1).clamp_(min=0)), 0.0)
-    of_run_BS = prob_BRS.gather(1, run_B1[:, :, None].expand(-1, 1, size))[:, 0]
-    cdf_BS = of_run_BS.double().cumsum(-1)
-    # Rounded otherwise than the run's sum was, the rest may be the run's whole: just below it.
-    most_B1 = torch.nextafter(cdf_BS[:, -1:], torch.zeros_like(before_B1))
-    rest_B1 = torch.minimum((draw_B1 - before_B1).clamp_(min=0), most_B1)
-    place_B1 = torch.searchsorted(cdf_BS, rest_B1, right=True).clamp_(max=size - 1)
-    return (run_B1 * size + place_B1)[:, 0]
 
 
 def _filter(scaled_BV: Tensor, rows: RowSampling) -> Tensor:
@@ -192,22 +181,6 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
-
-
-def _mix_on_device(bits_B: Tensor) -> Tensor:
-    """`_mix` in int64, whose products wrap like those of unsigned numbers."""
-    bits_B = (bits_B ^ _shift(bits_B, 30)) * _signed(0xBF58476D1CE4E5B9)
-    bits_B = (bits_B ^ _shift(bits_B, 27)) * _signed(0x94D049BB133111EB)
-    return bits_B ^ _shift(bits_B, 31)
-
-
-def _shift(bits_B: Tensor, places: int) -> Tensor:
-    """Shifts right, zeros in; int64 would let the sign in."""
-    return (bits_B >> places) & ((1 << (64 - places)) - 1)
-
-
-def _signed(bits: int) -> int:
-    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def no_logprob(

@@ -21,9 +21,8 @@ from hybridrl.rollout.engine import SamplingParams
 from hybridrl.rollout.sampling import (
     KEEPS_ALL,
     RowSampling,
+    draw_rows,
     draw_seeds,
-    sample_rows,
-    uniforms_on_device,
 )
 
 IS_GREEDY = 1.0  # of `min_p`: keep the most probable token
@@ -88,26 +87,25 @@ class SeededSampler(torch.nn.Module):
         Args:
             positions: (B,), of the last token of each row: with the seed the row's randomness.
         """
-        logits_BV = logits_output.next_token_logits.float()
+        logits_BV = logits_output.next_token_logits
         is_greedy_B = sampling_info.min_ps == IS_GREEDY
-        if sampling_info.is_all_greedy:
-            tokens_B = logits_BV.argmax(-1)
-            logp_B = logits_BV.log_softmax(-1).gather(-1, tokens_B[:, None])[:, 0]
-            # Of a request with a top-k of 1 nothing is left to chance.
+        all_greedy = sampling_info.is_all_greedy
+        takes_most_B = torch.ones_like(is_greedy_B) if all_greedy else is_greedy_B
+        has_filter = sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling
+        rows = RowSampling(
+            sampling_info.temperatures[:, 0],
+            sampling_info.top_ks.long().masked_fill(takes_most_B, KEEPS_ALL),
+            sampling_info.top_ps.double().masked_fill(sampling_info.top_ps >= 1.0, 2.0),
+            takes_most_B,
+            are_all_greedy=all_greedy,
+            is_any_greedy=sampling_info.need_min_p_sampling,
+            has_filter=has_filter and not all_greedy,
+        )
+        seed_B = sampling_info.sampling_seed
+        tokens_B, logp_B = draw_rows(logits_BV, rows, seed_B, positions.long())
+        if all_greedy:
+            # Of a request with a top-k of 1 nothing is left to chance; a NaN stays one.
             logp_B = torch.where(is_greedy_B, logp_B, logp_B * 0.0)
-        else:
-            keeps_all_B = sampling_info.top_ps >= 1.0
-            rows = RowSampling(
-                sampling_info.temperatures[:, 0],
-                sampling_info.top_ks.long().masked_fill(is_greedy_B, KEEPS_ALL),
-                sampling_info.top_ps.double().masked_fill(keeps_all_B, 2.0),
-                is_greedy_B,
-                are_all_greedy=False,
-                is_any_greedy=sampling_info.need_min_p_sampling,
-                has_filter=sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling,
-            )
-            uniform_B = uniforms_on_device(sampling_info.sampling_seed, positions.long())
-            tokens_B, logp_B = sample_rows(logits_BV, rows, uniform_B)
         if return_logprob:
             logits_output.next_token_logprobs = logp_B
         return tokens_B.to(torch.int32)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrl import ops
 from hybridrl.cli import environment
 from hybridrl.errors import UserError
 from hybridrl.models.family import read_model
@@ -25,7 +26,6 @@ from hybridrl.rollout.sampling import (
     sample,
     sample_rows,
     uniforms,
-    uniforms_on_device,
 )
 from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.sglang import layout_name
@@ -192,7 +192,7 @@ def test_log_probabilities_are_found_in_old_and_new_requests() -> None:
 def test_uniforms_of_the_device_are_those_of_the_host() -> None:
     seeds = np.random.default_rng(0).integers(0, 2**63, 1000)
     counts = np.arange(1000)
-    found = uniforms_on_device(torch.from_numpy(seeds), torch.from_numpy(counts))
+    found = ops.row_uniforms(torch.from_numpy(seeds), torch.from_numpy(counts))
     assert np.array_equal(found.numpy(), uniforms(seeds.tolist(), counts.tolist()))
 
 
