@@ -27,10 +27,10 @@ demo: .venv/installed
 	$(BIN)/hybridrl train examples/quickstart/grpo.yaml
 	$(BIN)/hybridrl report runs/quickstart-grpo
 
-# Two processes: one begins with what starts ranks, one test after the other, the other one with the rest
-# (tests/conftest.py says what starts ranks).
+# Three processes: one begins with what starts ranks in tests/dist, one test after the other, one with that of tests/e2e, one
+# with the rest (tests/conftest.py says what starts ranks).
 test: lint $(if $(HAS_GPU),,.venv/installed-vllm)
-	$(BIN)/python -m pytest tests/dist tests/e2e tests/contracts tests/unit -n 2
+	$(BIN)/python -m pytest tests/dist tests/e2e tests/contracts tests/unit -n 3
 
 test-full: lint $(if $(HAS_GPU),,.venv/installed-vllm)
 	$(BIN)/python -m pytest tests/unit tests/contracts -m '' -n 2

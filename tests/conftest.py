@@ -1,5 +1,6 @@
 """Puts this folder on the import path, so that tests of all folders share their cases. Their
-processes are forked from one that has imported what they import, and gloo groups share a thread.
+processes are forked from one that has imported what they import, gloo groups share a thread, and
+nothing is compiled: vLLM would have TorchInductor compile three small functions in each process.
 Tokenized prompts are kept in a folder of the session.
 """
 
@@ -9,14 +10,20 @@ import gc
 import os
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import fork_starts
+
+if os.environ.get(fork_starts.COLD) != "1":
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when torch._dynamo is imported
+
 import gloo_thread
 import kept_heap
 import pytest
 
+RANKS_OF = "ranks of "
 _CACHE = tempfile.mkdtemp(prefix="hybridrl-tests-")
 os.environ["HYBRIDRL_CACHE"] = _CACHE
 
@@ -37,6 +44,7 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(_CACHE, ignore_errors=True)
 
 
+@cache
 def starts_ranks(file: str) -> bool:
     """Whether some test of a file, named from the project's root, starts several ranks that do more
     than wait.
@@ -48,16 +56,23 @@ def starts_ranks(file: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`, tests of a file run in one process, and those of all files that start ranks in the
-    same: one test after the other, so that no more ranks share the cores than one test needs. What
-    the command line names first begins first.
+    """With `-n`, tests of a file run in one process. All files of one folder that start ranks are
+    in the same, one test after the other: no more ranks share the cores than two tests need. They
+    begin first; what the command line names first begins before the rest.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "ranks" if starts_ranks(file) else file
+            return f"{RANKS_OF}{os.path.dirname(file)}" if starts_ranks(file) else file
+
+        def _assign_work_unit(self, node: Any) -> None:
+            for scope in self.workqueue:
+                if scope.startswith(RANKS_OF):
+                    self.workqueue.move_to_end(scope, last=False)
+                    break
+            super()._assign_work_unit(node)
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

@@ -1,12 +1,14 @@
-"""One rank of the tests of mixed algorithms: whole Trainers on four ranks, one after the other.
+"""One rank of the tests of mixed algorithms: whole Trainers on two ranks or four, one after the
+other, always with two replicas.
 
-mix_worker.py FOLDER
+mix_worker.py FOLDER gradients|steps|more
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -86,10 +88,16 @@ def trainer_of(
     given: Mapping[str, list[dict[str, Any]]] | None = None,
     **changes: Any,
 ) -> Iterator[Trainer]:
+    tp = int(os.environ["WORLD_SIZE"]) // 2
     config: dict[str, Any] = {
         "run": {"name": name, "dir": str(folder)},
         "model": {"init": str(QUICKSTART / "model"), "dtype": "float32"},
-        "train": {"tp": 2, "learning_rate": 1e-2, "micro_batch_tokens": 48, "clip_grad": 0.0},
+        "train": {
+            "tp": tp,
+            "learning_rate": 1e-2,
+            "micro_batch_tokens": 48,
+            "clip_grad": 0.0,
+        },
         "rollout": {"max_new_tokens": 6, "temperature": 0.7},
         "algorithm": {"name": "grpo", "kl_coef": 0.1},
         "mix": mix,
@@ -311,10 +319,11 @@ def main() -> None:
     if torch.distributed.get_rank() == 0:
         write_rows(folder)
     torch.distributed.barrier()
-    if sys.argv[2] == "some":
+    if sys.argv[2] == "gradients":
         stages = {"tp": 1, "pp": 2, "vpp": 2, "micro_batch_tokens": 24}
         check_gradients(folder, "tp2-dp2")
         check_gradients(folder, "pp2-dp2", train=stages)
+    elif sys.argv[2] == "steps":
         check_weight_zero(folder)
         check_resumed(folder)
         check_warmup(folder)

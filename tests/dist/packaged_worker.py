@@ -53,16 +53,18 @@ OF_ENGINE = {
     "vllm": [("mistral", PAIRS), ("granite", PAIRS), ("phi3", PAIRS), ("glm4", PAIRS)],
     "sglang": [("granite", PAIRS), ("glm4", PAIRS)],
 }
-GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
-SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_new_tokens=9)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=6)
+SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_new_tokens=5)
 # float32 sums in another order, over four layers.
 LOGP_TOLERANCE = 1e-4
 
 
 def requests(replica: int, sampling: SamplingParams) -> list[Request]:
-    """Returns prompts of a replica's own, one of them longer than a block of the KV cache."""
+    """Returns prompts of a replica's own. One is longer than two blocks of the KV cache, which have
+    32 tokens; the response to one begins a block.
+    """
     rng = np.random.default_rng(replica)
-    lengths = [3, 1, 8, 70, 40, 5]
+    lengths = [3, 1, 8, 70, 30, 5]
     return [
         Request(i, tuple(rng.integers(2, 199, length).tolist()), 1000 * replica + i, sampling)
         for i, length in enumerate(lengths)

@@ -242,7 +242,6 @@ def check_disagreement(model: ParallelModel, vocab: int) -> None:
 
 def check_load(model: ParallelModel, num_tokens: int) -> None:
     """Counts of routers are of real tokens, each once, whatever the layout."""
-    model.accumulate(model.plan(sample_batch(model.source.shape.vocab_size)).inputs, objective)
     shape, found = model.source.shape, model.expert_load()
     load = load_of(model._chunks, shape.num_layers, shape.moe.num_experts)
     whole = model.mesh.sum_over_world(load)[:, :-1]
@@ -329,13 +328,16 @@ def run(
         assert 0 < found["agreed_share"] < 1
     norm = model.grad_norm()
     model.forward_all(inputs)  # a pass without gradients counts nowhere
+    if source.shape.moe is not None:
+        check_load(model, batch.num_tokens)
     model.apply(1e-3, norm)
     moved = biases(model) if moe.bias_update_rate else {}
     if moved and layout.world_size == 1:
         check_biases(folder, batch, moved, moe.bias_update_rate)
-    if moe == NO_LOSSES:  # those are of all tokens
+    if not (moe.z_loss or moe.aux_loss):  # those are of all tokens
         check_nothing_read(model, inputs)
-    if source.shape.moe is not None:
+    if replays:  # what was not recorded routers choose
+        model.accumulate(model.plan(sample_batch(hf_config["vocab_size"])).inputs, objective)
         check_load(model, batch.num_tokens)
     if layout.world_size > 1:
         check_disagreement(model, hf_config["vocab_size"])

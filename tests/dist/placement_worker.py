@@ -6,6 +6,7 @@ placement_worker.py FOLDER
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,16 +27,44 @@ EXACT, CLOSE = 0.0, 1e-6
 Found = tuple[list[dict[str, float]], dict[str, dict[str, Tensor]]]
 
 
+# What is gone on from, and one of each kind of placement, are saved; others are not.
+SAVED = ("reversed", "reference", "alone", "apart")
+
+
 def weights(model: ParallelModel) -> dict[str, Tensor]:
-    """Returns the HF tensors of a model, on rank 0."""
+    """Returns the HF tensors of a model, from the parts that the ranks hold."""
     world, source = model.world, model.source
-    layouts = [model.layout_of(rank) for rank in range(world.size)]
     shapes = hf_shapes(source.family, source.shape, model.head)
-    return dict(gather_tensors(layouts, model.weights(), shapes, torch.float32, world))
+    found = {name: torch.full(shape, math.nan) for name, shape in shapes.items()}
+    mine = {name: tensor.clone() for name, tensor in model.weights().items()}  # no whole buffers
+    for rank, tensors in enumerate(world.gather_objects(mine)):
+        for region in model.layout_of(rank).regions:
+            part = tensors[region.local][tuple(slice(a, b) for a, b in region.local_box)]
+            target = found[region.hf][tuple(slice(a, b) for a, b in region.hf_box)]
+            target.copy_(part.view(target.shape))
+    assert not any(tensor.isnan().any() for tensor in found.values())
+    return found
+
+
+def check_export(model: ParallelModel, expected: dict[str, Tensor]) -> None:
+    """What is exported are these tensors, on rank 0."""
+    world = model.world
+    layouts = [model.layout_of(rank) for rank in range(world.size)]
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    found = dict(gather_tensors(layouts, model.weights(), shapes, torch.float32, world))
+    assert set(found) == (set(expected) if world.rank == 0 else set())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 def train(folder: Path, name: str, steps: int, config: str, *knobs: str) -> Found:
-    """Trains, and returns the metrics of each step and, on rank 0, the weights at the end."""
+    """Trains, and returns the metrics of each step and the weights at the end."""
+    return train_through(folder, name, steps, config, *knobs)[steps]
+
+
+def train_through(
+    folder: Path, name: str, steps: int, config: str, *knobs: str
+) -> dict[int, Found]:
+    """Trains, and returns what is found after STEPS steps, and after more, up to the end."""
     # Adam divides by a gradient's size: where it is tiny, another order of sums moves a weight by a
     # part of the learning rate, which is kept below the tolerance that way.
     options = f"run.name={name}", f"steps.num_steps={STEPS * 2}", "train.learning_rate=2e-5"
@@ -44,19 +73,27 @@ def train(folder: Path, name: str, steps: int, config: str, *knobs: str) -> Foun
     given = (*options, *knobs)
     with small_run(folder, *given, config=config) as trainer:
         metrics: list[dict[str, float]] = []
+        found: dict[int, Found] = {}
         step = trainer.train_step
 
         def note() -> dict[str, float]:
             metrics.append(step())
+            if trainer.step % STEPS == 0:
+                models = {role: weights(model) for role, model in trainer.trained.items()}
+                found[trainer.step] = metrics[:], models
             return metrics[-1]
 
         trainer.train_step = note  # type: ignore[method-assign]
+        if name not in SAVED:
+            trainer.save_checkpoint = lambda: None  # type: ignore[assignment, method-assign]
         trainer.fit(until=steps)
-        found = {role: weights(model) for role, model in trainer.trained.items()}
+        if name in SAVED:
+            for role, model in trainer.trained.items():
+                check_export(model, found[steps][1][role])
         check_parts(trainer)
         told = trainer.world.gather_objects(seen(metrics))
     assert all(other == told[0] for other in told), ("metrics differ between ranks", told)
-    return metrics, found
+    return found
 
 
 def seen(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
@@ -96,11 +133,13 @@ def compare(name: str, one: Found, other: Found, tolerance: float) -> None:
 def check_grpo(folder: Path) -> None:
     """The policy on two ranks, engines elsewhere, and a reference on a rank of its own.
 
-    Each is compared with a shared run that is cut alike: other cuts round otherwise.
+    Each is compared with a shared run that is cut alike: other cuts round otherwise. A run that
+    goes on in another placement is the run that never stopped.
     """
     kl, found = "algorithm.kl_coef=0.1", {}
+    whole = train_through(folder, "shared", 2 * STEPS, "grpo.yaml", kl)
+    found["shared"] = whole[STEPS]
     ways = {
-        "shared": ("", ()),
         "disjoint": ("shared", ("placement.policy=0-1", "placement.rollout=2-3")),
         "reversed": ("shared", ("placement.policy=last:2", "placement.rollout=first:2")),
         "tp": ("", ("train.tp=2",)),
@@ -121,6 +160,9 @@ def check_grpo(folder: Path) -> None:
         if like:
             compare(name, found[like], found[name], CLOSE)
     compare("the same layout elsewhere", found["disjoint"], found["reversed"], EXACT)
+    moved = ways["overlapping"][1]
+    metrics, tensors = train(folder, "reversed", 2 * STEPS, "grpo.yaml", kl, *moved)
+    compare("moved", (whole[2 * STEPS][0][STEPS:], whole[2 * STEPS][1]), (metrics, tensors), CLOSE)
 
 
 def ppo_knobs(judge: str) -> tuple[str, ...]:
@@ -160,18 +202,6 @@ def check_eight(folder: Path, judge: str) -> None:
     compare("apart", shared, train(folder, "apart", STEPS, "ppo.yaml", *knobs, *placed), CLOSE)
 
 
-def check_resume(folder: Path) -> None:
-    """A run that goes on in another placement is the run that never stopped."""
-    knobs = ("checkpoint.every=2", "algorithm.kl_coef=0.1")
-    whole = train(folder, "whole", 2 * STEPS, "grpo.yaml", *knobs)
-    train(
-        folder, "moved", STEPS, "grpo.yaml", *knobs, "placement.policy=2-3", "placement.rollout=0-1"
-    )
-    placed = ("train.tp=2", "placement.policy=0-1", "placement.rollout=1-3")
-    metrics, tensors = train(folder, "moved", 2 * STEPS, "grpo.yaml", *knobs, *placed)
-    compare("moved", (whole[0][STEPS:], whole[1]), (metrics, tensors), CLOSE)
-
-
 def main() -> None:
     folder, judge = Path(sys.argv[1]), sys.argv[2]
     if os.environ["WORLD_SIZE"] == "8":
@@ -179,7 +209,6 @@ def main() -> None:
         return
     check_grpo(folder)
     check_ppo(folder, judge)
-    check_resume(folder)
 
 
 if __name__ == "__main__":
