@@ -21,6 +21,7 @@ from hybridrl.config.algorithm import (
 from hybridrl.config.data import DataConfig
 from hybridrl.config.engines import ENGINES, known_engine
 from hybridrl.config.environment import EnvironmentConfig
+from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
 from hybridrl.config.interpolation import Path
 from hybridrl.config.lists import Steps
 from hybridrl.config.mix import TermConfig
@@ -44,6 +45,8 @@ __all__ = [
     "DataConfig",
     "DpoConfig",
     "EnvironmentConfig",
+    "EvalConfig",
+    "EvalSetConfig",
     "GrpoConfig",
     "KtoConfig",
     "LogConfig",
@@ -403,7 +406,7 @@ class CheckpointConfig(Section):
 
 
 class Config(Section):
-    """A whole configuration: one file, thirteen sections."""
+    """A whole configuration: one file, fourteen sections."""
 
     run: RunConfig
     model: ModelConfig
@@ -414,6 +417,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    eval: EvalConfig = EvalConfig()
     steps: StepsConfig = StepsConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
