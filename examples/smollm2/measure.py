@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--limit", type=int)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=48)
     given, started = parser.parse_args(), time.monotonic()
     is_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if is_gpu else ("cpu", torch.float32)

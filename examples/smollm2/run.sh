@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From HF directory to HF directory on one GPU: measures SmolLM2-135M-Instruct on word sums, trains it with GRPO, exports it, and measures the
-# export with hybridrl and with transformers. OUT gets the measurements (before.json, after.json, transformers.json, result.json) and what the
+# From HF directory to HF directory on one GPU: measures SmolLM2-135M-Instruct on word sums, trains it with GRPO, which leaves an HF directory, and measures the
+# result with hybridrl and with transformers. OUT gets the measurements (before.json, after.json, transformers.json, result.json) and what the
 # run leaves (metrics, summary, configuration, report). Exits with 1 unless greedy accuracy rose from below 0.2 to above 0.6 and transformers
 # finds the same. Run from the root, hybridrl and vLLM importable:
 #   examples/smollm2/run.sh OUT            on one GPU
@@ -37,11 +37,10 @@ rm -rf "$RUN"
   $HYBRIDRL eval "$HERE/eval.yaml" --world 1 --json "model.path=$MODEL" $EVAL_KNOBS >"$OUT/before.json"
   echo "--- GRPO ($SECONDS s)"
   $HYBRIDRL train "$HERE/grpo.yaml" --world 1 "model.path=$MODEL" $TRAIN_KNOBS ${KNOBS:-} 2>&1 | tee "$OUT/train.log"
-  echo "--- export ($SECONDS s)"
-  $HYBRIDRL convert "$RUN" "$RUN/hf" --to hf
   echo "--- after ($SECONDS s)"
-  $HYBRIDRL eval "$HERE/eval.yaml" --world 1 --json "model.path=$RUN/hf" $EVAL_KNOBS >"$OUT/after.json"
-  $PYTHON "$HERE/measure.py" "$RUN/hf" runs/smollm2/heldout.jsonl "$OUT/transformers.json" $MEASURE
+  EXPORTED=$(echo "$RUN"/hf/step_*) # one, since checkpoint.keep is 1
+  $HYBRIDRL eval "$HERE/eval.yaml" --world 1 --json "model.path=$EXPORTED" $EVAL_KNOBS >"$OUT/after.json"
+  $PYTHON "$HERE/measure.py" "$EXPORTED" runs/smollm2/heldout.jsonl "$OUT/transformers.json" $MEASURE
 }
 TOOK=$SECONDS
 $HYBRIDRL report "$RUN"

@@ -403,6 +403,10 @@ class CheckpointConfig(Section):
         ge=1,
         description="Newest checkpoints kept, of those that the run went through. 2: one more than needed if the last is damaged.",
     )
+    export_hf: bool = Field(
+        False,
+        description="Write an HF directory of each checkpoint too, in RUN_DIR/hf/step_N, with a model card. False: `hybridrl convert` makes one when it is wanted.",
+    )
 
 
 class Config(Section):

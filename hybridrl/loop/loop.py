@@ -34,7 +34,8 @@ from hybridrl.errors import UserError
 from hybridrl.generation.resampling import UniformGroupsWarning, replace_uniform_groups
 from hybridrl.hybrid_engine.phases import Phase
 from hybridrl.loop import ledger, probe, rollout_setup, setup
-from hybridrl.loop.evaluate import Evaluation, Evaluations
+from hybridrl.loop.evaluate import Evaluation
+from hybridrl.loop.exports import Exports
 from hybridrl.loop.journal import Journal
 from hybridrl.loop.position import Position
 from hybridrl.loop.run_data import Given, make_data
@@ -125,17 +126,16 @@ class Trainer:
         self.tokenizer, self.scorer, self.mix = data.tokenizer, data.scorer, data.mix
         self.prompts, self.eval_prompts = data.prompts, data.eval_prompts
         self._position = Position(self.prompts, self.mix)
-        of_evaluations = config.steps, config.eval, data.held_out(config), data.eval_sets
-        self.evaluations = Evaluations(*of_evaluations)
+        self.evaluations = data.evaluations(config)
         parts = (config, meshes, self.algorithm, self.models, self.journal.notify)
         roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
         self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
         self._warnings = (MismatchWarning(self.source.dtype), UniformGroupsWarning())
         self._make_engine(meshes.placement.rollout)
-        checkpoints, keep = run_folder(config) / "checkpoints", config.checkpoint.keep
-        of_store = self.journal.notify, meshes.name
-        self.store = CheckpointStore(checkpoints, self.world, keep, *of_store)
+        of_store = run_folder(config) / "checkpoints", self.world, config.checkpoint.keep
+        self.store = CheckpointStore(*of_store, self.journal.notify, meshes.name)
+        self.exports = Exports(config, self.journal.notify)
 
     @classmethod
     def from_config(
@@ -210,7 +210,7 @@ class Trainer:
         elif self.algorithm.needs.rollouts:
             self.enter_rollout()
         if self.evaluations.are_due(self.step, last):
-            found = self._keep_evaluation(self.evaluate())
+            found = self._evaluate_and_keep()
             if self.step:
                 self.journal.log(self.step, found)
                 self.save_checkpoint()  # or every start would evaluate again
@@ -220,7 +220,7 @@ class Trainer:
             try:
                 check_stop(self.world)
                 if self.evaluations.are_due(self.step, last):
-                    metrics |= self._keep_evaluation(self.evaluate())
+                    metrics |= self._evaluate_and_keep()
             finally:
                 self.journal.log(self.step, metrics)
             for warning in self._warnings:
@@ -414,9 +414,9 @@ class Trainer:
         with self.journal.timer.phase("evaluate"):
             return self.evaluations.measure(self.sampler, temperature, end_rollout)
 
-    def _keep_evaluation(self, found: Evaluation) -> dict[str, float]:
-        """Notes an evaluation of this step; returns its metrics."""
-        return self.evaluations.keep(self.step, found, self.journal.notify)
+    def _evaluate_and_keep(self) -> dict[str, float]:
+        """Evaluates and notes what was found for this step; returns its metrics."""
+        return self.evaluations.keep(self.step, self.evaluate(), self.journal.notify)
 
     def save_checkpoint(self) -> Path:
         """Writes `checkpoints/step_N` with everything that the run needs to go on.
@@ -444,6 +444,7 @@ class Trainer:
         self.enter_training(frees_memory=True)
         with self.journal.timer.phase("checkpoint"):
             folder = self.store.save(self.step, self.trained, state, self.source.files)
+            self.exports.write(folder, self.trained, self.evaluations.by_step)
         self._saved_step = self.step
         if was_rollout:
             self.reshard()

@@ -25,7 +25,7 @@ from hybridrl.data.prompt_file import largest_token
 from hybridrl.data.prompt_store import PromptStore, Rows, load_rows
 from hybridrl.data.prompts import LeftOut, LoadedPrompts, PromptSource, Reading
 from hybridrl.errors import ModelError
-from hybridrl.loop.evaluate import EvaluationSet
+from hybridrl.loop.evaluate import Evaluations, EvaluationSet
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction, no_reward
@@ -52,9 +52,10 @@ class RunData(NamedTuple):
     eval_sets: Mapping[str, EvaluationSet]
     mix: Mix
 
-    def held_out(self, config: Config) -> EvaluationSet:
-        """Returns the run's own prompts to evaluate on."""
-        return EvaluationSet(self.eval_prompts, config.reward, config.eval.samples_per_prompt)
+    def evaluations(self, config: Config) -> Evaluations:
+        """Returns what evaluates the run."""
+        own = EvaluationSet(self.eval_prompts, config.reward, config.eval.samples_per_prompt)
+        return Evaluations(config.steps, config.eval, own, self.eval_sets)
 
 
 def make_data(
