@@ -38,7 +38,7 @@ rm -rf "$RUN"
   echo "--- GRPO ($SECONDS s)"
   $HYBRIDRL train "$HERE/grpo.yaml" --world 1 "model.path=$MODEL" $TRAIN_KNOBS ${KNOBS:-} 2>&1 | tee "$OUT/train.log"
   echo "--- after ($SECONDS s)"
-  EXPORTED=$(echo "$RUN"/hf/step_*) # one, since checkpoint.keep is 1
+  EXPORTED=$(echo "$RUN"/exports/step_*) # one, since checkpoint.keep is 1
   $HYBRIDRL eval "$HERE/eval.yaml" --world 1 --json "model.path=$EXPORTED" $EVAL_KNOBS >"$OUT/after.json"
   $PYTHON "$HERE/measure.py" "$EXPORTED" runs/smollm2/heldout.jsonl "$OUT/transformers.json" $MEASURE
 }

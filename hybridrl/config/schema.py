@@ -405,7 +405,7 @@ class CheckpointConfig(Section):
     )
     export_hf: bool = Field(
         False,
-        description="Write an HF directory of each checkpoint too, in RUN_DIR/hf/step_N, with a model card. False: `hybridrl convert` makes one when it is wanted.",
+        description="Write an HF directory of each checkpoint too, in RUN_DIR/exports/step_N, with a model card. False: `hybridrl convert` makes one when it is wanted.",
     )
 
 

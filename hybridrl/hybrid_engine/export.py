@@ -38,7 +38,6 @@ def export_hf(
     peers: Peers,
     side_files: Path | None = None,
     card: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes an HF directory from the ranks' shards; collective.
 
@@ -53,23 +52,22 @@ def export_hf(
         peers: the ranks of the layouts.
         side_files: folder whose tokenizer files are copied along.
         card: text of the directory's README.md, if it is to have one.
-        max_shard_bytes: of a file.
 
     Raises:
         UserError: on every rank, if one of them cannot write there.
     """
-    options = {"side_files": side_files, "card": card, "max_shard_bytes": max_shard_bytes}
     writer, error = None, None
     if peers.rank == 0:
         try:
-            writer = HfWriter(directory, shapes, dtype, config, **options)  # type: ignore[arg-type]
+            of_model = directory, shapes, dtype, config
+            writer = HfWriter(*of_model, side_files=side_files, card=card)
         except (UserError, OSError) as caught:
             error = _as_user_error(directory, caught)
     _raise_together(error, peers)
     partial = peers.broadcast_object(None if writer is None else writer.partial.absolute(), 0)
     sees = peers.gather_objects(partial.is_dir())
     writers = [rank for rank, does_see in enumerate(sees) if does_see]
-    places = HfPlaces(shapes, dtype, max_shard_bytes)
+    places = HfPlaces(shapes, dtype, MAX_SHARD_BYTES)
     written: list[str] = []
     try:
         for name, tensor in gather_tensors(layouts, tensors, shapes, dtype, peers, writers):

@@ -22,6 +22,7 @@ from hybridrl.errors import UserError
 from hybridrl.generation.sampler import Sampler
 from hybridrl.loop.schedule import is_due
 from hybridrl.metrics.estimates import Estimate, majority_score, mean_of, pass_at_k
+from hybridrl.metrics.values import STDERR
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.traits import traits_of
 
@@ -107,7 +108,7 @@ class Evaluation:
         if self.majority is not None:
             estimates["majority"] = self.majority
         for name, (value, stderr) in estimates.items():
-            found |= {name: value} | ({} if stderr is None else {f"{name}_stderr": stderr})
+            found |= {name: value} | ({} if stderr is None else {name + STDERR: stderr})
         if self.num_errors:
             found["errors"] = self.num_errors
         return found
@@ -116,7 +117,7 @@ class Evaluation:
         """Returns what a run keeps of it: `reward`, `accuracy` with its standard error if there is
         one, and the same of sets.
         """
-        own = {"reward", "accuracy", "accuracy_stderr"}
+        own = {"reward", "accuracy", "accuracy" + STDERR}
         kept = {key: value for key, value in self._figures().items() if key in own}
         for name, one in self.sets.items():
             kept |= {f"{name}/{k}": v for k, v in one._figures().items() if k in own - {"reward"}}

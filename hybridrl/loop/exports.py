@@ -21,7 +21,7 @@ from hybridrl.models.exported import exported_config
 from hybridrl.models.weights import hf_shapes
 from hybridrl.training.model import ParallelModel
 
-EXPORTS = "hf"  # in a run folder
+EXPORTS = "exports"  # in a run folder
 _EXPORT = re.compile(r"(step_\d+)(?:_\w+)?")
 _LEFT = ".*.partial"  # of a run that was killed while it wrote
 
@@ -56,8 +56,8 @@ def export_model(
 
 
 class Exports:
-    """The HF directories of a run: `hf/step_N` of the policy, or of the reward model that is
-    trained in its place, and `hf/step_N_critic` of a critic beside a policy.
+    """The HF directories of a run: `exports/step_N` of the policy, or of the reward model that is
+    trained in its place, and `exports/step_N_critic` of a critic beside a policy.
 
     Args:
         config: of the run.

@@ -10,9 +10,8 @@ from hybridrl import __version__
 from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.metrics.estimates import Estimate
+from hybridrl.metrics.values import STDERR
 from hybridrl.training.model import ParallelModel
-
-_STDERR = "_stderr"
 
 
 def model_card(
@@ -63,10 +62,10 @@ def _table(evaluations: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     first, last = evaluations[steps[0]], evaluations[steps[-1]]
     yield f"| | step {steps[0]} | step {steps[-1]} |"
     yield "| --- | --- | --- |"
-    for name in (key for key in last if not key.endswith(_STDERR)):
+    for name in (key for key in last if not key.endswith(STDERR)):
         cells = [_estimate(found, name) for found in (first, last)]
         yield f"| {name} | {' | '.join(cells)} |"
 
 
 def _estimate(found: Mapping[str, float], name: str) -> str:
-    return str(Estimate(found[name], found.get(name + _STDERR))) if name in found else ""
+    return str(Estimate(found[name], found.get(name + STDERR))) if name in found else ""

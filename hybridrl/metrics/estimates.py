@@ -19,7 +19,12 @@ class Estimate(NamedTuple):
     stderr: float | None
 
     def __str__(self) -> str:
-        return f"{self.value:.4f}" + ("" if self.stderr is None else f" ± {self.stderr:.4f}")
+        return self.shown(4)
+
+    def shown(self, digits: int) -> str:
+        """Returns it as text, with so many digits."""
+        error = "" if self.stderr is None else f" ± {self.stderr:.{digits}f}"
+        return f"{self.value:.{digits}f}{error}"
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
