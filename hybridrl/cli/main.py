@@ -300,6 +300,19 @@ def convert(
 
 
 @app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="HF directory.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="organisation/name on the hub.")],
+    private: Annotated[bool, typer.Option(help="Make it private, if it is made.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
+) -> None:
+    """Upload an HF directory to the hub; nothing else here uploads anything."""
+    from hybridrl.cli.push import push as upload
+
+    typer.echo(upload(folder, name, private, revision))
+
+
+@app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
     other_run: Annotated[
