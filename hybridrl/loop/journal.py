@@ -19,6 +19,7 @@ from hybridrl.config.schema import Config
 from hybridrl.contracts.batch import ScoredBatch
 from hybridrl.data.packing import even_sizes
 from hybridrl.loop.trace import StepTraces
+from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.flops import peak_flops_per_s
 from hybridrl.metrics.sinks import (
     ConsoleSink,
@@ -30,7 +31,7 @@ from hybridrl.metrics.sinks import (
     read_records,
 )
 from hybridrl.metrics.timing import PhaseTimer
-from hybridrl.metrics.values import GENERATED_TOKENS, recent_mean, step_metrics
+from hybridrl.metrics.values import GENERATED_TOKENS, STDERR, recent_mean, step_metrics
 from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
@@ -251,10 +252,14 @@ class Journal:
     def _summary(self, evaluations: Evaluations, seconds: float) -> dict[str, float]:
         summary = {"seconds": seconds}
         steps = sorted(evaluations, key=int)
-        for what, name in (("accuracy", "accuracy"), ("reward", "eval_reward")):
-            values = [evaluations[step][what] for step in steps if what in evaluations[step]]
-            if values:
-                summary[f"{name}_before"], summary[f"{name}_after"] = values[0], values[-1]
+        measured = dict.fromkeys(key for step in steps for key in evaluations[step])
+        for what in (key for key in measured if not key.endswith(STDERR)):
+            name = "eval_reward" if what == "reward" else what
+            at = [step for step in steps if what in evaluations[step]]
+            for when, step in (("before", at[0]), ("after", at[-1])):
+                summary[f"{name}_{when}"] = evaluations[step][what]
+                if (stderr := evaluations[step].get(what + STDERR)) is not None:
+                    summary[f"{name}_{when}{STDERR}"] = stderr
         if self.is_writer:
             file = self.folder / "metrics.jsonl"
             records = read_records(file) if file.exists() else []
@@ -289,13 +294,21 @@ def _take_peak_bytes() -> int:
     return most
 
 
-def _compared(summary: Mapping[str, float]) -> dict[str, tuple[float | None, float | None]]:
+def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, Estimate | None]]:
     """Returns what evaluations were before and after, by label; the reward only where it is not
     the accuracy.
     """
-    found: dict[str, tuple[float | None, float | None]] = {}
-    for label, name in (("held-out accuracy", "accuracy"), ("held-out reward", "eval_reward")):
-        pair = summary.get(f"{name}_before"), summary.get(f"{name}_after")
-        if None not in pair and pair not in found.values():
-            found[label] = pair
+    ending = "_before"
+    names = [key.removesuffix(ending) for key in summary if key.endswith(ending)]
+    found: dict[str, tuple[Estimate | None, Estimate | None]] = {}
+    for name in sorted(names, key=lambda name: (name == "eval_reward", "/" in name)):
+        before, after = (
+            Estimate(summary[f"{name}_{when}"], summary.get(f"{name}_{when}{STDERR}"))
+            for when in ("before", "after")
+        )
+        values = [tuple(one.value for one in pair if one is not None) for pair in found.values()]
+        if name == "eval_reward" and (before.value, after.value) in values:
+            continue
+        label = {"accuracy": "held-out accuracy", "eval_reward": "held-out reward"}.get(name, name)
+        found[label] = before, after
     return found

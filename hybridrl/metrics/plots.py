@@ -70,7 +70,7 @@ def _by_phase(prefix: str, phases: Iterable[str]) -> dict[str, str]:
 WORK = ("generate", "logprobs", "update")
 PLOTS = (
     Plot("Reward", {"mean": "reward/mean", "std": "reward/std"}),
-    Plot("Accuracy on held-out prompts, greedy", {"accuracy": ACCURACY}),
+    Plot("Accuracy on held-out prompts", {"accuracy": ACCURACY}),
     Plot("Policy loss", {"loss": "policy/loss"}),
     # Without a reference it is 0.
     Plot("KL", {"KL": "policy/kl"}, "nats", needs_others_than_zero=True),

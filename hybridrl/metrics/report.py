@@ -25,7 +25,7 @@ from hybridrl.config.yaml_text import parse_yaml
 from hybridrl.errors import DataError
 from hybridrl.metrics.plots import figures, points
 from hybridrl.metrics.sinks import read_records
-from hybridrl.metrics.values import ACCURACY, SKIPPED, Record, recent_mean
+from hybridrl.metrics.values import ACCURACY, SKIPPED, STDERR, Record, recent_mean
 
 NUM_SAMPLES = 20
 ABSENT = "–"
@@ -155,20 +155,28 @@ def _read(folder: Path, label: str) -> RunData:
             "the metrics of at least one step",
             "Give the folder of a run that has started, e.g. runs/quickstart-grpo.",
         )
-    summary = folder / "summary.json"  # accuracy before the first step has no other record
-    before = _accuracy_before(summary) if summary.exists() else None
-    if before is not None and all(record["step"] for record in records):
-        records.insert(0, {"step": 0, ACCURACY: before})
+    summary = folder / "summary.json"  # what was measured before the first step stands only there
+    before = _measured_before(summary) if summary.exists() else {}
+    if before and all(record["step"] for record in records):
+        records.insert(0, {"step": 0, **before})
     config = folder / "config.yaml"
     text = config.read_text(encoding="utf-8") if config.exists() else ""
     return RunData(label, records, text, *_newest_samples(folder / "rollouts"))
 
 
-def _accuracy_before(summary: Path) -> Any:
+def _measured_before(summary: Path) -> Record:
+    """Returns accuracies before the first step, with standard errors, as metrics."""
     try:
-        return parse_json(summary.read_bytes()).get("accuracy_before")
+        told = parse_json(summary.read_bytes())
+        found = {key: value for key, value in told.items() if "accuracy" in key}
     except (ValueError, AttributeError, OSError):  # damaged: the page goes without it
-        return None
+        return {}
+    parts = ((key.partition("_before"), value) for key, value in found.items())
+    return {
+        f"eval/{name}{ending}": value
+        for (name, before, ending), value in parts
+        if before and (value is None or type(value) in (int, float))
+    }
 
 
 def _newest_samples(directory: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -205,12 +213,30 @@ def _summary(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
     rows["peak memory, GiB"] = [_format(max((v for _, v in p), default=math.nan)) for p in peaks]
     skipped = [_finite(run.records, SKIPPED) for run in runs]
     rows["skipped optimizer steps"] = [f"{sum(v for _, v in s):.0f}" if s else "" for s in skipped]
-    accuracies = [_finite(run.records, ACCURACY) for run in runs]
-    for place, label in ((0, "first measured accuracy"), (-1, "last measured accuracy")):
-        rows[label] = ["{1:.3f} (step {0})".format(*a[place]) if a else "" for a in accuracies]
+    for name in _estimates(runs):
+        measured = [_measured(run.records, name) for run in runs]
+        for place, word in ((0, "first"), (-1, "last")):
+            label = f"{word} measured {name.removeprefix('eval/')}"
+            rows[label] = [found[place] if found else "" for found in measured]
     for label, values in rows.items():
         if any(values):
             yield label, [value or ABSENT for value in values]
+
+
+def _estimates(runs: Sequence[RunData]) -> list[str]:
+    """Returns the metrics of evaluations that have a standard error; the accuracy first."""
+    names = dict.fromkeys(key for run in runs for record in run.records for key in record)
+    found = [n for n in names if n.startswith("eval/") and n + STDERR in names and n != ACCURACY]
+    return [ACCURACY, *sorted(found)]
+
+
+def _measured(records: Sequence[Record], name: str) -> list[str]:
+    """Returns each value of a metric with its standard error, where there is one, and its step."""
+    errors = dict(_finite(records, name + STDERR))
+    return [
+        f"{value:.3f}" + (f" ± {errors[step]:.3f}" if step in errors else "") + f" (step {step})"
+        for step, value in _finite(records, name)
+    ]
 
 
 def _format(value: float, form: str = ".3f") -> str:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from hybridrl.config.files import parse_json
 from hybridrl.errors import UserError
+from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.values import ACCURACY, PHASES, Record
 
 DAMAGED = ".damaged"  # ending of the file of lines that are no records
@@ -139,11 +140,13 @@ class ConsoleSink:
         """Prints a line as it is: no markup (phases stand in brackets), no wrapping."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def compare(self, title: str, rows: Mapping[str, tuple[float | None, float | None]]) -> None:
-        """Prints a table of names with their values before and after."""
+    def compare(
+        self, title: str, rows: Mapping[str, tuple[Estimate | None, Estimate | None]]
+    ) -> None:
+        """Prints a table of names with their values before and after, and standard errors."""
         table = Table("", "before", "after", title=title)
         for name, values in rows.items():
-            table.add_row(name, *("-" if value is None else f"{value:.3f}" for value in values))
+            table.add_row(name, *("-" if value is None else value.shown(3) for value in values))
         self._console.print(table)
 
     def close(self) -> None:

@@ -79,7 +79,16 @@ SMALL = (
     "reward.function=scripted_reward:digits",  # after few steps no answer is right
     "reward.extract=null",
 )
-SFT = ("examples/quickstart/sft.yaml", *SMALL, "steps.num_steps=3", "steps.stop_at_accuracy=null")
+SFT = (
+    "examples/quickstart/sft.yaml",
+    *SMALL,
+    "steps.num_steps=3",
+    "steps.stop_at_accuracy=null",
+    "checkpoint.export_hf=true",
+)
+DIGITS = "{function: scripted_reward:digits}"
+HELD_OUT = "form: prompts, path: examples/quickstart/heldout.jsonl"
+SET = f"{{{HELD_OUT}, limit: 4, scorer: {DIGITS}}}"
 GRPO = (
     "examples/quickstart/grpo.yaml",
     *SMALL,
@@ -87,6 +96,7 @@ GRPO = (
     "steps.samples_per_prompt=2",
     "train.tp=1",
     "train.pp=1",
+    f"eval.sets={{digits: {SET}}}",
 )
 
 
@@ -227,7 +237,7 @@ def test_run_folder_holds_what_is_documented(
     quickstart: Path, name: str, steps: int, world: int
 ) -> None:
     run = quickstart / "runs" / f"quickstart-{name}"
-    found = {path.name for path in run.iterdir()} - {"hf", "rollouts"}
+    found = {path.name for path in run.iterdir()} - {"hf", "rollouts", "exports"}
     expected = {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "summary.json"}
     assert found == {*expected, "tensorboard"}
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{steps}"]
@@ -302,6 +312,54 @@ def test_eval_prints_one_json_object_whatever_the_layout(quickstart: Path) -> No
     assert found[0]["accuracy"] == summary["accuracy_after"]
     assert 0 < found[0]["accuracy"] < 1
     assert files_below(quickstart / "runs") == before
+
+
+@pytest.mark.dist
+def test_a_run_leaves_the_directory_that_convert_makes_with_a_model_card(quickstart: Path) -> None:
+    run = quickstart / "runs" / "quickstart-sft"
+    exported, converted = run / "exports" / "step_3", run / "hf"  # by 4 ranks, and by 1
+    files = {path.name for path in converted.iterdir()}
+    assert {path.name for path in exported.iterdir()} == files | {"README.md"}
+    for name in files:
+        assert (exported / name).read_bytes() == (converted / name).read_bytes(), name
+    card = (exported / "README.md").read_text()
+    assert "pipeline_tag" in card and "| accuracy | " in card and "prompts_per_step: 8" in card
+    assert json.loads((exported / "config.json").read_text())["architectures"] == [
+        "Qwen3ForCausalLM"
+    ]
+
+
+@pytest.mark.dist
+def test_sets_are_measured_in_training_with_standard_errors(quickstart: Path) -> None:
+    run = quickstart / "runs" / "quickstart-grpo"
+    record = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    summary = json.loads((run / "summary.json").read_text())
+    assert record["eval/digits/accuracy"] == summary["digits/accuracy_after"]
+    assert record["eval/digits/accuracy_stderr"] == summary["digits/accuracy_after_stderr"] > 0
+    assert "digits/accuracy" in (quickstart / "stdout").read_text()
+
+
+@pytest.mark.dist
+def test_eval_of_an_hf_directory_needs_no_run(quickstart: Path) -> None:
+    """By two replicas of one rank each, which scored other samples, with n samples a prompt."""
+    folder = "runs/quickstart-sft/exports/step_3"
+    before = files_below(quickstart)
+    right = "{function: exact_match, extract: '(\\d)'}"
+    sets = f"{{digits: {SET}, exact: {{{HELD_OUT}, limit: 5, scorer: {right}}}}}"
+    knobs = ("eval.samples_per_prompt=4", "eval.temperature=1.0", "eval.pass_k=[1,4]")
+    knobs += (f"eval.sets={sets}", "rollout.max_new_tokens=12", "--world", "2", "--json")
+    found = json.loads(succeed(quickstart, "eval", folder, *knobs))
+    assert found["num_prompts"] == 0 and found["checkpoint"] is None
+    assert {name: one["num_scored"] for name, one in found["sets"].items()} == {
+        "digits": 16,
+        "exact": 20,
+    }
+    for one in found["sets"].values():
+        assert one["pass_at"]["1"]["value"] <= one["pass_at"]["4"]["value"] <= 1
+        assert 0 <= one["accuracy"] <= 1
+    assert found["sets"]["digits"]["majority"] is None  # that scorer knows of no answers
+    assert 0 <= found["sets"]["exact"]["majority"]["value"] <= 1
+    assert files_below(quickstart) == before
 
 
 @pytest.mark.dist

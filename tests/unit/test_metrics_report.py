@@ -53,7 +53,7 @@ def test_report_shows_curves_config_and_newest_samples(tmp_path: Path) -> None:
     titles = re.findall(r'<img alt="([^"]*)"', page)
     assert titles == [
         "Reward",
-        "Accuracy on held-out prompts, greedy",
+        "Accuracy on held-out prompts",
         "Policy loss",
         "Time of a step",
     ]
@@ -141,7 +141,7 @@ def test_report_leaves_gaps_where_values_are_not_finite(tmp_path: Path) -> None:
     assert points(records, "eval/accuracy") == [(2, 0.5)]
     page = Page(write_report(tmp_path))
     # Of KL no value is finite: no figure, as of what was never recorded.
-    wanted = ["Accuracy on held-out prompts, greedy", "Policy loss", "Skipped optimizer steps"]
+    wanted = ["Accuracy on held-out prompts", "Policy loss", "Skipped optimizer steps"]
     assert list(page.images) == [*wanted, "Time of a step"]
     loss = page.images["Policy loss"]
     assert loss.count("<use ") and "nan" not in re.findall(r' d="([^"]*)"', loss)
@@ -180,6 +180,25 @@ def test_report_of_two_runs_overlays_curves_and_tells_configurations_apart(tmp_p
     curve = re.compile(r'<g id="line2d_\d+">\s*<path d="[^"]{100,}"')
     assert len(curve.findall(reward)) == 2 * len(curve.findall(alone)) > 0
     assert reward.count("stroke-dasharray") == 0  # one metric: runs differ by colour
+
+
+def test_report_has_a_row_for_each_evaluation_set_with_its_standard_error(tmp_path: Path) -> None:
+    record = {"step": 4, "eval/accuracy": 0.5, "eval/accuracy_stderr": 0.02, "eval/form": 0.9}
+    record |= {"eval/gsm8k/accuracy": 0.25, "eval/gsm8k/accuracy_stderr": 0.011}
+    record |= {"eval/gsm8k/pass_at_4": 0.75, "eval/gsm8k/pass_at_4_stderr": 0.02}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    summary = {"gsm8k/accuracy_before": 0.125, "gsm8k/accuracy_before_stderr": 0.01}
+    summary |= {"accuracy_before": 0.375, "gsm8k/accuracy_after": 0.25}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    cells = Page(write_report(tmp_path)).cells
+    for label, value in {
+        "first measured accuracy": "0.375 (step 0)",
+        "last measured accuracy": "0.500 ± 0.020 (step 4)",
+        "first measured gsm8k/accuracy": "0.125 ± 0.010 (step 0)",
+        "last measured gsm8k/accuracy": "0.250 ± 0.011 (step 4)",
+        "last measured gsm8k/pass_at_4": "0.750 ± 0.020 (step 4)",
+    }.items():
+        assert cells[cells.index(label) + 1] == value
 
 
 def test_report_has_a_figure_of_every_metric_that_a_run_may_have(tmp_path: Path) -> None:
@@ -224,7 +243,7 @@ def test_report_leaves_out_what_is_zero_without_a_reference(
 ) -> None:
     records = [{"step": step, "policy/kl": value * step, ACCURACY: 0.0} for step in range(3)]
     titles = {title for title, _ in figures({"run": records})}
-    assert ("KL" in titles) is is_shown and "Accuracy on held-out prompts, greedy" in titles
+    assert ("KL" in titles) is is_shown and "Accuracy on held-out prompts" in titles
 
 
 def test_report_imports_no_torch() -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hybridrl.errors import UserError
+from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.sinks import (
     ConsoleSink,
     JsonlSink,
@@ -96,12 +97,18 @@ def test_console_sink_prints_plain_lines_where_there_is_no_terminal() -> None:
     sink = ConsoleSink(120, console=Console(file=stream, width=40))
     sink.write(7, METRICS)
     sink.message("saved [runs/x]")
-    sink.compare("Accuracy", {"greedy": (0.25, 0.9375), "sampled": (None, 0.5)})
+    sink.compare(
+        "Accuracy",
+        {
+            "greedy": (Estimate(0.25, None), Estimate(0.9375, None)),
+            "sampled": (None, Estimate(0.5, 0.02)),
+        },
+    )
     sink.close()
     lines = stream.getvalue().splitlines()
     assert lines[:2] == [step_line(7, 120, METRICS), "saved [runs/x]"]
     table = "\n".join(lines[2:])
-    for text in ("Accuracy", "before", "after", "0.250", "0.938", "-", "0.500"):
+    for text in ("Accuracy", "before", "after", "0.250", "0.938", "-", "0.500 ± 0.020"):
         assert text in table
     assert "\x1b" not in stream.getvalue()
 

@@ -1,0 +1,60 @@
+"""`hybridrl push`: uploads an HF directory to the hub, by the hub's own library. No torch.
+
+Only this command uploads anything, and only what it is given.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hybridrl.errors import UserError
+from hybridrl.models.directory import CONFIG_FILE, read_config
+from hybridrl.models.headers import HfHeaders
+
+# What an HF directory of ours holds; others (optimizer states, logs) are not uploaded.
+UPLOADED = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "README.md")
+
+
+def push(folder: Path, name: str, private: bool, revision: str | None) -> str:
+    """Uploads an HF directory.
+
+    Args:
+        folder: with config.json and safetensors; their headers are read first.
+        name: organisation/name on the hub; made if it is not there.
+        private: makes it a private one, if it is made.
+        revision: branch to upload to; None: main.
+
+    Returns:
+        Where the commit is.
+
+    Raises:
+        UserError: the folder is no whole HF directory, or the hub does not take it.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    if not os.path.isfile(folder / CONFIG_FILE):
+        allowed = f"an HF directory, with {CONFIG_FILE}"
+        remedy = "Make one with checkpoint.export_hf=true or hybridrl convert --to hf."
+        raise UserError(str(folder), "no such folder or file", allowed, remedy)
+    read_config(folder)
+    HfHeaders(folder)
+    api = HfApi()
+    try:
+        made = api.create_repo(name, private=private, exist_ok=True, repo_type="model")
+        if revision is not None:
+            api.create_branch(made.repo_id, branch=revision, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=made.repo_id,
+            folder_path=folder,
+            revision=revision,
+            allow_patterns=list(UPLOADED),
+            commit_message=f"Upload {folder.name}",
+        )
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+        allowed = "a repository that the token of this host may write"
+        said = " ".join(str(error).split())[:200]
+        remedy = "Check the name, and log in with: hf auth login."
+        raise UserError(f"hub repository {name}", said, allowed, remedy) from error
+    return str(done.commit_url)

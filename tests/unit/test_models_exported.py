@@ -1,0 +1,81 @@
+"""What exported config.json files, model cards and folders say; without ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hybridrl.config.load import load_config_dict
+from hybridrl.loop.exports import Exports
+from hybridrl.loop.model_card import model_card
+from hybridrl.models.exported import exported_config
+
+QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 8}
+
+
+def tokenizer_files(folder: Path, pad: Any) -> Path:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": pad}))
+    added = [{"id": 3, "content": "<eos>"}, {"id": 7, "content": "<pad>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    return folder
+
+
+def test_a_language_model_keeps_its_config_and_gets_a_name_if_it_has_none() -> None:
+    assert exported_config(QWEN, "lm", None) == QWEN
+    nameless = {k: v for k, v in QWEN.items() if k != "architectures"}
+    assert exported_config(nameless, "lm", None) == QWEN
+    own = {"model_type": "mine", "architectures": ["Mine"]}
+    assert exported_config(own, "lm", None) == own
+
+
+def test_a_value_head_is_a_sequence_classifier_with_the_tokenizers_padding(tmp_path: Path) -> None:
+    for pad in ("<pad>", {"content": "<pad>"}):
+        found = exported_config(QWEN, "value", tokenizer_files(tmp_path, pad))
+        assert found["architectures"] == ["Qwen3ForSequenceClassification"]
+        assert found["num_labels"] == 1 and found["pad_token_id"] == 7
+    assert exported_config({**QWEN, "pad_token_id": 2}, "value", tmp_path)["pad_token_id"] == 2
+    assert exported_config(QWEN, "value", None).get("pad_token_id") is None
+    # A class that transformers has not is not named.
+    assert "architectures" not in exported_config({"model_type": "mine"}, "value", None)
+
+
+def config_of(folder: Path, **model: Any) -> Any:
+    content = {
+        "run": {"name": "r", "dir": str(folder)},
+        "model": model,
+        "algorithm": {"name": "sft"},
+        "checkpoint": {"export_hf": True},
+    }
+    return load_config_dict(content)
+
+
+def test_a_card_says_what_was_made_of_what_and_what_was_measured(tmp_path: Path) -> None:
+    model: Any = SimpleNamespace(head="lm")
+    measured = {
+        "0": {"accuracy": 0.1, "accuracy_stderr": 0.01, "s/accuracy": 0.2},
+        "20": {"accuracy": 0.7, "accuracy_stderr": 0.02, "reward": 1.5},
+    }
+    text = model_card(config_of(tmp_path, path="org/base@main"), model, "step_20", measured)
+    assert 'base_model: "org/base"' in text and '"sft"' in text and "# r, step 20" in text
+    assert "| accuracy | 0.1000 ± 0.0100 | 0.7000 ± 0.0200 |" in text
+    assert "| reward |  | 1.5000 |" in text and "export_hf: true" in text
+    # A folder of this host is no base model of the hub, and a reward model has no accuracy.
+    here = model_card(config_of(tmp_path, path=str(tmp_path)), model, "step_1", {})
+    assert "base_model" not in here and f"from `{tmp_path.name}`" in here
+    scorer: Any = SimpleNamespace(head="value")
+    assert "text-classification" in model_card(
+        config_of(tmp_path, init="m"), scorer, "step_1", measured
+    )
+
+
+def test_exports_go_with_their_checkpoints(tmp_path: Path) -> None:
+    exports = Exports(config_of(tmp_path, init="m"), print)
+    root, checkpoints = tmp_path / "r" / "exports", tmp_path / "r" / "checkpoints"
+    for name in ("step_1", "step_1_critic", "step_2", "step_3", ".step_3.77.partial", "mine"):
+        (root / name).mkdir(parents=True)
+    for name in ("step_2", "step_3"):
+        (checkpoints / name).mkdir(parents=True)
+    exports._remove(root / "step_3", checkpoints)
+    assert {path.name for path in root.iterdir()} == {"step_2", "mine"}
