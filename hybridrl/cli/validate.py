@@ -34,10 +34,9 @@ from hybridrl.config.schema import Config, DataConfig, ModelConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
 from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
-from hybridrl.data.chats import chat_column
 from hybridrl.data.checked_rows import unless_checked
-from hybridrl.data.feedback import checked, label_columns, response_columns
-from hybridrl.data.rows import read_rows, validate_file
+from hybridrl.data.feedback import checked, label_columns
+from hybridrl.data.forms import Kind, formed_rows, kind_of, validate_file
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.directory import read_config
@@ -321,28 +320,26 @@ def _rows(
     if needs is None or needs.rollouts:
         return _files(data, paths, answer)
     feedback = needs.feedback
-    text = [data.prompt_key, *response_columns(data, feedback)]
-    columns = text, label_columns(data, feedback)
-    looked_for = [*columns, "responses", feedback]
+    kind, columns = kind_of(feedback, has_responses=True), label_columns(data, feedback)
     return unless_checked(
-        data, paths, looked_for, lambda: [*_responses(data, paths, *columns, feedback)]
+        data, paths, [kind, columns], lambda: [*_responses(data, paths, kind, columns, feedback)]
     )
 
 
 def _files(data: DataConfig, paths: Sequence[str], other: Sequence[str]) -> list[UserError]:
     """Checks what is evaluated, or given responses."""
-    columns = [data.prompt_key], list(other)
+    columns = list(other)
     return unless_checked(
-        data, paths, [*columns, "prompts"], lambda: [*_each_file(data, paths, *columns)]
+        data, paths, ["prompts", columns], lambda: [*_each_file(data, paths, "prompts", columns)]
     )
 
 
 def _each_file(
-    data: DataConfig, paths: Sequence[str], text: Sequence[str], other: Sequence[str]
+    data: DataConfig, paths: Sequence[str], kind: Kind, required: Sequence[str]
 ) -> Iterator[UserError]:
     for path in paths:
         try:
-            validate_file(path, text, other, chat_column(data))
+            validate_file(path, data, kind, required)
         except UserError as error:
             yield error
 
@@ -350,15 +347,15 @@ def _each_file(
 def _responses(
     data: DataConfig,
     paths: Sequence[str],
-    text: Sequence[str],
-    other: Sequence[str],
+    kind: Kind,
+    required: Sequence[str],
     feedback: Feedback | None,
 ) -> Iterator[UserError]:
-    files = list(_each_file(data, paths, text, other))
+    files = list(_each_file(data, paths, kind, required))
     yield from files
     if not files and feedback is not None:
         try:
-            for _ in checked(read_rows(paths, text, other, chat_column(data)), data, feedback):
+            for _ in checked(formed_rows(paths, data, kind, required), data, feedback):
                 pass
         except UserError as error:
             yield error
