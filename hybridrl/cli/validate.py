@@ -122,6 +122,8 @@ def validate_training(
             found.append(_no_file(f"mix.{name}.data.prompts", "train"))
         else:
             found += _rows(term.data, paths, term.algorithm.needs, [])
+    if data.validation is not None:
+        found += _rows(data, data.validation, config.algorithm.needs, answer)
     if data.eval_prompts is not None:
         found += _files(data, data.eval_prompts, answer)
     _raise_all(found)

@@ -75,6 +75,10 @@ class DataConfig(Section):
     shuffle: bool = Field(
         True, description="New order each epoch, from the seed. True: files are often sorted."
     )
+    validation: Paths = Field(
+        None,
+        description="Source or list of held-out rows with responses, for the loss on them (algorithms that learn from the data's responses). None: what eval_share holds out of such rows.",
+    )
     eval_prompts: Paths = Field(
         None,
         description="Source or list of sources for accuracy, as in data.prompts. None: no evaluation during training.",
@@ -91,6 +95,14 @@ class DataConfig(Section):
         description="Evaluate the first N prompts only. None: all, so that accuracies compare.",
     )
 
+    def longest_response(self, max_new_tokens: int) -> int:
+        """Returns the longest response of rows that an algorithm learns from, in tokens.
+
+        Args:
+            max_new_tokens: of `rollout`, where the section says none.
+        """
+        return self.max_response_tokens or max_new_tokens
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.weights is not None and len(self.weights) != len(self.prompts or ()):
@@ -100,4 +112,6 @@ class DataConfig(Section):
             raise ValueError("system_prompt: nothing without chat_template=true")
         if self.eval_share and self.eval_prompts is not None:
             raise ValueError("eval_share: 0 beside eval_prompts")
+        if self.eval_share and self.validation is not None:
+            raise ValueError("eval_share: 0 beside validation")
         return self

@@ -263,8 +263,9 @@ def _step_rules(config: Config) -> Iterator[UserError]:
 
 def _training_rules(config: Config) -> Iterator[UserError]:
     steps, algorithm = config.steps, config.algorithm
+    validates = config.data.validation is not None
     for key, wanted in (
-        ("steps.eval_every", steps.eval_every),
+        ("steps.eval_every", 0 if validates else steps.eval_every),
         ("steps.stop_at_accuracy", steps.stop_at_accuracy),
     ):
         if wanted and config.data.eval_prompts is None and not config.data.eval_share:
@@ -334,12 +335,31 @@ def _release_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
 
 def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if config.train.micro_batch_tokens < longest:
+    trained, key = longest, "rollout.max_new_tokens"
+    needs = config.algorithm.needs
+    if config.data.max_response_tokens is not None and needs is not None:
+        key = "data.max_response_tokens"
+        trained = config.data.max_prompt_tokens + config.data.max_response_tokens
+        if needs.rollouts:
+            yield UserError(
+                key,
+                config.data.max_response_tokens,
+                f"nothing with algorithm {config.algorithm.name}, which learns from samples",
+                "Set rollout.max_new_tokens.",
+            )
+    if config.train.micro_batch_tokens < trained:
         yield UserError(
             "train.micro_batch_tokens",
             config.train.micro_batch_tokens,
-            f"at least data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
+            f"at least data.max_prompt_tokens + {key} = {trained}",
             "Raise it, or lower one of the two: every sample must fit.",
+        )
+    if config.data.validation is not None and needs is not None and needs.rollouts:
+        yield UserError(
+            "data.validation",
+            ", ".join(config.data.validation),
+            f"nothing with algorithm {config.algorithm.name}, which learns from samples",
+            "Set data.eval_prompts.",
         )
     positions = shape.get("max_position_embeddings")
     if (

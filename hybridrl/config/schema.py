@@ -363,6 +363,11 @@ class StepsConfig(Section):
     num_steps: int = Field(
         100, ge=0, description="Steps of the run. 100: short enough to look at before going on."
     )
+    num_epochs: float | None = Field(
+        None,
+        gt=0,
+        description="Times that the run goes through its rows, in place of num_steps; the last step may go beyond. None: num_steps says.",
+    )
     eval_every: int = Field(
         0, ge=0, description="Steps between evaluations. 0: only before and after the run."
     )

@@ -25,6 +25,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,10 @@ ENDING = ".prompts"
 CHECKED = ".checked"  # of the marks of checked_rows.py
 KEPT_DAYS = 30
 # Of the section `data`, what chooses among prompts that are there.
-_CHOOSES = {"prompts", "weights", "shuffle", "eval_prompts", "eval_share", "eval_limit"}
+_CHOOSES = {
+    *("prompts", "weights", "shuffle", "validation", "eval_prompts", "eval_share", "eval_limit"),
+    "max_response_tokens",  # stands beside the section
+}
 _READERS = (
     *("prompts", "prompt_file", "prompt_store", "rows", "forms", "messages", "chats", "encoding"),
     *("feedback", "sets"),
@@ -295,7 +299,12 @@ def load_rows(
     rows: Rows | None = None,
 ) -> LoadedPrompts:
     """Loads prompts, or `rows` in their place, with the responses that an algorithm needs."""
+    return store.load(replace(reading_of(data, rollout, needs), source=rows))
+
+
+def reading_of(data: DataConfig, rollout: RolloutConfig, needs: Needs) -> Reading:
+    """Returns how the rows are read that an algorithm trains on."""
     if needs.rollouts:
-        return store.load(Reading(data, rows))
-    limit, feedback = rollout.max_new_tokens, needs.feedback
-    return store.load(Reading(data, rows, max_response_tokens=limit, feedback=feedback))
+        return Reading(data)
+    longest = data.longest_response(rollout.max_new_tokens)
+    return Reading(data, max_response_tokens=longest, feedback=needs.feedback)

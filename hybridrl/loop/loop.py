@@ -40,6 +40,7 @@ from hybridrl.loop.position import Position
 from hybridrl.loop.run_data import Given, make_data
 from hybridrl.loop.schedule import is_due, last_step
 from hybridrl.loop.skipped import SkippedSteps
+from hybridrl.loop.validation import Validation
 from hybridrl.metrics.values import SKIPPED, average
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.groups import start_process_group, stop_process_group
@@ -124,17 +125,19 @@ class Trainer:
         data = make_data(*of_run, self._trains)
         self.tokenizer, self.scorer, self.mix = data.tokenizer, data.scorer, data.mix
         self.prompts, self.eval_prompts = data.prompts, data.eval_prompts
+        config = self.config = setup.with_epochs(config, len(self.prompts))
         self._position = Position(self.prompts, self.mix)
         self.evaluations = Evaluations(config.steps, bool(self.eval_prompts))
         parts = (config, meshes, self.algorithm, self.models, self.journal.notify)
         roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
         self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
+        passes = self.algorithm, roles, self.enter_training, self.journal
+        self.validation = Validation(config.steps, data.validation, *passes)
         self._warnings = (MismatchWarning(self.source.dtype), UniformGroupsWarning())
         self._make_engine(meshes.placement.rollout)
-        checkpoints, keep = run_folder(config) / "checkpoints", config.checkpoint.keep
-        of_store = self.journal.notify, meshes.name
-        self.store = CheckpointStore(checkpoints, self.world, keep, *of_store)
+        of_store = config.checkpoint.keep, self.journal.notify, meshes.name
+        self.store = CheckpointStore(run_folder(config) / "checkpoints", self.world, *of_store)
 
     @classmethod
     def from_config(
@@ -189,9 +192,8 @@ class Trainer:
             last = last_step(num_steps, until, first, default)
             is_done = 0 < last <= first or (first and self.evaluations.reach_goal(self.step))
             if is_done and not self.evaluations.are_due(self.step, last):
-                return self.journal.nothing_to_do(
-                    first, last, self.evaluations.by_step, self.seconds
-                )
+                found_before = self.evaluations.by_step, self.seconds
+                return self.journal.nothing_to_do(first, last, *found_before)
             self.journal.start(first, last)
             try:
                 save = partial(self._save_at_stop, last, resume)
@@ -208,6 +210,7 @@ class Trainer:
             self.check_engine()
         elif self.algorithm.needs.rollouts:
             self.enter_rollout()
+        self.validation.begin(self.step, last)
         if self.evaluations.are_due(self.step, last):
             found = self._keep_evaluation(self.evaluate())
             if self.step:
@@ -218,13 +221,12 @@ class Trainer:
                 metrics = self.train_step()
             try:
                 check_stop(self.world)
+                metrics |= self.validation.measure_due(self.step, last)
                 if self.evaluations.are_due(self.step, last):
                     metrics |= self._keep_evaluation(self.evaluate())
             finally:
                 self.journal.log(self.step, metrics)
-            for warning in self._warnings:
-                if (text := warning.text(self.step, metrics)) is not None:
-                    self.journal.notify(text)
+            self.journal.warn(self._warnings, self.step, metrics)
             ends = last if not self.evaluations.reach_goal(self.step) else self.step
             if is_due(self.config.checkpoint.every, self.step, ends):
                 self.save_checkpoint()
@@ -250,8 +252,8 @@ class Trainer:
         """Returns what this rank's device holds, part by part, in training and in rollout, as the
         next change of phases leaves it.
         """
-        held = ledger.entries(self.models, self._engine_bytes(), self._keeps_memory())
-        return ledger.table(held, self.platform)
+        held = self.models, self._engine_bytes(), self._keeps_memory()
+        return ledger.table(ledger.entries(*held), self.platform)
 
     def train_step(self) -> dict[str, float]:
         """Takes one step and returns its metrics, the same on all ranks."""
@@ -278,7 +280,7 @@ class Trainer:
             batch = self.algorithm.advantages(batch)
         check_stop(self.world)  # the signal came with the agreement above
         with timer.phase("update"):
-            metrics = self.update(batch) | sampled
+            metrics = self.update(batch) | sampled | {"train/epoch": self.prompts.epoch}
         if isinstance(self.algorithm, AdaptiveAlgorithm):
             metrics |= self.algorithm.after_step(batch)
         self.step += 1
@@ -316,9 +318,8 @@ class Trainer:
         algorithm, sampler, timer = self.algorithm, self.sampler, self.journal.timer
         self.enter_rollout()
         with timer.phase("generate"):
-            local = sampler.generate(
-                prompts, step=self.step, first_group=first_group, greedy=algorithm.needs.greedy
-            )
+            step, greedy = self.step, algorithm.needs.greedy
+            local = sampler.generate(prompts, step=step, first_group=first_group, greedy=greedy)
         has_rounds = isinstance(algorithm, GroupAlgorithm) and algorithm.max_resampling > 0
         # A reward model's pass needs the memory that the engine has while it generates.
         if sampler.reward_models or not has_rounds:

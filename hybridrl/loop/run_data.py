@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -21,12 +22,12 @@ from hybridrl.config.tokenizer import check_token_numbers, check_tokenizer_files
 from hybridrl.contracts.batch import Prompt
 from hybridrl.data.mixture import hold_out, prompt_source
 from hybridrl.data.prompt_file import largest_token
-from hybridrl.data.prompt_store import PromptStore, Rows, load_rows
+from hybridrl.data.prompt_store import PromptStore, Rows, load_rows, reading_of
 from hybridrl.data.prompts import LoadedPrompts, PromptSource, Reading
 from hybridrl.errors import ModelError
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
-from hybridrl.rewards.functions import RewardFunction, no_reward
+from hybridrl.rewards.functions import NEEDS_ANSWER, RewardFunction, no_reward
 from hybridrl.roles.mix import Mix
 from hybridrl.training.build import model_source
 
@@ -47,6 +48,7 @@ class RunData(NamedTuple):
     scorer: Scorer
     prompts: PromptSource
     eval_prompts: Sequence[Prompt]
+    validation: Sequence[Prompt]
     mix: Mix
 
 
@@ -73,18 +75,20 @@ def make_data(
     store = PromptStore(tokenizer)
     mixed = config if trains else config.model_copy(update={"mix": {}})
 
-    def load() -> tuple[LoadedPrompts, PromptSource, Sequence[Prompt], Mix]:
+    def load() -> tuple[LoadedPrompts, PromptSource, Sequence[Prompt], Sequence[Prompt], Mix]:
         loaded, evaluated = load_data(config, store, needs, given.prompts)
-        for prompts in (loaded.prompts, evaluated):
+        validation = load_validation(config, store, needs, evaluated) if trains else ()
+        for prompts in (loaded.prompts, evaluated, validation):
             store.once(partial(check_token_range, prompts, num_tokens))
         source = prompt_source(loaded, config.data, config.run.seed, store.once)
-        return loaded, source, evaluated, Mix(mixed, store, notify, given.mix)
+        asked = scorable(config, evaluated)
+        return loaded, source, asked, validation, Mix(mixed, store, notify, given.mix)
 
     builder = world.mates[0]
     with contextlib.closing(store):
         with world.all_agree("reading the prompts") as agreement:
             if world.rank == builder:
-                loaded, source, evaluated, mix = load()
+                loaded, source, evaluated, validation, mix = load()
                 agreement.value = store.files, store.notes, store.found
         reports = agreement.values
         for line in dict.fromkeys(line for one in reports if one is not None for line in one[1]):
@@ -93,9 +97,9 @@ def make_data(
             if world.rank != builder:
                 files, _, found = reports[builder]
                 store.follow(files, found)
-                loaded, source, evaluated, mix = load()
+                loaded, source, evaluated, validation, mix = load()
     notify(loaded.report())
-    return RunData(tokenizer, scorer, source, evaluated, mix)
+    return RunData(tokenizer, scorer, source, evaluated, validation, mix)
 
 
 def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerBase:
@@ -172,3 +176,27 @@ def load_data(
     if not data.eval_prompts:
         return loaded, ()
     return loaded, store.load(Reading(data, data.eval_prompts, limit=data.eval_limit)).prompts
+
+
+def load_validation(
+    config: Config, store: PromptStore, needs: Needs, held_out: Sequence[Prompt]
+) -> Sequence[Prompt]:
+    """Loads `data.validation`, rows with the responses that the algorithm learns from; without it
+    returns what `data.eval_share` holds out of such rows.
+    """
+    data = config.data
+    if data.validation:
+        reading = replace(reading_of(data, config.rollout, needs), source=data.validation)
+        return store.load(reading).prompts
+    return held_out if data.eval_share and not needs.rollouts else ()
+
+
+def scorable(config: Config, held_out: Sequence[Prompt]) -> Sequence[Prompt]:
+    """Returns the held-out prompts that responses can be scored of: none of rows with responses of
+    their own and without the answer that the reward looks for.
+    """
+    scorers = config.reward.scorers().values() if is_scored(config) else ()
+    if not held_out or held_out[0].response_tokens is None or not scorers:
+        return held_out
+    needs_answer = any(scorer.function in NEEDS_ANSWER for scorer in scorers)
+    return () if needs_answer and "answer" not in held_out[0].columns else held_out

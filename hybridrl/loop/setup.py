@@ -4,6 +4,7 @@ Collective.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -102,3 +103,12 @@ def ranks_per_node(world: World) -> int:
 
 def _local_ranks(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # unset where nothing launched this
+
+
+def with_epochs(config: Config, num_prompts: int) -> Config:
+    """Returns the configuration with the number of steps that `steps.num_epochs` comes to."""
+    steps = config.steps
+    if steps.num_epochs is None:
+        return config
+    num_steps = math.ceil(steps.num_epochs * num_prompts / steps.prompts_per_step)
+    return config.model_copy(update={"steps": steps.model_copy(update={"num_steps": num_steps})})
