@@ -127,7 +127,7 @@ BY_LAYER = (
     ("Load of the busiest expert, by layer", "moe/max_load", "multiple of the mean"),
     ("Entropy of routing, by layer", "moe/routing_entropy", "nats"),
 )
-OF_MODELS = {"policy/loss", "critic/loss"}
+OF_MODELS = {"policy/loss", "critic/loss", "eval/loss"}
 TIMES = "Time of a step"
 
 
