@@ -24,6 +24,7 @@ from hybridrl.checkpoint.folders import (
 from hybridrl.checkpoint.run_lock import check_free
 from hybridrl.cli.gpus import local_gpu_names, num_local_gpus
 from hybridrl.config.engines import ENGINES, engine_package
+from hybridrl.config.generation import on_policy_rules, with_generation_config
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles
@@ -60,7 +61,7 @@ def model_violations(
     Args:
         config: of the run.
         world_size: number of ranks.
-        has_teacher: whether the teacher, if there is one, is read and judged.
+        has_teacher: whether the run trains; then its teacher, if there is one, is read and judged.
         default_dtype: what model.dtype=auto stands for; a GPU's where that is not known.
         machines: under the ranks; None: they are not known.
 
@@ -69,6 +70,10 @@ def model_violations(
     """
     hf_config: dict[str, Any] = {}
     found: list[UserError] = []
+    try:
+        config = with_generation_config(config)
+    except UserError as error:
+        found.append(error)
     rollout = config.rollout
     if (config.model.path is None) != (config.model.init is None):
         try:
@@ -82,7 +87,7 @@ def model_violations(
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
         except UserError as error:
             found.append(error)
-    taught = _teacher(config, hf_config) if has_teacher else ()
+    taught = [*on_policy_rules(config), *_teacher(config, hf_config)] if has_teacher else []
     rules = check(config, world_size, hf_config, default_dtype, machines=machines)
     return hf_config, [*rules, *taught, *found]
 

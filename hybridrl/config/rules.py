@@ -14,6 +14,7 @@ from typing import Any
 from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.environment import environment_rules
+from hybridrl.config.generation import generation_rules
 from hybridrl.config.lag import lag_rules
 from hybridrl.config.placement import Machines, Placement, asks_for, least_ranks
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
@@ -86,6 +87,7 @@ def check(
         *_axes_rules(config),
         *_step_rules(config),
         *online_rules(config),
+        *generation_rules(config),
         *lag_rules(config),
         *mix_rules(config),
         *_training_rules(config),
