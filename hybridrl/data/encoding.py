@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Protocol
 
 from hybridrl.contracts.samples import in_gaps
-from hybridrl.data.chats import chats_of, learned, sample, shared_prompt
+from hybridrl.data.chats import Chat, chats_of, learned, sample, shared_prompt
 from hybridrl.data.rows import Row
 from hybridrl.errors import DataError, said, short
 
-_TOKENIZED_TOGETHER = 1024
+# Rows that are tokenized by one call: so many, and no more than have so many characters.
+_TOKENIZED_TOGETHER, _MOST_CHARACTERS = 1024, 1 << 23
 # Of a text, so many characters a token that it may have, and at least SURELY_READ, are tokenized.
 # Where these give more than twice the tokens, so does the whole: a longer text cannot fit.
 _CHARACTERS_A_TOKEN, _SURELY_READ = 64, 100_000
@@ -94,8 +94,7 @@ def encoded_rows(
     Raises:
         DataError: a text has no tokens.
     """
-    numbered = enumerate(rows)
-    while chunk := list(islice(numbered, _TOKENIZED_TOGETHER)):
+    for chunk in _chunks(enumerate(rows), names):
         are_chats = [bool(chats_of(row.columns, names[1:])) for _, row in chunk]
         plain = [one for one, is_chat in zip(chunk, are_chats, strict=True) if not is_chat]
         texts = _of_texts(plain, names, tokenizer, limits)
@@ -104,6 +103,23 @@ def encoded_rows(
             if not found.prompt:
                 raise _without_tokens(row.place, found.text, "1 token or more")
             yield found
+
+
+def _chunks(
+    numbered: Iterable[tuple[int, Row]], names: Sequence[str]
+) -> Iterator[list[tuple[int, Row]]]:
+    """Yields rows some at a time, as bounded by what is tokenized together."""
+    chunk: list[tuple[int, Row]] = []
+    num = 0
+    for number, row in numbered:
+        parts = (row.columns[name] for name in names)
+        num += sum(len(part.text if isinstance(part, Chat) else str(part)) for part in parts)
+        chunk.append((number, row))
+        if len(chunk) == _TOKENIZED_TOGETHER or num >= _MOST_CHARACTERS:
+            yield chunk
+            chunk, num = [], 0
+    if chunk:
+        yield chunk
 
 
 def _of_texts(
