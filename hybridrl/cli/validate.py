@@ -24,6 +24,7 @@ from hybridrl.checkpoint.folders import (
 from hybridrl.checkpoint.run_lock import check_free
 from hybridrl.cli.gpus import local_gpu_names, num_local_gpus
 from hybridrl.config.engines import ENGINES, engine_package
+from hybridrl.config.generation import on_policy_rules, with_generation_config
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles
@@ -34,11 +35,10 @@ from hybridrl.config.schema import Config, DataConfig, ModelConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
 from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
-from hybridrl.data.chats import chat_column
 from hybridrl.data.checked_rows import unless_checked
 from hybridrl.data.evaluation_sets import set_rows
-from hybridrl.data.feedback import checked, label_columns, response_columns
-from hybridrl.data.rows import read_rows, validate_file
+from hybridrl.data.feedback import checked, label_columns
+from hybridrl.data.forms import Kind, formed_rows, kind_of, validate_file
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.directory import read_config
@@ -62,7 +62,7 @@ def model_violations(
     Args:
         config: of the run.
         world_size: number of ranks.
-        has_teacher: whether the teacher, if there is one, is read and judged.
+        has_teacher: whether the run trains; then its teacher, if there is one, is read and judged.
         default_dtype: what model.dtype=auto stands for; a GPU's where that is not known.
         machines: under the ranks; None: they are not known.
 
@@ -71,6 +71,10 @@ def model_violations(
     """
     hf_config: dict[str, Any] = {}
     found: list[UserError] = []
+    try:
+        config = with_generation_config(config)
+    except UserError as error:
+        found.append(error)
     rollout = config.rollout
     if (config.model.path is None) != (config.model.init is None):
         try:
@@ -84,7 +88,7 @@ def model_violations(
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
         except UserError as error:
             found.append(error)
-    taught = _teacher(config, hf_config) if has_teacher else ()
+    taught = [*on_policy_rules(config), *_teacher(config, hf_config)] if has_teacher else []
     rules = check(config, world_size, hf_config, default_dtype, machines=machines)
     return hf_config, [*rules, *taught, *found]
 
@@ -124,6 +128,8 @@ def validate_training(
             found.append(_no_file(f"mix.{name}.data.prompts", "train"))
         else:
             found += _rows(term.data, paths, term.algorithm.needs, [])
+    if data.validation is not None:
+        found += _rows(data, data.validation, config.algorithm.needs, answer)
     if data.eval_prompts is not None:
         found += _files(data, data.eval_prompts, answer)
     _raise_all([*found, *_sets(config)])
@@ -322,19 +328,17 @@ def _rows(
     if needs is None or needs.rollouts:
         return _files(data, paths, answer)
     feedback = needs.feedback
-    text = [data.prompt_key, *response_columns(data, feedback)]
-    columns = text, label_columns(data, feedback)
-    looked_for = [*columns, "responses", feedback]
+    kind, columns = kind_of(feedback, has_responses=True), label_columns(data, feedback)
     return unless_checked(
-        data, paths, looked_for, lambda: [*_responses(data, paths, *columns, feedback)]
+        data, paths, [kind, columns], lambda: [*_responses(data, paths, kind, columns, feedback)]
     )
 
 
 def _files(data: DataConfig, paths: Sequence[str], other: Sequence[str]) -> list[UserError]:
     """Checks what is evaluated, or given responses."""
-    columns = [data.prompt_key], list(other)
+    columns = list(other)
     return unless_checked(
-        data, paths, [*columns, "prompts"], lambda: [*_each_file(data, paths, *columns)]
+        data, paths, ["prompts", columns], lambda: [*_each_file(data, paths, "prompts", columns)]
     )
 
 
@@ -352,11 +356,11 @@ def _sets(config: Config) -> Iterator[UserError]:
 
 
 def _each_file(
-    data: DataConfig, paths: Sequence[str], text: Sequence[str], other: Sequence[str]
+    data: DataConfig, paths: Sequence[str], kind: Kind, required: Sequence[str]
 ) -> Iterator[UserError]:
     for path in paths:
         try:
-            validate_file(path, text, other, chat_column(data))
+            validate_file(path, data, kind, required)
         except UserError as error:
             yield error
 
@@ -364,15 +368,15 @@ def _each_file(
 def _responses(
     data: DataConfig,
     paths: Sequence[str],
-    text: Sequence[str],
-    other: Sequence[str],
+    kind: Kind,
+    required: Sequence[str],
     feedback: Feedback | None,
 ) -> Iterator[UserError]:
-    files = list(_each_file(data, paths, text, other))
+    files = list(_each_file(data, paths, kind, required))
     yield from files
     if not files and feedback is not None:
         try:
-            for _ in checked(read_rows(paths, text, other, chat_column(data)), data, feedback):
+            for _ in checked(formed_rows(paths, data, kind, required), data, feedback):
                 pass
         except UserError as error:
             yield error

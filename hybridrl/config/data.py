@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -23,7 +23,7 @@ class DataConfig(Section):
     )
     chat_template: bool = Field(
         False,
-        description="Make prompts, texts or lists of messages, a chat by the tokenizer's template. False: base models have none.",
+        description="Make texts too a chat by the tokenizer's template, as rows of messages are always. False: base models have none.",
     )
     system_prompt: str | None = Field(
         None,
@@ -54,13 +54,30 @@ class DataConfig(Section):
         "answer",
         description="Column the exact_match reward compares with. 'answer': the common name.",
     )
+    tools_key: str = Field(
+        "tools",
+        description="Column of a chat's tools, schemas that its template is given. 'tools': the common name.",
+    )
     max_prompt_tokens: int = Field(
         512,
         ge=1,
         description="Longer prompts are dropped and counted. 512: keeps nearly all of the usual math sets.",
     )
+    max_response_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Longest response of rows that an algorithm learns from, all turns after the prompt together. None: rollout.max_new_tokens.",
+    )
+    long_responses: Literal["leave_out", "cut"] = Field(
+        "leave_out",
+        description="What is done with rows of longer responses; both are counted and told. 'leave_out': a response that is cut teaches not to end.",
+    )
     shuffle: bool = Field(
         True, description="New order each epoch, from the seed. True: files are often sorted."
+    )
+    validation: Paths = Field(
+        None,
+        description="Source or list of held-out rows with responses, for the loss on them (algorithms that learn from the data's responses). None: what eval_share holds out of such rows.",
     )
     eval_prompts: Paths = Field(
         None,
@@ -78,6 +95,14 @@ class DataConfig(Section):
         description="Evaluate the first N prompts only. None: all, so that accuracies compare.",
     )
 
+    def longest_response(self, max_new_tokens: int) -> int:
+        """Returns the longest response of rows that an algorithm learns from, in tokens.
+
+        Args:
+            max_new_tokens: of `rollout`, where the section says none.
+        """
+        return self.max_response_tokens or max_new_tokens
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.weights is not None and len(self.weights) != len(self.prompts or ()):
@@ -87,4 +112,6 @@ class DataConfig(Section):
             raise ValueError("system_prompt: nothing without chat_template=true")
         if self.eval_share and self.eval_prompts is not None:
             raise ValueError("eval_share: 0 beside eval_prompts")
+        if self.eval_share and self.validation is not None:
+            raise ValueError("eval_share: 0 beside validation")
         return self

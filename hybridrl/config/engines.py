@@ -41,6 +41,8 @@ class EngineTraits:
         captures_graphs: it holds CUDA graphs and a workspace in both phases.
         bounds_positions: it refuses requests longer than the model's max_position_embeddings.
         lowest_temperature: the lowest that it samples at, but for 0.
+        ends_by_text: it ends a response once its text has a stop string.
+        penalizes: it can keep end tokens back and penalize tokens that were said.
         runs_on_gpus: `hybridrl plan` takes GPUs for granted, also on a host without any.
     """
 
@@ -59,6 +61,8 @@ class EngineTraits:
     captures_graphs: bool = False
     bounds_positions: bool = False
     lowest_temperature: float = 0.0
+    ends_by_text: bool = False
+    penalizes: bool = False
     runs_on_gpus: bool = False
 
 
@@ -81,7 +85,11 @@ class EnginePackage:
 
 ENGINES = {
     "hf": EngineTraits(
-        builder="hybridrl.rollout.hf:build", takes_experts=True, records_experts=True
+        builder="hybridrl.rollout.hf:build",
+        takes_experts=True,
+        records_experts=True,
+        ends_by_text=True,
+        penalizes=True,
     ),
     "vllm": EngineTraits(
         builder="hybridrl.rollout.vllm:build",
@@ -98,6 +106,8 @@ ENGINES = {
         captures_graphs=True,
         bounds_positions=True,
         lowest_temperature=0.01,
+        ends_by_text=True,
+        penalizes=True,
         runs_on_gpus=True,
     ),
     "sglang": EngineTraits(

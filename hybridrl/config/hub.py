@@ -111,8 +111,8 @@ def _sources(config: Config) -> Iterator[tuple[Place, str]]:
     sections: dict[Place, DataConfig] = {("data",): config.data}
     sections |= {("mix", name, "data"): term.data for name, term in config.mix.items()}
     for place, data in sections.items():
-        for key, texts in (("prompts", data.prompts), ("eval_prompts", data.eval_prompts)):
-            for number, text in enumerate(texts or ()):
+        for key in ("prompts", "validation", "eval_prompts"):
+            for number, text in enumerate(getattr(data, key) or ()):
                 yield (*place, key, number), text
 
 

@@ -31,7 +31,7 @@ _HOW_FAST: Any = {
 
 
 # What only evaluates changes no weight.
-_EVALUATES = {"eval_prompts", "eval_limit"}
+_EVALUATES = {"eval_prompts", "eval_limit", "validation"}
 
 
 def run_folder(config: Config) -> Path:

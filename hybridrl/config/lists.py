@@ -70,3 +70,17 @@ def _as_counts(value: object) -> object:
 
 Counts = Annotated[tuple[int, ...], BeforeValidator(_as_counts)]
 """A count or several in YAML; always an ascending tuple in a Config."""
+
+
+def _as_texts(value: object) -> object:
+    """Turns a text or a list of them into the tuple that the field holds."""
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list | tuple) or not all(
+        isinstance(one, str) and one for one in texts
+    ):
+        raise PydanticCustomError("texts", "a text that is not empty, or a list of them")
+    return tuple(texts)
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
+"""A text or a list of texts in YAML; always a tuple in a Config."""

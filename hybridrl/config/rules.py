@@ -15,6 +15,7 @@ from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.environment import environment_rules
 from hybridrl.config.evaluation import evaluation_rules
+from hybridrl.config.generation import generation_rules
 from hybridrl.config.lag import lag_rules
 from hybridrl.config.placement import Machines, Placement, asks_for, least_ranks
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
@@ -87,6 +88,7 @@ def check(
         *_axes_rules(config),
         *_step_rules(config),
         *online_rules(config),
+        *generation_rules(config),
         *lag_rules(config),
         *mix_rules(config),
         *_training_rules(config),
@@ -265,8 +267,9 @@ def _step_rules(config: Config) -> Iterator[UserError]:
 
 def _training_rules(config: Config) -> Iterator[UserError]:
     steps, algorithm = config.steps, config.algorithm
+    validates = config.data.validation is not None
     for key, wanted, sets in (
-        ("steps.eval_every", steps.eval_every, config.eval.sets),
+        ("steps.eval_every", 0 if validates else steps.eval_every, config.eval.sets),
         ("steps.stop_at_accuracy", steps.stop_at_accuracy, {}),
     ):
         if wanted and config.data.eval_prompts is None and not config.data.eval_share and not sets:
@@ -336,12 +339,31 @@ def _release_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
 
 def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if config.train.micro_batch_tokens < longest:
+    trained, key = longest, "rollout.max_new_tokens"
+    needs = config.algorithm.needs
+    if config.data.max_response_tokens is not None and needs is not None:
+        key = "data.max_response_tokens"
+        trained = config.data.max_prompt_tokens + config.data.max_response_tokens
+        if needs.rollouts:
+            yield UserError(
+                key,
+                config.data.max_response_tokens,
+                f"nothing with algorithm {config.algorithm.name}, which learns from samples",
+                "Set rollout.max_new_tokens.",
+            )
+    if config.train.micro_batch_tokens < trained:
         yield UserError(
             "train.micro_batch_tokens",
             config.train.micro_batch_tokens,
-            f"at least data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
+            f"at least data.max_prompt_tokens + {key} = {trained}",
             "Raise it, or lower one of the two: every sample must fit.",
+        )
+    if config.data.validation is not None and needs is not None and needs.rollouts:
+        yield UserError(
+            "data.validation",
+            ", ".join(config.data.validation),
+            f"nothing with algorithm {config.algorithm.name}, which learns from samples",
+            "Set data.eval_prompts.",
         )
     positions = shape.get("max_position_embeddings")
     most_new = config.eval.most_new_tokens(config.rollout.max_new_tokens)

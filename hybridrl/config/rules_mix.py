@@ -97,19 +97,20 @@ def _number_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserEr
             "responses to other prompts",
             f"Set {key}.prompts_per_step={32 * updates}.",
         )
-    longest = term.data.max_prompt_tokens + config.rollout.max_new_tokens
+    most = term.data.longest_response(config.rollout.max_new_tokens)
+    longest = term.data.max_prompt_tokens + most
     if config.train.micro_batch_tokens < longest:
         yield UserError(
             "train.micro_batch_tokens",
             config.train.micro_batch_tokens,
-            f"at least {key}.data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
+            f"at least {key}.data.max_prompt_tokens + the longest response = {longest}",
             "Raise it, or lower one of the two: every sample must fit.",
         )
 
 
 def _data_rules(key: str, term: TermConfig) -> Iterator[UserError]:
     data = term.data
-    for knob in ("eval_prompts", "eval_share", "eval_limit"):
+    for knob in ("validation", "eval_prompts", "eval_share", "eval_limit"):
         if getattr(data, knob):
             yield UserError(
                 f"{key}.{knob}",

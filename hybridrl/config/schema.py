@@ -23,7 +23,7 @@ from hybridrl.config.engines import ENGINES, known_engine
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
 from hybridrl.config.interpolation import Path
-from hybridrl.config.lists import Steps
+from hybridrl.config.lists import Steps, Texts
 from hybridrl.config.mix import TermConfig
 from hybridrl.config.placement import PlacementConfig
 from hybridrl.config.reward import RewardConfig, ScorerConfig
@@ -308,6 +308,36 @@ class RolloutConfig(Section):
         ge=1,
         description="Longest response. 256: enough for short answers, raise it for worked reasoning.",
     )
+    stop_strings: Texts = Field(
+        (),
+        description="Texts after which a response ends, what has them included. Empty: end tokens alone.",
+    )
+    min_new_tokens: int = Field(
+        0,
+        ge=0,
+        description="Tokens before which no end token is drawn; not in training. 0: off, it changes the distribution.",
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        description="Divides positive and multiplies negative logits of tokens in prompt and response; not in training. 1: off, it changes the distribution.",
+    )
+    presence_penalty: float = Field(
+        0.0,
+        ge=-2,
+        le=2,
+        description="Is taken from logits of tokens in the response; not in training. 0: off, it changes the distribution.",
+    )
+    generation_config: bool = Field(
+        False,
+        description="Take what this section does not set, and further end tokens, from the model's generation_config.json. False: such files are made for chats, with truncation that biases the policy gradient.",
+    )
+    gpu_memory_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Most of a GPU's memory that an engine's weights and KV cache may take (vllm, sglang). None: what requests can fill, as far as the trainer leaves it.",
+    )
     staging_mib: int = Field(
         248,
         ge=1,
@@ -365,6 +395,11 @@ class StepsConfig(Section):
     )
     num_steps: int = Field(
         100, ge=0, description="Steps of the run. 100: short enough to look at before going on."
+    )
+    num_epochs: float | None = Field(
+        None,
+        gt=0,
+        description="Times that the run goes through its rows, in place of num_steps; the last step may go beyond. None: num_steps says.",
     )
     eval_every: int = Field(
         0, ge=0, description="Steps between evaluations. 0: only before and after the run."

@@ -19,7 +19,7 @@ tokens that were sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -50,10 +50,11 @@ from hybridrl.contracts.checks import (
     columns_of,
     holds,
 )
+from hybridrl.contracts.flat import flatten, observed_mask
 from hybridrl.contracts.holders import Holders
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.contracts.routed_experts import token_rows
-from hybridrl.contracts.samples import Prompt, Rollout
+from hybridrl.contracts.samples import Prompt, Rollout, in_gaps
 from hybridrl.contracts.versions import token_versions
 
 __all__ = [
@@ -179,11 +180,10 @@ class RolloutBatch:
         logps = ([0.0] * len(r.prompt.tokens) + list(r.logps) for r in rollouts)
         finished, observed_T = [r.finish_reason == "stop" for r in rollouts], None
         if any(r.observed is not None for r in rollouts):
-            before = ((False,) * len(r.prompt.tokens) for r in rollouts)
-            masks = (r.observed or (False,) * len(r.tokens) for r in rollouts)
-            observed_T = _flatten(before, masks)[0].bool()
+            masks = [r.observed or (False,) * len(r.tokens) for r in rollouts]
+            observed_T = observed_mask([r.prompt for r in rollouts], masks)
         experts = [r.experts for r in rollouts if r.experts is not None]
-        tokens_T, lengths_B, prompt_lengths_B = _flatten(
+        tokens_T, lengths_B, prompt_lengths_B = flatten(
             [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts]
         )
         return RolloutBatch(
@@ -458,9 +458,11 @@ class TrainBatch(ScoredBatch):
             if not prompt.response_tokens:
                 got = f"returned prompt {prompt.prompt_id} without a response"
                 raise BatchError(producer, "response_tokens", got, "1 response token or more")
-        tokens_T, lengths_B, prompt_lengths_B = _flatten(
+        tokens_T, lengths_B, prompt_lengths_B = flatten(
             [p.tokens for p in prompts], [p.response_tokens or () for p in prompts]
         )
+        given = [in_gaps(len(p.response_tokens or ()), p.response_gaps) for p in prompts]
+        has_gaps = any(p.response_gaps for p in prompts)
         return TrainBatch(
             prompts=tuple(prompts),
             sample_ids_B=torch.arange(len(prompts)),
@@ -474,6 +476,7 @@ class TrainBatch(ScoredBatch):
             producer=producer,
             reward_B=torch.zeros(len(prompts)),
             reward_parts={},
+            observed_T=observed_mask(prompts, given) if has_gaps else None,
         )
 
     def require(self, name: str, needed_by: str) -> Tensor:
@@ -483,17 +486,3 @@ class TrainBatch(ScoredBatch):
             got = f"returned a batch without {name}"
             raise BatchError(self.producer, name, got, f"the column that {needed_by} needs")
         return value
-
-
-def _flatten(
-    prompts: Iterable[Sequence[int]], responses: Iterable[Sequence[int]]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the flat tokens, the lengths of the samples and those of their prompts, all int64."""
-    pairs = list(zip(prompts, responses, strict=True))
-    tokens = np.fromiter(chain.from_iterable(chain.from_iterable(pairs)), np.int64)
-    lengths_B = torch.tensor([len(p) + len(r) for p, r in pairs], dtype=torch.int64)
-    return (
-        torch.from_numpy(tokens),
-        lengths_B,
-        torch.tensor([len(p) for p, _ in pairs], dtype=torch.int64),
-    )

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +17,10 @@ class Prompt:
     """One prompt: its number in the source, its text and tokens, and the other columns of its row.
 
     `response_tokens` is the demonstration, with its end token, in supervised data; None elsewhere.
-    In preference pairs it is the better response, and `rejected_tokens` the worse.
+    In preference pairs it is the better response, and `rejected_tokens` the worse. Where a response
+    has several turns, `response_gaps` and `rejected_gaps` say which of its tokens are of others
+    than the assistant, and not learned: where each run of them begins and ends, flat, ascending,
+    none at its end.
     """
 
     prompt_id: int
@@ -26,6 +29,8 @@ class Prompt:
     columns: Mapping[str, object] = field(default_factory=dict)
     response_tokens: tuple[int, ...] | None = None
     rejected_tokens: tuple[int, ...] | None = None
+    response_gaps: tuple[int, ...] = ()
+    rejected_gaps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,3 +53,11 @@ class Rollout:
     observed: tuple[bool, ...] | None = None
     experts: Experts | None = field(default=None, compare=False)
     versions: tuple[tuple[int, int], ...] = ()
+
+
+def in_gaps(num: int, gaps: Sequence[int]) -> tuple[bool, ...]:
+    """Returns of each of `num` tokens of a response whether it is in a gap, as of Prompt."""
+    found = [False] * num
+    for begin, end in zip(gaps[::2], gaps[1::2], strict=True):
+        found[begin:end] = [True] * (end - begin)
+    return tuple(found)

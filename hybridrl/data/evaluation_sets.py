@@ -7,7 +7,7 @@ A form says which columns a row has and what a model is asked. Rows come from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from string import ascii_uppercase
@@ -15,8 +15,8 @@ from typing import Any
 
 from hybridrl.config.data import DataConfig
 from hybridrl.config.evaluation import EvalSetConfig
-from hybridrl.data.chats import chat_column
-from hybridrl.data.rows import Row, read_rows
+from hybridrl.data.forms import formed_rows
+from hybridrl.data.rows import Row, raw_rows
 from hybridrl.errors import DataError, short
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -99,9 +99,10 @@ def set_rows(section: EvalSetConfig, data: DataConfig) -> Iterator[dict[str, obj
     Raises:
         DataError: naming the first row that is not of the form.
     """
-    rows = islice(_read(section.path or (), section.form, data), section.limit)
-    for row in rows:
-        if section.form == "prompts":
+    paths, is_own = section.path or (), section.form == "prompts"
+    rows = formed_rows(paths, data, "prompts") if is_own else raw_rows(paths)
+    for row in islice(rows, section.limit):
+        if is_own:
             columns = dict(row.columns)
             prompt, answer = columns[data.prompt_key], columns.get(data.answer_key)
             told = section.instruction or ""
@@ -115,12 +116,6 @@ def set_rows(section: EvalSetConfig, data: DataConfig) -> Iterator[dict[str, obj
         others = {k: v for k, v in row.columns.items() if k not in ("prompt", "answer", "label")}
         answers = {} if answer is None else {"answer": answer}
         yield {**others, "prompt": prompt, **answers}
-
-
-def _read(paths: Sequence[str], form: str, data: DataConfig) -> Iterator[Row]:
-    text = [data.prompt_key] if form == "prompts" else []
-    chat = chat_column(data) if form == "prompts" else None
-    return read_rows(paths, text, [], chat)
 
 
 def _of_form(row: Row, name: str, form: Form) -> tuple[str, Any]:

@@ -10,15 +10,9 @@ from collections.abc import Iterable, Iterator
 
 from hybridrl.config.needs import Feedback
 from hybridrl.config.schema import DataConfig
+from hybridrl.data.forms import text_columns
 from hybridrl.data.rows import Row
 from hybridrl.errors import DataError, short
-
-
-def response_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
-    """Returns the columns of a row's responses, the better one of a pair first."""
-    if feedback == "pairs":
-        return [config.chosen_key, config.rejected_key]
-    return [config.response_key]
 
 
 def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
@@ -38,7 +32,7 @@ def checked(rows: Iterable[Row], config: DataConfig, feedback: Feedback | None) 
     labels: set[bool] = set()
     for row in rows:
         if feedback == "pairs":
-            better, worse = (row.columns[name] for name in response_columns(config, feedback))
+            better, worse = (row.columns[name] for name in text_columns(config, feedback)[1:])
             if better == worse:
                 raise equal_sides(row, config)
             margin = 0 if config.margin_key is None else row.columns[config.margin_key]

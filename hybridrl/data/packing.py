@@ -67,7 +67,8 @@ def check_lengths(lengths: Sequence[int], budget: int) -> None:
                 "train.micro_batch_tokens",
                 f"{budget}, but sample {sample} has {length} tokens",
                 "at least the longest prompt and response together",
-                "Raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens.",
+                "Raise it, or lower data.max_prompt_tokens, data.max_response_tokens or "
+                "rollout.max_new_tokens.",
             )
 
 

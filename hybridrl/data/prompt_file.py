@@ -32,26 +32,30 @@ from numpy.typing import NDArray
 from hybridrl.contracts.samples import Prompt
 from hybridrl.data.tuple_texts import TupleTexts, runs
 
-MAGIC = b"hybridrl prompts 1\n"
+MAGIC = b"hybridrl prompts 2\n"
 _TRAILER = struct.Struct("=QI")  # the footer's length and CRC-32
 _MOST_FOOTER_BYTES = 1 << 20
 _COPIED_AT_ONCE = 1 << 20
 _ALIGNMENT = 64
 NONE = b"None"  # the text of tokens that a prompt has not
-_RAGGED = {"tokens": 4, "response": 4, "rejected": 4, "text": 1, "columns": 1}  # bytes of an item
+NO_GAPS = b"()()"
+_GIVEN = ("tokens", "response", "rejected")
+_GAPS = ("response_gaps", "rejected_gaps")
+_NUMBERS = (*_GIVEN, *_GAPS)
+_RAGGED = {**dict.fromkeys(_NUMBERS, 4), "text": 1, "columns": 1}  # bytes of an item
 _ENDS = {name: f"{name}_offsets" for name in _RAGGED}
 _TYPES = {
     "ids": "i8",
     "sources": "i4",
     "labels": "i1",  # of `columns["label"]`: 1 true, 0 false, -1 anything else
-    **dict.fromkeys(("tokens", "response", "rejected"), "i4"),
+    **dict.fromkeys(_NUMBERS, "i4"),
     **dict.fromkeys(("text", "columns"), "u1"),
     **dict.fromkeys(_ENDS.values(), "i8"),
 }
 
 _ROWS_AT_ONCE, _NUMBERS_AT_ONCE = 1 << 12, 1 << 17  # of which the texts of identities are made
 
-Identity = tuple[int, bytes, bytes, bytes, bool | None]
+Identity = tuple[int, bytes, bytes, bytes, bytes, bool | None]
 
 
 class NotHeldError(Exception):
@@ -66,8 +70,8 @@ class DamagedError(Exception):
 
 def identities(prompts: Sequence[Prompt]) -> Iterator[Identity]:
     """Yields of each prompt its number, its tokens, its response's and its rejected ones, these
-    three as the text of a tuple or NONE, and its label where that is true or false: what its data's
-    identity is made of.
+    three as the text of a tuple or NONE, the texts of the gaps in both, NO_GAPS where there are
+    none, and its label where that is true or false: what its data's identity is made of.
     """
     if isinstance(prompts, MappedPrompts):
         yield from prompts.identities()
@@ -77,7 +81,8 @@ def identities(prompts: Sequence[Prompt]) -> Iterator[Identity]:
         known = label if isinstance(label, bool) else None
         given = prompt.tokens, prompt.response_tokens, prompt.rejected_tokens
         tokens, response, rejected = (str(some).encode() for some in given)
-        yield prompt.prompt_id, tokens, response, rejected, known
+        gaps = f"{prompt.response_gaps}{prompt.rejected_gaps}".encode()
+        yield prompt.prompt_id, tokens, response, rejected, gaps, known
 
 
 def token_texts(prompts: Sequence[Prompt]) -> Iterator[bytes]:
@@ -163,12 +168,13 @@ class _Sections:
         if not _is_json(columns):
             raise NotHeldError("a column that is not of JSON's types")
         try:
-            tokens = [array("i", some or ()) for some in given]
+            gaps = prompt.response_gaps, prompt.rejected_gaps
+            numbers = [array("i", some or ()) for some in (*given, *gaps)]
         except (OverflowError, TypeError) as error:
             raise NotHeldError(f"a token that is no number of 32 bits ({error})") from error
-        self.largest = max(self.largest, *(max(some, default=-1) for some in tokens))
+        self.largest = max(self.largest, *(max(some, default=-1) for some in numbers[:3]))
         texts = prompt.text, json.dumps(columns, ensure_ascii=False)
-        parts = [some.tobytes() for some in tokens]
+        parts = [some.tobytes() for some in numbers]
         parts += [text.encode("utf-8", "surrogatepass") for text in texts]
         for (name, size), part in zip(_RAGGED.items(), parts, strict=True):
             self._parts[name].write(part)
@@ -272,7 +278,8 @@ class PromptFile:
         rows = ("ids", "sources", "labels")
         self.ids, self.sources, self.labels = (self._array(name, self.num) for name in rows)
         self.offsets = {name: self._array(end, self.num + 1) for name, end in _ENDS.items()}
-        self.tokens = [self._array(name) for name in ("tokens", "response", "rejected")]
+        self.tokens = [self._array(name) for name in _GIVEN]
+        self.gaps = [self._array(name) for name in _GAPS]
 
     def _place(self, name: str, place: Any) -> tuple[int, int]:
         start, num_bytes = map(int, place)
@@ -323,10 +330,18 @@ class PromptFile:
     def tokens_of(self, row: int) -> list[tuple[int, ...] | None]:
         """Returns the tokens of a prompt, of its response and its rejected one."""
         found: list[tuple[int, ...] | None] = []
-        for name, has, tokens in zip(_RAGGED, self.has, self.tokens, strict=False):
+        for name, has, tokens in zip(_GIVEN, self.has, self.tokens, strict=True):
             start, end = self.offsets[name][row : row + 2].tolist() if has else (0, 0)
             found.append(tuple(tokens[start:end].tolist()) if has else None)
         return found
+
+    def gaps_of(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the gaps of a prompt's response and of its rejected one."""
+        first, second = (
+            tuple(gaps[slice(*self.offsets[name][row : row + 2].tolist())].tolist())
+            for name, gaps in zip(_GAPS, self.gaps, strict=True)
+        )
+        return first, second
 
 
 class MappedPrompts(Sequence[Prompt]):
@@ -356,7 +371,8 @@ class MappedPrompts(Sequence[Prompt]):
         assert tokens is not None
         columns = json.loads(self.file.text("columns", row))
         number, text = int(self.file.ids[row]), self.file.text("text", row)
-        return Prompt(number, text, tokens, columns, response, rejected)
+        gaps = self.file.gaps_of(row) if any(map(len, self.file.gaps)) else ()
+        return Prompt(number, text, tokens, columns, response, rejected, *gaps)
 
     def chosen(self, places: Sequence[int]) -> MappedPrompts:
         """Returns the prompts at these places."""
@@ -364,17 +380,21 @@ class MappedPrompts(Sequence[Prompt]):
 
     def identities(self) -> Iterator[Identity]:
         """Yields what `identities` does, without making prompts."""
-        labels = {1: True, 0: False}
+        labels, has_gaps = {1: True, 0: False}, any(map(len, self.file.gaps))
         for row, (tokens, response, rejected) in self.texts(3):
             label = labels.get(int(self.file.labels[row]))
-            yield int(self.file.ids[row]), tokens, response, rejected, label
+            gaps = NO_GAPS
+            if has_gaps:
+                first, second = self.file.gaps_of(row)
+                gaps = f"{first}{second}".encode()
+            yield int(self.file.ids[row]), tokens, response, rejected, gaps, label
 
     def texts(self, num: int) -> Iterator[tuple[int, tuple[bytes, ...]]]:
         """Yields of each prompt its row and, of the first `num` of its tokens, its response's and
         its rejected ones, the text of the tuple or NONE.
         """
         file = self.file
-        sections = [*zip(_RAGGED, file.has, file.tokens, strict=False)][:num]
+        sections = [*zip(_GIVEN, file.has, file.tokens, strict=True)][:num]
         of_all = sum(len(tokens) for _, _, tokens in sections) * len(self) // file.num
         write = TupleTexts(file.largest_token, of_all)
         for first in range(0, len(self), _ROWS_AT_ONCE):

@@ -25,6 +25,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,14 @@ ENDING = ".prompts"
 CHECKED = ".checked"  # of the marks of checked_rows.py
 KEPT_DAYS = 30
 # Of the section `data`, what chooses among prompts that are there.
-_CHOOSES = {"prompts", "weights", "shuffle", "eval_prompts", "eval_share", "eval_limit"}
-_READERS = ("prompts", "prompt_file", "prompt_store", "rows", "chats", "feedback", "sets")
+_CHOOSES = {
+    *("prompts", "weights", "shuffle", "validation", "eval_prompts", "eval_share", "eval_limit"),
+    "max_response_tokens",  # stands beside the section
+}
+_READERS = (
+    *("prompts", "prompt_file", "prompt_store", "rows", "forms", "messages", "chats", "encoding"),
+    *("feedback", "sets"),
+)
 
 Rows = Iterable[Mapping[str, object]]
 
@@ -214,7 +221,8 @@ def _mapped(path: Path) -> LoadedPrompts:
     file = PromptFile(path)
     told: Any = file.about
     places = [(str(place), int(num)) for place, num in told["places"]]
-    left_out = LeftOut(str(told["limits"]), int(told["num"]), places, set(told["in_part"]))
+    counts = int(told["num"]), int(told["num_cut"])
+    left_out = LeftOut(str(told["limits"]), *counts, places, set(told["in_part"]))
     return LoadedPrompts(MappedPrompts(file), array("i", file.sources.tobytes()), left_out)
 
 
@@ -231,7 +239,7 @@ def content_key(reading: Reading, tokenizer: TextEncoder) -> str | None:
     """Returns a digest of all that decides what is read; None where something of it is unknown."""
     config = reading.config
     given = config.prompts if reading.source is None else reading.source
-    encoder = tokenizer_identity(tokenizer, config.chat_template)
+    encoder = tokenizer_identity(tokenizer)
     read = None if encoder is None else what_is_read(config, list(map(str, given or ())))
     if read is None:
         return None
@@ -253,10 +261,10 @@ def what_is_read(config: DataConfig, names: Sequence[str]) -> list[object] | Non
     return [list(names), sources, section, code]
 
 
-def tokenizer_identity(tokenizer: Any, has_chats: bool) -> str | None:
-    """Returns a digest of all that decides the tokens of a text, and with `has_chats` the text of
-    messages; None where that is not known: of tokenizers that are not of transformers' own classes
-    and not made of data alone, and of templates that say the date.
+def tokenizer_identity(tokenizer: Any) -> str | None:
+    """Returns a digest of all that decides the tokens of a text and the text of messages; None
+    where that is not known: of tokenizers that are not of transformers' own classes and not made of
+    data alone, and of templates that say the date.
     """
     kind = type(tokenizer)
     is_known = kind.__module__.startswith("transformers.") and hasattr(tokenizer, "_tokenizer")
@@ -265,7 +273,7 @@ def tokenizer_identity(tokenizer: Any, has_chats: bool) -> str | None:
     import tokenizers
     import transformers
 
-    template = tokenizer.chat_template if has_chats else None
+    template = tokenizer.chat_template  # rows of messages are always rendered
     if "strftime_now" in str(template):
         return None
     content = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -276,7 +284,7 @@ def tokenizer_identity(tokenizer: Any, has_chats: bool) -> str | None:
         [transformers.__version__, tokenizers.__version__],
         content,
         template,
-        tokenizer.special_tokens_map if has_chats else None,
+        tokenizer.special_tokens_map,
         [tokenizer.eos_token_id, tokenizer.split_special_tokens],
     ]
     text = json.dumps(decides, sort_keys=True, default=str)
@@ -291,7 +299,12 @@ def load_rows(
     rows: Rows | None = None,
 ) -> LoadedPrompts:
     """Loads prompts, or `rows` in their place, with the responses that an algorithm needs."""
+    return store.load(replace(reading_of(data, rollout, needs), source=rows))
+
+
+def reading_of(data: DataConfig, rollout: RolloutConfig, needs: Needs) -> Reading:
+    """Returns how the rows are read that an algorithm trains on."""
     if needs.rollouts:
-        return store.load(Reading(data, rows))
-    limit, feedback = rollout.max_new_tokens, needs.feedback
-    return store.load(Reading(data, rows, max_response_tokens=limit, feedback=feedback))
+        return Reading(data)
+    longest = data.longest_response(rollout.max_new_tokens)
+    return Reading(data, max_response_tokens=longest, feedback=needs.feedback)

@@ -14,44 +14,23 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from hybridrl.config.needs import Feedback
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.supervised import PAIR_MARGIN
 from hybridrl.contracts.samples import Prompt
-from hybridrl.data.chats import as_chats, chat_column
-from hybridrl.data.feedback import (
-    check_classes,
-    checked,
-    equal_sides,
-    label_columns,
-    response_columns,
-)
-from hybridrl.data.prompt_file import NONE, identities
-from hybridrl.data.rows import Row, read_rows, validate_file
-from hybridrl.errors import DataError, said, short
+from hybridrl.data.chats import as_chats
+from hybridrl.data.encoding import Encoded, TextEncoder, encoded_rows
+from hybridrl.data.feedback import check_classes, checked, equal_sides, label_columns
+from hybridrl.data.forms import Kind, formed_rows, kind_of, text_columns
+from hybridrl.data.prompt_file import NO_GAPS, NONE, identities
+from hybridrl.data.rows import Row
+from hybridrl.errors import DataError
 
-__all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts", "validate_file"]
+__all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts"]
 
-_TOKENIZED_TOGETHER = 1024
 MOST_PLACES = 100  # of rows left out, that are remembered
-# Of a text, so many characters a token that it may have, and at least SURELY_READ, are tokenized.
-# Where these give more than twice the tokens, so does the whole: a longer text cannot fit.
-_CHARACTERS_A_TOKEN, _SURELY_READ = 64, 100_000
-
-
-class TextEncoder(Protocol):
-    """What is used of a tokenizer here; any transformers tokenizer fits."""
-
-    eos_token_id: int | None
-
-    def __call__(
-        self, text: list[str], *, add_special_tokens: bool
-    ) -> Mapping[str, list[list[int]]]:
-        """Returns `{"input_ids": tokens of each text}`."""
-        ...
 
 
 @dataclass
@@ -60,11 +39,12 @@ class LeftOut:
 
     `limits` is what is allowed; `places` the place and number of tokens of the first MOST_PLACES of
     them; `in_part` those of these places whose text is so long that only the first tokens were
-    counted.
+    counted; `num_cut` counts the rows that are kept with a response cut to what is allowed.
     """
 
     limits: str
     num: int = 0
+    num_cut: int = 0
     places: list[tuple[str, int]] = field(default_factory=list)
     in_part: set[str] = field(default_factory=set)
 
@@ -104,6 +84,8 @@ class LoadedPrompts:
     def report(self) -> str:
         """Returns one line for the user."""
         line = f"{len(self.prompts)} prompts"
+        if self.left_out.num_cut:
+            line += f", {self.left_out.num_cut} with responses cut (data.long_responses=cut)"
         if not self.left_out.num:
             return line
         place, tokens = self.left_out.first()
@@ -157,23 +139,25 @@ class Reading:
                 prompt is too long.
         """
         config, num, labels = self.config, 0, set[bool]()
-        texts = self._texts()
-        most = [config.max_prompt_tokens, *[self.max_response_tokens or 0] * (len(texts) - 1)]
-        for number, row, tokens, responses in _tokenized(
-            self._rows(texts, tokenizer), texts, tokenizer, most
-        ):
-            if not tokens:
-                raise _without_tokens(row.place, row.columns[config.prompt_key], "1 token or more")
-            longest = max(map(len, responses), default=0)
-            over = len(tokens) > config.max_prompt_tokens
-            if over or (self.max_response_tokens is not None and longest > most[-1]):
-                is_in_part = _is_in_part(row, texts, [tokens, *responses], most)
-                left_out.add(row.place, len(tokens) if over else longest, is_in_part)
+        texts, longest_response = text_columns(config, self.kind), self.max_response_tokens or 0
+        most = [config.max_prompt_tokens, *[longest_response] * (len(texts) - 1)]
+        for found in encoded_rows(self._rows(texts, tokenizer), texts, tokenizer, most):
+            longest = max(map(len, found.responses), default=0)
+            over = len(found.prompt) > config.max_prompt_tokens
+            kept: Encoded | None = found
+            if not over and longest > longest_response and config.long_responses == "cut":
+                kept = found.cut(longest_response)
+                left_out.num_cut += kept is not None
+            elif over or longest > longest_response:
+                kept = None
+            if kept is None:
+                tokens = len(found.prompt) if over else longest
+                left_out.add(found.row.place, tokens, found.is_in_part)
             else:
-                prompt = _prompt(config, number, row, tokens, responses)
+                prompt = _prompt(config, kept)
                 num += 1
                 labels |= {bool(prompt.columns["label"])} if self.feedback == "labels" else set()
-                yield prompt, row.source
+                yield prompt, found.row.source
             if num == self.limit:
                 break
         if not num:
@@ -181,18 +165,17 @@ class Reading:
         if self.feedback == "labels":
             check_classes(labels, config)
 
-    def _texts(self) -> list[str]:
-        """Returns the columns that are tokenized, the prompt's first."""
-        is_supervised = self.max_response_tokens is not None
-        responses = response_columns(self.config, self.feedback) if is_supervised else []
-        return [self.config.prompt_key, *responses]
+    @property
+    def kind(self) -> Kind:
+        """What is asked of rows."""
+        return kind_of(self.feedback, self.max_response_tokens is not None)
 
     def _rows(self, texts: Sequence[str], tokenizer: TextEncoder) -> Iterable[Row]:
         config, feedback = self.config, self.feedback
         given = self.source if self.source is not None else config.prompts or ()
         others = [*self.required, *label_columns(config, feedback)]
-        rows = checked(read_rows(given, texts, others, chat_column(config)), config, feedback)
-        return as_chats(rows, config, tokenizer) if config.chat_template else rows
+        rows = checked(formed_rows(given, config, self.kind, others), config, feedback)
+        return as_chats(rows, config, tokenizer, texts[1:])
 
 
 def load_prompts(
@@ -219,93 +202,14 @@ def in_memory(reading: Reading, tokenizer: TextEncoder) -> LoadedPrompts:
     return LoadedPrompts(tuple(prompts), sources, left_out)
 
 
-def _tokenized(
-    rows: Iterable[Row],
-    text_columns: Sequence[str],
-    tokenizer: TextEncoder,
-    limits: Sequence[int],
-) -> Iterator[tuple[int, Row, tuple[int, ...], list[tuple[int, ...]]]]:
-    """Yields each row's number, the row, the tokens of its prompt and of its responses, with the
-    end; of a text that is far beyond its column's limit only the first tokens.
-    """
-    numbered = enumerate(rows)
-    while chunk := list(islice(numbered, _TOKENIZED_TOGETHER)):
-        encoded = []
-        for name, limit in zip(text_columns, limits, strict=True):
-            texts = [(row.place, str(row.columns[name])) for _, row in chunk]
-            encoded.append(_encoded(texts, tokenizer, limit))
-        for i, (number, row) in enumerate(chunk):
-            responses = [(*tokens[i], _end_token(tokenizer)) for tokens in encoded[1:]]
-            yield number, row, tuple(encoded[0][i]), responses
-
-
-def _read_at_first(limit: int) -> int:
-    return max(_SURELY_READ, _CHARACTERS_A_TOKEN * limit)
-
-
-def _is_in_part(
-    row: Row, names: Sequence[str], tokens: Sequence[Sequence[int]], limits: Sequence[int]
-) -> bool:
-    """Whether no more of one of a row's texts was tokenized than shows that it is too long."""
-    return any(
-        len(str(row.columns[name])) > _read_at_first(limit) and len(some) > 2 * limit
-        for name, some, limit in zip(names, tokens, limits, strict=True)
-    )
-
-
-def _encoded(
-    texts: Sequence[tuple[str, str]], tokenizer: TextEncoder, limit: int
-) -> list[list[int]]:
-    """Returns the tokens of texts, given with their places.
-
-    Raises:
-        DataError: the tokenizer has none for one of them; names its place.
-    """
-    try:
-        parts = [text[: _read_at_first(limit)] for _, text in texts]
-        found = list(tokenizer(parts, add_special_tokens=False)["input_ids"])
-        for number, (_, text) in enumerate(texts):
-            most = _read_at_first(limit)
-            while most < len(text) and len(found[number]) <= 2 * limit:
-                most *= 2  # few tokens of many characters, or characters that give none
-                (found[number],) = tokenizer([text[:most]], add_special_tokens=False)["input_ids"]
-    except Exception as error:  # tokenizers raise no class of their own, of unknown words
-        if len(texts) > 1:
-            return [_encoded([one], tokenizer, limit)[0] for one in texts]
-        ((place, text),) = texts
-        allowed = f"a text that the tokenizer knows ({said(error, 160)})"
-        raise _without_tokens(place, text, allowed) from error
-    return found
-
-
-def _without_tokens(place: str, text: object, allowed: str) -> DataError:
-    return DataError(place, f"{short(text)}, which has no tokens", allowed, "Mend that row.")
-
-
-def _end_token(tokenizer: TextEncoder) -> int:
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            "model.tokenizer",
-            "a tokenizer without an end token (eos_token)",
-            "a tokenizer with one, which ends every demonstration",
-            "Set eos_token in its tokenizer_config.json.",
-        )
-    return tokenizer.eos_token_id
-
-
-def _prompt(
-    config: DataConfig,
-    number: int,
-    row: Row,
-    tokens: tuple[int, ...],
-    responses: Sequence[tuple[int, ...]],
-) -> Prompt:
-    better, worse = (*responses, None, None)[:2]
+def _prompt(config: DataConfig, encoded: Encoded) -> Prompt:
+    row = encoded.row
+    (better, worse), gaps = (*encoded.responses, None, None)[:2], (*encoded.gaps, (), ())[:2]
     if better is not None and better == worse:
         raise equal_sides(row, config)
     used = {config.prompt_key}
-    if responses:
-        used |= set(response_columns(config, "pairs" if worse else None))
+    if better is not None:
+        used |= set(text_columns(config, "demonstrations" if worse is None else "pairs"))
     columns = {name: value for name, value in row.columns.items() if name not in used}
     for name, key in (
         ("answer", config.answer_key),
@@ -314,7 +218,8 @@ def _prompt(
     ):
         if key is not None and key in columns:
             columns[name] = columns[key]
-    return Prompt(number, str(row.columns[config.prompt_key]), tokens, columns, better, worse)
+    parts = encoded.number, encoded.text, encoded.prompt, columns
+    return Prompt(*parts, better, worse, *gaps)
 
 
 def at_once(compute: Callable[[], Any]) -> Any:
@@ -329,10 +234,12 @@ Once = Callable[[Callable[[], Any]], Any]
 def _fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
     """Returns a digest of prompts and of the seed that they are shuffled with."""
     digest = hashlib.sha256(f"{seed}".encode())
-    for number, tokens, response, rejected, label in identities(prompts):
+    for number, tokens, response, rejected, gaps, label in identities(prompts):
         digest.update(b"%d%b%b" % (number, tokens, response))
         if rejected != NONE:
             digest.update(rejected)
+        if gaps != NO_GAPS:
+            digest.update(gaps)
         if label is not None and response not in (NONE, b"()"):
             digest.update(f"{label}".encode())
     return digest.hexdigest()[:16]

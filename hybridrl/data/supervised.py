@@ -28,13 +28,19 @@ def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> Tr
     if feedback is None:
         return TrainBatch.supervised(prompts, producer)
     if feedback == "pairs":
-        others = [replace(prompt, response_tokens=prompt.rejected_tokens) for prompt in prompts]
+        others = [
+            replace(p, response_tokens=p.rejected_tokens, response_gaps=p.rejected_gaps)
+            for p in prompts
+        ]
         reward_B, parts = torch.ones(2 * num), {}
         reward_B[num:] = 0
     else:
         others = [
-            replace(prompt, response_tokens=_next_other(prompts, number).response_tokens)
+            replace(
+                prompt, response_tokens=other.response_tokens, response_gaps=other.response_gaps
+            )
             for number, prompt in enumerate(prompts)
+            for other in [_next_other(prompts, number)]
         ]
         reward_B = torch.tensor([float(p.columns["label"] is True) for p in prompts] * 2)
         parts = {UNRELATED: torch.tensor([0.0, 1.0]).repeat_interleave(num)}

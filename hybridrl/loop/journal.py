@@ -9,8 +9,9 @@ from __future__ import annotations
 import collections
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
@@ -44,6 +45,14 @@ TOKENS_AT_ONCE = 1 << 20  # that come to rank 0 to be written as text
 
 Evaluations = Mapping[str, Mapping[str, float]]
 """Reward and accuracy by step."""
+
+
+class StepWarning(Protocol):
+    """Looks at steps for what the user is to know."""
+
+    def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Returns what there is to say of a step, once; None: nothing."""
+        ...
 
 
 class Journal:
@@ -84,6 +93,14 @@ class Journal:
                 self.console.message(text)
             else:
                 print(text, flush=True)
+
+    def warn(
+        self, warnings: Iterable[StepWarning], step: int, metrics: Mapping[str, float]
+    ) -> None:
+        """Tells the user what each has to say of a step, if anything."""
+        for warning in warnings:
+            if (text := warning.text(step, metrics)) is not None:
+                self.notify(text)
 
     def start(self, last_step: int, num_steps: int) -> None:
         """Opens the run folder's files; what they say beyond `last_step` is forgotten.
@@ -265,6 +282,9 @@ class Journal:
             records = read_records(file) if file.exists() else []
             if any("reward/mean" in record for record in records):
                 summary["reward_last_10"] = recent_mean(records, "reward/mean")
+            losses = [loss for one in records if (loss := one.get("eval/loss")) is not None]
+            if losses:
+                summary["validation_loss"] = losses[-1]
         return summary
 
     def close(self) -> None:

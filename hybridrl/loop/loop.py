@@ -41,6 +41,7 @@ from hybridrl.loop.position import Position
 from hybridrl.loop.run_data import Given, make_data
 from hybridrl.loop.schedule import is_due, last_step
 from hybridrl.loop.skipped import SkippedSteps
+from hybridrl.loop.validation import Validation
 from hybridrl.metrics.values import SKIPPED, average
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.groups import start_process_group, stop_process_group
@@ -125,16 +126,19 @@ class Trainer:
         data = make_data(*of_run, self._trains)
         self.tokenizer, self.scorer, self.mix = data.tokenizer, data.scorer, data.mix
         self.prompts, self.eval_prompts = data.prompts, data.eval_prompts
+        config = self.config = setup.with_epochs(config, len(self.prompts))
         self._position = Position(self.prompts, self.mix)
         self.evaluations = data.evaluations(config)
         parts = (config, meshes, self.algorithm, self.models, self.journal.notify)
         roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
         self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
+        passes = self.algorithm, roles, self.enter_training, self.journal
+        self.validation = Validation(config.steps, data.validation, *passes)
         self._warnings = (MismatchWarning(self.source.dtype), UniformGroupsWarning())
         self._make_engine(meshes.placement.rollout)
-        of_store = run_folder(config) / "checkpoints", self.world, config.checkpoint.keep
-        self.store = CheckpointStore(*of_store, self.journal.notify, meshes.name)
+        of_store = config.checkpoint.keep, self.journal.notify, meshes.name
+        self.store = CheckpointStore(run_folder(config) / "checkpoints", self.world, *of_store)
         self.exports = Exports(config, self.journal.notify)
 
     @classmethod
@@ -190,9 +194,8 @@ class Trainer:
             last = last_step(num_steps, until, first, default)
             is_done = 0 < last <= first or (first and self.evaluations.reach_goal(self.step))
             if is_done and not self.evaluations.are_due(self.step, last):
-                return self.journal.nothing_to_do(
-                    first, last, self.evaluations.by_step, self.seconds
-                )
+                found_before = self.evaluations.by_step, self.seconds
+                return self.journal.nothing_to_do(first, last, *found_before)
             self.journal.start(first, last)
             try:
                 save = partial(self._save_at_stop, last, resume)
@@ -209,6 +212,7 @@ class Trainer:
             self.check_engine()
         elif self.algorithm.needs.rollouts:
             self.enter_rollout()
+        self.validation.begin(self.step, last)
         if self.evaluations.are_due(self.step, last):
             found = self._evaluate_and_keep()
             if self.step:
@@ -219,13 +223,12 @@ class Trainer:
                 metrics = self.train_step()
             try:
                 check_stop(self.world)
+                metrics |= self.validation.measure_due(self.step, last)
                 if self.evaluations.are_due(self.step, last):
                     metrics |= self._evaluate_and_keep()
             finally:
                 self.journal.log(self.step, metrics)
-            for warning in self._warnings:
-                if (text := warning.text(self.step, metrics)) is not None:
-                    self.journal.notify(text)
+            self.journal.warn(self._warnings, self.step, metrics)
             ends = last if not self.evaluations.reach_goal(self.step) else self.step
             if is_due(self.config.checkpoint.every, self.step, ends):
                 self.save_checkpoint()
@@ -251,8 +254,8 @@ class Trainer:
         """Returns what this rank's device holds, part by part, in training and in rollout, as the
         next change of phases leaves it.
         """
-        held = ledger.entries(self.models, self._engine_bytes(), self._keeps_memory())
-        return ledger.table(held, self.platform)
+        held = self.models, self._engine_bytes(), self._keeps_memory()
+        return ledger.table(ledger.entries(*held), self.platform)
 
     def train_step(self) -> dict[str, float]:
         """Takes one step and returns its metrics, the same on all ranks."""
@@ -279,7 +282,7 @@ class Trainer:
             batch = self.algorithm.advantages(batch)
         check_stop(self.world)  # the signal came with the agreement above
         with timer.phase("update"):
-            metrics = self.update(batch) | sampled
+            metrics = self.update(batch) | sampled | {"train/epoch": self.prompts.epoch}
         if isinstance(self.algorithm, AdaptiveAlgorithm):
             metrics |= self.algorithm.after_step(batch)
         self.step += 1
@@ -317,9 +320,8 @@ class Trainer:
         algorithm, sampler, timer = self.algorithm, self.sampler, self.journal.timer
         self.enter_rollout()
         with timer.phase("generate"):
-            local = sampler.generate(
-                prompts, step=self.step, first_group=first_group, greedy=algorithm.needs.greedy
-            )
+            step, greedy = self.step, algorithm.needs.greedy
+            local = sampler.generate(prompts, step=step, first_group=first_group, greedy=greedy)
         has_rounds = isinstance(algorithm, GroupAlgorithm) and algorithm.max_resampling > 0
         # A reward model's pass needs the memory that the engine has while it generates.
         if sampler.reward_models or not has_rounds:
@@ -378,14 +380,12 @@ class Trainer:
         self.enter_training()
         self.reshard(verifies=True)
         self._is_engine_checked = True
-        if not ENGINES[self.config.rollout.engine].computes:
-            return
-        answers = probe.ask(self.sampler, self.source.shape, self.config.data.max_prompt_tokens)
-        self.enter_training()
-        gap = probe.compare(self.policy, answers)
-        self.journal.notify(f"engine and trainer agree within {gap:.1e} nats a token")
-        self.journal.notify(self.memory_table())
-        self.reshard()
+        if ENGINES[self.config.rollout.engine].computes:
+            longest = self.config.data.max_prompt_tokens
+            said = probe.check(self.sampler, self.policy, longest, self.enter_training)
+            self.journal.notify(said)
+            self.journal.notify(self.memory_table())
+            self.reshard()
 
     def enter_training(self, frees_memory: bool = False) -> None:
         """Ends the rollout phase, if it is the current one; the engine has nothing to generate."""

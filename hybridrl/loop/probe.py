@@ -5,12 +5,12 @@ log-probabilities of the same tokens. Weights that arrived wrong are found befor
 checksums, and named (`HybridEngine.verify`); this finds what no comparison of weights can: an
 engine that reads them otherwise, with other positions, norms, heads or precision.
 
-Who waits for whom: both functions are collective over the world, and raise on all ranks alike.
+Who waits for whom: all functions are collective over the world, and raise on all ranks alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,27 @@ class Answers:
 
     requests: Sequence[Request]
     by_replica: Sequence[Sequence[Completion]]
+
+
+def check(
+    sampler: Sampler,
+    policy: Policy,
+    max_prompt_tokens: int,
+    enter_training: Callable[[], None],
+) -> str:
+    """Returns, for people, how closely engine and trainer agree; enters the training phase.
+
+    Args:
+        sampler, max_prompt_tokens: as of `ask`; in the rollout phase.
+        policy: whose weights the engine has.
+        enter_training: enters the training phase.
+
+    Raises:
+        EngineDiffersError: as of `compare`.
+    """
+    answers = ask(sampler, policy.model.source.shape, max_prompt_tokens)
+    enter_training()
+    return f"engine and trainer agree within {compare(policy, answers):.1e} nats a token"
 
 
 def ask(sampler: Sampler, shape: ModelShape, max_prompt_tokens: int) -> Answers:

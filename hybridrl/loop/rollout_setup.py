@@ -5,6 +5,7 @@ hybrid engine that brings it the policy's weights. Collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl import ops
 from hybridrl.algorithms import needs_of
 from hybridrl.config.engines import ENGINES
+from hybridrl.config.generation import end_tokens
 from hybridrl.config.lag import no_lag, num_in_flight
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, RolloutConfig
@@ -38,6 +40,7 @@ from hybridrl.roles.reward_models import RewardModel
 from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.rollout.build import EngineAdapter, EngineInputs, SharingEngine, build
 from hybridrl.rollout.engine import RolloutEngine, SamplingParams
+from hybridrl.rollout.stops import TokenTexts
 from hybridrl.training.memory import TrainedModelMemory, released
 from hybridrl.training.model import ModelSource, ParallelModel
 from hybridrl.training.trained_weights import TrainedWeights
@@ -171,6 +174,10 @@ def make_sampler(
     """Builds what samples responses with this rank's engine and its peers; collective."""
     world, source = model.world, model.source
     sampling = sampling_params(config.rollout, source, tokenizer)
+    with world.all_agree("reading end tokens"):
+        ends = {*sampling.stop_token_ids, *end_tokens(config)}
+    sampling = replace(sampling, stop_token_ids=tuple(sorted(ends)))
+    engine.token_texts = TokenTexts(tokenizer)
     replica = ReplicaGroup(layout, world.rank, world.heartbeat)
     episodes = make_episodes(config, world, replica, source, tokenizer)
     parts = world, layout, replica, engine, scorer, sampling
@@ -236,6 +243,10 @@ def sampling_params(
         top_k=config.top_k,
         max_new_tokens=config.max_new_tokens,
         stop_token_ids=stop_token_ids(source.hf_config, tokenizer),
+        stop_strings=config.stop_strings,
+        min_new_tokens=config.min_new_tokens,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
     )
 
 

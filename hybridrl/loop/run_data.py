@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -22,13 +23,13 @@ from hybridrl.contracts.batch import Prompt
 from hybridrl.data.evaluation_sets import set_data, set_rows
 from hybridrl.data.mixture import hold_out, prompt_source
 from hybridrl.data.prompt_file import largest_token
-from hybridrl.data.prompt_store import PromptStore, Rows, load_rows
+from hybridrl.data.prompt_store import PromptStore, Rows, load_rows, reading_of
 from hybridrl.data.prompts import LeftOut, LoadedPrompts, PromptSource, Reading
 from hybridrl.errors import ModelError
 from hybridrl.loop.evaluate import Evaluations, EvaluationSet
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
-from hybridrl.rewards.functions import RewardFunction, no_reward
+from hybridrl.rewards.functions import NEEDS_ANSWER, RewardFunction, no_reward
 from hybridrl.roles.mix import Mix
 from hybridrl.training.build import model_source
 
@@ -50,6 +51,7 @@ class RunData(NamedTuple):
     prompts: PromptSource
     eval_prompts: Sequence[Prompt]
     eval_sets: Mapping[str, EvaluationSet]
+    validation: Sequence[Prompt]
     mix: Mix
 
     def evaluations(self, config: Config) -> Evaluations:
@@ -88,13 +90,13 @@ def make_data(
         else:  # of a model without a run
             evaluated = load_held_out(config.data, store)
             loaded = LoadedPrompts(evaluated or next(iter(sets.values())), (), LeftOut(""))
-        for prompts in (loaded.prompts, evaluated, *sets.values()):
+        validation = load_validation(config, store, needs, evaluated) if trains else ()
+        for prompts in (loaded.prompts, evaluated, validation, *sets.values()):
             store.once(partial(check_token_range, prompts, num_tokens))
         source = prompt_source(loaded, config.data, config.run.seed, store.once)
-        mix = Mix(mixed, store, notify, given.mix)
-        return loaded, RunData(
-            tokenizer, scorer, source, evaluated, make_sets(config, tokenizer, sets), mix
-        )
+        asked, mix = scorable(config, evaluated), Mix(mixed, store, notify, given.mix)
+        evaluation_sets = make_sets(config, tokenizer, sets)
+        return loaded, RunData(tokenizer, scorer, source, asked, evaluation_sets, validation, mix)
 
     builder = world.mates[0]
     with contextlib.closing(store):
@@ -193,6 +195,30 @@ def load_held_out(data: DataConfig, store: PromptStore) -> Sequence[Prompt]:
     if not data.eval_prompts:
         return ()
     return store.load(Reading(data, data.eval_prompts, limit=data.eval_limit)).prompts
+
+
+def load_validation(
+    config: Config, store: PromptStore, needs: Needs, held_out: Sequence[Prompt]
+) -> Sequence[Prompt]:
+    """Loads `data.validation`, rows with the responses that the algorithm learns from; without it
+    returns what `data.eval_share` holds out of such rows.
+    """
+    data = config.data
+    if data.validation:
+        reading = replace(reading_of(data, config.rollout, needs), source=data.validation)
+        return store.load(reading).prompts
+    return held_out if data.eval_share and not needs.rollouts else ()
+
+
+def scorable(config: Config, held_out: Sequence[Prompt]) -> Sequence[Prompt]:
+    """Returns the held-out prompts that responses can be scored of: none of rows with responses of
+    their own and without the answer that the reward looks for.
+    """
+    scorers = config.reward.scorers().values() if is_scored(config) else ()
+    if not held_out or held_out[0].response_tokens is None or not scorers:
+        return held_out
+    needs_answer = any(scorer.function in NEEDS_ANSWER for scorer in scorers)
+    return () if needs_answer and "answer" not in held_out[0].columns else held_out
 
 
 def load_sets(

@@ -4,12 +4,14 @@ Collective.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hybridrl.config.generation import on_policy_rules, with_generation_config
 from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.identity import pinned
 from hybridrl.config.placement import Machines, Placement
@@ -28,13 +30,15 @@ from hybridrl.platform import Platform
 
 
 def pinned_on_all_ranks(config: Config) -> Config:
-    """Returns a configuration with every hub name at the commit that rank 0 finds for it; the other
-    ranks ask nobody. Collective, before there is a World.
+    """Returns a configuration with every hub name at the commit that rank 0 finds for it, the other
+    ranks ask nobody; and with what `rollout.generation_config` asks for. Collective, before there
+    is a World.
 
     Raises:
         UserError: on every rank; as of `pinned`.
     """
-    return with_names(config, from_rank_0(lambda: hub_names(pinned(config))))
+    config = with_names(config, from_rank_0(lambda: hub_names(pinned(config))))
+    return with_generation_config(config)
 
 
 def check_rules(config: Config, machines: Machines, has_teacher: bool = True) -> None:
@@ -53,7 +57,8 @@ def check_rules(config: Config, machines: Machines, has_teacher: bool = True) ->
     dtype = str(Platform.detect().default_dtype()).removeprefix("torch.")
     size = machines.num_ranks
     found = check(config, size, model_config, dtype, is_script=True, machines=machines)
-    found += teacher_rules(config, model_config or {}) if has_teacher else ()
+    if has_teacher:
+        found += [*on_policy_rules(config), *teacher_rules(config, model_config or {})]
     rate = config.train.moe.bias_update_rate
     if rate and model_config is not None and not found:
         found += bias_rule(rate, *read_model(config.model.family, model_config))
@@ -102,3 +107,12 @@ def ranks_per_node(world: World) -> int:
 
 def _local_ranks(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # unset where nothing launched this
+
+
+def with_epochs(config: Config, num_prompts: int) -> Config:
+    """Returns the configuration with the number of steps that `steps.num_epochs` comes to."""
+    steps = config.steps
+    if steps.num_epochs is None:
+        return config
+    num_steps = math.ceil(steps.num_epochs * num_prompts / steps.prompts_per_step)
+    return config.model_copy(update={"steps": steps.model_copy(update={"num_steps": num_steps})})

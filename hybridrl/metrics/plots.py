@@ -89,6 +89,8 @@ PLOTS = (
         {"replayed": "router/replayed_share", "the trainer's too": "router/agreed_share"},
         "share",
     ),
+    Plot("Loss on held-out rows", {"loss": "eval/loss"}, "nats"),
+    Plot("Perplexity on held-out rows", {"perplexity": "eval/perplexity"}, is_log=True),
     Plot("Response length", {"mean": "response_tokens/mean"}, "tokens"),
     Plot("Age of the weights that sampled", {"mean": "lag/mean", "largest": "lag/max"}, "steps"),
     Plot("Samples of several versions", {"share": "lag/mixed_share"}, "share"),
@@ -125,7 +127,7 @@ BY_LAYER = (
     ("Load of the busiest expert, by layer", "moe/max_load", "multiple of the mean"),
     ("Entropy of routing, by layer", "moe/routing_entropy", "nats"),
 )
-OF_MODELS = {"policy/loss", "critic/loss"}
+OF_MODELS = {"policy/loss", "critic/loss", "eval/loss"}
 TIMES = "Time of a step"
 
 

@@ -7,6 +7,7 @@ and imports no torch, so that the command line can refuse a bad directory before
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,12 @@ from hybridrl.models.boxes import Shape
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+OTHER_WEIGHTS = (
+    ".bin",
+    ".gguf",
+    ".pt",
+    ".pth",
+)  # that are not read; the first that is there counts
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
 # A layer after the last one that predicts further tokens has a tensor of this name.
@@ -99,12 +106,9 @@ class HfHeaders:
             return None
         file = self.directory / INDEX_FILE
         if not (file.exists() or file.is_symlink()):
-            raise CheckpointError(
-                str(self.directory),
-                "no weights",
-                f"{SINGLE_FILE} or {INDEX_FILE} with its shards",
-                "Point model.path at an HF directory with safetensors weights.",
-            )
+            found, remedy = _other_weights(self.directory)
+            allowed = f"{SINGLE_FILE} or {INDEX_FILE} with its shards"
+            raise CheckpointError(str(self.directory), found, allowed, remedy)
         try:
             weight_map = read_json_object(file, CheckpointError).get("weight_map")
         except CheckpointError as error:
@@ -148,3 +152,27 @@ class HfHeaders:
             allowed,
             "The weights do not fit this config.json and family; check that they belong together.",
         )
+
+
+def _other_weights(directory: Path) -> tuple[str, str]:
+    """Returns what a directory without safetensors has in their place, and what to do about it."""
+    files = sorted(file for end in OTHER_WEIGHTS for file in directory.glob(f"*{end}"))
+    if not files:
+        return "no weights", "Point model.path at an HF directory with safetensors weights."
+    begin = f'import transformers as t; d = {shown(str(directory), 999)}; o = d + "-safetensors"; '
+    given, dtype, model = "d", ', dtype="auto"', "m"
+    if files[0].suffix == ".gguf":
+        # What is made of GGUF is saved only as another object, which is not called quantized.
+        given += f", gguf_file={shown(files[0].name, 999)}"
+        model = "n"
+    copy = (
+        'c = m.config; c.__dict__.pop("quantization_config", None); '
+        "n = t.AutoModelForCausalLM.from_config(c, dtype=m.dtype); "
+        "n.load_state_dict(m.state_dict()); "
+    )
+    command = (
+        f"{begin}m = t.AutoModelForCausalLM.from_pretrained({given}{dtype}); "
+        f"{copy if model == 'n' else ''}{model}.save_pretrained(o); "
+        f"t.AutoTokenizer.from_pretrained({given}).save_pretrained(o)"
+    )
+    return f"weights in {shown(files[0].name)}", f"Convert them: python -c {shlex.quote(command)}"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridrl.models.weights import NOTHING, RankLayout
 from hybridrl.rollout.engine import Completion, Holding, Request
+from hybridrl.rollout.stops import TokenTexts
 
 
 class AbsentEngine:
@@ -18,6 +19,7 @@ class AbsentEngine:
 
     def __init__(self) -> None:
         self._version = -1
+        self.token_texts: TokenTexts | None = None
 
     @property
     def version(self) -> int:

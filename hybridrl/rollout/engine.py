@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from hybridrl.contracts.routed_experts import Experts, experts_from_json
+from hybridrl.rollout.stops import TokenTexts
 
 FinishReason = Literal["stop", "length"]
 Versions = tuple[tuple[int, int], ...]
@@ -33,6 +34,11 @@ class SamplingParams:
         top_k: this many most probable tokens are kept, before `top_p`; 0 keeps all.
         max_new_tokens: longest response, the stop token included.
         stop_token_ids: a response ends after one of these, which stays its last token.
+        stop_strings: a response also ends after the token with which its text has one of these.
+        min_new_tokens: none of `stop_token_ids` is drawn before a response has as many.
+        repetition_penalty: logits of tokens of prompt and response are divided by it where they are
+            positive, else multiplied (Keskar et al. 2019, arXiv 1909.05858, section 4.1); 1: off.
+        presence_penalty: is taken from the logits of tokens of the response; 0: off.
     """
 
     temperature: float = 1.0
@@ -40,6 +46,16 @@ class SamplingParams:
     top_k: int = 0
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the next token's distribution depends on more than the model's logits for it."""
+        are_penalties = self.repetition_penalty != 1 or self.presence_penalty != 0
+        return are_penalties or self.min_new_tokens > 0
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -50,6 +66,8 @@ class SamplingParams:
             raise ValueError(f"top_k={self.top_k} must be 0 (off) or more")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be 1 or more")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0")
 
 
 @dataclass(frozen=True)
@@ -100,7 +118,8 @@ class Request:
         experts as `experts_to_json` has them.
         """
         sampling = dict(fields["sampling"])
-        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        for name in ("stop_token_ids", "stop_strings"):
+            sampling[name] = tuple(sampling.get(name, ()))
         sequences = {name: tuple(fields[name]) for name in ("prompt", "tokens", "logps")}
         experts = experts_from_json(fields.get("experts"))
         made = {**sequences, "sampling": SamplingParams(**sampling), "experts": experts}
@@ -164,7 +183,12 @@ class RolloutEngine(Protocol):
     """Generates responses to requests, a step at a time.
 
     Every tensor-parallel rank of one replica makes the same calls; replicas are independent.
+
+    Attributes:
+        token_texts: finds stop strings; to be set before requests that have some are submitted.
     """
+
+    token_texts: TokenTexts | None
 
     @property
     def version(self) -> int:
@@ -274,10 +298,12 @@ def generate(
 class RunningRequest:
     """A request inside an engine that decodes token by token, with the tokens it has so far."""
 
-    __slots__ = ("_experts", "_runs", "logps", "num_recorded", "request", "tokens")
+    __slots__ = ("_experts", "_runs", "_texts", "logps", "num_recorded", "request", "tokens")
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, texts: TokenTexts | None = None) -> None:
+        if request.sampling.stop_strings and texts is None:
+            raise ValueError(f"request {request.request_id} has stop strings, and no texts to look")
+        self.request, self._texts = request, texts
         self.tokens = list(request.tokens)
         self.logps = list(request.logps)
         self._runs = [[version, count] for version, count in request.runs]
@@ -316,7 +342,10 @@ class RunningRequest:
             self._runs.append([version, 1])
         self.tokens.append(token)
         self.logps.append(logp)
-        reason = finish_reason(self.tokens, self.request.sampling)
+        sampling = self.request.sampling
+        reason = finish_reason(self.tokens, sampling)
+        if sampling.stop_strings and reason != "stop" and self._texts is not None:
+            reason = "stop" if self._texts.ends(self.tokens, sampling.stop_strings) else reason
         if reason is None:
             return None
         return Completion(
@@ -346,11 +375,13 @@ class RunningRequest:
         return () if is_one else tuple((version, count) for version, count in self._runs)
 
 
-def new_rows(held: Iterable[RunningRequest], requests: Sequence[Request]) -> list[RunningRequest]:
+def new_rows(
+    held: Iterable[RunningRequest], requests: Sequence[Request], texts: TokenTexts | None = None
+) -> list[RunningRequest]:
     """Returns rows for `requests`. Raises ValueError if one has the id of another, held or new."""
     ids = {row.request.request_id for row in held}
     for request in requests:
         if request.request_id in ids:
             raise ValueError(f"request id {request.request_id} is held already")
         ids.add(request.request_id)
-    return [RunningRequest(request) for request in requests]
+    return [RunningRequest(request, texts) for request in requests]

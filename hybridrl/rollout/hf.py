@@ -26,7 +26,8 @@ from hybridrl.models.weights import RankLayout, hf_layout
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
 from hybridrl.rollout.hf_experts import ChosenExperts
-from hybridrl.rollout.sampling import no_logprob, sample, uniforms
+from hybridrl.rollout.sampling import Said, no_logprob, penalized, sample, uniforms
+from hybridrl.rollout.stops import TokenTexts
 
 # One prefill forward takes at most this many padded tokens, and computes logits of at most this
 # many (prompt, position) pairs: both bound its memory, and are large enough to hide its overhead.
@@ -83,6 +84,7 @@ class HfEngine:
         self._finished: list[Completion] = []
         self._version = -1
         self._is_updating = True
+        self.token_texts: TokenTexts | None = None
 
     # WeightTarget
 
@@ -124,7 +126,7 @@ class HfEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests. Raises ValueError if an id is held already."""
-        self._waiting.extend(new_rows((*self._waiting, *self._running), requests))
+        self._waiting.extend(new_rows((*self._waiting, *self._running), requests, self.token_texts))
 
     def collect(self) -> list[Completion]:
         """Returns, once, what finished since the last call."""
@@ -230,7 +232,10 @@ class HfEngine:
         """Draws a token for the rows from `start` on, and takes finished rows out."""
         rows = self._running[start:]
         uniform_B = uniforms([r.request.seed for r in rows], [len(r.tokens) for r in rows])
-        tokens_B, logp_B = sample(logits_BV, [row.request.sampling for row in rows], uniform_B)
+        said = [Said(r.request.prompt, r.tokens) for r in rows]
+        sampling = [row.request.sampling for row in rows]
+        logits_BV = penalized(logits_BV, sampling, said)
+        tokens_B, logp_B = sample(logits_BV, sampling, uniform_B)
         # The one synchronisation of a step: what to feed next depends on what was drawn.
         drawn = zip(rows, tokens_B.tolist(), logp_B.tolist(), strict=True)
         is_done = [False] * start

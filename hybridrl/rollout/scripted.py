@@ -18,6 +18,7 @@ from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
 from hybridrl.rollout.sampling import uniforms
+from hybridrl.rollout.stops import TokenTexts
 
 Script = Callable[[Request], tuple[Sequence[int], Sequence[float]]]
 """Given a request, returns the tokens of its whole response and their log-probabilities; what comes
@@ -55,6 +56,7 @@ class ScriptedEngine:
         self._finished: list[Completion] = []
         self._version = -1
         self._is_updating = True
+        self.token_texts: TokenTexts | None = None
 
     def layout(self) -> RankLayout:
         """Returns the layout of whole HF tensors under their own names."""

@@ -36,6 +36,7 @@ class EngineSettings:
         ep: into how many parts the experts of a layer are dealt, each whole; 1: every rank has a
             part of each expert.
         records_experts: whether completions have the experts that were chosen.
+        gpu_memory_share: of a GPU's memory, the most for weights and KV cache; None: no bound.
     """
 
     hf_config: Mapping[str, Any]
@@ -49,6 +50,7 @@ class EngineSettings:
     eager: bool = False
     ep: int = 1
     records_experts: bool = False
+    gpu_memory_share: float | None = None
 
     @staticmethod
     def of(inputs: EngineInputs) -> EngineSettings:
@@ -64,11 +66,24 @@ class EngineSettings:
             eager=inputs.rollout.eager,
             ep=inputs.rollout.ep,
             records_experts=inputs.records_experts,
+            gpu_memory_share=inputs.rollout.gpu_memory_share,
         )
 
     def config_json(self) -> dict[str, Any]:
         """Returns the config.json that the engine reads."""
         return {"architectures": list(self.architectures), **self.hf_config}
+
+
+def usable_bytes(settings: EngineSettings, free: int, total: int, slack: float) -> int:
+    """Returns what weights and KV cache may take of a GPU.
+
+    Args:
+        free, total: bytes of its memory.
+        slack: share of it that stays free.
+    """
+    usable = free - settings.reserved_bytes - int(slack * total)
+    share = settings.gpu_memory_share
+    return usable if share is None else min(usable, int(share * total))
 
 
 def token_bytes(shape: ModelShape, tp: int, itemsize: int) -> int:

@@ -45,6 +45,7 @@ from hybridrl.rollout.sglang_sampling import request_sampling
 from hybridrl.rollout.sglang_scheduler import drawn_logps, synchronize
 from hybridrl.rollout.sglang_start import start, stop
 from hybridrl.rollout.sglang_version import model_rules
+from hybridrl.rollout.stops import TokenTexts
 
 # Turns of SGLang's loop without a batch after which it is taken to be stuck. One may pass where the
 # tokens of the batch before have to be known first.
@@ -137,6 +138,7 @@ class SglangEngine:
         self._finished: list[Completion] = []
         self._version = -1
         self._is_updating = True
+        self.token_texts: TokenTexts | None = None
         self._is_asleep = self._keeps_memory = False
         self.sleep()  # a run begins in the training phase
         self._kept_bytes = before - free_bytes(self._device)
@@ -235,6 +237,9 @@ class SglangEngine:
         for request in requests:
             for violation in too_long(request, self._settings):
                 raise violation
+            if request.sampling.looks_back or request.sampling.stop_strings:
+                asked = "penalties, a least length or stop strings"
+                raise ValueError(f"request {request.request_id} has {asked}")
         rows = new_rows(self._rows.values(), requests)
         self._rows.update((row.request.request_id, row) for row in rows)
 

@@ -11,7 +11,7 @@ import torch
 
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
-from hybridrl.rollout.settings import EngineSettings, kv_cache_blocks, token_bytes
+from hybridrl.rollout.settings import EngineSettings, kv_cache_blocks, token_bytes, usable_bytes
 
 CPU_MAX_KV_CACHE_BYTES = 1 << 30
 # Of the device's memory: NCCL's buffers, and what torch's allocator cannot use of its own blocks.
@@ -110,7 +110,7 @@ def _static_share(settings: EngineSettings, weight_bytes: int, free: int, total:
     SGLang measures what is free once the weights are there, and takes of that no more than leaves
     the rest; `max_total_tokens` bounds it from above.
     """
-    usable = free - settings.reserved_bytes - int(GPU_SLACK * total)
+    usable = usable_bytes(settings, free, total, GPU_SLACK)
     if usable <= weight_bytes:
         raise UserError(
             "free memory of the GPU",

@@ -49,6 +49,7 @@ from hybridrl.rollout.live_weights import (
 from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import draw_seeds, no_logprob
 from hybridrl.rollout.settings import EngineSettings, too_long
+from hybridrl.rollout.stops import TokenTexts
 from hybridrl.rollout.vllm_decoding import DecodingSteps
 from hybridrl.rollout.vllm_experts import deal_experts
 from hybridrl.rollout.vllm_latent import (
@@ -129,6 +130,7 @@ class VllmEngine:
         self._finished: list[Completion] = []
         self._version = -1
         self._is_updating = True
+        self.token_texts: TokenTexts | None = None
         self._is_asleep = self._keeps_memory = False
         self._memory = self._sleeping_memory() if lends_memory(self._device) else None
         self.sleep()  # a run begins in the training phase
@@ -289,7 +291,7 @@ class VllmEngine:
         for request in requests:
             for violation in self._violations(request):
                 raise violation
-        rows = new_rows(self._rows.values(), requests)
+        rows = new_rows(self._rows.values(), requests, self.token_texts)
         self._rows.update((row.request.request_id, row) for row in rows)
 
     def collect(self) -> list[Completion]:
@@ -336,10 +338,14 @@ class VllmEngine:
             outputs = self._live.llm.engine_core.get_output().outputs
         drawn = [token for output in outputs for token in self._take(output)]
         for name, token, logp in self._decoding.drawn():
+            if name not in self._running:  # aborted since
+                continue
             row = self._running[name]
-            if self._append(row, token, logp) is not None:
-                raise RuntimeError(f"vLLM goes on with request {name} after its last token")
+            completion = self._append(row, token, logp)
             drawn.append((row.request.request_id, token))
+            if completion is not None:
+                self._end_by_text(name, row)
+                self._finished.append(completion)
         self._agreement.report(drawn)
         if not self._rows:
             self._agreement.settle()  # no step follows that would
@@ -352,6 +358,9 @@ class VllmEngine:
                 f"{name} has temperature={sampling.temperature}; vLLM samples at 0 or at "
                 f"{LOWEST_TEMPERATURE} and above"
             )
+        if sampling.presence_penalty and request.tokens:
+            # vLLM gets them as a part of the prompt, of which this penalty says nothing.
+            yield ValueError(f"{name} goes on with presence_penalty, which needs all its tokens")
 
     def _add(self, row: RunningRequest) -> None:
         """Gives a request to vLLM; the tokens it has so far are part of the prompt."""
@@ -364,6 +373,9 @@ class VllmEngine:
             top_k=sampling.top_k,
             max_tokens=sampling.max_new_tokens - len(row.tokens),
             stop_token_ids=list(sampling.stop_token_ids),
+            min_tokens=max(0, sampling.min_new_tokens - len(row.tokens)),
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
             ignore_eos=True,
             # vLLM keeps seeds as signed 64-bit numbers, and takes -1 for none.
             seed=int(draw_seeds([row.request.seed], [0])[0] >> 1),
@@ -390,14 +402,29 @@ class VllmEngine:
         for token in output.new_token_ids:  # one, or none
             completion = self._append(row, token, self._decoding.logp(output.request_id))
             yield request_id, token
-        if output.finished != (completion is not None):
+        if completion is None and not output.finished:
+            return
+        if completion is None:
             raise RuntimeError(
                 f"vLLM ended request {request_id} with {output.finish_reason} after "
                 f"{len(row.tokens)} of {row.request.sampling.max_new_tokens} tokens"
             )
-        if completion is not None:
+        if output.finished:
             del self._rows[request_id], self._running[output.request_id]
-            self._finished.append(completion)
+        else:
+            self._end_by_text(output.request_id, row)
+        self._finished.append(completion)
+
+    def _end_by_text(self, name: str, row: RunningRequest) -> None:
+        """Takes a request from vLLM, which knows nothing of texts.
+
+        Raises:
+            RuntimeError: nothing but a text can have ended it here.
+        """
+        if not row.request.sampling.stop_strings:
+            raise RuntimeError(f"vLLM goes on with request {name} after its last token")
+        self._live.llm.engine_core.abort_requests([name])
+        del self._rows[row.request.request_id], self._running[name]
 
     def _append(self, row: RunningRequest, token: int, logp: float) -> Completion | None:
         if not -float("inf") < logp <= 0:

@@ -11,7 +11,7 @@ import torch
 
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
-from hybridrl.rollout.settings import EngineSettings, kv_cache_blocks, token_bytes
+from hybridrl.rollout.settings import EngineSettings, kv_cache_blocks, token_bytes, usable_bytes
 
 # Positions in one block of the CPU's KV cache; 128 if not told, longer than many whole responses.
 CPU_BLOCK_SIZE = 32
@@ -92,7 +92,7 @@ def _gpu_memory(
     """Returns vLLM's keywords about memory: no larger a KV cache than requests can fill, so that it
     is quickly mapped, and no more than the trainer leaves.
     """
-    usable = free - settings.reserved_bytes - int(GPU_SLACK * total)
+    usable = usable_bytes(settings, free, total, GPU_SLACK)
     if usable <= 0:
         raise UserError(
             "free memory of the GPU",

@@ -163,7 +163,7 @@ def test_prompt_file_that_is_missing(here: Path) -> None:
         ('{"prompt": 3, "answer": "2"}\n', ["prompts.jsonl:1", "prompt = 3", "a text"]),
         ('{"prompt": null, "answer": "2"}\n', ["prompts.jsonl:1", "null"]),
         ('{"prompt": "", "answer": "2"}\n', ["prompts.jsonl:1", "prompt = ''", "not empty"]),
-        ('{"prompt": ["1+1="], "answer": "2"}\n', ["prompts.jsonl:1", "prompt = ['1+1=']"]),
+        ('{"prompt": ["1+1="], "answer": "2"}\n', ["prompts.jsonl:1", "prompt has '1+1='"]),
     ],
 )
 def test_prompt_file_that_cannot_be_used(here: Path, text: str, expected: list[str]) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.contracts.samples import Prompt
-from hybridrl.data.prompts import PromptSource, load_prompts, validate_file
+from hybridrl.data.forms import validate_file
+from hybridrl.data.prompts import PromptSource, load_prompts
 from hybridrl.errors import DataError
 
 
@@ -50,7 +51,7 @@ BAD_ROWS = {
     "no prompt column": ({"promt": "1+1=", "answer": "2"}, "Did you mean 'promt'"),
     "null prompt": ({"prompt": None}, "null"),
     "a number as prompt": ({"prompt": 5}, "prompt = 5"),
-    "messages as prompt": ({"prompt": [{"role": "user"}]}, "prompt = "),
+    "messages as prompt": ({"prompt": [{"role": "user"}]}, "prompt has"),
     "an empty prompt": ({"prompt": ""}, "not empty"),
 }
 
@@ -60,7 +61,7 @@ def test_a_bad_row_is_an_error_that_names_file_and_line(write, bad):
     row, expected = BAD_ROWS[bad]
     path = write(GOOD, "", GOOD, row, GOOD)
     for read in (
-        lambda: validate_file(path, ["prompt"]),
+        lambda: validate_file(path, DataConfig()),
         lambda: load_prompts(config(prompts=path), Letters()),
     ):
         with pytest.raises(DataError, match=expected) as caught:
@@ -69,16 +70,16 @@ def test_a_bad_row_is_an_error_that_names_file_and_line(write, bad):
 
 
 def test_a_missing_column_names_the_columns_present(write):
-    path = write({"question": "x", "answer": "y"})
-    with pytest.raises(DataError, match=r"no column 'prompt' among \['answer', 'question'\]"):
-        validate_file(path, ["prompt"])
+    path = write({"task": "x", "answer": "y"})
+    with pytest.raises(DataError, match=r"no column 'prompt' among \['answer', 'task'\]"):
+        validate_file(path, DataConfig())
 
 
 def test_text_that_is_not_utf8_is_an_error_that_names_the_line(tmp_path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9"}\n')
     with pytest.raises(DataError, match="UTF-8") as caught:
-        validate_file(str(path), ["prompt"])
+        validate_file(str(path), DataConfig())
     assert caught.value.name == f"{path}:2"
 
 
@@ -88,8 +89,8 @@ def test_a_missing_file_names_the_nearest(write, tmp_path):
         load_prompts(config(prompts=str(tmp_path / "trains.jsonl")), Letters())
     assert caught.value.name == str(tmp_path / "trains.jsonl")
     with pytest.raises(DataError, match="a directory"):
-        validate_file(str(tmp_path), ["prompt"])
-    assert validate_file(path, ["prompt"], ["answer"]) == 1
+        validate_file(str(tmp_path), DataConfig())
+    assert validate_file(path, DataConfig(), required=["answer"]) == 1
 
 
 @pytest.mark.parametrize("lines", [[], ["", "  "]])
@@ -146,7 +147,7 @@ def test_columns_hold_the_rest_of_the_row_and_the_answer_under_one_name(write):
 
 def test_required_columns_may_be_of_any_kind_but_must_be_there(write):
     path = write({"prompt": "a", "answer": 2}, {"prompt": "b"})
-    assert validate_file(path, ["prompt"]) == 2
+    assert validate_file(path, DataConfig()) == 2
     with pytest.raises(DataError, match="'answer'") as caught:
         load_prompts(config(prompts=path), Letters(), required=["answer"])
     assert caught.value.name == f"{path}:2"
@@ -263,8 +264,9 @@ def test_a_source_without_prompts_is_an_error():
 
 def test_files_are_checked_without_torch(write):
     code = (
-        "import sys; from hybridrl.data.prompts import validate_file\n"
-        "validate_file(sys.argv[1], ['prompt']); assert 'torch' not in sys.modules"
+        "import sys; from hybridrl.data.forms import validate_file\n"
+        "from hybridrl.config.data import DataConfig\n"
+        "validate_file(sys.argv[1], DataConfig()); assert 'torch' not in sys.modules"
     )
     environment = {"PYTHONPATH": ":".join(sys.path)}
     subprocess.run([sys.executable, "-c", code, write(GOOD)], env=environment, check=True)

@@ -12,9 +12,10 @@ from command_line import ROOT
 
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.schema import DataConfig
+from hybridrl.data.forms import validate_file
 from hybridrl.data.mixture import hold_out, prompt_source
 from hybridrl.data.prompts import load_prompts
-from hybridrl.data.rows import read_rows, validate_file
+from hybridrl.data.rows import raw_rows
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.rewards.functions import check_rewards
 
@@ -77,7 +78,7 @@ def test_parquet_and_data_sets_give_what_jsonl_gives(tmp_path):
     for source in ("rows.parquet", "set"):
         _, found = loaded(str(tmp_path / source))
         assert columns(found.prompts) == columns(expected.prompts)
-        assert validate_file(str(tmp_path / source), ["prompt"], ["answer"]) == 5
+        assert validate_file(str(tmp_path / source), DataConfig(), required=["answer"]) == 5
     in_memory = load_prompts(DataConfig(), Letters(), datasets.Dataset.from_list(ROWS))
     assert columns(in_memory.prompts) == columns(expected.prompts)
 
@@ -89,14 +90,14 @@ def test_a_bad_row_of_a_parquet_file_is_named(tmp_path):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.Table.from_pylist([{"prompt": "a"}, {"prompt": ""}]), path)
     with pytest.raises(DataError, match="not empty") as caught:
-        validate_file(str(path), ["prompt"])
+        validate_file(str(path), DataConfig())
     assert caught.value.name == f"{path}:2"
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="a parquet file"):
-        validate_file(str(path), ["prompt"])
+        validate_file(str(path), DataConfig())
     parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
     with pytest.raises(DataError, match="no rows"):
-        validate_file(str(path), ["prompt"])
+        validate_file(str(path), DataConfig())
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_a_bad_row_of_a_parquet_file_is_named(tmp_path):
 )
 def test_a_source_that_cannot_be_is_refused(name, said):
     with pytest.raises(DataError, match=said):
-        list(read_rows([name], ["prompt"]))
+        list(raw_rows([name]))
 
 
 def test_a_data_set_with_splits_names_them(tmp_path):
@@ -117,8 +118,8 @@ def test_a_data_set_with_splits_names_them(tmp_path):
     rows = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "all")
     with pytest.raises(DataError, match=f"{tmp_path}/all/train, {tmp_path}/all/test"):
-        list(read_rows([str(tmp_path / "all")], ["prompt"]))
-    assert validate_file(str(tmp_path / "all" / "test"), ["prompt"]) == 5
+        list(raw_rows([str(tmp_path / "all")]))
+    assert validate_file(str(tmp_path / "all" / "test"), DataConfig()) == 5
 
 
 def test_prompts_become_chats(tmp_path):
@@ -139,7 +140,7 @@ def test_prompts_become_chats(tmp_path):
     assert found.prompts[1].columns["messages"] == turns
     _, found = loaded(path, Chatting(), chat_template=True, system_prompt="S")
     assert [p.text[:12] for p in found.prompts] == ["<system>S<us"] * 2 + ["<system>mine"]
-    assert validate_file(path, ["prompt"], (), "prompt") == 3
+    assert validate_file(path, DataConfig()) == 3
 
 
 def test_what_is_no_chat_is_refused(tmp_path):
@@ -147,7 +148,7 @@ def test_what_is_no_chat_is_refused(tmp_path):
     with pytest.raises(DataError, match="a tokenizer that has no template"):
         loaded(path, Letters(), chat_template=True)
     path = write(tmp_path / "r.jsonl", [{"prompt": "a"}, {"prompt": [{"role": "user"}]}])
-    with pytest.raises(DataError, match="a text, or messages") as caught:
+    with pytest.raises(DataError, match="role.*content") as caught:
         loaded(path, Chatting(), chat_template=True)
     assert caught.value.name == f"{path}:2"
 

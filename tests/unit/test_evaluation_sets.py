@@ -133,7 +133,7 @@ def test_a_published_row_becomes_a_prompt_with_its_answer(tmp_path: Path, name: 
             {"question": "a", "choices": {"text": ["x"], "label": ["A"]}, "answerKey": "B"},
         ),
         ("ifeval", {"prompt": "a", "instruction_id_list": "punctuation:no_comma"}),
-        ("prompts", {"question": "a"}),
+        ("prompts", {"body": "a"}),
     ],
 )
 def test_a_row_of_another_form_is_refused_by_place(tmp_path: Path, form: str, row: Any) -> None:

@@ -93,8 +93,9 @@ def test_times_of_nanoseconds_are_refused_where_there_is_no_pandas(tmp_path: Pat
         "    def find_spec(name, *_):\n"
         "        if name == 'pandas': raise ImportError(name)\n"
         "sys.meta_path.insert(0, NoPandas)\n"
-        "from hybridrl.data.rows import validate_file\n"
-        f"try: validate_file({str(path)!r}, ['prompt'])\n"
+        "from hybridrl.config.data import DataConfig\n"
+        "from hybridrl.data.forms import validate_file\n"
+        f"try: validate_file({str(path)!r}, DataConfig())\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     run = [sys.executable, "-c", program]

@@ -276,6 +276,12 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     "unknown odd key": (config(**{"\ud800\n\0": 1}), r"\ud800\n\u0000"),
     # weights
     "no weights": (lambda f: (f / INDEX).unlink(), "got no weights"),
+    "weights in PyTorch's form": (
+        lambda f: [(f / INDEX).unlink(), (f / "pytorch_model.bin").write_bytes(b"x")],
+        'got weights in "pytorch_model.bin"; allowed: model.safetensors or',
+    ),
+    "header FP8": (header(lambda h: first(h).update(dtype="F8_E4M3")), "damaged file"),
+    "header INT8": (header(lambda h: first(h).update(dtype="I8")), "damaged file"),
     "index directory": (instead(INDEX, Path.mkdir), "index.json: got unreadable (a directory)"),
     "index pipe": (instead(INDEX, os.mkfifo), "index.json: got unreadable (a pipe"),
     "index deep": (text(INDEX, DEEP), "JSON nested too deeply"),

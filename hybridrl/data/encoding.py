@@ -1,0 +1,239 @@
+"""Tokens of rows: of texts, with the end token, and of chats, with what of them is learned. No
+torch.
+
+Owns how much of a text is tokenized: one that is far beyond its limit only as far as shows that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hybridrl.contracts.samples import in_gaps
+from hybridrl.data.chats import Chat, chats_of, learned, sample, shared_prompt
+from hybridrl.data.rows import Row
+from hybridrl.errors import DataError, said, short
+
+# Rows that are tokenized by one call: so many, and no more than have so many characters.
+_TOKENIZED_TOGETHER, _MOST_CHARACTERS = 1024, 1 << 23
+# Of a text, so many characters a token that it may have, and at least SURELY_READ, are tokenized.
+# Where these give more than twice the tokens, so does the whole: a longer text cannot fit.
+_CHARACTERS_A_TOKEN, _SURELY_READ = 64, 100_000
+
+Tokens = tuple[int, ...]
+
+
+class TextEncoder(Protocol):
+    """What is used of a tokenizer here; any transformers tokenizer fits, for chats any fast one."""
+
+    eos_token_id: int | None
+
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool
+    ) -> Mapping[str, list[list[int]]]:
+        """Returns `{"input_ids": tokens of each text}`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A row's tokens.
+
+    Args:
+        number: of the row, over all sources.
+        row: the row.
+        text: the prompt's.
+        prompt: its tokens.
+        responses: those of its responses, each to the last token that is learned.
+        gaps: of each response where runs of tokens begin and end that are not, flat.
+        is_in_part: no more was tokenized than shows that it is too long.
+    """
+
+    number: int
+    row: Row
+    text: str
+    prompt: Tokens
+    responses: tuple[Tokens, ...]
+    gaps: tuple[Tokens, ...]
+    is_in_part: bool
+
+    def cut(self, most: int) -> Encoded | None:
+        """Returns the row with responses of at most so many tokens; None where nothing would be
+        learned of one, or both would be the same.
+        """
+        responses, gaps = [], []
+        for response, of_response in zip(self.responses, self.gaps, strict=True):
+            flags = in_gaps(len(response), of_response)[:most]
+            if False not in flags:
+                return None
+            num = len(flags) - flags[::-1].index(False)
+            responses.append(response[:num])
+            bounds = zip(of_response[::2], of_response[1::2], strict=True)
+            gaps.append(tuple(place for pair in bounds if pair[1] < num for place in pair))
+        if len(responses) == 2 and responses[0] == responses[1]:
+            return None
+        parts = self.number, self.row, self.text, self.prompt
+        return Encoded(*parts, tuple(responses), tuple(gaps), self.is_in_part)
+
+
+def encoded_rows(
+    rows: Iterable[Row],
+    names: Sequence[str],
+    tokenizer: TextEncoder,
+    limits: Sequence[int],
+) -> Iterator[Encoded]:
+    """Yields the tokens of rows, in their order.
+
+    Args:
+        rows: of texts, or with Chats in the place of responses.
+        names: columns of the prompt and of the responses.
+        tokenizer: called with lists of texts, no special tokens added.
+        limits: tokens that each may have.
+
+    Raises:
+        DataError: a text has no tokens.
+    """
+    for chunk in _chunks(enumerate(rows), names):
+        are_chats = [bool(chats_of(row.columns, names[1:])) for _, row in chunk]
+        plain = [one for one, is_chat in zip(chunk, are_chats, strict=True) if not is_chat]
+        texts = _of_texts(plain, names, tokenizer, limits)
+        for (number, row), is_chat in zip(chunk, are_chats, strict=True):
+            found = _of_chat(number, row, names, tokenizer, limits) if is_chat else next(texts)
+            if not found.prompt:
+                raise _without_tokens(row.place, found.text, "1 token or more")
+            yield found
+
+
+def _chunks(
+    numbered: Iterable[tuple[int, Row]], names: Sequence[str]
+) -> Iterator[list[tuple[int, Row]]]:
+    """Yields rows some at a time, as bounded by what is tokenized together."""
+    chunk: list[tuple[int, Row]] = []
+    num = 0
+    for number, row in numbered:
+        parts = (row.columns[name] for name in names)
+        num += sum(len(part.text if isinstance(part, Chat) else str(part)) for part in parts)
+        chunk.append((number, row))
+        if len(chunk) == _TOKENIZED_TOGETHER or num >= _MOST_CHARACTERS:
+            yield chunk
+            chunk, num = [], 0
+    if chunk:
+        yield chunk
+
+
+def _of_texts(
+    chunk: Sequence[tuple[int, Row]],
+    names: Sequence[str],
+    tokenizer: TextEncoder,
+    limits: Sequence[int],
+) -> Iterator[Encoded]:
+    encoded = []
+    for name, limit in zip(names, limits, strict=True):
+        texts = [(row.place, str(row.columns[name])) for _, row in chunk]
+        encoded.append(_encoded(texts, tokenizer, limit))
+    for i, (number, row) in enumerate(chunk):
+        tokens = [part[i] for part in encoded]
+        responses = tuple((*part, _end_token(tokenizer)) for part in tokens[1:])
+        is_in_part = any(
+            len(str(row.columns[name])) > _read_at_first(limit) and len(some) > 2 * limit
+            for name, some, limit in zip(names, tokens, limits, strict=True)
+        )
+        text, gaps = str(row.columns[names[0]]), ((),) * len(responses)
+        yield Encoded(number, row, text, tuple(tokens[0]), responses, gaps, is_in_part)
+
+
+def _of_chat(
+    number: int, row: Row, names: Sequence[str], tokenizer: TextEncoder, limits: Sequence[int]
+) -> Encoded:
+    chats, limit = chats_of(row.columns, names[1:]), sum(limits[:2])
+    sides = []
+    for chat in chats:
+        tokens, offsets = _with_offsets(row.place, chat.text, tokenizer, limit)
+        runs = learned(offsets, chat.spans)
+        if len(tokens) > 2 * limit and offsets[-1][1] < len(chat.text):
+            first = next((a for a, _ in runs), len(tokens))
+            parts = tuple(tokens[:first]), (tuple(tokens[first:]),) * len(chats)
+            return Encoded(number, row, chat.text, *parts, ((),) * len(chats), True)
+        if not runs:
+            raise _without_tokens(row.place, chat.text, "a response of 1 token or more")
+        if chat.lacks_end:
+            end = _end_token(tokenizer)
+            tokens, runs[-1] = [*tokens[: runs[-1][1]], end], (runs[-1][0], runs[-1][1] + 1)
+        sides.append((tokens, runs))
+    num = shared_prompt(sides)
+    cuts = [sample(tokens, runs, num) for tokens, runs in sides]
+    text = chats[0].text[: chats[0].spans[0][0]]
+    responses, gaps = tuple(c.response for c in cuts), tuple(c.gaps for c in cuts)
+    return Encoded(number, row, text, cuts[0].prompt, responses, gaps, False)
+
+
+def _read_at_first(limit: int) -> int:
+    return max(_SURELY_READ, _CHARACTERS_A_TOKEN * limit)
+
+
+def _with_offsets(
+    place: str, text: str, tokenizer: Any, limit: int
+) -> tuple[list[int], Sequence[Sequence[int]]]:
+    """Returns the tokens of a text with the characters of each; of a text that is far beyond the
+    limit only the first.
+    """
+    most = _read_at_first(limit)
+    while True:
+        try:
+            asked = {"add_special_tokens": False, "return_offsets_mapping": True}
+            found = tokenizer([text[:most]], **asked)
+            (tokens,), (offsets,) = found["input_ids"], found["offset_mapping"]
+        except NotImplementedError as error:  # of tokenizers in Python
+            raise DataError(
+                "model.tokenizer",
+                f"{type(tokenizer).__name__}, which does not say where its tokens are in a text",
+                "a fast tokenizer, for chats with responses",
+                "Set model.tokenizer to a directory with tokenizer.json.",
+            ) from error
+        except Exception as error:  # tokenizers raise no class of their own, of unknown words
+            allowed = f"a text that the tokenizer knows ({said(error, 160)})"
+            raise _without_tokens(place, text, allowed) from error
+        if most >= len(text) or len(tokens) > 2 * limit:
+            return list(tokens), offsets
+        most *= 2
+
+
+def _encoded(
+    texts: Sequence[tuple[str, str]], tokenizer: TextEncoder, limit: int
+) -> list[list[int]]:
+    """Returns the tokens of texts, given with their places.
+
+    Raises:
+        DataError: the tokenizer has none for one of them; names its place.
+    """
+    try:
+        parts = [text[: _read_at_first(limit)] for _, text in texts]
+        found = list(tokenizer(parts, add_special_tokens=False)["input_ids"])
+        for number, (_, text) in enumerate(texts):
+            most = _read_at_first(limit)
+            while most < len(text) and len(found[number]) <= 2 * limit:
+                most *= 2  # few tokens of many characters, or characters that give none
+                (found[number],) = tokenizer([text[:most]], add_special_tokens=False)["input_ids"]
+    except Exception as error:  # tokenizers raise no class of their own, of unknown words
+        if len(texts) > 1:
+            return [_encoded([one], tokenizer, limit)[0] for one in texts]
+        ((place, text),) = texts
+        allowed = f"a text that the tokenizer knows ({said(error, 160)})"
+        raise _without_tokens(place, text, allowed) from error
+    return found
+
+
+def _without_tokens(place: str, text: object, allowed: str) -> DataError:
+    return DataError(place, f"{short(text)}, which has no tokens", allowed, "Mend that row.")
+
+
+def _end_token(tokenizer: TextEncoder) -> int:
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "model.tokenizer",
+            "a tokenizer without an end token (eos_token)",
+            "a tokenizer with one, which ends every demonstration",
+            "Set eos_token in its tokenizer_config.json.",
+        )
+    return tokenizer.eos_token_id

@@ -1,0 +1,187 @@
+"""The messages of a chat: what they may look like, and the one form that templates are given. No
+torch.
+
+Owns the checks of messages, of tool calls in them and of schemas of tools. Invariant: a chat that
+comes out of here is a list of dictionaries with `role`, and with `content` unless it has
+`tool_calls`; no value is null, and all text has UTF-8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridrl.config.files import has_utf8, parse_json, plain
+from hybridrl.errors import DataError, said, short
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "observation")
+ASSISTANT = "assistant"
+# What data sets call these otherwise: ShareGPT, OpenAssistant, OpenAI's older interface.
+_OTHER_NAMES = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bard": ASSISTANT,
+    "bing": ASSISTANT,
+    "model": ASSISTANT,
+    "function": "tool",
+    "function_response": "tool",
+    "function-response": "tool",
+}
+_CALLS = ("function_call", "function-call", "tool_call")  # whose value is a call, or a list of them
+_ALLOWED = 'messages {"role": "user", "content": "..."} or {"from": "human", "value": "..."}'
+
+
+def chat(place: str, name: str, value: object) -> list[Message]:
+    """Returns the messages of a row's column.
+
+    Args:
+        place: of the row, for errors.
+        name: of the column.
+        value: its content.
+
+    Raises:
+        DataError: it is no list of messages.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        got = f"{plain(name)} = {short(value)}"
+        raise DataError(place, got, f"a text, or {_ALLOWED}", "Mend that row.")
+    return [_message(place, name, message) for message in value]
+
+
+def tools_of(place: str, name: str, value: object) -> list[dict[str, Any]] | None:
+    """Returns the schemas of the tools of a row's column: a list, or JSON that is one.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if value is None or value in ("", []):
+        return None
+    found = _parsed(place, name, value) if isinstance(value, str) else value
+    found = [found] if isinstance(found, Mapping) else found
+    is_list = isinstance(found, Sequence) and not isinstance(found, str)
+    if not is_list or not all(isinstance(one, Mapping) and one for one in found):  # type: ignore[union-attr]
+        allowed = 'schemas of tools, [{"type": "function", "function": {"name": "..."}}]'
+        raise DataError(place, f"{plain(name)} = {short(value)}", allowed, "Mend that row.")
+    schemas: list[dict[str, Any]] = [_without_nulls(dict(one)) for one in found]  # type: ignore[union-attr]
+    _check_texts(place, name, schemas)
+    return schemas or None
+
+
+def _message(place: str, name: str, given: object) -> Message:
+    if not isinstance(given, Mapping):
+        raise _refused(place, name, given)
+    known: Message = {key: value for key, value in given.items() if value is not None}
+    has_role = isinstance(known.get("role"), str)
+    role = known.pop("role" if has_role else "from", None)
+    if not isinstance(role, str):
+        raise _refused(place, name, given)
+    content = known.pop("content", None)
+    if content is None and not has_role:
+        content = known.pop("value", None)
+    if role in _CALLS:
+        role, content, known["tool_calls"] = ASSISTANT, None, content
+    role = _OTHER_NAMES.get(role, role)
+    if role not in ROLES:
+        got = f"{plain(name)} has the role {short(role)}"
+        raise DataError(place, got, ", ".join((*ROLES, *_OTHER_NAMES)), "Mend that row.")
+    if known.get("weight", 1) != 1:
+        got = f"{plain(name)} has a message of weight {short(known['weight'])}"
+        raise DataError(place, got, "1, or no weight", "Leave it out; all assistant turns count.")
+    calls = known.pop("tool_calls", None) or known.pop("function_call", None)
+    message: Message = {"role": role}
+    if content is not None:
+        message["content"] = _text(place, name, content, given)
+    if calls:
+        message["tool_calls"] = _calls(place, name, calls)
+        message.setdefault("content", "")
+    if "content" not in message:
+        raise _refused(place, name, given)
+    if role == ASSISTANT and not message["content"] and not calls:
+        got = f"{plain(name)} has an assistant's message without text"
+        raise DataError(place, got, "a text that is not empty, or tool_calls", "Mend that row.")
+    message |= {str(key): _without_nulls(value) for key, value in known.items()}
+    _check_texts(place, name, message)
+    return message
+
+
+def _refused(place: str, name: str, message: object) -> DataError:
+    return DataError(place, f"{plain(name)} has {short(message)}", _ALLOWED, "Mend that row.")
+
+
+def _text(place: str, name: str, content: object, message: object) -> str:
+    """Returns a text, or the texts of OpenAI's parts joined."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise _refused(place, name, message)
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        got = f"{plain(name)} has the content {short(content)}"
+        raise DataError(place, got, "a text, or parts of type text", "Leave that row out.")
+    return "".join(map(str, texts))
+
+
+def _calls(place: str, name: str, value: object) -> list[dict[str, Any]]:
+    """Returns tool calls as templates read them: `{"type": "function", "function": {"name": ...,
+    "arguments": {...}}}`, arguments as an object, not as its JSON.
+    """
+    value = _parsed(place, name, value) if isinstance(value, str) else value
+    calls = [value] if isinstance(value, Mapping) else value
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise _no_call(place, name, value)
+    found = []
+    for call in calls:
+        inner = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+            raise _no_call(place, name, call)
+        arguments = inner.get("arguments", inner.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = _parsed(place, name, arguments) if arguments.strip() else {}
+        if not isinstance(arguments, Mapping | None):
+            raise _no_call(place, name, call)
+        function = {"name": inner["name"], "arguments": _without_nulls(dict(arguments or {}))}
+        more = {"id": call["id"]} if call.get("id") is not None else {}
+        found.append({**more, "type": "function", "function": function})
+    return found
+
+
+def _no_call(place: str, name: str, call: object) -> DataError:
+    allowed = 'tool calls {"function": {"name": "...", "arguments": {...}}}'
+    return DataError(place, f"{plain(name)} has the call {short(call)}", allowed, "Mend that row.")
+
+
+def _parsed(place: str, name: str, text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        got = f"{plain(name)} has {short(text)} ({said(error)})"
+        raise DataError(place, got, "JSON in that text", "Mend that row.") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value without the null entries of its objects: Arrow writes them for every key that
+    any row has.
+    """
+    if isinstance(value, Mapping):
+        return {str(k): _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_without_nulls(one) for one in value]
+    return value
+
+
+def _check_texts(place: str, name: str, value: object) -> None:
+    """Raises DataError where a text, however deep, has half of a surrogate pair."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Mapping):
+            waiting += [*one, *one.values()]
+        elif isinstance(one, list | tuple):
+            waiting += one
+        elif isinstance(one, str) and not has_utf8(one):
+            got = f"{plain(name)} = {short(one)}, with half of a surrogate pair"
+            raise DataError(place, got, "text that has UTF-8", "Mend that row.")

@@ -1,0 +1,114 @@
+"""The loss on held-out rows that have responses, for algorithms that learn from the data's own.
+
+Nothing is generated: the rows go through the same passes as those of a step, with the weights as
+they are. Collective; the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hybridrl.algorithms.base import Algorithm
+from hybridrl.algorithms.preference import feedback_metrics, response_sums
+from hybridrl.config.schema import StepsConfig
+from hybridrl.contracts.batch import UNRELATED, Prompt, TrainBatch
+from hybridrl.data.supervised import supervised_batch
+from hybridrl.loop.journal import Journal
+from hybridrl.loop.schedule import is_due
+from hybridrl.roles.policy import TERM_TEMPERATURE
+from hybridrl.roles.roles import Roles
+
+MOST_PERPLEXITY_NATS = 700.0  # of which the exponential is a float
+
+
+class Validation:
+    """Held-out rows, and when the loss on them is due.
+
+    Args:
+        steps: says how often, and how many rows are looked at together.
+        prompts: with what the algorithm learns from; empty: there are none.
+        algorithm: of the run.
+        roles: compute the columns.
+        enter_training: ends the rollout phase.
+        journal: times it, and tells what was found before the first step.
+    """
+
+    def __init__(
+        self,
+        steps: StepsConfig,
+        prompts: Sequence[Prompt],
+        algorithm: Algorithm,
+        roles: Roles,
+        enter_training: Callable[[], None],
+        journal: Journal,
+    ) -> None:
+        self._steps, self._prompts = steps, prompts
+        self._algorithm, self._roles = algorithm, roles
+        self._enter_training, self._journal = enter_training, journal
+
+    def begin(self, step: int, last: int) -> None:
+        """Tells what the loss is before the first step of `last`, if none is taken yet."""
+        found = self.measure_due(step, last) if step == 0 else {}
+        if found:
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(found.items()))
+            self._journal.notify(f"before training: {shown}")
+
+    def measure_due(self, step: int, last: int) -> dict[str, float]:
+        """Returns what `measure` does where it is due after `step` of `last`: before the first, and
+        when evaluations are; else nothing.
+        """
+        due = step == 0 or is_due(self._steps.eval_every, step, last)
+        if not due or not self._prompts:
+            return {}
+        self._enter_training()
+        with self._journal.timer.phase("evaluate"):
+            return self.measure()
+
+    def measure(self) -> dict[str, float]:
+        """Returns `eval/loss`, what the algorithm makes of all rows; `eval/perplexity`, the
+        exponential of the mean negative log-likelihood, in nats, of the tokens of demonstrations,
+        of better responses and of those labelled good, where a policy is trained; and of feedback
+        the metrics of a step as `eval/preference/*`, means over steps' worth of rows.
+        """
+        size, needs = self._steps.prompts_per_step, self._algorithm.needs
+        nats, num_tokens, sums = 0.0, 0, dict[str, tuple[float, int]]()
+        for start in range(0, len(self._prompts), size):
+            prompts = list(self._prompts[start : start + size])
+            batch = supervised_batch(prompts, needs.feedback)
+            batch = self._roles.add_columns(
+                self._algorithm, batch, needs_old_logps=needs.policy, temperature=TERM_TEMPERATURE
+            )
+            if needs.policy:
+                of_batch = _likelihood(batch, needs.feedback is not None)
+                nats, num_tokens = nats - of_batch[0], num_tokens + of_batch[1]
+            if needs.feedback is not None:
+                with self._roles.world.all_agree("estimating advantages of held-out rows"):
+                    batch = self._algorithm.advantages(batch)
+                for name, value in feedback_metrics(batch).items():
+                    before, num = sums.get(name, (0.0, 0))
+                    sums[name] = before + value * len(prompts), num + len(prompts)
+        means = {name: total / num for name, (total, num) in sums.items()}
+        found = {f"eval/{name}": value for name, value in means.items() if name != "policy/loss"}
+        if num_tokens:
+            mean = nats / num_tokens
+            found["eval/loss"] = mean
+            found["eval/perplexity"] = math.exp(min(mean, MOST_PERPLEXITY_NATS))
+        if "policy/loss" in means:
+            found["eval/loss"] = means["policy/loss"]
+        return found
+
+
+def _likelihood(batch: TrainBatch, has_feedback: bool) -> tuple[float, int]:
+    """Returns the log-likelihood of responses, nats, and the number of their tokens: of all, or
+    with feedback of the good ones.
+    """
+    good_B = torch.ones(batch.num_samples, dtype=torch.bool)
+    if has_feedback:
+        good_B = batch.reward_B > 0
+    if UNRELATED in batch.reward_parts:
+        good_B = good_B & (batch.reward_parts[UNRELATED] == 0)
+    logp_B = response_sums(batch.require("old_logp_T", "the validation loss"), batch)
+    return float(logp_B[good_B].sum()), int(batch.response_lengths_B[good_B].sum())

@@ -1,0 +1,143 @@
+"""Forty malformed rows of chats, tools, pairs and labels: each is refused before ranks start, by
+one message of the command that names the file and the row.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import QUICKSTART
+
+from hybridrl.cli import main
+from hybridrl.errors import UserError
+
+U, A = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+GOOD: dict[str, dict[str, Any]] = {
+    "sft": {"messages": [U, A]},
+    "dpo": {"prompt": "p", "chosen": "c", "rejected": "r"},
+    "kto": {"prompt": "p", "completion": "c", "label": True},
+    "grpo": {"prompt": "p", "answer": "a"},
+}
+
+
+def chat(*messages: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **more}
+
+
+def call(value: Any) -> dict[str, Any]:
+    return chat(U, {"role": "assistant", "tool_calls": value})
+
+
+def pair(chosen: Any, rejected: Any, **more: Any) -> dict[str, Any]:
+    return {"chosen": chosen, "rejected": rejected, **more}
+
+
+# The algorithm, the second row of its file, and what the message says.
+ROWS: dict[str, tuple[str, Any, str]] = {
+    "no known form": ("sft", {"frage": "a", "antwort": "b"}, "messages (a list of role"),
+    "a misspelt key": ("sft", {"mesages": [U, A]}, "among ['mesages']"),
+    "a form of other things": ("sft", {"text": "just text"}, "no column 'prompt' among ['text']"),
+    "messages null": ("sft", {"messages": None}, "no column 'prompt' among ['messages']"),
+    "messages empty": ("sft", chat(), "messages = []"),
+    "messages a text": ("sft", {"messages": "hi"}, "messages = 'hi'"),
+    "messages an object": ("sft", {"messages": {"role": "user"}}, "messages = {'role'"),
+    "a message that is a text": ("sft", chat(U, "b"), "messages has 'b'"),
+    "a message without role": ("sft", chat(U, {"content": "b"}), "messages has {'content'"),
+    "a message without content": ("sft", chat(U, {"role": "assistant"}), "messages has {'role'"),
+    "a role that is a number": ("sft", chat(U, {"role": 3, "content": "b"}), "messages has"),
+    "a role that is unknown": ("sft", chat(U, {**A, "role": "asistant"}), "the role 'asistant'"),
+    "an assistant of no words": ("sft", chat(U, {**A, "content": ""}), "message without text"),
+    "content a number": ("sft", chat(U, {**A, "content": 5}), "messages has {'content': 5"),
+    "content an image": (
+        "sft",
+        chat({"role": "user", "content": [{"type": "image", "url": "x"}]}, A),
+        "messages has the content [{'type': 'image'",
+    ),
+    "content of no parts": ("sft", chat(U, {**A, "content": []}), "messages has the content []"),
+    "a weight": ("sft", chat(U, {**A, "weight": 0}), "a message of weight 0"),
+    "half a surrogate pair": ("sft", '{"messages": [{"role": "user", "content": "\\ud800"}]}', ""),
+    "no assistant": ("sft", chat(U, U), "messages has no message of the assistant"),
+    "the assistant first": ("sft", chat(A, U, A), "messages has the assistant's message first"),
+    "ShareGPT without value": ("sft", {"conversations": [{"from": "human"}]}, "conversations has"),
+    "ShareGPT of strangers": (
+        "sft",
+        {"conversations": [{"from": "martian", "value": "a"}]},
+        "conversations has the role 'martian'",
+    ),
+    "a call without a name": ("sft", call([{"function": {}}]), "messages has the call"),
+    "a call that is a number": ("sft", call([7]), "messages has the call 7"),
+    "calls that are no JSON": ("sft", call("{get"), "messages has '{get'"),
+    "arguments that are no JSON": (
+        "sft",
+        call([{"function": {"name": "f", "arguments": "{x"}}]),
+        "messages has '{x'",
+    ),
+    "arguments that are a list": (
+        "sft",
+        call([{"function": {"name": "f", "arguments": [1]}}]),
+        "messages has the call",
+    ),
+    "tools that are no JSON": ("sft", chat(U, A, tools="[{"), "tools has '[{'"),
+    "tools that are a number": ("sft", chat(U, A, tools=3), "tools = 3"),
+    "tools that are names": ("sft", chat(U, A, tools=["f"]), "tools = ['f']"),
+    "instruction without output": ("sft", {"instruction": "a"}, "instruction and output (Alpaca)"),
+    "an output that is empty": ("sft", {"instruction": "a", "output": ""}, "response = ''"),
+    "an answer that is a number": ("sft", {"question": "a", "answer": 3}, "response = 3"),
+    "pairs without the worse": ("dpo", {"prompt": "p", "chosen": "c"}, "no column 'rejected'"),
+    "pairs of one response": ("dpo", pair("c", "c", prompt="p"), "the same in 'chosen' and"),
+    "pairs of one chat": ("dpo", pair([U, A], [U, A]), "the same in 'chosen' and"),
+    "pairs of other prompts": (
+        "dpo",
+        pair([U, A], [{**U, "content": "z"}, A]),
+        "sides that do not part with a message of the assistant",
+    ),
+    "pairs that are not the prompt's": (
+        "dpo",
+        pair([{**U, "content": "z"}, A], [{**U, "content": "z"}, U, A], prompt=[U]),
+        "chosen does not begin as prompt does",
+    ),
+    "dialogues that part early": (
+        "dpo",
+        pair("\n\nHuman: a\n\nAssistant: b", "\n\nHuman: c\n\nAssistant: d"),
+        "chosen and rejected that differ before the last turn",
+    ),
+    "a label that is a word": ("kto", {**GOOD["kto"], "label": "yes"}, "label = 'yes'"),
+    "labels without": ("kto", {"prompt": "p", "completion": "c"}, "no column 'label'"),
+    "prompts of the assistant alone": ("grpo", chat(A, answer="a"), "messages of the assistant"),
+    "prompts of no user's text": ("grpo", {"prompt": [], "answer": "a"}, "prompt = []"),
+}
+SMALL = (
+    "model.path=null",
+    f"model.init={QUICKSTART / 'model'}",
+    "data.eval_prompts=null",
+    "steps.eval_every=0",
+    "steps.stop_at_accuracy=null",
+    "train.tp=1",
+    "train.pp=1",
+)
+
+
+def test_forty_malformed_rows_are_refused_by_file_and_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "launch_run", lambda *_: 0)
+    path, wrong = tmp_path / "rows.jsonl", {}
+    for name, (algorithm, row, expected) in ROWS.items():
+        second = row if isinstance(row, str) else json.dumps(row)
+        path.write_text(f"{json.dumps(GOOD[algorithm])}\n{second}\n")
+        config = "grpo.yaml" if algorithm == "grpo" else "sft.yaml"
+        more = () if algorithm == "grpo" else (f"algorithm.name={algorithm}",)
+        knobs = [*SMALL, *more, f"data.prompts={path}", f"run.dir={tmp_path}"]
+        try:
+            main.app(["train", str(QUICKSTART / config), *knobs], standalone_mode=False)
+            told = "nothing"
+        except UserError as error:
+            told = str(error)
+        is_plain = "\n" not in told and len(told) < 1200
+        if not told.startswith(f"{path}:2: got ") or expected not in told or not is_plain:
+            wrong[name] = told
+    assert wrong == {}
+    assert len(ROWS) >= 40

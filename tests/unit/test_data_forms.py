@@ -1,0 +1,343 @@
+"""Rows of ten published data sets load by their keys alone, and what is learned of each is what
+transformers marks, or, without marks in the template, what bytes say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_tokenizers import BARE, CHATML, FORGETS, MARKED, byte_tokenizer
+from command_line import ROOT
+
+from hybridrl.config.schema import DataConfig
+from hybridrl.contracts.samples import Prompt, in_gaps
+from hybridrl.data.forms import validate_file
+from hybridrl.data.prompt_file import MappedPrompts, PromptFile, identities, write_prompts
+from hybridrl.data.prompts import LoadedPrompts, PromptSource, load_prompts
+from hybridrl.data.supervised import supervised_batch
+from hybridrl.errors import DataError
+
+ROWS = ROOT / "tests" / "data"
+KINDS = {
+    "ultrachat": "demonstrations",
+    "sharegpt": "demonstrations",
+    "openassistant_guanaco": "demonstrations",
+    "gsm8k": "demonstrations",
+    "alpaca": "demonstrations",
+    "function_calling": "demonstrations",
+    "numina_math": "demonstrations",
+    "ultrafeedback_binarized": "pairs",
+    "hh_rlhf": "pairs",
+    "dpo_mix": "pairs",
+}
+LIMIT = 10_000
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, Any]:
+    return {"marked": byte_tokenizer(MARKED), "plain": byte_tokenizer(CHATML)}
+
+
+def load(path: Path, tokenizer: Any, kind: str, **changes: Any) -> LoadedPrompts:
+    config = DataConfig.model_validate(
+        {"prompts": str(path), "max_prompt_tokens": LIMIT, **changes}
+    )
+    responses = None if kind == "prompts" else LIMIT
+    feedback = kind if kind in ("pairs", "labels") else None
+    return load_prompts(config, tokenizer, max_response_tokens=responses, feedback=feedback)
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROWS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said_by_assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+WEATHER = {"name": "get_weather"}
+
+
+def calls(city: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {**WEATHER, "arguments": {"city": city}}}]
+
+
+def expected_chats(name: str) -> Iterator[tuple[list[list[dict[str, Any]]], Any]]:
+    """The messages of each row, both sides of pairs, and the tools: written for each set, not by
+    the code that is tested.
+    """
+    names = {"human": "user", "gpt": "assistant", "system": "system"}
+    for number, row in enumerate(rows(name)):
+        tools = None
+        if name in ("ultrachat", "numina_math"):
+            sides = [row["messages"]]
+        elif name == "sharegpt":
+            system = [{"role": "system", "content": row["system"]}] if "system" in row else []
+            turns = [
+                {"role": names[t["from"]], "content": t["value"]} for t in row["conversations"]
+            ]
+            sides = [[*system, *turns]]
+        elif name == "gsm8k":
+            sides = [[user(row["question"]), said_by_assistant(row["answer"])]]
+        elif name == "alpaca":
+            asked = "Translate into German.\n\nGood morning" if number == 0 else row["instruction"]
+            sides = [[user(asked), said_by_assistant(row["output"])]]
+        elif name == "openassistant_guanaco":
+            texts = re.split(r"### (?:Human|Assistant): ", row["text"])[1:]
+            sides = [[(user, said_by_assistant)[i % 2](text) for i, text in enumerate(texts)]]
+        elif name == "hh_rlhf":
+            sides = []
+            for side in (row["chosen"], row["rejected"]):
+                texts = re.split(r"\n\n(?:Human|Assistant): ", side)[1:]
+                sides.append([(user, said_by_assistant)[i % 2](t) for i, t in enumerate(texts)])
+        elif name == "function_calling":
+            tools = row["tools"] if number == 0 else json.loads(row["tools"])
+            if number == 0:
+                sides = [row["messages"]]
+                call = {"role": "assistant", "content": "", "tool_calls": calls("Oslo")}
+                sides[0][2] = call
+            elif number == 1:
+                call = {"role": "assistant", "content": "", "tool_calls": calls("Rome")}
+                told = {"role": "observation", "content": '{"celsius": 24}'}
+                sides = [[user("Weather in Rome?"), call, told, said_by_assistant("24 degrees.")]]
+            else:
+                call = {"role": "assistant", "content": "", "tool_calls": calls("Lima")}
+                sides = [[user("Weather in Lima?"), call]]
+        else:
+            sides = [row["chosen"], row["rejected"]]
+        yield sides, tools
+
+
+def marked_by_transformers(tokenizer: Any, messages: Any, tools: Any) -> tuple[list, list[bool]]:
+    found = tokenizer.apply_chat_template(
+        messages,
+        tools=tools,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    return found["input_ids"], [bool(one) for one in found["assistant_masks"]]
+
+
+def marked_by_bytes(tokenizer: Any, messages: Any, tools: Any) -> tuple[list, list[bool]]:
+    """The tokens that overlap what lies between "<|im_start|>assistant" and "<|im_end|>", that
+    included, by the bytes of each token.
+    """
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ends, done = [], 0
+    for token in tokenizer.convert_ids_to_tokens(ids):
+        is_special = token in tokenizer.all_special_tokens or token == "<|im_start|>"
+        done += len(token)  # GPT-2 writes a byte as a character
+        ends.append(done)
+        assert is_special or "<|" not in token
+    assert done == len(text.encode())
+    pattern = rb"<\|im_start\|>assistant\n(.*?<\|im_end\|>)"
+    spans = [m.span(1) for m in re.finditer(pattern, text.encode(), re.DOTALL)]
+    starts = [0, *ends[:-1]]
+    return ids, [
+        any(start < b and end > a for a, b in spans)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def side_of(prompt: Prompt, is_rejected: bool) -> tuple[list[int], list[bool]]:
+    response = prompt.rejected_tokens if is_rejected else prompt.response_tokens
+    gaps = prompt.rejected_gaps if is_rejected else prompt.response_gaps
+    assert response is not None
+    learned = [not one for one in in_gaps(len(response), gaps)]
+    return [*prompt.tokens, *response], [*[False] * len(prompt.tokens), *learned]
+
+
+@pytest.mark.parametrize("template", ["marked", "plain"])
+@pytest.mark.parametrize("name", KINDS)
+def test_ten_published_forms_are_learned_as_transformers_marks_them(
+    tokenizers: dict[str, Any], name: str, template: str
+) -> None:
+    tokenizer = tokenizers[template]
+    mark = marked_by_transformers if template == "marked" else marked_by_bytes
+    found = load(ROWS / f"{name}.jsonl", tokenizer, KINDS[name], chat_template=True)
+    expected = list(expected_chats(name))
+    assert len(found.prompts) == len(expected) >= 2
+    for prompt, (sides, tools) in zip(found.prompts, expected, strict=True):
+        for is_rejected, messages in enumerate(sides):
+            ids, mask = mark(tokenizer, messages, tools)
+            tokens, learned = side_of(prompt, bool(is_rejected))
+            shared = len(sides) == 2  # what both sides begin with is their prompt
+            mask = [one and not (shared and i < len(prompt.tokens)) for i, one in enumerate(mask)]
+            last = len(mask) - mask[::-1].index(True)
+            assert tokens == list(ids[:last]), name
+            assert learned == mask[:last], name
+        if len(sides) == 2:
+            a, b = (side_of(prompt, side)[0] for side in (False, True))
+            start = len(prompt.tokens)
+            assert a[:start] == b[:start]
+
+
+def test_turns_before_a_pair_parts_are_not_learned(tokenizers: dict[str, Any]) -> None:
+    for tokenizer in tokenizers.values():
+        first, second = load(ROWS / "dpo_mix.jsonl", tokenizer, "pairs").prompts
+        assert first.text.endswith("<|im_start|>user\nJoke?<|im_end|>\n<|im_start|>assistant\n")
+        assert tokenizer.decode(first.response_tokens) == "No.<|im_end|>"
+        assert not first.response_gaps and not first.rejected_gaps
+        # The second pair parts at once, and is learned in both turns of both sides.
+        assert second.response_gaps and second.rejected_gaps
+
+
+def test_the_schemas_of_tools_reach_the_template(tokenizers: dict[str, Any]) -> None:
+    for kind in ("demonstrations", "prompts"):
+        path = ROWS / "function_calling.jsonl"
+        # The third row has no form of a prompt.
+        given = rows("function_calling")[: 2 if kind == "prompts" else 3]
+        config = DataConfig(prompts=(str(path),), max_prompt_tokens=LIMIT)
+        most = None if kind == "prompts" else LIMIT
+        found = load_prompts(config, tokenizers["plain"], given, max_response_tokens=most)
+        assert all('"city": {"type": "string"}' in prompt.text for prompt in found.prompts)
+    untold = byte_tokenizer(FORGETS)
+    with pytest.raises(DataError, match="whose template does not read them"):
+        load(ROWS / "function_calling.jsonl", untold, "demonstrations")
+
+
+def test_texts_stay_texts_without_a_chat_template(tokenizers: dict[str, Any]) -> None:
+    plain = byte_tokenizer(None)
+    expected = {
+        "gsm8k": (rows("gsm8k")[1]["question"], rows("gsm8k")[1]["answer"]),
+        "alpaca": ("Give three primary colours.", "Red, yellow and blue."),
+        "hh_rlhf": (
+            rows("hh_rlhf")[1]["chosen"].removesuffix(" Have you looked in your coat?"),
+            " Have you looked in your coat?",
+        ),
+        "openassistant_guanaco": ("### Human: Dime un color.### Assistant:", " Azul."),
+    }
+    for name, (text, response) in expected.items():
+        prompt = load(ROWS / f"{name}.jsonl", plain, KINDS[name]).prompts[1]
+        assert prompt.text == text
+        assert prompt.response_tokens is not None
+        assert plain.decode(prompt.response_tokens) == response + "<|im_end|>"
+    with pytest.raises(DataError, match="ultrachat.jsonl:1: got messages, with a tokenizer"):
+        load(ROWS / "ultrachat.jsonl", plain, "demonstrations")
+
+
+def test_prompts_of_the_same_forms_are_asked_without_their_responses(tokenizers: Any) -> None:
+    tokenizer, begins = tokenizers["plain"], "<|im_start|>assistant\n"
+    for name in ("ultrachat", "sharegpt", "gsm8k", "alpaca", "numina_math"):
+        found = load(ROWS / f"{name}.jsonl", tokenizer, "prompts", chat_template=True).prompts
+        assert all(p.text.endswith(begins) and p.response_tokens is None for p in found)
+        assert all(p.columns["messages"][-1]["role"] == "user" for p in found)  # type: ignore[index]
+    assert found[0].columns["solution"] == rows("numina_math")[0]["solution"]
+    (asked,) = {p.text.count("<|im_start|>") for p in found}
+    assert asked == 2
+    three = load(ROWS / "sharegpt.jsonl", tokenizer, "prompts").prompts[0].text
+    assert "56." in three and "60." not in three  # earlier turns are part of the prompt
+
+
+def test_keys_of_the_config_go_before_forms(tokenizers: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"messages": [user("a"), said_by_assistant("b")], "q": "ask", "r": "tell"}
+    chat = [user("x"), said_by_assistant("y"), user("z"), said_by_assistant("w")]
+    path.write_text(json.dumps({**row, "dialogue": chat}) + "\n")
+    keys = {"prompt_key": "q", "response_key": "r"}
+    (found,) = load(path, tokenizers["plain"], "demonstrations", **keys).prompts
+    assert found.text == "ask"
+    (found,) = load(path, tokenizers["plain"], "demonstrations", prompt_key="dialogue").prompts
+    assert tokenizers["plain"].decode(found.response_tokens).startswith("y<|im_end|>")
+    with pytest.raises(DataError, match="no column 's'"):
+        load(path, tokenizers["plain"], "demonstrations", prompt_key="q", response_key="s")
+
+
+def test_a_template_that_forgets_earlier_turns_is_refused(tokenizers: Any) -> None:
+    forgets = byte_tokenizer(FORGETS)
+    with pytest.raises(DataError, match=r"ultrachat.jsonl:1: .*message 2 of a chat.*otherwise"):
+        load(ROWS / "ultrachat.jsonl", forgets, "demonstrations")
+    (first, _) = load(ROWS / "numina_math.jsonl", forgets, "demonstrations").prompts
+    assert forgets.decode(first.response_tokens).startswith("<think></think>Subtract 2")
+
+
+def test_a_turn_without_an_end_gets_the_end_token() -> None:
+    bare = byte_tokenizer(BARE)
+    first, second = load(ROWS / "numina_math.jsonl", bare, "demonstrations").prompts
+    assert bare.decode(second.response_tokens) == "$2^{10} = \\boxed{1024}$.\n<|im_end|>"
+    assert first.text == "[user] Solve $x + 2 = 5$.\n[assistant] "
+
+
+def test_what_is_learned_survives_the_file_and_makes_the_batch(
+    tokenizers: dict[str, Any], tmp_path: Path
+) -> None:
+    for name in ("ultrachat", "dpo_mix"):
+        found = load(ROWS / f"{name}.jsonl", tokenizers["plain"], KINDS[name]).prompts
+        path = tmp_path / name
+        with path.open("wb") as file:
+            write_prompts(file, tmp_path, ((prompt, 0) for prompt in found), {})
+        mapped = MappedPrompts(PromptFile(path))
+        assert list(mapped) == list(found)
+        assert list(identities(mapped)) == list(identities(found))
+        pairs = KINDS[name] == "pairs"
+        batch = supervised_batch(mapped, "pairs" if pairs else None)
+        sides = [side_of(p, r) for r in ((False, True) if pairs else (False,)) for p in found]
+        assert batch.tokens_T.tolist() == [token for tokens, _ in sides for token in tokens]
+        assert batch.response_mask_T.tolist() == [one for _, mask in sides for one in mask]
+
+
+def test_prompts_of_other_gaps_are_other_prompts(tokenizers: dict[str, Any]) -> None:
+    found = list(load(ROWS / "ultrachat.jsonl", tokenizers["plain"], "demonstrations").prompts)
+    other = [Prompt(**{**vars(prompt), "response_gaps": ()}) for prompt in found]
+    states = [PromptSource(some, seed=0, shuffle=False).state() for some in (found, other)]
+    assert states[0] != states[1]
+
+
+def test_long_responses_are_left_out_or_cut_and_counted(tokenizers: dict[str, Any]) -> None:
+    path = ROWS / "ultrachat.jsonl"
+    whole = load(path, tokenizers["plain"], "demonstrations").prompts
+    longest = [len(prompt.response_tokens or ()) for prompt in whole]
+    most = max(longest) - 1
+    for how in ("leave_out", "cut"):
+        config = DataConfig(prompts=(str(path),), max_prompt_tokens=LIMIT, long_responses=how)
+        found = load_prompts(config, tokenizers["plain"], max_response_tokens=most)
+        if how == "leave_out":
+            assert len(found.prompts) == 2 and "1 left out" in found.report()
+        else:
+            assert len(found.prompts) == 3
+            assert "3 prompts, 1 with responses cut (data.long_responses=cut)" in found.report()
+            cut = found.prompts[longest.index(max(longest))]
+            assert cut.response_tokens == whole[cut.prompt_id].response_tokens[:most]  # type: ignore[index]
+    # A cut within a turn of the user's leaves none of it.
+    (begin, end) = whole[0].response_gaps
+    found = load_prompts(config, tokenizers["plain"], max_response_tokens=end - 1)
+    assert len(found.prompts[0].response_tokens or ()) == begin
+    assert found.prompts[0].response_gaps == ()
+
+
+def test_labelled_chats_are_learned_in_their_last_turn(tokenizers: Any, tmp_path: Path) -> None:
+    path = tmp_path / "kto.jsonl"
+    chat = [user("a"), said_by_assistant("b"), user("c"), said_by_assistant("d")]
+    given = [{"messages": chat, "label": True}, {"prompt": "p", "completion": "q", "label": False}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+    for tokenizer in tokenizers.values():
+        first, second = load(path, tokenizer, "labels", chat_template=True).prompts
+        assert tokenizer.decode(first.response_tokens) == "d<|im_end|>"
+        assert first.columns["label"] is True and first.response_gaps == ()
+        assert tokenizer.decode(second.response_tokens) == "q<|im_end|>"
+
+
+def test_the_forms_that_are_known_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"frage": "a", "antwort": "b"}\n')
+    with pytest.raises(DataError) as caught:
+        validate_file(str(path), DataConfig(), "demonstrations")
+    for part in (
+        f"{path}:1: got no column 'prompt' among ['antwort', 'frage']",
+        "messages (a list of role and content)",
+        "conversations (ShareGPT",
+        "instruction and output (Alpaca)",
+        "set the data.*_key that names it",
+    ):
+        assert part in str(caught.value)

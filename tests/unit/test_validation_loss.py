@@ -1,0 +1,159 @@
+"""The loss on held-out rows is transformers' own; a run has the epochs that it was asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_tokenizers import MARKED, byte_tokenizer
+from command_line import ROOT
+from small_runs import small_run
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from hybridrl import Trainer
+from hybridrl.contracts.samples import in_gaps
+from hybridrl.hybrid_engine.export import export_hf
+from hybridrl.models.weights import hf_shapes
+
+ROWS = ROOT / "tests" / "data"
+CLOSE = 1e-5  # nats: fp32 sums of some hundred terms, in another order
+SUPERVISED = (
+    "data.eval_share=0",
+    "steps.stop_at_accuracy=null",
+    "data.chat_template=true",
+    "data.max_prompt_tokens=300",
+    "data.max_response_tokens=300",
+    "train.micro_batch_tokens=1024",
+    "train.learning_rate=1e-2",
+    "steps.samples_per_prompt=1",
+    "steps.prompts_per_step=2",
+    "rollout.max_new_tokens=8",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model and the tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = byte_tokenizer(MARKED)
+    tokenizer.save_pretrained(folder)
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes |= {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    shape: Any = Qwen3Config(vocab_size=len(tokenizer), eos_token_id=2, **sizes)
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(shape)
+    made.config.architectures = [type(made).__name__]
+    made.save_pretrained(folder)
+    return folder
+
+
+def records(trainer: Trainer) -> list[dict[str, Any]]:
+    lines = (trainer.journal.folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def export(trainer: Trainer, folder: Path) -> Path:
+    """Writes the policy's weights as an HF directory."""
+    model, source = trainer.policy.model, trainer.source
+    shapes = hf_shapes(source.family, source.shape)
+    config = dict(source.hf_config)
+    parts = model.weights(), shapes, torch.float32, config
+    export_hf(folder, [model.layout()], *parts, peers=trainer.world)
+    return folder
+
+
+def transformers_sums(folder: Path, trainer: Trainer, is_rejected: bool = False) -> torch.Tensor:
+    """The log-likelihood of what is learned of each row and its tokens, (rows, 2), by
+    transformers' own forward and masks.
+    """
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for prompt in trainer.validation._prompts:
+        response = prompt.rejected_tokens if is_rejected else prompt.response_tokens
+        gaps = prompt.rejected_gaps if is_rejected else prompt.response_gaps
+        assert response is not None
+        labels = [-100] * len(prompt.tokens)
+        flags = in_gaps(len(response), gaps)
+        labels += [-100 if gap else t for t, gap in zip(response, flags, strict=True)]
+        ids = torch.tensor([[*prompt.tokens, *response]])
+        with torch.no_grad():
+            loss = oracle(input_ids=ids, labels=torch.tensor([labels])).loss
+        num = sum(label >= 0 for label in labels)
+        found.append([-float(loss) * num, num])
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def test_validation_loss_of_demonstrations_is_that_of_transformers(
+    model: Path, tmp_path: Path
+) -> None:
+    knobs = (
+        "model.init=null",
+        f"model.path={model}",
+        f"data.prompts={ROWS / 'alpaca.jsonl'}",
+        f"data.validation={ROWS / 'ultrachat.jsonl'}",
+        "steps.num_epochs=2.5",
+        "steps.eval_every=1",
+    )
+    with small_run(tmp_path, *SUPERVISED, *knobs, config="sft.yaml") as trainer:
+        trainer.fit()
+        found = records(trainer)
+        assert [record["step"] for record in found] == [1, 2, 3]  # 2 rows, 2 a step
+        assert [record["train/epoch"] for record in found] == [1.0, 2.0, 3.0]
+        out = export(trainer, tmp_path / "hf")
+        sums = transformers_sums(out, trainer).sum(0)
+        before = transformers_sums(model, trainer).sum(0)
+        log = (trainer.journal.folder / "logs" / "rank_0.log").read_text()
+        summary = json.loads((trainer.journal.folder / "summary.json").read_text())
+    expected = float(-sums[0] / sums[1])
+    assert found[-1]["eval/loss"] == pytest.approx(expected, abs=CLOSE)
+    assert found[-1]["eval/perplexity"] == pytest.approx(math.exp(expected), rel=2 * CLOSE)
+    assert found[0]["eval/loss"] != found[-1]["eval/loss"], "weights have changed"
+    assert f"eval/loss {float(-before[0] / before[1]):.4g}" in log
+    assert summary["validation_loss"] == found[-1]["eval/loss"]
+
+
+def test_validation_loss_of_pairs_is_that_of_transformers(model: Path, tmp_path: Path) -> None:
+    knobs = (
+        "model.init=null",
+        f"model.path={model}",
+        "algorithm.name=dpo",
+        f"data.prompts={ROWS / 'dpo_mix.jsonl'}",
+        f"data.validation=[{ROWS / 'ultrafeedback_binarized.jsonl'},{ROWS / 'hh_rlhf.jsonl'}]",
+        "steps.num_steps=2",
+    )
+    with small_run(tmp_path, *SUPERVISED, *knobs, config="sft.yaml") as trainer:
+        trainer.fit()
+        found = records(trainer)
+        out = export(trainer, tmp_path / "hf")
+        chosen, rejected = (
+            torch.sub(*(transformers_sums(folder, trainer, side)[:, 0] for folder in (out, model)))
+            for side in (False, True)
+        )
+        likelihood = transformers_sums(out, trainer).sum(0)
+    assert "eval/loss" not in found[0] and len(chosen) == 4
+    loss = float(-logsigmoid(0.1 * (chosen - rejected)).mean())
+    assert found[-1]["eval/loss"] == pytest.approx(loss, abs=CLOSE)
+    perplexity = math.exp(float(-likelihood[0] / likelihood[1]))
+    assert found[-1]["eval/perplexity"] == pytest.approx(perplexity, rel=2 * CLOSE)
+    accuracy = float((chosen > rejected).double().mean())
+    assert found[-1]["eval/preference/accuracy"] == accuracy
+
+
+def test_rows_that_are_held_out_of_demonstrations_give_a_loss(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number} is", "completion": f"{number}"} for number in range(20)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    knobs = ("model.init=null", f"model.path={model}", f"data.prompts={path}")
+    shared = [knob for knob in SUPERVISED if "eval_share" not in knob]
+    more = ("data.eval_share=0.2", "steps.num_steps=1", "reward.function=exact_match")
+    with small_run(tmp_path, *shared, *knobs, *more, config="sft.yaml") as trainer:
+        assert not trainer.eval_prompts, "no answers to compare with"
+        assert 0 < len(trainer.validation._prompts) < 10
+        assert len(trainer.prompts) + len(trainer.validation._prompts) == 20
+        trainer.fit()
+        assert records(trainer)[-1]["eval/loss"] > 0
