@@ -23,7 +23,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ from hybridrl.generation.episodes import (
     episode_metrics,
 )
 from hybridrl.generation.gathered import compared_with_greedy, gathered_batch, table_of
+from hybridrl.generation.idle import Clock
 from hybridrl.generation.saved_rollouts import SavedRollouts, digest_of, joined, rollout_state
 from hybridrl.metrics.flops import GeneratedLengths, num_generated
 from hybridrl.metrics.values import GENERATED_TOKENS
@@ -183,6 +185,21 @@ class Sampler:
         # An engine that is idle waits for tools, for long.
         is_due = num_steps % STEPS_BETWEEN_LOOKS == 0 or not self.engine.has_unfinished
         return is_due and self._replica.is_any(is_asked)
+
+    @contextmanager
+    def ahead(
+        self, source: PromptSource, waits: AbstractContextManager[None] | None = None
+    ) -> Iterator[None]:
+        """Generates beside what the block does, where a run may do so: here nothing.
+
+        Args:
+            source: of the run's prompts.
+            waits: surrounds the wait for generation, after the block.
+        """
+        yield
+
+    def cancel(self) -> None:
+        """Ends what is generated beside other work, for nobody to use."""
 
     def submit(
         self,
@@ -336,9 +353,9 @@ class Sampler:
                 scored = compared_with_greedy(scored)
             mine = None if scored is None else table_of(scored)
             counts = self.scorer.take_counts() | self._episode_counts
-            agreement.value = (self._busy_s, mine, counts, self._lengths_of(local))
+            agreement.value = (self._clock(), mine, counts, self._lengths_of(local))
             self._episode_counts = {}
-        self._note_busy([seconds for seconds, *_ in agreement.values])
+        self._note_busy([clock for clock, *_ in agreement.values])
         tables = [table for _, table, *_ in agreement.values]
         for *_, counts, lengths in agreement.values:
             self._count(counts)
@@ -383,11 +400,15 @@ class Sampler:
         for name, count in counts.items():
             self._reward_counts[name] = self._reward_counts.get(name, 0) + count
 
-    def _note_busy(self, seconds: Sequence[float]) -> None:
+    def _clock(self) -> Clock:
+        """Returns how long this rank's engine worked since the last handover of samples."""
+        return Clock(self._busy_s)
+
+    def _note_busy(self, clocks: Sequence[Clock]) -> None:
         self._busy_s = 0.0
-        tp_ranks = map(self.layout.tp_rank, range(len(seconds)))
+        tp_ranks = map(self.layout.tp_rank, range(len(clocks)))
         of_replicas = [
-            busy for busy, tp_rank in zip(seconds, tp_ranks, strict=True) if tp_rank == 0
+            one.busy_s for one, tp_rank in zip(clocks, tp_ranks, strict=True) if tp_rank == 0
         ]
         self._busy_of_calls.append((sum(of_replicas) / len(of_replicas), max(of_replicas)))
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.identity import pinned
+from hybridrl.config.lag import generates_ahead
 from hybridrl.config.placement import Machines, Placement
 from hybridrl.config.rules import check
 from hybridrl.config.rules_placement import placed
@@ -74,6 +75,7 @@ def make_meshes(config: Config, platform: Platform, machines: Machines) -> Meshe
     """Lays the policy over its ranks and makes their process groups; the rules hold."""
     world = World(platform, config.run.collective_timeout_s, config.run.stall_timeout_s)
     placement, _ = placed(config, machines)
+    world.sums_on_host = generates_ahead(config, placement)
     return Meshes(world, placement, training_layout(config, placement))
 
 
