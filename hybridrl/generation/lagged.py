@@ -55,6 +55,7 @@ from hybridrl.generation.pool import Pool, Sample, States, known_states, restore
 from hybridrl.generation.sampler import Progress, Sampler
 from hybridrl.generation.saved_rollouts import joined, rollout_state
 from hybridrl.generation.timeline import Timeline
+from hybridrl.metrics.timing import Span
 from hybridrl.parallel.replica import EngineGroup
 from hybridrl.parallel.stopping import check_stop
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
@@ -90,7 +91,7 @@ class LaggedSampler(Sampler):
             is_engine = self.world.rank in self.layout.ranks
             self._side = "rollout" if is_engine else "training"
             self._engines = EngineGroup(self.layout, self.world.rank, self.world.heartbeat)
-            self.beside = Beside(self.world.platform.device)
+            self._beside = Beside(self.world.platform.device)
         self._is_cancelled = False
         self.timeline = Timeline(self._side)
 
@@ -189,32 +190,43 @@ class LaggedSampler(Sampler):
             self._begin(prompts, self._step, self._has_greedy)
         self._is_cancelled = False
         if self._side == "rollout":
-            self.beside.start(self._generate_ahead, "generate ahead")
+            self._beside.start(self._generate_ahead, "generate ahead")
 
     def _generate_ahead(self) -> None:
         """Takes steps of the engine until few samples of all replicas are unfinished; on a thread
-        of its own, on the ranks with an engine.
+        of its own, on the ranks with an engine. One that fails tells the others at the next look.
         """
         assert self._limits.ahead_until is not None
+        failure: Exception | None = None
         for num_steps in itertools.count():
             if num_steps % STEPS_BETWEEN_ENDS == 0:
                 num_left = sum(self._left.values()) if self._replica.is_first else 0
-                flags = torch.tensor([int(self._is_cancelled), num_left])
-                is_cancelled, unfinished = self._engines.sum(flags).tolist()
-                if is_cancelled or unfinished <= self._limits.ahead_until:
+                ends = self._is_cancelled or failure is not None
+                flags = self._engines.sum(torch.tensor([int(ends), num_left])).tolist()
+                if failure is not None:
+                    raise failure
+                if flags[0] or flags[1] <= self._limits.ahead_until:
                     return
-            if self.has_unfinished:
-                self.advance()
+            try:
+                if self.has_unfinished and failure is None:
+                    self.advance()
+            except Exception as error:
+                failure = error
 
     def _end_ahead(self) -> None:
         """Waits until the engines pause, and takes their samples out."""
         began = time.perf_counter()
         with self.world.all_agree("generating ahead") as agreement:
-            self.beside.join(self.world.check)
+            self._beside.join(self.world.check)
             agreement.value = self._leave_engine()
         self._waits.waited_s += time.perf_counter() - began
         told = self._pool.told(known_states(agreement.values))
         self._pool = replace(self._pool, groups=told)
+
+    @property
+    def ahead_span(self) -> Span | None:
+        """When this rank's engine last generated ahead."""
+        return None if self._limits.ahead_until is None else self._beside.span
 
     def cancel(self) -> None:
         """Ends what is generated ahead, if anything is, for nobody to use; all ranks with an engine
@@ -224,7 +236,7 @@ class LaggedSampler(Sampler):
             return
         self._is_cancelled = True
         try:
-            self.beside.join(self.world.check, CANCEL_S)
+            self._beside.join(self.world.check, CANCEL_S)
         except Exception as error:  # what ended the step is told, not what came of it here
             logger.warning("generating ahead: %s: %s", type(error).__name__, error)
 
