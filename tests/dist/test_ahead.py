@@ -11,14 +11,15 @@ from packaged import needs
 WORKER = str(Path(__file__).with_name("ahead_worker.py"))
 TWO = ("placement.policy=0", "placement.rollout=1")
 THREE = ("placement.policy=2", "placement.rollout=0-1")
+# So that in few steps of few samples some go on with new weights.
+MANY = "rollout.unfinished_at_update=0.6"
 TP = ("rollout.tp=2",)
 
 
 @pytest.mark.dist
 def test_engines_generate_while_the_policy_trains(tmp_path: Path) -> None:
     parts = "versions,stopped,fails,overlap"
-    knobs = (*TWO, "rollout.unfinished_at_update=0.6")
-    run_ranks(2, WORKER, [str(tmp_path), "scripted", "2", parts, *knobs], timeout_s=300)
+    run_ranks(2, WORKER, [str(tmp_path), "scripted", "2", parts, *TWO, MANY], timeout_s=300)
 
 
 @pytest.mark.dist
@@ -29,8 +30,8 @@ def test_engines_generate_while_the_policy_trains(tmp_path: Path) -> None:
     [
         ("hf", 1, "versions,repeats,fails", (*THREE, "rollout.unfinished_at_update=0.3")),
         ("hf", 1, "versions,repeats", TWO),
-        ("hf", 3, "versions,stopped", (*THREE, "rollout.in_flight=14")),
-        ("scripted", 2, "versions,killed", (*TWO, "rollout.at_lag_bound=drop")),
+        ("hf", 3, "versions,stopped", (*THREE, "rollout.in_flight=14", MANY)),
+        ("scripted", 2, "versions,killed", (*TWO, "rollout.at_lag_bound=drop", MANY)),
         ("scripted", 1, "versions,killed", (*TWO, "algorithm.name=remax")),
     ],
 )
