@@ -22,6 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from bench_rollout import command_of
 from case_record import commit
 from step_case import response_lengths
@@ -38,7 +39,7 @@ from hybridrl.generation.in_flight import (
 from hybridrl.generation.lagged import STEPS_BETWEEN_ENDS
 
 PROMPTS, SAMPLES, LONGEST = 64, 8, 1024
-STEPS, WARMUPS = 24, 8
+STEPS, WARMUPS = 12, 4
 TRAIN_S = (1.5, 3.0, 6.0, 9.0)
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
 IN_FLIGHT = (1.5, 2.0)
@@ -77,16 +78,20 @@ class Run:
             self._groups.append(Group(number, step, 0, prompt, 0, (), (False,) * SAMPLES))
         self._next += num
 
+    def _tokens_left(self) -> np.ndarray[Any, Any]:
+        return np.array([self._left[group.number] for group in self._groups])
+
     def _unfinished(self) -> int:
-        return sum(left > 0 for group in self._groups for left in self._left[group.number])
+        return int((self._tokens_left() > 0).sum())
 
     def _decode(self) -> None:
         """Takes the engine's steps up to the next look."""
-        for _ in range(STEPS_BETWEEN_ENDS):
-            if num := self._unfinished():
+        left = self._tokens_left()
+        for taken in range(STEPS_BETWEEN_ENDS):
+            if num := int((left > taken).sum()):
                 self.now_s += (self._engine.base_ms + self._engine.sample_ms * num) / 1e3
-            for group in self._groups:
-                self._left[group.number] = [max(one - 1, 0) for one in self._left[group.number]]
+        rest = np.maximum(left - STEPS_BETWEEN_ENDS, 0).tolist()
+        self._left |= {group.number: one for group, one in zip(self._groups, rest, strict=True)}
 
     def _may_end(self, step: int) -> bool:
         assert self._limits is not None

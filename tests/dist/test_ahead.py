@@ -18,7 +18,7 @@ TP = ("rollout.tp=2",)
 
 @pytest.mark.dist
 def test_engines_generate_while_the_policy_trains(tmp_path: Path) -> None:
-    parts = "versions,stopped,fails,overlap"
+    parts = "versions,overlap,stopped,fails"
     run_ranks(2, WORKER, [str(tmp_path), "scripted", "2", parts, *TWO, MANY], timeout_s=300)
 
 
