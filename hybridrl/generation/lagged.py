@@ -402,7 +402,6 @@ class LaggedSampler(Sampler):
 
     def drop(self) -> None:
         """Goes back to where the step under way began, if there is one."""
-        self.cancel()
         super().drop()
         if self._began is not None:
             self._pool, self._began = self._began, None

@@ -220,7 +220,18 @@ def check_stop(folder: Path, *knobs: str) -> None:
     """A signal beside training ends the step, and the run goes on as if none had come."""
     expected = unbroken(folder / "once", *knobs)
     with run(folder / "stopped", *knobs) as (trainer, _):
-        columns = trainer.add_columns
+        columns, step, sleep = trainer.add_columns, trainer.engine.step, trainer.engine.sleep
+
+        def slow_step() -> None:
+            time.sleep(ENGINE_STEP_S)
+            step()
+
+        def watched_sleep(keeps_memory: bool = False) -> None:
+            names = [thread.name for thread in threading.enumerate()]
+            assert "generate ahead" not in names, "the engine's memory goes while it generates"
+            sleep(keeps_memory)
+
+        trainer.engine.step, trainer.engine.sleep = slow_step, watched_sleep  # type: ignore[method-assign]
 
         def stop(scored: ScoredBatch) -> TrainBatch:
             if trainer.step == 2 and trainer.world.rank == 0:
