@@ -87,6 +87,7 @@ class LaggedSampler(Sampler):
         self._num_taken = 0  # prompts of the step under way
         self._side: Literal["rollout", "training", "both"] = "both"
         self._waits, self._idle = WaitClock(), dict[str, float]()
+        self._busy_ahead_s = 0.0  # seconds that this rank's engine generated ahead
         if limits.ahead_until is not None:
             is_engine = self.world.rank in self.layout.ranks
             self._side = "rollout" if is_engine else "training"
@@ -220,6 +221,8 @@ class LaggedSampler(Sampler):
             self._beside.join(self.world.check)
             agreement.value = self._leave_engine()
         self._waits.waited_s += time.perf_counter() - began
+        # Of the next step, also where an evaluation comes before it.
+        self._busy_ahead_s, self._busy_s = self._busy_s, 0.0
         told = self._pool.told(known_states(agreement.values))
         self._pool = replace(self._pool, groups=told)
 
@@ -379,7 +382,10 @@ class LaggedSampler(Sampler):
         self._pool = self._pool.without(left, self._sample_ids)
 
     def _clock(self) -> Clock:
-        return super()._clock() if self._is_evaluation else self._waits.take(self._busy_s)
+        if self._is_evaluation:
+            return super()._clock()
+        busy_s, self._busy_ahead_s = self._busy_s + self._busy_ahead_s, 0.0
+        return self._waits.take(busy_s)
 
     def _note_busy(self, clocks: Sequence[Clock]) -> None:
         super()._note_busy(clocks)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import QUICKSTART
 from small_runs import small_run
 from torch import Tensor
 
@@ -27,6 +28,11 @@ from hybridrl.parallel.failure import PeerError
 
 STEPS = 4
 KNOBS = ("rollout.max_new_tokens=40", "data.max_prompt_tokens=24", "train.learning_rate=1e-3")
+EVALUATES = (
+    f"data.eval_prompts={QUICKSTART / 'heldout.jsonl'}",
+    "data.eval_limit=2",
+    "steps.eval_every=2",
+)
 # What a step of the slow runs takes: engines and training for long enough that work beside each
 # other shows, and starts of collectives do not.
 ENGINE_STEP_S, UPDATE_S = 0.02, 0.4
@@ -63,6 +69,9 @@ class Seen:
             finish(version)
 
         def noted_step() -> None:
+            if self.trainer.sampler._is_evaluation:
+                step()
+                return
             before = {row.request_id: len(row.tokens) for row in engine.pending()}
             step()
             held = {row.request_id: len(row.tokens) for row in engine.pending()}
@@ -155,7 +164,7 @@ def check_turns(trainer: Trainer) -> None:
 
 def check_versions(folder: Path, lag: int, *knobs: str) -> None:
     """Every token has the version that made it, none is too old, none is lost or taken twice."""
-    with run(folder, *knobs) as (trainer, seen):
+    with run(folder, *knobs, *EVALUATES) as (trainer, seen):
         trainer.check_engine()
         seen.watch_engine()
         trainer.fit(until=STEPS)
