@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.algorithm import CustomAlgorithmConfig, GrpoConfig, PolicyGradientConfig
+from hybridrl.config.placement import named_roles
 from hybridrl.config.supervised import OnlineDpoConfig
 from hybridrl.errors import UserError
 
 if TYPE_CHECKING:
+    from hybridrl.config.placement import Place, Placement
     from hybridrl.config.schema import Config
 
 KEY = "steps.max_policy_lag"
+# Of a step's samples, that go on with the next weights where a lag of 2 or more lets them.
+UNFINISHED_AT_UPDATE = 0.2
 
 
 def num_in_flight(config: Config) -> int:
@@ -21,6 +25,29 @@ def num_in_flight(config: Config) -> int:
     """
     given, per_step = config.rollout.in_flight, config.steps.prompts_per_step
     return per_step + (per_step + 1) // 2 if given is None else given
+
+
+def generates_ahead(config: Config, placement: Placement) -> bool:
+    """Returns whether engines generate while the policy trains: there is a lag, and no model of the
+    run is on a rank with an engine.
+    """
+    return config.steps.max_policy_lag > 0 and not _models_beside_engines(placement)
+
+
+def max_unfinished(config: Config) -> int:
+    """Returns how many samples may be unfinished where engines that generate ahead pause for the
+    next weights.
+    """
+    share, steps = config.rollout.unfinished_at_update, config.steps
+    if share is None:
+        share = 0.0 if steps.max_policy_lag == 1 else UNFINISHED_AT_UPDATE
+    return int(share * steps.prompts_per_step * steps.samples_per_prompt)
+
+
+def _models_beside_engines(placement: Placement) -> dict[str, Place]:
+    """Returns the models that have a rank in common with an engine, by role."""
+    places = {"policy": placement.policy, **placement.named}
+    return {role: one for role, one in places.items() if {*one.ranks} & {*placement.rollout}}
 
 
 def lag_identity(config: Config) -> dict[str, Any]:
@@ -48,6 +75,7 @@ def lag_rules(config: Config) -> Iterator[UserError]:
         for key, is_set in (
             ("in_flight", rollout.in_flight is not None),
             ("at_lag_bound", rollout.at_lag_bound != "finish"),
+            ("unfinished_at_update", rollout.unfinished_at_update is not None),
         ):
             if is_set:
                 allowed = f"nothing with {KEY}=0, where a step has its own prompts alone"
@@ -103,3 +131,42 @@ def _combination_rules(config: Config, lag: int) -> Iterator[UserError]:
                 "samples of older weights would count as the policy's own",
                 "Leave it out, for token.",
             )
+
+
+def lag_placement_rules(config: Config, placement: Placement) -> Iterator[UserError]:
+    """Rules of a lag where models are on ranks of their own.
+
+    Args:
+        config: of the run.
+        placement: of it, without errors of its own.
+    """
+    lag, given = config.steps.max_policy_lag, config.placement
+    if not lag:
+        return
+    shared = _models_beside_engines(placement)
+    has_own = len(placement.policy.ranks) < placement.num_ranks
+    if has_own and given.rollout.ranks is None:
+        yield UserError(
+            "placement.rollout.ranks",
+            "none, which is all",
+            f"ranks without the policy with {KEY}={lag}, for engines that generate while it trains "
+            f"on {given.policy.ranks}; or all, where nothing runs side by side",
+            "Name them.",
+        )
+    elif shared and "policy" not in shared:
+        role = next(iter(shared))
+        key, one = named_roles(given)[role]
+        yield UserError(
+            f"{key}.ranks",
+            one.ranks,
+            f"ranks without an engine with {KEY}={lag}: engines generate on {given.rollout.ranks} "
+            "all the time, and give no memory to other models",
+            f"Give {key} other ranks.",
+        )
+    elif shared and config.rollout.unfinished_at_update is not None:
+        yield UserError(
+            "rollout.unfinished_at_update",
+            config.rollout.unfinished_at_update,
+            "nothing where engines and training share ranks: they take turns",
+            "Remove it, or set placement.policy and placement.rollout apart.",
+        )

@@ -16,7 +16,7 @@ from hybridrl.config.engines import ENGINES
 from hybridrl.config.environment import environment_rules
 from hybridrl.config.evaluation import evaluation_rules
 from hybridrl.config.generation import generation_rules
-from hybridrl.config.lag import lag_rules
+from hybridrl.config.lag import lag_placement_rules, lag_rules
 from hybridrl.config.placement import Machines, Placement, asks_for, least_ranks
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
 from hybridrl.config.rules_experts import replay_rules, rollout_expert_rules
@@ -80,6 +80,7 @@ def check(
         laid_out += _layout_rules(config, placement, number_of_ranks(is_script))
         if not misplaced:
             laid_out += placement_rules(config, placement, model_config or {})
+            laid_out += lag_placement_rules(config, placement)
     return [
         *_folder_rules(config.run),
         *_model_rules(config.model),

@@ -366,6 +366,12 @@ class RolloutConfig(Section):
         "finish",
         description="Samples that no later step may learn from: generation waits for them, or they are thrown away and counted (lag/dropped). 'finish': to drop them favours short responses.",
     )
+    unfinished_at_update: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Share of a step's samples at which engines on ranks of their own pause for the next weights, with steps.max_policy_lag above 0. None: 0 with a lag of 1, whose samples are all needed in the next step; 0.2 with more, so that long responses go on with the new weights.",
+    )
     eager: bool = Field(
         False,
         description="Run vLLM without torch.compile and CUDA graphs. False: both make GPUs decode faster.",

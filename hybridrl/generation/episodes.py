@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hybridrl.config.environment import EnvironmentConfig
-from hybridrl.contracts.batch import Prompt
+from hybridrl.contracts.batch import Prompt, Rollout
 from hybridrl.contracts.routed_experts import Experts, experts_from_json, experts_to_json
 from hybridrl.environments.base import Answer, Play
 from hybridrl.environments.chat import ObservationEncoder, text_of_turn
@@ -353,3 +353,11 @@ def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     shares = {f"environment/truncated_{end}": count / num for end, count in ends.items()}
     rest = {name: float(count) for name, count in counts.items() if "#" not in name}
     return {**rest, **shares, "environment/turns_mean": counts[TURNS] / num}
+
+
+def as_rollout(done: Completion, prompt: Prompt) -> Rollout:
+    """Returns a completion or response as the data contract has it."""
+    observed = done.observed if isinstance(done, Response) else None
+    reason, version = done.finish_reason, done.version
+    parts = prompt, done.tokens, done.logps, reason, version, observed
+    return Rollout(done.request_id, *parts, experts=done.experts, versions=done.versions)

@@ -2,8 +2,8 @@
 generation may end, and which replica goes on with which. Pure, no torch.
 
 With `steps.max_policy_lag` above 0 more prompts are under way than a step takes. A group is the
-samples of one prompt. It is born in the step that submits it and may be trained on until
-`max_policy_lag` steps later: no token of it can be older than its step. All ranks know all groups,
+samples of one prompt. It is born with the weights that a step trains, and may be trained on until
+`max_policy_lag` steps later: no token of it can be of older weights. All ranks know all groups,
 and come to the same answers without asking each other.
 """
 
@@ -30,12 +30,15 @@ class Limits:
         per_step: groups that a step takes.
         in_flight: groups that are under way while a step generates.
         at_bound: whether a step waits for what may not be older, or throws it away.
+        ahead_until: generation goes on while a step trains, until at most so many samples are
+            unfinished; None: it does not, since training has the ranks.
     """
 
     max_lag: int
     per_step: int
     in_flight: int
     at_bound: AtBound = "finish"
+    ahead_until: int | None = None
 
     def __post_init__(self) -> None:
         most = self.per_step * (self.max_lag + 1)
@@ -49,7 +52,7 @@ class Group:
 
     Args:
         number: of the group in the run.
-        born: the step that submitted it.
+        born: the step that trains the weights with which it was submitted first.
         place: of its prompt among those that this step took from the data.
         prompt: of all its samples.
         replica: that has its samples; None: all have them, or there is nothing yet.
@@ -78,6 +81,18 @@ class Group:
             for runs, is_done in zip(self.runs, self.is_done, strict=True)
             if not is_done
         ]
+
+
+def num_new(num_held: int, limits: Limits, is_ahead: bool = False) -> int:
+    """Returns how many groups come to those under way.
+
+    Args:
+        num_held: groups under way.
+        is_ahead: whether the step whose weights generate has its samples already: then one step
+            less may learn from what is begun, and more could not all be taken in time.
+    """
+    most = limits.per_step * (limits.max_lag + 1 - is_ahead)
+    return max(0, min(limits.in_flight, most) - num_held)
 
 
 def count_by_deadline(born: Sequence[int], step: int, limits: Limits) -> list[int]:

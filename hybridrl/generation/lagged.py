@@ -13,6 +13,13 @@ begun, and what all know of them is a `Group` each (in_flight.py): whose they ar
 made how many of their tokens. At the beginning of a step the groups are dealt to replicas anew, and
 tokens travel to where they go on.
 
+Where engines have ranks of their own, what is under way is generated ahead while the policy trains
+(`ahead`), on a thread of its own: the main threads of all ranks go through the training together,
+and those of ranks with an engine have nothing to do there but to answer. The threads that generate
+look, in a process group of their own, how many samples are unfinished, and pause at the same step
+of their engines on all ranks; then the new weights come, and the rest is as on shared ranks, with
+less to wait for. Which side does what in which order is in timeline.py, and checked on the way.
+
 A step that is left in the middle is taken again as it began: what it generated is dropped, or its
 samples would not be those of a run that was not stopped.
 """
@@ -21,27 +28,35 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
 from hybridrl.contracts.batch import Prompt, RolloutBatch
 from hybridrl.data.prompts import PromptSource
-from hybridrl.generation.episodes import restored
+from hybridrl.generation.beside import Beside
+from hybridrl.generation.idle import Clock, WaitClock, idle_shares
 from hybridrl.generation.in_flight import (
     Group,
     Limits,
-    Runs,
     choose,
     count_by_deadline,
     deal,
     lag_metrics,
     may_end,
+    num_new,
 )
+from hybridrl.generation.pool import Pool, Sample, States, known_states, restored_pool
 from hybridrl.generation.sampler import Progress, Sampler
 from hybridrl.generation.saved_rollouts import joined, rollout_state
+from hybridrl.generation.timeline import Timeline
+from hybridrl.metrics.timing import Span
+from hybridrl.parallel.replica import EngineGroup
 from hybridrl.parallel.stopping import check_stop
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
 
@@ -49,26 +64,9 @@ from hybridrl.rollout.engine import Completion, Request, SamplingParams, request
 # vain; a look takes one small collective over gloo, of less than a millisecond, while a step of a
 # model that is worth the trouble takes ten.
 STEPS_BETWEEN_ENDS = 8
-Sample = Completion | Request
-
-
-@dataclass(frozen=True)
-class Pool:
-    """What is under way between two steps; replaced, never changed.
-
-    Args:
-        groups: in the order of their numbers, the same on all ranks.
-        samples: of this rank's replica, by number; of all where a group has no replica.
-        next_number: of the next group.
-        cursors: where the data stood before the prompts of a step were taken, by step.
-        response_lengths: what responses to the prompts are expected to be like.
-    """
-
-    groups: tuple[Group, ...] = ()
-    samples: Mapping[int, Sample] = field(default_factory=dict)
-    next_number: int = 0
-    cursors: Mapping[int, Mapping[str, int | str]] = field(default_factory=dict)
-    response_lengths: Mapping[str, float] = field(default_factory=dict)
+# For a thread that generates to see, at its next look, that what it does is not wanted any more.
+CANCEL_S = 60.0
+logger = logging.getLogger(__name__)
 
 
 class LaggedSampler(Sampler):
@@ -86,11 +84,25 @@ class LaggedSampler(Sampler):
         self._cursor: Mapping[str, int | str] | None = None  # before the last `take`
         self._left: dict[int, int] = {}  # unfinished samples of this replica, by group
         self._lag: dict[str, float] = {}
+        self._num_taken = 0  # prompts of the step under way
+        self._side: Literal["rollout", "training", "both"] = "both"
+        self._waits, self._idle = WaitClock(), dict[str, float]()
+        self._busy_ahead_s = 0.0  # seconds that this rank's engine generated ahead
+        if limits.ahead_until is not None:
+            is_engine = self.world.rank in self.layout.ranks
+            self._side = "rollout" if is_engine else "training"
+            self._engines = EngineGroup(self.layout, self.world.rank, self.world.heartbeat)
+            self._beside = Beside(self.world.platform.device)
+        self._is_cancelled = False
+        self.timeline = Timeline(self._side)
 
     def take(self, source: PromptSource, per_step: int) -> list[Prompt]:
         """Returns the prompts that come to those under way; arguments as of Sampler."""
+        return self._take(source, num_new(len(self._pool.groups), self._limits))
+
+    def _take(self, source: PromptSource, num: int) -> list[Prompt]:
         self._cursor = source.state()
-        return source.take(self._limits.in_flight - len(self._pool.groups))
+        return source.take(num)
 
     def generate(
         self,
@@ -124,6 +136,10 @@ class LaggedSampler(Sampler):
             )
         if samples_per_prompt is not None or sampling is not None or first_group:
             raise ValueError("steps with max_policy_lag sample as the run does, in one round")
+        began = time.perf_counter()
+        self._begun_from(step)
+        self.timeline.begin(step)
+        self.timeline.take("generate", self.engine.version)
         with self.world.all_agree("generation") as agreement:
             self._begin(prompts, step, greedy)
             for num_steps in itertools.count():
@@ -134,18 +150,109 @@ class LaggedSampler(Sampler):
                 if on_progress is not None:
                     on_progress(len(self._done), len(self._owners))
             agreement.value = self._leave_engine()
+        self._waits.waited_s += time.perf_counter() - began
         check_stop(self.world)
-        self._end([told for told in agreement.values if told is not None])
+        self._end(known_states(agreement.values))
+        self.timeline.take("samples", self.engine.version)
         return self.collect()
+
+    @contextmanager
+    def ahead(
+        self, source: PromptSource, waits: AbstractContextManager[None] | None = None
+    ) -> Iterator[None]:
+        """Generates ahead while the block runs, where engines have ranks of their own, with what is
+        under way and further prompts. Collective.
+
+        Args:
+            source: of the run's prompts.
+            waits: surrounds the wait for generation, after the block.
+        """
+        if self._limits.ahead_until is None:
+            self.timeline.take("train", self.engine.version)
+            yield
+            self.timeline.take("weights", self.engine.version + 1)
+            return
+        try:
+            self._begin_ahead(source)
+            self.timeline.take("train", self.engine.version)
+            yield
+        except BaseException:
+            self.cancel()
+            raise
+        with waits or nullcontext():
+            self._end_ahead()
+        self.timeline.take("weights", self.engine.version + 1)
+
+    def _begin_ahead(self, source: PromptSource) -> None:
+        """Hands what is under way to the engines again, with further prompts, and lets them go."""
+        self.timeline.take("generate_ahead", self.engine.version)
+        prompts = self._take(source, num_new(len(self._pool.groups), self._limits, is_ahead=True))
+        with self.world.all_agree("beginning to generate ahead"):
+            self._begin(prompts, self._step, self._has_greedy)
+        self._is_cancelled = False
+        if self._side == "rollout":
+            self._beside.start(self._generate_ahead, "generate ahead")
+
+    def _generate_ahead(self) -> None:
+        """Takes steps of the engine until few samples of all replicas are unfinished; on a thread
+        of its own, on the ranks with an engine. One that fails tells the others at the next look.
+        """
+        assert self._limits.ahead_until is not None
+        failure: Exception | None = None
+        for num_steps in itertools.count():
+            if num_steps % STEPS_BETWEEN_ENDS == 0:
+                num_left = sum(self._left.values()) if self._replica.is_first else 0
+                ends = self._is_cancelled or failure is not None
+                flags = self._engines.sum(torch.tensor([int(ends), num_left])).tolist()
+                if failure is not None:
+                    raise failure
+                if flags[0] or flags[1] <= self._limits.ahead_until:
+                    return
+            try:
+                if self.has_unfinished and failure is None:
+                    self.advance()
+            except Exception as error:
+                failure = error
+
+    def _end_ahead(self) -> None:
+        """Waits until the engines pause, and takes their samples out."""
+        began = time.perf_counter()
+        with self.world.all_agree("generating ahead") as agreement:
+            self._beside.join(self.world.check)
+            agreement.value = self._leave_engine()
+        self._waits.waited_s += time.perf_counter() - began
+        # Of the next step, also where an evaluation comes before it.
+        self._busy_ahead_s, self._busy_s = self._busy_s, 0.0
+        told = self._pool.told(known_states(agreement.values))
+        self._pool = replace(self._pool, groups=told)
+
+    @property
+    def ahead_span(self) -> Span | None:
+        """When this rank's engine last generated ahead."""
+        return None if self._limits.ahead_until is None else self._beside.span
+
+    def cancel(self) -> None:
+        """Ends what is generated ahead, if anything is, for nobody to use; all ranks with an engine
+        call it, or end.
+        """
+        if self._limits.ahead_until is None:
+            return
+        self._is_cancelled = True
+        try:
+            self._beside.join(self.world.check, CANCEL_S)
+        except Exception as error:  # what ended the step is told, not what came of it here
+            logger.warning("generating ahead: %s: %s", type(error).__name__, error)
 
     def _begin(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> None:
         """Deals all groups to replicas, brings begun samples there and hands them to the engine,
         the oldest first.
         """
-        self._begun_from(step)
         pool, num = self._pool, self.samples_per_prompt + greedy
+        # Prompts of one step follow each other in the data: one cursor is enough.
+        first = self._num_taken if step in pool.cursors else 0
+        self._num_taken = first + len(prompts)
         new = [
-            Group(pool.next_number + i, step, i, prompt, None, ((),) * num, (False,) * num)
+            Group(pool.next_number + i, step, first + i, prompt, None, ((),) * num, (False,) * num)
             for i, prompt in enumerate(prompts)
         ]
         groups, longest = (*pool.groups, *new), self.sampling.max_new_tokens
@@ -157,13 +264,12 @@ class LaggedSampler(Sampler):
         samples = self._moved(groups, replica_of, mine)
         cursors = dict(pool.cursors)
         if new and self._cursor is not None:
-            cursors[step] = self._cursor
+            cursors.setdefault(step, self._cursor)
         dealt = tuple(replace(group, replica=replica_of[group.number]) for group in groups)
         self._pool = replace(
             pool, groups=dealt, cursors=cursors, next_number=pool.next_number + len(new)
         )
         self._step, self._has_greedy = step, greedy
-        self._forget_counts(step)
         self._owners, self._done, self._left = {}, {}, {}
         best = dataclasses.replace(self.sampling, temperature=0.0)
         requests = []
@@ -186,6 +292,7 @@ class LaggedSampler(Sampler):
 
     def _begun_from(self, step: int) -> None:
         """Notes where a step begins, to go back to."""
+        self._forget_counts(step)
         self._pool = replace(self._pool, response_lengths=self._lengths.state())
         self._began = self._pool
 
@@ -244,7 +351,7 @@ class LaggedSampler(Sampler):
         found = self.world.sum_on_host(torch.tensor([int(stops), *counts])).tolist()
         return bool(found[0]) or may_end(found[1:], held, limits)
 
-    def _leave_engine(self) -> dict[int, tuple[tuple[Runs, ...], tuple[bool, ...]]] | None:
+    def _leave_engine(self) -> dict[int, States] | None:
         """Takes all samples out of the engine; returns of this replica's groups which weights made
         their tokens and which samples are finished, for all ranks, on its first rank.
         """
@@ -262,32 +369,32 @@ class LaggedSampler(Sampler):
                 told[group.number] = tuple(one.runs for one in own), is_done
         return told
 
-    def _end(self, told: Sequence[Mapping[int, Any]]) -> None:
+    def _end(self, known: Mapping[int, States]) -> None:
         """Takes the step's groups out of the pool, so that `collect` returns this replica's."""
-        known = {number: state for part in told for number, state in part.items()}
-        groups = []
-        for group in self._pool.groups:
-            runs, is_done = known[group.number]
-            groups.append(replace(group, runs=runs, is_done=is_done))
+        groups = self._pool.told(known)
         taken, left, late = choose(groups, self._step, self._limits)
         self._lag = lag_metrics(taken, sum(len(g.is_done) for g in late), self._step)
-        numbers, born = {group.number for group in taken}, {group.born for group in left}
+        numbers = {group.number for group in taken}
         self._prompts = {group.number: group.prompt for group in taken}
         done, owners = self._done, self._owners
         self._owners = {one: owner for one, owner in owners.items() if owner[1] in numbers}
         self._done = {one: done[one] for one in self._owners}
-        kept = {one for group in left for one in self._sample_ids(group)}
-        samples = self._pool.samples
-        self._pool = replace(
-            self._pool,
-            groups=tuple(left),
-            samples={one: sample for one, sample in samples.items() if one in kept},
-            cursors={step: at for step, at in self._pool.cursors.items() if step in born},
-        )
+        self._pool = self._pool.without(left, self._sample_ids)
+
+    def _clock(self) -> Clock:
+        if self._is_evaluation:
+            return super()._clock()
+        busy_s, self._busy_ahead_s = self._busy_s + self._busy_ahead_s, 0.0
+        return self._waits.take(busy_s)
+
+    def _note_busy(self, clocks: Sequence[Clock]) -> None:
+        super()._note_busy(clocks)
+        if self._limits.ahead_until is not None and not self._is_evaluation:
+            self._idle = idle_shares(clocks, self.layout.ranks)
 
     def metrics(self) -> dict[str, float]:
         """Returns what Sampler does, and how old the samples of the last step are."""
-        return super().metrics() | self._lag
+        return super().metrics() | self._lag | self._idle
 
     @property
     def has_rollouts(self) -> bool:
@@ -328,11 +435,7 @@ class LaggedSampler(Sampler):
             **joined(parts),
             "response_lengths": pool.response_lengths,
             "next_step": self._next_step,
-            "in_flight": {
-                "groups": [[g.number, g.born, g.place, len(g.is_done)] for g in pool.groups],
-                "next_number": pool.next_number,
-                "cursors": {str(step): cursor for step, cursor in pool.cursors.items()},
-            },
+            "in_flight": pool.table(),
         }
 
     @property
@@ -344,39 +447,7 @@ class LaggedSampler(Sampler):
         """Goes on with what is under way in a state; arguments as of Sampler."""
         self._began = None
         super().load_state(state, source)
-        saved = state.get("in_flight")
-        if saved is None or source is None:
+        if state.get("in_flight") is None or source is None:
             self._pool = Pool()
             return
-        samples: dict[int, Sample] = {}
-        for one in state["requests"]:
-            samples[one["request_id"]] = Request.from_dict(one)
-        for one in state["completions"]:
-            samples[one["request_id"]] = restored(one)
-        cursors = {int(step): cursor for step, cursor in saved["cursors"].items()}
-        prompts = _taken_again(source, saved["groups"], cursors)
-        groups = []
-        for number, born, place, num in saved["groups"]:
-            empty = Group(number, born, place, prompts[born, place], None, ((),) * num, ())
-            empty = replace(empty, is_done=(False,) * num)
-            own = [samples.get(one) for one in self._sample_ids(empty)]
-            runs = tuple(() if one is None else one.runs for one in own)
-            is_done = tuple(isinstance(one, Completion) for one in own)
-            groups.append(replace(empty, runs=runs, is_done=is_done))
-        self._pool = Pool(tuple(groups), samples, saved["next_number"], cursors)
-
-
-def _taken_again(
-    source: PromptSource,
-    groups: Sequence[Sequence[int]],
-    cursors: Mapping[int, Mapping[str, int | str]],
-) -> dict[tuple[int, int], Prompt]:
-    """Returns the prompts of groups by step and place; the source is left where it stands."""
-    present = source.state()
-    found: dict[tuple[int, int], Prompt] = {}
-    for step, cursor in cursors.items():
-        num = 1 + max(place for _, born, place, _ in groups if born == step)
-        source.load_state(cursor)
-        found |= {(step, place): prompt for place, prompt in enumerate(source.take(num))}
-    source.load_state(present)
-    return found
+        self._pool = restored_pool(state, source, self._sample_ids)

@@ -24,29 +24,24 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 
-from hybridrl.contracts.batch import (
-    GREEDY,
-    Producer,
-    Prompt,
-    Rollout,
-    RolloutBatch,
-    ScoredBatch,
-)
+from hybridrl.contracts.batch import GREEDY, Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.data.prompts import PromptSource
 from hybridrl.data.spread import ResponseLengths, group_work, spread
 from hybridrl.errors import UserError
 from hybridrl.generation.episodes import (
     Episodes,
     Response,
+    as_rollout,
     episode_counts,
     episode_metrics,
 )
 from hybridrl.generation.gathered import compared_with_greedy, gathered_batch, table_of
+from hybridrl.generation.idle import Clock, busy_of_replicas
 from hybridrl.generation.saved_rollouts import SavedRollouts, digest_of, joined, rollout_state
 from hybridrl.metrics.flops import GeneratedLengths, num_generated
 from hybridrl.metrics.values import GENERATED_TOKENS
@@ -185,6 +180,21 @@ class Sampler:
         is_due = num_steps % STEPS_BETWEEN_LOOKS == 0 or not self.engine.has_unfinished
         return is_due and self._replica.is_any(is_asked)
 
+    @contextmanager
+    def ahead(
+        self, source: PromptSource, waits: AbstractContextManager[None] | None = None
+    ) -> Iterator[None]:
+        """Generates beside what the block does, where a run may do so: here nothing.
+
+        Args:
+            source: of the run's prompts.
+            waits: surrounds the wait for generation, after the block.
+        """
+        yield
+
+    def cancel(self) -> None:
+        """Ends what is generated beside other work, for nobody to use."""
+
     def submit(
         self,
         prompts: Sequence[Prompt],
@@ -308,8 +318,7 @@ class Sampler:
         if not owners:
             return None
         rollouts = [
-            _as_rollout(done[sample_id], prompt)
-            for sample_id, (prompt, _) in sorted(owners.items())
+            as_rollout(done[sample_id], prompt) for sample_id, (prompt, _) in sorted(owners.items())
         ]
         groups = [group for _, (_, group) in sorted(owners.items())]
         producer = Producer.of(type(self.engine), "rollout engine")
@@ -337,9 +346,9 @@ class Sampler:
                 scored = compared_with_greedy(scored)
             mine = None if scored is None else table_of(scored)
             counts = self.scorer.take_counts() | self._episode_counts
-            agreement.value = (self._busy_s, mine, counts, self._lengths_of(local))
+            agreement.value = (self._clock(), mine, counts, self._lengths_of(local))
             self._episode_counts = {}
-        self._note_busy([seconds for seconds, *_ in agreement.values])
+        self._note_busy([clock for clock, *_ in agreement.values])
         tables = [table for _, table, *_ in agreement.values]
         for *_, counts, lengths in agreement.values:
             self._count(counts)
@@ -390,13 +399,13 @@ class Sampler:
         for name, count in counts.items():
             self._reward_counts[name] = self._reward_counts.get(name, 0) + count
 
-    def _note_busy(self, seconds: Sequence[float]) -> None:
+    def _clock(self) -> Clock:
+        """Returns how long this rank's engine worked since the last handover of samples."""
+        return Clock(self._busy_s)
+
+    def _note_busy(self, clocks: Sequence[Clock]) -> None:
         self._busy_s = 0.0
-        tp_ranks = map(self.layout.tp_rank, range(len(seconds)))
-        of_replicas = [
-            busy for busy, tp_rank in zip(seconds, tp_ranks, strict=True) if tp_rank == 0
-        ]
-        self._busy_of_calls.append((sum(of_replicas) / len(of_replicas), max(of_replicas)))
+        self._busy_of_calls.append(busy_of_replicas(clocks, self.layout))
 
     def _observe(self, batch: ScoredBatch) -> None:
         """Takes in how long the responses to each prompt were."""
@@ -483,11 +492,3 @@ class Sampler:
         self.scorer.close()
         if self.episodes is not None:
             self.episodes.close()
-
-
-def _as_rollout(done: Completion, prompt: Prompt) -> Rollout:
-    """Returns a completion or response as the data contract has it."""
-    observed = done.observed if isinstance(done, Response) else None
-    reason, version = done.finish_reason, done.version
-    parts = prompt, done.tokens, done.logps, reason, version, observed
-    return Rollout(done.request_id, *parts, experts=done.experts, versions=done.versions)

@@ -112,6 +112,8 @@ class HybridEngine:
         peer_memory: holds all ranks' training tensors, which the ranks then read where they lie.
             None: weights travel as packed messages.
         timeout_s: longest that a transition may take, seconds (`run.collective_timeout_s`).
+        engine_stays: the engine goes on while the policy trains, on ranks of its own; it stops for
+            the next weights, and where its memory is asked for.
 
     Attributes:
         transport: what moves the weights.
@@ -135,7 +137,9 @@ class HybridEngine:
         domain_size: int | None = None,
         peer_memory: PeerMemory | None = None,
         timeout_s: float = 1800.0,
+        engine_stays: bool = False,
     ) -> None:
+        self._engine_stays, self._is_awake = engine_stays, False
         self._weights, self._target, self._peers = weights, target, peers
         self._verify_every, self._training = verify_every, training
         self._training_weights = training_weights
@@ -210,6 +214,9 @@ class HybridEngine:
         self.phases.enter(Phase.ROLLOUT)
         self.version = self.version + 1 if version is None else version
         start = time.perf_counter()
+        if self._is_awake:
+            self._target.sleep(keeps_memory=True)  # it has had it beside this training
+            self._is_awake = False
         self._free_training_memory()
         self._target.begin_update()
         traffic = self._move()
@@ -337,8 +344,8 @@ class HybridEngine:
         return time.perf_counter() - start
 
     def to_train(self, frees_memory: bool = False) -> None:
-        """Enters the training phase; the engine sleeps, and keeps unfinished requests. Its memory
-        is freed unless there is memory for both phases (headroom.py).
+        """Enters the training phase; the engine sleeps, and keeps unfinished requests, unless it
+        stays. Its memory is freed unless there is memory for both phases (headroom.py).
 
         Args:
             frees_memory: frees it in any case, for what needs much memory and is rare.
@@ -349,7 +356,9 @@ class HybridEngine:
         self.phases.enter(Phase.TRAIN)
         if frees_memory:
             self._headroom.reset()
-        self._target.sleep(keeps_memory=self.keeps_memory)
+        self._is_awake = self._engine_stays and not frees_memory
+        if not self._is_awake:
+            self._target.sleep(keeps_memory=self.keeps_memory)
         # The weights may be made from the rest of the training memory.
         released = self._training if self._is_released else ()
         for memory in (*released, *self._training_weights):
@@ -361,6 +370,7 @@ class HybridEngine:
         self.phases.require(Phase.TRAIN, "freeing the engine's memory")
         self._headroom.reset()
         self._target.sleep()
+        self._is_awake = False
 
 
 def _give_blocks_back() -> None:

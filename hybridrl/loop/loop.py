@@ -45,7 +45,7 @@ from hybridrl.loop.validation import Validation
 from hybridrl.metrics.values import SKIPPED, average
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.groups import start_process_group, stop_process_group
-from hybridrl.parallel.layout import DEFAULT_ORDER
+from hybridrl.parallel.mesh import Meshes
 from hybridrl.parallel.stopping import StopAsked, check_stop, stops_on_signals
 from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.rewards.functions import RewardFunction
@@ -113,8 +113,7 @@ class Trainer:
         with self.world.all_agree("checking the run folder"):
             check_run_folder(config)
         self.journal = Journal(config, self.world)
-        if (order := meshes.of("policy").layout.order) not in (config.train.order, DEFAULT_ORDER):
-            self.journal.notify(f"train.order=auto: {order}, in which engines receive fewest bytes")
+        setup.tell_order(config, meshes, self.journal.notify)
         self.step, self.seconds, self._started = 0, 0.0, time.monotonic()
         self._has_begun = False  # a checkpoint was loaded, or a step taken
         self._saved_step = 0  # of the checkpoint that was saved or loaded last
@@ -136,7 +135,7 @@ class Trainer:
         passes = self.algorithm, roles, self.enter_training, self.journal
         self.validation = Validation(config.steps, data.validation, *passes)
         self._warnings = (MismatchWarning(self.source.dtype), UniformGroupsWarning())
-        self._make_engine(meshes.placement.rollout)
+        self._make_engine(meshes)
         of_store = config.checkpoint.keep, self.journal.notify, meshes.name
         self.store = CheckpointStore(run_folder(config) / "checkpoints", self.world, *of_store)
         self.exports = Exports(config, self.journal.notify)
@@ -275,14 +274,15 @@ class Trainer:
         else:
             self.enter_training()
             scored = supervised_batch(prompts, self.algorithm.needs.feedback)
-        check_stop(self.world)
-        with timer.phase("logprobs"):
-            batch = self.add_columns(scored)
-        with timer.phase("advantages"), self.world.all_agree("estimating advantages"):
-            batch = self.algorithm.advantages(batch)
-        check_stop(self.world)  # the signal came with the agreement above
-        with timer.phase("update"):
-            metrics = self.update(batch) | sampled | {"train/epoch": self.prompts.epoch}
+        with self.sampler.ahead(self.prompts, timer.phase("generate")):
+            check_stop(self.world)
+            with timer.phase("logprobs"):
+                batch = self.add_columns(scored)
+            with timer.phase("advantages"), self.world.all_agree("estimating advantages"):
+                batch = self.algorithm.advantages(batch)
+            check_stop(self.world)  # the signal came with the agreement above
+            with timer.phase("update"):
+                metrics = self.update(batch) | sampled | {"train/epoch": self.prompts.epoch}
         if isinstance(self.algorithm, AdaptiveAlgorithm):
             metrics |= self.algorithm.after_step(batch)
         self.step += 1
@@ -483,18 +483,18 @@ class Trainer:
             model.close()
         stop_process_group()
 
-    def _make_engine(self, ranks: Sequence[int]) -> None:
+    def _make_engine(self, meshes: Meshes) -> None:
         """Builds the engine on its ranks and the plan that brings the policy's weights into it."""
         make, config, model = rollout_setup, self.config, self.policy.model
-        sources = model.source_layouts()
-        layout = make.rollout_layout(model, config.rollout, sources, ranks)
+        sources, placement = model.source_layouts(), meshes.placement
+        layout = make.rollout_layout(model, config.rollout, sources, placement.rollout)
         memories, copies = make.training_memories(self.trained.values())
         self.engine = make.start_engine(config, model, layout, memories, copies)
         make.tell_copies(config, model, self.engine, self.journal.notify)
         self._engine_bytes = self.engine.memory
-        scoring = self.scorer, self.tokenizer, self.roles.reward_models
+        scoring = self.scorer, self.tokenizer, self.roles.reward_models, placement
         self.sampler = make.make_sampler(config, model, layout, self.engine, *scoring)
-        parts = model, sources, self.engine, memories, copies
+        parts = model, sources, self.engine, memories, copies, placement
         self.hybrid_engine = make.make_hybrid_engine(config, *parts)
         self._keeps_memory = lambda: self.hybrid_engine.keeps_memory
         self._is_engine_checked = False

@@ -15,7 +15,8 @@ from hybridrl import ops
 from hybridrl.algorithms import needs_of
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.generation import end_tokens
-from hybridrl.config.lag import no_lag, num_in_flight
+from hybridrl.config.lag import generates_ahead, max_unfinished, no_lag, num_in_flight
+from hybridrl.config.placement import Placement
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.environments.chat import ObservationEncoder
@@ -170,8 +171,13 @@ def make_sampler(
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
     reward_models: Sequence[RewardModel] = (),
+    placement: Placement | None = None,
 ) -> Sampler:
-    """Builds what samples responses with this rank's engine and its peers; collective."""
+    """Builds what samples responses with this rank's engine and its peers; collective.
+
+    Args:
+        placement: of the run; None: all models are on all ranks.
+    """
     world, source = model.world, model.source
     sampling = sampling_params(config.rollout, source, tokenizer)
     with world.all_agree("reading end tokens"):
@@ -182,13 +188,16 @@ def make_sampler(
     episodes = make_episodes(config, world, replica, source, tokenizer)
     parts = world, layout, replica, engine, scorer, sampling
     of_run = config.steps.samples_per_prompt, config.run.seed, episodes, reward_models
-    if (limits := lag_limits(config)) is None:
+    if (limits := lag_limits(config, placement)) is None:
         return Sampler(*parts, *of_run)
     return LaggedSampler(limits, *parts, *of_run)
 
 
-def lag_limits(config: Config) -> Limits | None:
+def lag_limits(config: Config, placement: Placement | None = None) -> Limits | None:
     """Returns what bounds the prompts under way; None without a lag.
+
+    Args:
+        placement: of the run; None: all models are on all ranks.
 
     Raises:
         UserError: the user's own algorithm does not say that it corrects for a lag.
@@ -199,7 +208,8 @@ def lag_limits(config: Config) -> Limits | None:
     if not needs_of(config.algorithm).allows_lag:
         raise no_lag(config)
     sizes = steps.max_policy_lag, steps.prompts_per_step, num_in_flight(config)
-    return Limits(*sizes, rollout.at_lag_bound)
+    is_ahead = placement is not None and generates_ahead(config, placement)
+    return Limits(*sizes, rollout.at_lag_bound, max_unfinished(config) if is_ahead else None)
 
 
 def make_hybrid_engine(
@@ -209,12 +219,14 @@ def make_hybrid_engine(
     engine: EngineAdapter,
     memories: Sequence[TrainedModelMemory],
     copies: Sequence[TrainedWeights],
+    placement: Placement | None = None,
 ) -> HybridEngine:
     """Plans how the policy's weights come into the engine; collective.
 
     Args:
         sources: the policy's layout on every rank.
         memories, copies: of `training_memories`.
+        placement: of the run; None: all models are on all ranks.
     """
     return HybridEngine(
         sources,
@@ -228,6 +240,7 @@ def make_hybrid_engine(
         domain_size=ranks_per_node(model.world),
         peer_memory=model.peers,
         timeout_s=config.run.collective_timeout_s,
+        engine_stays=placement is not None and generates_ahead(config, placement),
     )
 
 

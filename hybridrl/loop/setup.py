@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from hybridrl.config.generation import on_policy_rules, with_generation_config
 from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.identity import pinned
+from hybridrl.config.lag import generates_ahead
 from hybridrl.config.placement import Machines, Placement
 from hybridrl.config.rules import check
 from hybridrl.config.rules_placement import placed
@@ -24,7 +26,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.order import is_settled, lay_out, order_layout
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.parallel.groups import World, from_rank_0, same_on_all_ranks
-from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform
 
@@ -79,7 +81,14 @@ def make_meshes(config: Config, platform: Platform, machines: Machines) -> Meshe
     """Lays the policy over its ranks and makes their process groups; the rules hold."""
     world = World(platform, config.run.collective_timeout_s, config.run.stall_timeout_s)
     placement, _ = placed(config, machines)
+    world.sums_on_host = generates_ahead(config, placement)
     return Meshes(world, placement, training_layout(config, placement))
+
+
+def tell_order(config: Config, meshes: Meshes, notify: Callable[[str], None]) -> None:
+    """Tells which order of ranks `train.order=auto` chose, if it is not the usual one."""
+    if (order := meshes.of("policy").layout.order) not in (config.train.order, DEFAULT_ORDER):
+        notify(f"train.order=auto: {order}, in which engines receive fewest bytes")
 
 
 def training_layout(config: Config, placement: Placement) -> TrainLayout:

@@ -94,6 +94,11 @@ PLOTS = (
     Plot("Response length", {"mean": "response_tokens/mean"}, "tokens"),
     Plot("Age of the weights that sampled", {"mean": "lag/mean", "largest": "lag/max"}, "steps"),
     Plot("Samples of several versions", {"share": "lag/mixed_share"}, "share"),
+    Plot(
+        "Waits of ranks that train, and of those that generate",
+        {"for samples": "idle/training", "for weights": "idle/rollout"},
+        "share",
+    ),
     Plot("Samples thrown away", {"samples": "lag/dropped"}, needs_others_than_zero=True),
     Plot(
         "Log-probability difference, engine and trainer",

@@ -74,6 +74,8 @@ class World:
     Attributes:
         heartbeat: this rank's signs of life; waits for others.
         mates: the ranks of this one's host, itself too, ascending.
+        sums_on_host: sums and maxima of values go over gloo, so that a rank whose engine generates
+            meanwhile queues no collective beside it on its device.
         stop_signal: the signal that asked some rank to save and end, as of the last exchange of
             values, so that all ranks know it at the same place; 0: none.
     """
@@ -85,7 +87,7 @@ class World:
         self.rank: int = dist.get_rank()
         self.size: int = dist.get_world_size()
         self.heartbeat = heartbeat.of_job(timeout_s, stall_timeout_s)
-        self.stop_signal = 0
+        self.stop_signal, self.sums_on_host = 0, False
         self._cpu_group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
         self._introduce()
         parallel_state.destroy_model_parallel()  # of a World before this one, in the same process
@@ -126,6 +128,8 @@ class World:
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def _reduced(self, values: torch.Tensor, op: Any) -> torch.Tensor:
+        if self.sums_on_host:
+            return self._reduced_on_host(values.cpu(), op)
         # A sync point: what is reduced here are metrics and columns that the host reads.
         on_device = values.to(self.platform.device, copy=True)
         dist.all_reduce(on_device, op=op)
@@ -137,9 +141,12 @@ class World:
         Raises:
             PeerError: a rank is lost, died or stays away.
         """
+        return self._reduced_on_host(values, dist.ReduceOp.SUM)
+
+    def _reduced_on_host(self, values: torch.Tensor, op: Any) -> torch.Tensor:
         what, total = "an exchange of sums", values.clone()
         with self._explained(what):
-            work = dist.all_reduce(total, group=self._cpu_group, async_op=True)
+            work = dist.all_reduce(total, op, self._cpu_group, async_op=True)
             self.heartbeat.wait(work, what)
         return total
 

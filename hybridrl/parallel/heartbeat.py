@@ -76,7 +76,8 @@ class Heartbeat:
         self._main, self._pid = threading.get_ident(), os.getpid()
         self._parts: list[str] = []
         self._entered: dict[str, int] = {}
-        self._waits: tuple[str, int, Sequence[int] | None, str, float] | None = None
+        # By group: threads of a rank wait in different ones.
+        self._waits: dict[str, tuple[str, int, Sequence[int] | None, str, float]] = {}
         self._within_since: float | None = None
         self._count, self._num_answers = 0, 0
         self._is_complete = False  # what this rank reads is in the store
@@ -163,14 +164,14 @@ class Heartbeat:
         number = self._entered[group] = self._entered.get(group, 0) + 1
         if is_done_within(work, POLL_S):
             return
-        self._waits = (group, number, ranks, what, time.monotonic())
+        self._waits[group] = (group, number, ranks, what, time.monotonic())
         try:
             while not is_done_within(work, POLL_S):
                 self.check()
                 if poll is not None:
                     poll()
         finally:
-            self._waits = None
+            del self._waits[group]
 
     def check(self) -> None:
         """Raises PeerError if there is a verdict."""
@@ -180,7 +181,8 @@ class Heartbeat:
 
     def _beat(self) -> Beat:
         self._count += 1
-        now, waits, since = time.monotonic(), self._waits, self._within_since
+        now, since = time.monotonic(), self._within_since
+        waits = min(list(self._waits.values()), key=lambda one: one[4], default=None)
         at, is_in_collective = _position(self._main)
         parts = list(self._parts)
         return Beat(

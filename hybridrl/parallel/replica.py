@@ -1,8 +1,9 @@
-"""What the ranks of an engine replica tell each other.
+"""What the ranks of an engine replica, and those of all engines, tell each other.
 
 Who waits for whom: all ranks of a replica call `broadcast_object` or `is_any` together, and wait
 for the others as long as they live: the first one may wait for a tool. Replicas are independent of
-each other; making the groups is collective over the world.
+each other. All ranks with an engine call `EngineGroup.sum` together, also while other threads and
+ranks talk over the world. Making the groups is collective over the world.
 """
 
 from __future__ import annotations
@@ -62,3 +63,33 @@ class ReplicaGroup:
 
     def _wait(self, work: dist.Work, what: str) -> None:
         self._heartbeat.wait(work, what, group="replica", ranks=self._ranks)
+
+
+class EngineGroup:
+    """The ranks of all engines, without those that have none.
+
+    Args:
+        layout: the replicas over all ranks.
+        rank: this rank.
+        heartbeat: of this rank; waits.
+    """
+
+    def __init__(self, layout: RolloutLayout, rank: int, heartbeat: Heartbeat) -> None:
+        self._heartbeat, self._ranks = heartbeat, layout.ranks
+        self._group: dist.ProcessGroup | None = None
+        if len(layout.ranks) > 1:
+            group = dist.new_group(list(layout.ranks), timeout=UNBOUNDED, backend="gloo")
+            self._group = group if rank in layout.ranks else None
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of `values`, on the CPU, over the ranks with an engine.
+
+        Raises:
+            PeerError: a rank is lost or stays away.
+        """
+        total = values.clone()
+        if self._group is not None:
+            work = dist.all_reduce(total, group=self._group, async_op=True)
+            what = "how far generation is"
+            self._heartbeat.wait(work, what, group="engines", ranks=self._ranks)
+        return total

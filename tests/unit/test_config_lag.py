@@ -6,9 +6,11 @@ import pytest
 from test_config_rules import SHAPE, VALID
 
 from hybridrl.config.identity import identity, identity_violations
-from hybridrl.config.lag import num_in_flight
+from hybridrl.config.lag import generates_ahead, max_unfinished, num_in_flight
 from hybridrl.config.load import load_config_dict
+from hybridrl.config.placement import Machines
 from hybridrl.config.rules import check
+from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 
@@ -71,6 +73,57 @@ def test_a_lag_that_cannot_be_is_refused_by_one_message(
     found = check(load(*overrides), 8, SHAPE)
     assert [one.name for one in found] == [key]
     assert said in str(found[0])
+
+
+APART = ("placement.policy=0-3", "placement.rollout=4-7")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (
+            [LAG, "placement.policy=0-3"],
+            "placement.rollout.ranks",
+            "ranks without the policy with steps.max_policy_lag=1",
+        ),
+        (
+            [LAG, *APART, "placement.reference=4-7", "algorithm.kl_coef=0.1"],
+            "placement.reference.ranks",
+            "engines generate on 4-7 all the time",
+        ),
+        (["rollout.unfinished_at_update=0.5"], "rollout.unfinished_at_update", "nothing with"),
+        (
+            [LAG, "rollout.unfinished_at_update=0.5"],
+            "rollout.unfinished_at_update",
+            "they take turns",
+        ),
+    ],
+)
+def test_a_placement_in_which_nothing_can_be_generated_ahead_is_refused(
+    overrides: list[str], key: str, said: str
+) -> None:
+    found = check(load(*overrides), 8, SHAPE)
+    assert [one.name for one in found] == [key]
+    assert said in str(found[0])
+
+
+def test_engines_apart_generate_ahead_with_a_lag_alone() -> None:
+    def is_ahead(*overrides: str) -> bool:
+        config = load(*overrides)
+        assert check(config, 8, SHAPE) == []
+        return generates_ahead(config, placed(config, Machines(8))[0])
+
+    assert is_ahead(LAG, *APART)
+    assert not is_ahead(*APART) and not is_ahead(LAG)
+    assert not is_ahead(LAG, "placement.policy=0-3", "placement.rollout=2-7")
+    reference = "placement.policy=0-1", "placement.reference=2-3", "placement.rollout=4-7"
+    assert is_ahead(LAG, *reference, "algorithm.kl_coef=0.1")
+
+
+def test_with_a_longer_lag_a_part_of_the_samples_goes_on_with_new_weights() -> None:
+    assert max_unfinished(load(LAG)) == 0
+    assert max_unfinished(load("steps.max_policy_lag=2")) == 102  # a fifth of 64 x 8
+    assert max_unfinished(load(LAG, "rollout.unfinished_at_update=0.5")) == 256
 
 
 @pytest.mark.parametrize("override", ["steps.max_policy_lag=-1", "rollout.in_flight=0"])

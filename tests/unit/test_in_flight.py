@@ -16,6 +16,7 @@ from hybridrl.generation.in_flight import (
     deal,
     lag_metrics,
     may_end,
+    num_new,
     remaining_tokens,
 )
 
@@ -130,3 +131,52 @@ def test_lag_is_of_tokens_and_versions_of_samples() -> None:
 def test_limits_that_cannot_be_kept_are_refused(lag: int, in_flight: int) -> None:
     with pytest.raises(ValueError, match="in_flight"):
         Limits(lag, 2, in_flight)
+
+
+@pytest.mark.parametrize(
+    ("lag", "in_flight", "until"), [(1, 4, 0), (1, 8, 2), (2, 8, 1), (2, 12, 6), (3, 14, 0)]
+)
+def test_what_is_generated_ahead_is_learned_from_in_time(
+    lag: int, in_flight: int, until: int
+) -> None:
+    """While a step trains, groups are begun with its weights that later steps alone may take."""
+    limits, draw = Limits(lag, 4, in_flight, ahead_until=until), random.Random(lag * 10 + until)
+    left: dict[int, int] = {}  # tokens that a group still needs, by number
+    born: dict[int, int] = {}
+    held: list[int] = []
+    taken_in: dict[int, int] = {}
+
+    def begin(step: int, is_ahead: bool) -> None:
+        for _ in range(num_new(len(held), limits, is_ahead)):
+            held.append(len(left))
+            born[held[-1]], left[held[-1]] = step, draw.choice([1, 2, 3, 40, 90])
+
+    def advance() -> None:
+        for number in held:
+            left[number] = max(left[number] - 1, 0)
+
+    def groups() -> list[Group]:
+        return [group(one, born[one], "xx" if not left[one] else "x.") for one in held]
+
+    for step in range(40):
+        begin(step, is_ahead=False)
+        for _ in range(1000):
+            found = groups()
+            whole = [one.born for one in found if one.is_complete]
+            of_all = [one.born for one in found]
+            if may_end(*(count_by_deadline(b, step, limits) for b in (whole, of_all)), limits):
+                break
+            advance()
+        taken, kept, late = choose(found, step, limits)
+        assert len(taken) == 4 and not late
+        assert all(step - one.born <= lag for one in taken)
+        taken_in |= {one.number: step for one in taken}
+        held = [one.number for one in kept]
+        begin(step, is_ahead=True)
+        assert len(held) <= min(in_flight, 4 * lag)
+        while sum(left[one] > 0 for one in held) > until:
+            advance()
+    assert taken_in.keys() | set(held) == set(left)
+    # Something is begun ahead, and with a lag of 1 that is taken in the very next step.
+    ahead = [taken_in[one] - born[one] for one in taken_in]
+    assert max(ahead) == lag and (lag > 1 or min(ahead[4:]) >= 0)

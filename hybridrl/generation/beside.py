@@ -1,0 +1,94 @@
+"""Work on a thread of its own, beside what the main thread does.
+
+Who waits for whom: the main thread waits in `join` for the work; the work waits for no main thread,
+its own or another rank's. So the two can follow each other's collectives in no wrong order: those
+of the work are in process groups that the main thread does not use meanwhile.
+
+On a GPU the work is queued on a stream of its own. The main thread's kernels of before are through
+when it begins, and its own when `join` returns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from hybridrl.metrics.timing import Span
+
+POLL_S = 0.05  # how often the main thread looks whether the job goes on
+
+
+class Beside:
+    """Runs one function at a time.
+
+    Args:
+        device: that it computes on.
+
+    Attributes:
+        span: of the work that was joined last, by `time.perf_counter`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._began = self._ended = 0.0
+        self.span: Span | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is work that was not joined."""
+        return self._thread is not None
+
+    def start(self, work: Callable[[], None], name: str) -> None:
+        """Begins work; the last one must have been joined."""
+        if self._thread is not None:
+            raise RuntimeError(f"{name}: the work before is not joined")
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._error, self._began = None, time.perf_counter()
+        # A daemon: a process that fails does not wait for it.
+        self._thread = threading.Thread(target=self._run, args=[work], name=name, daemon=True)
+        self._thread.start()
+
+    def join(self, poll: Callable[[], None], timeout_s: float | None = None) -> bool:
+        """Waits until the work is done; False if it is not after `timeout_s`.
+
+        Args:
+            poll: called now and then; may raise.
+
+        Raises:
+            What the work raised.
+        """
+        if (thread := self._thread) is None:
+            return True
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while thread.is_alive():
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            thread.join(POLL_S)
+            if thread.is_alive():
+                poll()
+        name, self._thread = thread.name, None
+        self.span = Span(name, self._began, self._ended)
+        if (error := self._error) is not None:
+            raise error
+        return True
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            if self._stream is None:
+                work()
+            else:
+                torch.cuda.set_device(self._device)  # a thread has its own
+                with torch.cuda.stream(self._stream):
+                    work()
+                self._stream.synchronize()  # who joins may read what was computed
+        except BaseException as error:  # raised again by `join`
+            self._error = error
+        finally:
+            self._ended = time.perf_counter()
