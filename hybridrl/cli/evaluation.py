@@ -9,7 +9,9 @@ from typing import Any
 
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.schema import Config
+from hybridrl.errors import UserError
 from hybridrl.metrics.estimates import Estimate
+from hybridrl.models.directory import CONFIG_FILE
 
 TOLD = "rollout.temperature="
 OWN = "held-out prompts"
@@ -27,6 +29,10 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> Config:
         UserError: as of `load_config`.
     """
     if os.path.isdir(source):
+        if not os.path.isfile(source / CONFIG_FILE):
+            allowed = f"a YAML configuration, or an HF directory, with {CONFIG_FILE}"
+            remedy = "Of a run give its configuration, or a folder of its exports."
+            raise UserError(str(source), "a folder without it", allowed, remedy)
         # A run needs a name and a folder. Nothing is there, and an evaluation writes nothing.
         content = {
             "run": {"name": "evaluation", "dir": str(source)},

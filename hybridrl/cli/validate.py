@@ -160,7 +160,7 @@ def validate_evaluation(
     if files:
         found += _files(config.data, files, _answer_column(config))
     elif not config.eval.sets:
-        found.append(_no_file("data.eval_prompts", "eval"))
+        found.append(_no_file("data.eval_prompts or eval.sets", "eval"))
     _raise_all([*found, *_sets(config)])
     if checkpoint is not None:
         open_checkpoint(checkpoint)

@@ -9,11 +9,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from hybridrl.config.environment import REWARD as TURNS
 from hybridrl.config.lists import Counts, Paths
-from hybridrl.config.reward import RewardConfig, ScorerConfig
+from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
 from hybridrl.config.section import Section
 from hybridrl.errors import UserError
 
+IN_WORLD = (SERVED, TURNS)  # rewards that the trainer itself computes
 SetForm = Literal["gsm8k", "math", "aime", "choices", "ifeval", "prompts"]
 # What scores the responses to the rows of each form; `prompts` has what `scorer` says.
 FORM_SCORERS: Mapping[str, ScorerConfig] = {
@@ -120,7 +122,12 @@ def evaluation_rules(section: EvalConfig, reward: RewardConfig) -> Iterator[User
         yield UserError(
             "eval.pass_k", list(section.pass_k), allowed, "Raise eval.samples_per_prompt."
         )
-    for name in section.sets:
+    for name, one in section.sets.items():
+        function = one.scored_by.function
+        if function in IN_WORLD:
+            allowed = "a function: a set has no environment, and no reward model is served for it"
+            remedy = "Name another, or use data.eval_prompts."
+            yield UserError(f"eval.sets.{name}.scorer.function", function, allowed, remedy)
         if name in reward.scorers():
             allowed = "a name that no scorer of the section reward has"
             yield UserError("eval.sets", name, allowed, "Rename one: both stand in the metrics.")

@@ -363,7 +363,7 @@ def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
             f"{', '.join(FAMILIES)} or a dotted path package.module:FAMILY",
             _nearest(name),
         )
-    if architectures and not set(architectures) & set(family.architectures):
+    if architectures and not _bodies(architectures) & set(family.architectures):
         raise ModelError(
             "model.family",
             name,
@@ -377,7 +377,7 @@ def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
 def _family_of(hf_config: HfConfig, architectures: tuple[str, ...]) -> Family:
     known = {key: _load(path, "model.family") for key, path in FAMILIES.items()}
     for family in known.values():
-        if set(architectures) & set(family.architectures):
+        if _bodies(architectures) & set(family.architectures):
             return family
     model_type = hf_config.get("model_type")
     if not architectures and isinstance(model_type, str) and model_type in known:
@@ -404,6 +404,13 @@ def _architectures(hf_config: HfConfig) -> tuple[str, ...]:
             "Get the model's config.json again.",
         )
     return tuple(found)
+
+
+def _bodies(architectures: tuple[str, ...]) -> set[str]:
+    """Returns the causal language models whose decoder these have: a sequence classifier, as which
+    reward models are exported, is one with another head.
+    """
+    return {name.replace("ForSequenceClassification", "ForCausalLM") for name in architectures}
 
 
 def _listed(architectures: tuple[str, ...]) -> str:

@@ -130,9 +130,14 @@ def test_a_trained_reward_model_is_a_sequence_classifier_of_transformers(tmp_pat
     unseen = rows[-100:]
     kept = "".join(json.dumps({**row, "lead": 0.5}) + "\n" for row in rows[:-100])
     (tmp_path / "rows.jsonl").write_text(kept)
-    run("train", config, "steps.num_steps=12", "data.margin_key=lead")
+    exporting = ("steps.num_steps=12", "data.margin_key=lead", "checkpoint.export_hf=true")
+    run("train", config, *exporting)
     run("convert", tmp_path / "mine", tmp_path / "hf", "--to", "hf")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", num_labels=1)
+    for file in (tmp_path / "hf").iterdir():
+        exported = tmp_path / "mine" / "exports" / "step_12" / file.name
+        assert exported.read_bytes() == file.read_bytes(), file.name
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    assert model.config.architectures == ["Qwen3ForSequenceClassification"]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     right = 0
     for row in unseen:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hybridrl.cli.evaluation import evaluation_text
+from hybridrl.cli.evaluation import evaluated_config, evaluation_text
 from hybridrl.config.evaluation import EvalConfig
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.reward import RewardConfig
@@ -192,6 +193,8 @@ def test_rules_of_the_section_eval() -> None:
     assert "eval.pass_k" in wrong(*sampled, "eval.pass_k=[1,3]")
     assert "eval.pass_k" not in wrong(*sampled, "eval.pass_k=2")
     assert "eval.sets" in wrong("eval.sets={exact_match: {form: gsm8k, path: a.jsonl}}")
+    served = "eval.sets={s: {form: prompts, path: a, scorer: {function: environment}}}"
+    assert "eval.sets.s.scorer.function" in wrong(served)
     for bad in ("eval.sets={s: {form: gsm8k}}", "eval.sets={s/t: {form: gsm8k, path: a}}"):
         with pytest.raises(ConfigError, match="eval"):
             load_config_dict(content, [bad])
@@ -199,3 +202,13 @@ def test_rules_of_the_section_eval() -> None:
     shape = {"max_position_embeddings": 1024}
     found = [one.name for one in check(load_config_dict(content, long), 1, shape)]
     assert "rollout.max_new_tokens" in found
+
+
+def test_a_folder_that_is_no_model_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="folder of its exports"):
+        evaluated_config(tmp_path, [])
+    (tmp_path / "config.json").write_text("{}")
+    config = evaluated_config(tmp_path, ["eval.temperature=0.5", "data.chat_template=true"])
+    assert config.model.path == str(tmp_path) and config.eval.temperature == 0.5
+    told = evaluated_config(tmp_path, ["rollout.temperature=0.3"])
+    assert told.eval.temperature == 0.3

@@ -57,6 +57,6 @@ def test_standard_error_is_that_of_a_mean() -> None:
 
 def test_majority_is_the_score_of_the_most_frequent_answer() -> None:
     assert majority_score(["7", "8", "7"], [1, 0, 1]) == 1
-    assert majority_score(["8", "7", "8", None, None, None], [0, 1, 0, 0, 0, 0]) == 0
+    assert majority_score(["8", "7", "8", None, None, None], [1, 0, 1, 0, 0, 0]) == 1
     assert majority_score(["7", "8"], [1, 0]) == 0.5  # a tie: each counts alike
     assert majority_score([None, None], [0, 0]) == 0

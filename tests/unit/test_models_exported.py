@@ -7,10 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from hybridrl.config.load import load_config_dict
+from hybridrl.errors import ModelError
 from hybridrl.loop.exports import Exports
 from hybridrl.loop.model_card import model_card
 from hybridrl.models.exported import exported_config
+from hybridrl.models.family import read_model
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
 QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 8}
 
@@ -39,6 +45,14 @@ def test_a_value_head_is_a_sequence_classifier_with_the_tokenizers_padding(tmp_p
     assert exported_config(QWEN, "value", None).get("pad_token_id") is None
     # A class that transformers has not is not named.
     assert "architectures" not in exported_config({"model_type": "mine"}, "value", None)
+
+
+def test_what_was_exported_as_a_classifier_is_of_its_family_again() -> None:
+    content = json.loads((QUICKSTART / "config.json").read_text())
+    found = exported_config(content, "value", None)
+    assert read_model(None, found) == read_model(None, content)
+    with pytest.raises(ModelError, match="BertForSequenceClassification"):
+        read_model(None, {**found, "architectures": ["BertForSequenceClassification"]})
 
 
 def config_of(folder: Path, **model: Any) -> Any:
