@@ -16,6 +16,7 @@ from hybridrl.config.generation import (
     on_policy_rules,
     with_generation_config,
 )
+from hybridrl.config.hub import hub_names
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, ModelError
@@ -121,3 +122,10 @@ def test_a_share_of_the_gpu_bounds_what_an_engine_takes() -> None:
     bounded = EngineSettings({}, (), "bfloat16", 8, 64, reserved_bytes=10, gpu_memory_share=0.4)
     assert usable_bytes(bounded, free=900, total=1000, slack=0.03) == 400
     assert usable_bytes(bounded, free=300, total=1000, slack=0.03) == 260
+
+
+def test_held_out_rows_of_the_hub_are_named_by_their_commit_too() -> None:
+    asked = config("sft")
+    data = asked.data.model_copy(update={"validation": ("datasets:org/rows:test",)})
+    names = hub_names(asked.model_copy(update={"data": data}))
+    assert str(names["data", "validation", 0]) == "datasets:org/rows:test"
