@@ -28,6 +28,7 @@ EXTRAS = {
     "data": ["pyarrow", "datasets"],  # parquet files, and data sets of the hub
     # The reward `math`; its antlr is another than that of OmegaConf before 2.4.
     "math": ["math-verify>=0.9", "omegaconf>=2.4"],
+    "languages": ["langdetect"],  # one of the checks of the reward `instructions`
     "test": [
         "math-verify>=0.9",
         "omegaconf>=2.4",

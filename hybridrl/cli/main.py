@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -203,7 +203,9 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    config: ConfigFile,
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML configuration, or an HF directory.")
+    ],
     overrides: Overrides = None,
     world: World = None,
     checkpoint: Annotated[
@@ -214,22 +216,24 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure accuracy on the evaluation prompts; greedy unless rollout.temperature=T is given."""
+    """Measure accuracy on the evaluation prompts and eval.sets; greedy unless eval.temperature=T
+    (or rollout.temperature=T) is given.
+    """
+    from hybridrl.cli.evaluation import evaluated_config
+
     given = overrides or []
-    loaded = load_config(config, given)
+    loaded = evaluated_config(config, given)
     if prompts is not None:
         data = loaded.data.model_copy(update={"eval_prompts": (str(prompts),)})
         loaded = loaded.model_copy(update={"data": data})
     loaded = _pinned(loaded)
-    is_told = any(override.startswith("rollout.temperature=") for override in given)
-    temperature = loaded.rollout.temperature if is_told else 0.0
     files = loaded.data.eval_prompts if prompts else None
     if checkpoint is not None and not os.path.isdir(checkpoint):
         raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Check the path.")
     if is_rank():
         if not is_launched():
             validate_evaluation(loaded, _torchrun_world(world), files, checkpoint)
-        _evaluate_rank(loaded, checkpoint, files, temperature, as_json)
+        _evaluate_rank(loaded, checkpoint, files, as_json)
         return
     world_size = world or default_world_size(loaded, num_local_gpus())
     validate_evaluation(loaded, world_size, files, checkpoint)
@@ -369,36 +373,17 @@ def _torchrun_world(asked: int | None) -> int:
 
 
 def _evaluate_rank(
-    config: Config,
-    checkpoint: Path | None,
-    prompts: Sequence[str] | None,
-    temperature: float,
-    as_json: bool,
+    config: Config, checkpoint: Path | None, prompts: Sequence[str] | None, as_json: bool
 ) -> None:
+    from hybridrl.cli.evaluation import evaluation_text
     from hybridrl.loop.run import evaluate_rank
 
     with _json_only(as_json) as emit:
-        result = evaluate_rank(config, checkpoint, prompts, temperature)
+        result = evaluate_rank(config, checkpoint, prompts)
         if os.environ["RANK"] == "0":
             emit(result)
     if os.environ["RANK"] == "0" and not as_json:
-        typer.echo("\n".join(evaluation_lines(result)))
-        typer.echo(f"checkpoint {result['checkpoint']}")
-
-
-def evaluation_lines(result: Mapping[str, Any]) -> list[str]:
-    """Returns an evaluation as lines for people."""
-    lines = []
-    if result["accuracy"] is not None:
-        lines.append(f"accuracy {result['accuracy']:.4f} on {result['num_prompts']} prompts")
-    else:
-        lines.append(f"no accuracy: {result['note']}")
-    if result["accuracy"] != result["reward"]:
-        parts = ", ".join(f"{name} {score:.4f}" for name, score in result["scores"].items())
-        lines.append(f"reward {result['reward']:.4f} ({parts})")
-    if result["num_scored"] < result["num_prompts"]:
-        lines.append(f"of {result['num_prompts']} responses {result['num_scored']} have a score")
-    return lines
+        typer.echo(evaluation_text(result))
 
 
 def _check_mismatch(

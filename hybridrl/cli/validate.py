@@ -36,6 +36,7 @@ from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teac
 from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
 from hybridrl.data.chats import chat_column
 from hybridrl.data.checked_rows import unless_checked
+from hybridrl.data.evaluation_sets import set_rows
 from hybridrl.data.feedback import checked, label_columns, response_columns
 from hybridrl.data.rows import read_rows, validate_file
 from hybridrl.environments.table import check_environment
@@ -125,7 +126,7 @@ def validate_training(
             found += _rows(term.data, paths, term.algorithm.needs, [])
     if data.eval_prompts is not None:
         found += _files(data, data.eval_prompts, answer)
-    _raise_all(found)
+    _raise_all([*found, *_sets(config)])
     check_free(run_folder(config))
     _check_run(config, reads_newest=resume == "newest")
 
@@ -150,11 +151,11 @@ def validate_evaluation(
     found = _common(config, world_size, has_teacher=False)
     held_out = config.data.prompts if config.data.eval_share else None
     files = config.data.eval_prompts or held_out
-    if not files:
-        found.append(_no_file("data.eval_prompts", "eval"))
-    else:
+    if files:
         found += _files(config.data, files, _answer_column(config))
-    _raise_all(found)
+    elif not config.eval.sets:
+        found.append(_no_file("data.eval_prompts", "eval"))
+    _raise_all([*found, *_sets(config)])
     if checkpoint is not None:
         open_checkpoint(checkpoint)
         _check_tokenizer_contents(config.model)
@@ -335,6 +336,19 @@ def _files(data: DataConfig, paths: Sequence[str], other: Sequence[str]) -> list
     return unless_checked(
         data, paths, [*columns, "prompts"], lambda: [*_each_file(data, paths, *columns)]
     )
+
+
+def _sets(config: Config) -> Iterator[UserError]:
+    """Checks the rows and the scorers of `eval.sets`."""
+    for name, section in config.eval.sets.items():
+        for error in check_rewards(section.scored_by):
+            key = error.name.replace("reward", f"eval.sets.{name}.scorer", 1)
+            yield UserError(key, error.value, error.allowed, error.remedy)
+        try:
+            for _ in set_rows(section, config.data):
+                pass
+        except UserError as error:
+            yield error
 
 
 def _each_file(

@@ -56,3 +56,17 @@ def _as_steps(value: object) -> object:
 
 Steps = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_as_steps)]
 """Steps, ranges of steps or both in YAML; always a tuple in a Config."""
+
+
+def _as_counts(value: object) -> object:
+    """Turns a number from 1 or a list of them into the ascending tuple that the field holds."""
+    if value is None:
+        return ()
+    counts = value if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in counts):
+        raise PydanticCustomError("counts", "a number from 1, or a list of them")
+    return tuple(sorted(set(counts)))
+
+
+Counts = Annotated[tuple[int, ...], BeforeValidator(_as_counts)]
+"""A count or several in YAML; always an ascending tuple in a Config."""

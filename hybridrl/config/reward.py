@@ -11,9 +11,11 @@ from pydantic import Field, model_validator
 from hybridrl.config.section import Section
 
 # Rewards whose score says how right a response is, from 0 to 1.
-JUDGES_ANSWERS = ("exact_match", "gsm8k", "math", "code")
+JUDGES_ANSWERS = ("exact_match", "gsm8k", "math", "code", "choice")
 # The reward whose option `path` names a model.
 SERVED = "reward_model"
+# Metrics have these names beside those of scorers: reward/mean, eval/accuracy.
+NOT_NAMES = ("mean", "std", "accuracy", "reward", "majority")
 
 
 class ScorerConfig(Section):
@@ -66,7 +68,7 @@ class RewardConfig(ScorerConfig):
     )
     accuracy: str | None = Field(
         None,
-        description="Scorer in 'functions' whose score, from 0 to 1, is the accuracy of evaluations. None: the only scorer, or the only one of exact_match, gsm8k, math and code.",
+        description="Scorer in 'functions' whose score, from 0 to 1, is the accuracy of evaluations. None: the only scorer, or the only one of exact_match, gsm8k, math, code and choice.",
     )
 
     @model_validator(mode="after")
@@ -80,9 +82,10 @@ class RewardConfig(ScorerConfig):
             known = ", ".join(self.functions) or "nothing without functions"
             raise ValueError(f"accuracy: {known}, not {self.accuracy!r}")
         for name in self.functions:
-            if not name.replace("_", "").replace("-", "").isalnum() or name in ("mean", "std"):
+            if not name.replace("_", "").replace("-", "").isalnum() or name in NOT_NAMES:
+                others = ", ".join(NOT_NAMES)
                 raise ValueError(
-                    f"functions: names of letters, digits, _ and - but mean and std, not {name!r}"
+                    f"functions: names of letters, digits, _ and - but {others}, not {name!r}"
                 )
         if self.error_value and self.on_error != "value":
             raise ValueError(f"error_value: only with on_error=value, not {self.on_error}")

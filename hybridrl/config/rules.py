@@ -14,6 +14,7 @@ from typing import Any
 from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.environment import environment_rules
+from hybridrl.config.evaluation import evaluation_rules
 from hybridrl.config.lag import lag_rules
 from hybridrl.config.placement import Machines, Placement, asks_for, least_ranks
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
@@ -91,6 +92,7 @@ def check(
         *_training_rules(config),
         *_release_rules(config, default_dtype),
         *environment_rules(config.environment, config.reward, config.rollout.max_new_tokens),
+        *evaluation_rules(config.eval, config.reward),
         *_token_rules(config, model_config or {}),
         *_shape_rules(config, model_config or {}),
     ]
@@ -263,11 +265,11 @@ def _step_rules(config: Config) -> Iterator[UserError]:
 
 def _training_rules(config: Config) -> Iterator[UserError]:
     steps, algorithm = config.steps, config.algorithm
-    for key, wanted in (
-        ("steps.eval_every", steps.eval_every),
-        ("steps.stop_at_accuracy", steps.stop_at_accuracy),
+    for key, wanted, sets in (
+        ("steps.eval_every", steps.eval_every, config.eval.sets),
+        ("steps.stop_at_accuracy", steps.stop_at_accuracy, {}),
     ):
-        if wanted and config.data.eval_prompts is None and not config.data.eval_share:
+        if wanted and config.data.eval_prompts is None and not config.data.eval_share and not sets:
             yield UserError(
                 key,
                 wanted,
@@ -342,16 +344,17 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
             "Raise it, or lower one of the two: every sample must fit.",
         )
     positions = shape.get("max_position_embeddings")
+    most_new = config.eval.most_new_tokens(config.rollout.max_new_tokens)
     if (
         isinstance(positions, int)
-        and positions < longest
+        and positions < config.data.max_prompt_tokens + most_new
         and ENGINES[config.rollout.engine].bounds_positions
     ):
         yield UserError(
             "rollout.max_new_tokens",
-            config.rollout.max_new_tokens,
+            most_new,
             f"with data.max_prompt_tokens at most the model's {positions} positions",
-            "Lower it, or data.max_prompt_tokens.",
+            "Lower it (or eval.max_new_tokens, if that is larger), or data.max_prompt_tokens.",
         )
 
 

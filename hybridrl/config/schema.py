@@ -21,6 +21,7 @@ from hybridrl.config.algorithm import (
 from hybridrl.config.data import DataConfig
 from hybridrl.config.engines import ENGINES, known_engine
 from hybridrl.config.environment import EnvironmentConfig
+from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
 from hybridrl.config.interpolation import Path
 from hybridrl.config.lists import Steps
 from hybridrl.config.mix import TermConfig
@@ -44,6 +45,8 @@ __all__ = [
     "DataConfig",
     "DpoConfig",
     "EnvironmentConfig",
+    "EvalConfig",
+    "EvalSetConfig",
     "GrpoConfig",
     "KtoConfig",
     "LogConfig",
@@ -400,10 +403,14 @@ class CheckpointConfig(Section):
         ge=1,
         description="Newest checkpoints kept, of those that the run went through. 2: one more than needed if the last is damaged.",
     )
+    export_hf: bool = Field(
+        False,
+        description="Write an HF directory of each checkpoint too, in RUN_DIR/hf/step_N, with a model card. False: `hybridrl convert` makes one when it is wanted.",
+    )
 
 
 class Config(Section):
-    """A whole configuration: one file, thirteen sections."""
+    """A whole configuration: one file, fourteen sections."""
 
     run: RunConfig
     model: ModelConfig
@@ -414,6 +421,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    eval: EvalConfig = EvalConfig()
     steps: StepsConfig = StepsConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

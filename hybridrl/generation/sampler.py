@@ -23,7 +23,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -379,6 +380,12 @@ class Sampler:
             **counts,
         }
 
+    def num_errors(self) -> int:
+        """Returns on how many responses a scorer failed, since the first groups of the step; the
+        same on all ranks.
+        """
+        return sum(n for name, n in self._reward_counts.items() if name.endswith("/errors"))
+
     def _count(self, counts: Mapping[str, int]) -> None:
         for name, count in counts.items():
             self._reward_counts[name] = self._reward_counts.get(name, 0) + count
@@ -397,6 +404,18 @@ class Sampler:
         sums = np.add.reduceat(batch.response_lengths_B.numpy(), first_B)
         for group, total, count in zip(groups.tolist(), sums, counts, strict=True):
             self._lengths.observe(self._prompts[group], float(total / count))
+
+    @contextmanager
+    def judged_by(self, scorer: Scorer) -> Iterator[None]:
+        """Has what is generated in the block scored by another scorer alone: without environment
+        and reward models.
+        """
+        kept = self.scorer, self.reward_models, self.episodes
+        self.scorer, self.reward_models, self.episodes = scorer, (), None
+        try:
+            yield
+        finally:
+            self.scorer, self.reward_models, self.episodes = kept
 
     @property
     def has_rollouts(self) -> bool:

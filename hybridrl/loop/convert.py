@@ -14,7 +14,7 @@ from hybridrl.checkpoint.model_state import load_model
 from hybridrl.checkpoint.opening import open_on_all_ranks
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
-from hybridrl.hybrid_engine.export import export_hf
+from hybridrl.loop.exports import export_model
 from hybridrl.models.directory import read_config
 from hybridrl.models.family import ModelShape, is_kept_in_fp32, read_model
 from hybridrl.models.hf import HfCheckpoint, load_hf
@@ -94,22 +94,9 @@ def _to_hf(
         family, _ = read_model(state.family, hf_config)
     dtype = getattr(torch, state.dtype)
     model_source = ModelSource(family, hf_config, dtype, state.family, folder / HF_FILES)
-    # A reward model's checkpoint has no policy; HF's *ForSequenceClassification reads what comes.
+    # A reward model's checkpoint has no policy.
     head: Head = "lm" if (folder / "policy").is_dir() else "value"
-    if head == "value":
-        hf_config = {**hf_config, "num_labels": 1}
     mesh = _mesh(world, *sizes, model_source.shape)
     model = ParallelModel(mesh, model_source, head, TrainConfig())
     load_model(checkpoint, "policy" if head == "lm" else "critic", model, world)
-    layouts = [model.layout_of(rank) for rank in range(world.size)]
-    with world.all_agree("writing the HF directory", is_unbounded=True):
-        export_hf(
-            target,
-            layouts,
-            model.weights(),
-            hf_shapes(family, model_source.shape, head),
-            dtype,
-            hf_config,
-            peers=world,
-            side_files=folder / HF_FILES,
-        )
+    export_model(model, target, folder / HF_FILES)

@@ -34,7 +34,8 @@ from hybridrl.errors import UserError
 from hybridrl.generation.resampling import UniformGroupsWarning, replace_uniform_groups
 from hybridrl.hybrid_engine.phases import Phase
 from hybridrl.loop import ledger, probe, rollout_setup, setup
-from hybridrl.loop.evaluate import Evaluation, Evaluations, evaluate
+from hybridrl.loop.evaluate import Evaluation
+from hybridrl.loop.exports import Exports
 from hybridrl.loop.journal import Journal
 from hybridrl.loop.position import Position
 from hybridrl.loop.run_data import Given, make_data
@@ -125,16 +126,16 @@ class Trainer:
         self.tokenizer, self.scorer, self.mix = data.tokenizer, data.scorer, data.mix
         self.prompts, self.eval_prompts = data.prompts, data.eval_prompts
         self._position = Position(self.prompts, self.mix)
-        self.evaluations = Evaluations(config.steps, bool(self.eval_prompts))
+        self.evaluations = data.evaluations(config)
         parts = (config, meshes, self.algorithm, self.models, self.journal.notify)
         roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
         self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
         self._warnings = (MismatchWarning(self.source.dtype), UniformGroupsWarning())
         self._make_engine(meshes.placement.rollout)
-        checkpoints, keep = run_folder(config) / "checkpoints", config.checkpoint.keep
-        of_store = self.journal.notify, meshes.name
-        self.store = CheckpointStore(checkpoints, self.world, keep, *of_store)
+        of_store = run_folder(config) / "checkpoints", self.world, config.checkpoint.keep
+        self.store = CheckpointStore(*of_store, self.journal.notify, meshes.name)
+        self.exports = Exports(config, self.journal.notify)
 
     @classmethod
     def from_config(
@@ -209,7 +210,7 @@ class Trainer:
         elif self.algorithm.needs.rollouts:
             self.enter_rollout()
         if self.evaluations.are_due(self.step, last):
-            found = self._keep_evaluation(self.evaluate())
+            found = self._evaluate_and_keep()
             if self.step:
                 self.journal.log(self.step, found)
                 self.save_checkpoint()  # or every start would evaluate again
@@ -219,7 +220,7 @@ class Trainer:
             try:
                 check_stop(self.world)
                 if self.evaluations.are_due(self.step, last):
-                    metrics |= self._keep_evaluation(self.evaluate())
+                    metrics |= self._evaluate_and_keep()
             finally:
                 self.journal.log(self.step, metrics)
             for warning in self._warnings:
@@ -398,8 +399,11 @@ class Trainer:
         if self.hybrid_engine.phases.phase is Phase.TRAIN:
             self.reshard()
 
-    def evaluate(self, temperature: float = 0.0) -> Evaluation:
-        """Scores responses to the evaluation prompts, greedy ones by default.
+    def evaluate(self, temperature: float | None = None) -> Evaluation:
+        """Scores responses to the evaluation prompts and to `eval.sets`.
+
+        Args:
+            temperature: in place of `eval.temperature`; 0 is greedy.
 
         Raises:
             UserError: there are no evaluation prompts.
@@ -407,16 +411,12 @@ class Trainer:
         self.enter_rollout()
         # A reward model's pass needs the memory that the engine has while it generates.
         end_rollout = self.enter_training if self.sampler.reward_models else None
-        parts = self.sampler, self.eval_prompts, self.config.reward
         with self.journal.timer.phase("evaluate"):
-            return evaluate(*parts, temperature, end_rollout)
+            return self.evaluations.measure(self.sampler, temperature, end_rollout)
 
-    def _keep_evaluation(self, found: Evaluation) -> dict[str, float]:
-        """Notes an evaluation of this step; returns its metrics."""
-        if found.note and not self.evaluations.by_step:
-            self.journal.notify(f"evaluations report the reward and no accuracy: {found.note}")
-        self.evaluations.by_step[str(self.step)] = found.record()
-        return found.metrics()
+    def _evaluate_and_keep(self) -> dict[str, float]:
+        """Evaluates and notes what was found for this step; returns its metrics."""
+        return self.evaluations.keep(self.step, self.evaluate(), self.journal.notify)
 
     def save_checkpoint(self) -> Path:
         """Writes `checkpoints/step_N` with everything that the run needs to go on.
@@ -444,6 +444,7 @@ class Trainer:
         self.enter_training(frees_memory=True)
         with self.journal.timer.phase("checkpoint"):
             folder = self.store.save(self.step, self.trained, state, self.source.files)
+            self.exports.write(folder, self.trained, self.evaluations.by_step)
         self._saved_step = self.step
         if was_rollout:
             self.reshard()
@@ -475,6 +476,7 @@ class Trainer:
         self.journal.close()
         self._lock.release()
         self.sampler.close()
+        self.evaluations.close()
         self.hybrid_engine.close()
         self.engine.close()
         for model in self.models.values():

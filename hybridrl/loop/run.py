@@ -29,7 +29,10 @@ def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest")
 
 
 def evaluate_rank(
-    config: Config, checkpoint: Path | None, prompts: Sequence[str] | None, temperature: float
+    config: Config,
+    checkpoint: Path | None,
+    prompts: Sequence[str] | None,
+    temperature: float | None = None,
 ) -> dict[str, Any]:
     """Runs one rank of `hybridrl eval`.
 
@@ -38,11 +41,12 @@ def evaluate_rank(
         checkpoint: a checkpoint or run folder; None: the run's newest, or the initial weights if
             there is none.
         prompts: files in place of `data.eval_prompts`.
-        temperature: of the responses; 0 is greedy.
+        temperature: of the responses, in place of `eval.temperature`; 0 is greedy.
 
     Returns:
-        `accuracy` (None where no scorer is one), `reward` (the weighted sum), `scores` (of each
-        scorer), `num_prompts`, `num_scored`, `checkpoint` (None for the initial weights).
+        What `Evaluation.as_json` gives: `accuracy` (None where no scorer is one), `reward` (the
+        weighted sum), `scores` (of each scorer), `num_prompts`, `sets`, and others; `checkpoint`
+        (None for the initial weights).
     """
     if prompts is not None:
         data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
@@ -55,12 +59,4 @@ def evaluate_rank(
         trainer.reshard()
     found = trainer.evaluate(temperature)
     trainer.close()
-    return {
-        "accuracy": found.accuracy,
-        "reward": found.reward,
-        "scores": dict(found.scores),
-        "num_prompts": found.num_prompts,
-        "num_scored": found.num_scored,
-        "checkpoint": str(folder) if folder is not None else None,
-        "note": found.note,
-    }
+    return {**found.as_json(), "checkpoint": str(folder) if folder is not None else None}

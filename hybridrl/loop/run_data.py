@@ -14,16 +14,18 @@ from typing import NamedTuple
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.algorithms.base import Needs
-from hybridrl.config.schema import Config, ModelConfig
+from hybridrl.config.schema import Config, DataConfig, ModelConfig
 from hybridrl.config.source import tokenizer_directory
 from hybridrl.config.teacher import is_scored
 from hybridrl.config.tokenizer import check_token_numbers, check_tokenizer_files
 from hybridrl.contracts.batch import Prompt
+from hybridrl.data.evaluation_sets import set_data, set_rows
 from hybridrl.data.mixture import hold_out, prompt_source
 from hybridrl.data.prompt_file import largest_token
 from hybridrl.data.prompt_store import PromptStore, Rows, load_rows
-from hybridrl.data.prompts import LoadedPrompts, PromptSource, Reading
+from hybridrl.data.prompts import LeftOut, LoadedPrompts, PromptSource, Reading
 from hybridrl.errors import ModelError
+from hybridrl.loop.evaluate import Evaluations, EvaluationSet
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import RewardFunction, no_reward
@@ -47,7 +49,13 @@ class RunData(NamedTuple):
     scorer: Scorer
     prompts: PromptSource
     eval_prompts: Sequence[Prompt]
+    eval_sets: Mapping[str, EvaluationSet]
     mix: Mix
+
+    def evaluations(self, config: Config) -> Evaluations:
+        """Returns what evaluates the run."""
+        own = EvaluationSet(self.eval_prompts, config.reward, config.eval.samples_per_prompt)
+        return Evaluations(config.steps, config.eval, own, self.eval_sets)
 
 
 def make_data(
@@ -73,18 +81,26 @@ def make_data(
     store = PromptStore(tokenizer)
     mixed = config if trains else config.model_copy(update={"mix": {}})
 
-    def load() -> tuple[LoadedPrompts, PromptSource, Sequence[Prompt], Mix]:
-        loaded, evaluated = load_data(config, store, needs, given.prompts)
-        for prompts in (loaded.prompts, evaluated):
+    def load() -> tuple[LoadedPrompts, RunData]:
+        sets = load_sets(config, store, notify)
+        if trains or config.data.prompts or given.prompts is not None:
+            loaded, evaluated = load_data(config, store, needs, given.prompts)
+        else:  # of a model without a run
+            evaluated = load_held_out(config.data, store)
+            loaded = LoadedPrompts(evaluated or next(iter(sets.values())), (), LeftOut(""))
+        for prompts in (loaded.prompts, evaluated, *sets.values()):
             store.once(partial(check_token_range, prompts, num_tokens))
         source = prompt_source(loaded, config.data, config.run.seed, store.once)
-        return loaded, source, evaluated, Mix(mixed, store, notify, given.mix)
+        mix = Mix(mixed, store, notify, given.mix)
+        return loaded, RunData(
+            tokenizer, scorer, source, evaluated, make_sets(config, tokenizer, sets), mix
+        )
 
     builder = world.mates[0]
     with contextlib.closing(store):
         with world.all_agree("reading the prompts") as agreement:
             if world.rank == builder:
-                loaded, source, evaluated, mix = load()
+                loaded, data = load()
                 agreement.value = store.files, store.notes, store.found
         reports = agreement.values
         for line in dict.fromkeys(line for one in reports if one is not None for line in one[1]):
@@ -93,9 +109,9 @@ def make_data(
             if world.rank != builder:
                 files, _, found = reports[builder]
                 store.follow(files, found)
-                loaded, source, evaluated, mix = load()
+                loaded, data = load()
     notify(loaded.report())
-    return RunData(tokenizer, scorer, source, evaluated, mix)
+    return data
 
 
 def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerBase:
@@ -169,6 +185,37 @@ def load_data(
     if data.eval_share:
         loaded, held_out = hold_out(loaded, data.eval_share, store.once)
         return loaded, held_out[: data.eval_limit]
+    return loaded, load_held_out(data, store)
+
+
+def load_held_out(data: DataConfig, store: PromptStore) -> Sequence[Prompt]:
+    """Loads `data.eval_prompts`; empty where there are none."""
     if not data.eval_prompts:
-        return loaded, ()
-    return loaded, store.load(Reading(data, data.eval_prompts, limit=data.eval_limit)).prompts
+        return ()
+    return store.load(Reading(data, data.eval_prompts, limit=data.eval_limit)).prompts
+
+
+def load_sets(
+    config: Config, store: PromptStore, notify: Callable[[str], None]
+) -> dict[str, Sequence[Prompt]]:
+    """Loads the prompts of `eval.sets`; tells of those that are too long."""
+    found = {}
+    for name, section in config.eval.sets.items():
+        rows = list(set_rows(section, config.data))
+        loaded = store.load(Reading(set_data(config.data, section), rows))
+        if loaded.left_out.num:
+            notify(f"eval.sets.{name}: {loaded.report()}")
+        found[name] = loaded.prompts
+    return found
+
+
+def make_sets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, Sequence[Prompt]]
+) -> dict[str, EvaluationSet]:
+    """Makes what is evaluated on each of `eval.sets`, with its scorer."""
+    found = {}
+    for name, section in config.eval.sets.items():
+        reward = section.scored_by
+        scorer = Scorer(reward, tokenizer, fewest=1)
+        found[name] = EvaluationSet(prompts[name], reward, config.eval.samples_of(section), scorer)
+    return found

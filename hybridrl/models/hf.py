@@ -28,6 +28,7 @@ from hybridrl.models.weights import RankLayout, Region, check_tensors
 
 __all__ = [
     "HfCheckpoint",
+    "HfPlaces",
     "HfWriter",
     "allocate",
     "box_view",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 MAX_SHARD_BYTES = 5 * 10**9
+CARD = "README.md"  # as the hub calls a model card
 _KINDS = {name: kind for kind, name in TORCH_NAMES.items()}
 
 
@@ -134,11 +136,91 @@ def _refuse_non_finite(
         )
 
 
+class HfPlaces:
+    """Where the bytes of each tensor of an HF directory stand, which follows from their shapes.
+
+    Args:
+        shapes: every HF tensor of the directory, in the order in which they are laid out.
+        dtype: the type that they are stored in, but for what is kept in fp32.
+        max_shard_bytes: a file grows no larger, unless a single tensor is.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, Shape], dtype: torch.dtype, max_shard_bytes: int
+    ) -> None:
+        self._shapes, self._dtype = dict(shapes), dtype
+        shards: list[list[str]] = [[]]
+        filled = 0
+        for name, shape in shapes.items():
+            num_bytes = torch.Size(shape).numel() * stored_as(name, dtype).itemsize
+            if shards[-1] and filled + num_bytes > max_shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append(name)
+            filled += num_bytes
+        total = len(shards)
+        files = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+        files = [SINGLE_FILE] if total == 1 else files
+        self._headers: dict[str, tuple[bytes, int]] = {}  # by file, with the bytes of its tensors
+        self._offsets: dict[str, tuple[str, int]] = {}
+        for file, names in zip(files, shards, strict=True):
+            self._lay_out(file, names)
+
+    def _lay_out(self, file: str, names: Sequence[str]) -> None:
+        """Makes the header of one file.
+
+        The safetensors library writes a file from tensors that are all in memory. So that only one
+        need be, the header (its length, then JSON) is made here and the tensors follow in place.
+        """
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        starts, end = {}, 0
+        for name in names:
+            starts[name] = end
+            dtype = stored_as(name, self._dtype)
+            end += torch.Size(self._shapes[name]).numel() * dtype.itemsize
+            header[name] = {
+                "dtype": _KINDS[_dtype_name(dtype)],
+                "shape": list(self._shapes[name]),
+                "data_offsets": [starts[name], end],
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        head = len(text).to_bytes(8, "little") + text
+        self._headers[file] = head, end
+        self._offsets.update({name: (file, len(head) + start) for name, start in starts.items()})
+
+    def create(self, directory: Path) -> None:
+        """Writes the header of every file, sized to its final length, and the index."""
+        for file, (head, num_bytes) in self._headers.items():
+            with (directory / file).open("wb") as opened:
+                opened.write(head)
+                opened.truncate(len(head) + num_bytes)
+        if len(self._headers) > 1:
+            weight_map = {name: file for name, (file, _) in self._offsets.items()}
+            size = sum(num_bytes for _, num_bytes in self._headers.values())
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+    def write(self, directory: Path, name: str, tensor: Tensor) -> str:
+        """Stores one tensor where `create` was called, cast to its type; its shape must be the
+        announced one. Several processes may write different tensors at once. Returns `name`.
+        """
+        if tuple(tensor.shape) != self._shapes[name]:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, announced {self._shapes[name]}")
+        file, offset = self._offsets[name]
+        data = tensor.detach().to(device="cpu", dtype=stored_as(name, self._dtype)).contiguous()
+        with (directory / file).open("r+b") as opened:
+            opened.seek(offset)
+            opened.write(data.reshape(-1).view(torch.uint8).numpy().data)
+        return name
+
+
 class HfWriter:
     """Writes an HF directory one tensor at a time; it appears under its name only when complete.
 
     Use it as a context manager: leaving it normally completes the directory, an exception removes
-    what was written. The tensors may come in any order.
+    what was written. The tensors may come in any order, and other processes that see the `partial`
+    folder may write some of them by `HfPlaces.write`.
 
     Args:
         directory: must not exist, or be empty.
@@ -147,6 +229,7 @@ class HfWriter:
         config: content of config.json.
         side_files: folder whose tokenizer files are copied, if any.
         max_shard_bytes: a file grows no larger, unless a single tensor is.
+        card: text of README.md; None: there is none.
 
     Raises:
         CheckpointError: the directory exists and is not empty.
@@ -161,6 +244,7 @@ class HfWriter:
         *,
         side_files: Path | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        card: str | None = None,
     ) -> None:
         self.directory = Path(directory)
         if self.directory.exists() and (
@@ -172,41 +256,40 @@ class HfWriter:
                 "a new or empty directory",
                 "Choose another directory or remove this one.",
             )
-        self._shapes, self._dtype = dict(shapes), dtype
         self._missing = set(shapes)
-        self._partial = self.directory.with_name(f".{self.directory.name}.{os.getpid()}.partial")
-        self._partial.mkdir(parents=True)
-        self._offsets: dict[str, tuple[Path, int]] = {}
+        self._places = HfPlaces(shapes, dtype, max_shard_bytes)
+        self.partial = self.directory.with_name(f".{self.directory.name}.{os.getpid()}.partial")
+        self.partial.mkdir(parents=True)
         try:
-            write_side_files(self._partial, config, _dtype_name(dtype), side_files)
-            self._lay_out(max_shard_bytes)
+            write_side_files(self.partial, config, _dtype_name(dtype), side_files)
+            if card is not None:
+                (self.partial / CARD).write_text(card, encoding="utf-8")
+            self._places.create(self.partial)
         except BaseException:
-            shutil.rmtree(self._partial)
+            shutil.rmtree(self.partial)
             raise
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Stores one tensor, cast to its type; its shape must be the announced one."""
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, announced {self._shapes[name]}")
-        file, offset = self._offsets[name]
-        data = tensor.detach().to(device="cpu", dtype=stored_as(name, self._dtype)).contiguous()
-        with file.open("r+b") as opened:
-            opened.seek(offset)
-            opened.write(data.reshape(-1).view(torch.uint8).numpy().data)
+        """Stores one tensor, as `HfPlaces.write`."""
+        self._places.write(self.partial, name, tensor)
         self._missing.discard(name)
+
+    def wrote(self, names: Collection[str]) -> None:
+        """Takes in which tensors other processes have written."""
+        self._missing.difference_update(names)
 
     def complete(self) -> None:
         """Gives the directory its name; every tensor must have been written."""
         if self._missing:
             raise ValueError(f"never written: {sorted(self._missing)[:3]}")
-        for file in self._partial.iterdir():
+        for file in self.partial.iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-        self._partial.rename(self.directory)
+        self.partial.rename(self.directory)
 
     def discard(self) -> None:
         """Removes what was written, unless it was completed."""
-        shutil.rmtree(self._partial, ignore_errors=True)
+        shutil.rmtree(self.partial, ignore_errors=True)
 
     def __enter__(self) -> HfWriter:
         return self
@@ -222,55 +305,6 @@ class HfWriter:
                 self.complete()
         finally:
             self.discard()
-
-    def _lay_out(self, max_shard_bytes: int) -> None:
-        """Writes the header of every file, sized to its final length, and the index."""
-        shards: list[list[str]] = [[]]
-        filled = 0
-        for name, shape in self._shapes.items():
-            num_bytes = torch.Size(shape).numel() * stored_as(name, self._dtype).itemsize
-            if shards[-1] and filled + num_bytes > max_shard_bytes:
-                shards.append([])
-                filled = 0
-            shards[-1].append(name)
-            filled += num_bytes
-        total = len(shards)
-        files = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
-        if total == 1:
-            files = [SINGLE_FILE]
-        size = 0
-        for file, names in zip(files, shards, strict=True):
-            size += self._write_header(self._partial / file, names)
-        if total > 1:
-            weight_map = {n: f for f, names in zip(files, shards, strict=True) for n in names}
-            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-    def _write_header(self, file: Path, names: Sequence[str]) -> int:
-        """Writes the header of one file; returns the bytes of its tensors.
-
-        The safetensors library writes a file from tensors that are all in memory. So that only one
-        need be, the header (its length, then JSON) is written here and the tensors follow in place.
-        """
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        starts, end = {}, 0
-        for name in names:
-            starts[name] = end
-            dtype = stored_as(name, self._dtype)
-            end += torch.Size(self._shapes[name]).numel() * dtype.itemsize
-            header[name] = {
-                "dtype": _KINDS[_dtype_name(dtype)],
-                "shape": list(self._shapes[name]),
-                "data_offsets": [starts[name], end],
-            }
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with file.open("wb") as opened:
-            opened.write(len(text).to_bytes(8, "little") + text)
-            base = opened.tell()
-            opened.truncate(base + end)
-        self._offsets.update({name: (file, base + start) for name, start in starts.items()})
-        return end
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

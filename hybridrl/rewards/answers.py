@@ -11,6 +11,7 @@ from decimal import Decimal, InvalidOperation
 
 from hybridrl.errors import DataError, UserError, short
 
+MOST_BOXES, MOST_BOX_CHARS = 5, 2_000
 _NUMBER = r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 
 
@@ -34,10 +35,11 @@ class ExactMatch:
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Returns 1.0 or 0.0."""
         wanted = answer_of(prompt, columns).strip()
-        answer = self._extracted(response)
+        answer = self.answer(response)
         return float(answer is not None and answer == wanted)
 
-    def _extracted(self, response: str) -> str | None:
+    def answer(self, response: str) -> str | None:
+        """Returns the answer in a response, if there is one."""
         if self._pattern is None:
             return response.strip()
         # `([^,]*)$` matches "15,08,85" twice, at last with nothing: such a match is no answer.
@@ -74,8 +76,16 @@ class Gsm8k:
                 "a number, alone or after ####",
                 "Mend that row, or use another reward.",
             )
+        return float(self._found(response) == wanted)
+
+    def _found(self, response: str) -> Decimal | None:
         found = self._pattern.findall(response)
-        return float(bool(found) and _number(found[-1]) == wanted)
+        return _number(found[-1]) if found else None
+
+    def answer(self, response: str) -> str | None:
+        """Returns the number in a response, if there is one."""
+        found = self._found(response)
+        return None if found is None else f"{found.normalize():f}"
 
 
 class Math:
@@ -110,6 +120,84 @@ class Math:
             )
         found = self._library.parse(response, parsing_timeout=None)
         return float(self._library.verify(wanted, found, timeout_seconds=None))
+
+    def answer(self, response: str) -> str | None:
+        """Returns what the last box of a response holds, or its last number, as text. Of two ways
+        to write a value (1/2 and 0.5) each is an answer of its own, but for those of `plain_math`.
+        """
+        boxed = last_box(response)
+        if boxed is not None:
+            return plain_math(boxed)
+        found = re.findall(_NUMBER, response)
+        return plain_math(found[-1]) if found else None
+
+
+class Choice:
+    """1 if the response chooses the letter in the "answer" column, else 0.
+
+    The choice of a response is, by the first of these rules that finds one: the letter in its last
+    `\\boxed{}`; the letter after its last "answer" ("Answer: B", "the answer is (B)"); the letter
+    that it begins with, alone or before one of . ) : and a space. Letters are A to Z as capitals;
+    after "answer" and alone in a response also small ones.
+    """
+
+    _AFTER = re.compile(
+        r"\banswer\b(?:\s+is\b\s*:?|\s*:)\s*[*_(\[\"']{0,4}([A-Za-z])(?![A-Za-z0-9'])",
+        re.IGNORECASE,
+    )
+    _FIRST = re.compile(r"\s*[*_(\[\"']{0,4}([A-Z])(?:[)\].:*_\"']|\s*$)")
+
+    def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
+        """Returns 1.0 or 0.0."""
+        wanted = answer_of(prompt, columns).strip().upper()
+        if len(wanted) != 1 or not "A" <= wanted <= "Z":
+            raise DataError("data.answer_key", short(wanted), "a letter", "Mend that row.")
+        return float(self.answer(response) == wanted)
+
+    def answer(self, response: str) -> str | None:
+        """Returns the letter that a response chooses, if it chooses one."""
+        boxed = (last_box(response) or "").strip()
+        boxed = boxed.removeprefix("\\text{").removesuffix("}").strip("() ")
+        if len(boxed) == 1 and "A" <= boxed.upper() <= "Z":
+            return boxed.upper()
+        # "The answer is a fruit": a small letter is a choice only where nothing else follows it.
+        for found in reversed(list(self._AFTER.finditer(response))):
+            rest = response[found.end() : found.end() + 2].strip("*_)]\"' ")
+            if found[1].isupper() or not rest or rest[0] in ".,;\n":
+                return found[1].upper()
+        alone = response.strip().strip("()*.")
+        first = self._FIRST.match(response)
+        if first is not None or (len(alone) == 1 and "a" <= alone <= "z"):
+            return first[1] if first is not None else alone.upper()
+        return None
+
+
+def last_box(text: str) -> str | None:
+    """Returns what the last `\\boxed{...}` holds that is closed within MOST_BOX_CHARS, with braces
+    balanced; of a text of many only the last few are looked at.
+    """
+    at = len(text)
+    for _ in range(MOST_BOXES):
+        if (at := text.rfind("\\boxed{", 0, at)) < 0:
+            return None
+        start, depth = at + len("\\boxed{"), 1
+        for end in range(start, min(len(text), start + MOST_BOX_CHARS)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start:end]
+    return None
+
+
+def plain_math(text: str) -> str:
+    """Returns an answer without what changes no value: spaces, dollar signs, `\\left` and
+    `\\right`, `\\text{}`, `\\dfrac` for `\\frac`, commas between thousands, a point at the end,
+    zeros after the decimal point.
+    """
+    found = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    found = re.sub(r"\\(?:left|right|,|!|;|quad)|[\s$]", "", found)
+    found = found.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
+    number = _number(found) if re.fullmatch(_NUMBER, found) else None
+    return found if number is None else f"{number.normalize():f}"
 
 
 def answer_of(prompt: str, columns: Mapping[str, object]) -> str:

@@ -19,7 +19,8 @@ from hybridrl.config.environment import REWARD as TURNS
 from hybridrl.config.own_code import imported
 from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
 from hybridrl.errors import UserError
-from hybridrl.rewards.answers import ExactMatch, Gsm8k, Math
+from hybridrl.rewards.answers import Choice, ExactMatch, Gsm8k, Math
+from hybridrl.rewards.instructions import Instructions
 from hybridrl.rewards.remote import Remote
 from hybridrl.rewards.sandbox import Code
 from hybridrl.rewards.shaping import Format, Length, Regex
@@ -76,6 +77,8 @@ REWARDS: dict[str, Callable[..., RewardFunction]] = {
     "exact_match": ExactMatch,
     "gsm8k": Gsm8k,
     "math": Math,
+    "choice": Choice,
+    "instructions": Instructions,
     "regex": Regex,
     "format": Format,
     "length": Length,
@@ -84,7 +87,7 @@ REWARDS: dict[str, Callable[..., RewardFunction]] = {
     SERVED: ServedModel,
     TURNS: OfTurns,
 }
-NEEDS_ANSWER = ("exact_match", "gsm8k", "math")
+NEEDS_ANSWER = ("exact_match", "gsm8k", "math", "choice")
 
 
 def find_reward(config: ScorerConfig) -> RewardFunction:

@@ -21,12 +21,15 @@ class FunctionTraits:
             others) or "world" (by the trainer). None: it does not say.
         notes: words that its rewards may carry (`Noted`), each of which becomes a metric.
         memory_bytes: most address space that its process may take; None: no limit.
+        answer: returns the answer in a response, in a form in which equal ones are equal texts, or
+            None where it has none; quickly, whatever the response is. None: it knows of no answers.
     """
 
     batched: bool = False
     runs: str | None = None
     notes: tuple[str, ...] = ()
     memory_bytes: int | None = None
+    answer: Callable[[str], str | None] | None = None
 
 
 def traits_of(function: Callable[..., Any]) -> FunctionTraits:
@@ -37,4 +40,5 @@ def traits_of(function: Callable[..., Any]) -> FunctionTraits:
         runs=getattr(function, "runs", usual.runs),
         notes=getattr(function, "notes", usual.notes),
         memory_bytes=getattr(function, "memory_bytes", usual.memory_bytes),
+        answer=getattr(function, "answer", usual.answer),
     )

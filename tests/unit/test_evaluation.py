@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hybridrl.cli.main import evaluation_lines
+from hybridrl.cli.evaluation import evaluation_text
+from hybridrl.config.evaluation import EvalConfig
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rules import check
 from hybridrl.errors import ConfigError, UserError
-from hybridrl.loop.evaluate import evaluate, summarized
+from hybridrl.loop.evaluate import EvaluationSet, evaluate, summarized
 from hybridrl.rollout.engine import SamplingParams
 
 
-def batch(weights: dict[str, float], **scores: list[float]) -> Any:
-    parts = {name: torch.tensor(values) for name, values in scores.items()}
+def batch(weights: dict[str, float], samples: int = 1, **scores: list[float]) -> Any:
+    parts = {name: torch.tensor(values, dtype=torch.float32) for name, values in scores.items()}
     total = sum(weights[name] * part for name, part in parts.items())
-    return SimpleNamespace(
-        reward_parts=parts, reward_B=total, num_samples=len(next(iter(parts.values())))
-    )
+    num = len(next(iter(parts.values())))
+    ids_B = torch.arange(num)
+    columns = {"sample_ids_B": ids_B, "group_B": ids_B // samples}
+    return SimpleNamespace(reward_parts=parts, reward_B=total, num_samples=num, **columns)
+
+
+def lines_of(found: Any) -> list[str]:
+    return evaluation_text({**found.as_json(), "checkpoint": None}).splitlines()
 
 
 def section(accuracy: str | None = None, **functions: tuple[str, float]) -> RewardConfig:
@@ -37,10 +44,16 @@ def test_of_two_scorers_the_one_that_judges_answers_is_the_accuracy() -> None:
     assert found.accuracy == pytest.approx(2 / 3)
     assert found.reward == pytest.approx(2 / 3 + 0.1)
     assert found.metrics() == pytest.approx(
-        {"eval/accuracy": 2 / 3, "eval/reward": 2 / 3 + 0.1, "eval/correct": 2 / 3, "eval/form": 1}
+        {
+            "eval/accuracy": 2 / 3,
+            "eval/accuracy_stderr": 1 / 3,
+            "eval/reward": 2 / 3 + 0.1,
+            "eval/correct": 2 / 3,
+            "eval/form": 1,
+        }
     )
-    lines = evaluation_lines(vars(found))
-    assert lines[0] == "accuracy 0.6667 on 3 prompts" and "form 1.0000" in lines[1]
+    lines = lines_of(found)
+    assert lines[0] == "accuracy 0.6667 ± 0.3333 on 3 prompts" and "form 1.0000" in lines[1]
 
 
 def test_two_judges_of_weight_1_are_not_added_up() -> None:
@@ -49,7 +62,7 @@ def test_two_judges_of_weight_1_are_not_added_up() -> None:
     found = summarized(scored, 2, config)
     assert found.accuracy is None and found.reward == 2 and "reward.accuracy" in found.note
     assert "eval/accuracy" not in found.metrics() and found.record() == {"reward": 2.0}
-    assert evaluation_lines(vars(found))[0].startswith("no accuracy: ")
+    assert lines_of(found)[0].startswith("no accuracy: ")
     named = section("b", a=("exact_match", 1.0), b=("math", 1.0))
     assert summarized(scored, 2, named).accuracy == 1
 
@@ -67,12 +80,12 @@ def test_a_score_outside_0_to_1_is_no_accuracy() -> None:
 def test_responses_without_a_score_are_told_of() -> None:
     found = summarized(batch({"f": 1.0}, f=[1.0]), 4, RewardConfig(function="own:f"))
     assert found.metrics()["eval/scored_share"] == 0.25
-    assert "of 4 responses 1 have a score" in evaluation_lines(vars(found))
+    assert "of 4 responses 1 have a score" in lines_of(found)
 
 
 def test_no_prompts_is_a_matter_of_the_data_not_of_the_reward() -> None:
     with pytest.raises(UserError, match="data.eval_prompts"):
-        evaluate(None, [], RewardConfig())  # type: ignore[arg-type]
+        evaluate(None, EvaluationSet([], RewardConfig()), EvalConfig())  # type: ignore[arg-type]
 
 
 def test_rules_of_the_accuracy() -> None:
@@ -93,19 +106,96 @@ def test_rules_of_the_accuracy() -> None:
             load_config_dict(content, [wrong, "reward.accuracy=c"])
 
 
+class Sampler:
+    """Scores what it is told to, and keeps what was asked."""
+
+    sampling = SamplingParams(temperature=0.7, max_new_tokens=5)
+
+    def __init__(self, scored: Any) -> None:
+        self.scored, self.asked = scored, list[Any]()
+
+    def generate(self, prompts: Any, **given: Any) -> None:
+        self.asked.append((given["sampling"], given["samples_per_prompt"]))
+
+    def score(self, _: None) -> Any:
+        return self.scored
+
+    def num_errors(self) -> int:
+        return 0
+
+
 def test_an_evaluation_draws_greedily_unless_asked_otherwise() -> None:
-    asked = []
-
-    class Sampler:
-        sampling = SamplingParams(temperature=0.7, max_new_tokens=5)
-
-        def generate(self, prompts: Any, **given: Any) -> None:
-            asked.append((given["sampling"], given["samples_per_prompt"]))
-
-        def score(self, _: None) -> Any:
-            return batch({"right": 1.0}, right=[1.0])
-
+    sampler: Any = Sampler(batch({"right": 1.0}, right=[1.0]))
+    what = EvaluationSet([None], section(right=("exact_match", 1.0)))  # type: ignore[list-item]
     for temperature in ({}, {"temperature": 0.3}):
-        evaluate(Sampler(), [None], section(right=("exact_match", 1.0)), **temperature)  # type: ignore[arg-type, list-item]
-    assert [(drawn.temperature, count) for drawn, count in asked] == [(0.0, 1), (0.3, 1)]
-    assert all(drawn.max_new_tokens == 5 for drawn, _ in asked)
+        evaluate(sampler, what, EvalConfig(**temperature))
+    assert [(drawn.temperature, count) for drawn, count in sampler.asked] == [(0.0, 1), (0.3, 1)]
+    assert all(drawn.max_new_tokens == 5 for drawn, _ in sampler.asked)
+    evaluate(sampler, what, EvalConfig(max_new_tokens=9))
+    assert sampler.asked[-1][0].max_new_tokens == 9
+
+
+def test_several_samples_give_pass_at_k_and_a_vote_with_standard_errors() -> None:
+    config = RewardConfig(function="exact_match")
+    scores = [1, 0, 1, 0, 0, 0.0]  # of two prompts
+    scored = batch({"exact_match": 1.0}, 3, exact_match=scores)
+    answers = {0: "7", 1: "8", 2: "7", 3: "1", 4: None, 5: None}
+    found = summarized(scored, 2, config, 3, (1, 2), answers)
+    assert found.accuracy == pytest.approx(1 / 3)
+    assert found.accuracy_stderr == pytest.approx(1 / 3)  # of 2/3 and 0
+    assert found.pass_at[1].value == pytest.approx(found.accuracy)
+    assert found.pass_at[2] == pytest.approx((0.5, 0.5))  # 1 and 0: no pair of the first has none
+    assert found.majority == pytest.approx((0.5, 0.5))
+    assert found.metrics()["eval/pass_at_2_stderr"] == 0.5
+    table = lines_of(found)[-2].split()
+    assert (
+        table[:5] == ["held-out", "prompts", "2", "3", "0.3333"] and "pass@2" in lines_of(found)[-3]
+    )
+    few = summarized(batch({"exact_match": 1.0}, 3, exact_match=scores[:4]), 2, config, 3, (2,))
+    assert (
+        few.pass_at[2] == (1.0, None) and few.majority is None
+    )  # 1 response of the second is left
+
+
+def test_accuracy_is_never_above_1_whatever_scorers_are_called() -> None:
+    for name in ("accuracy", "reward", "majority"):
+        with pytest.raises(ValueError, match=name):
+            section(**{name: ("own:f", 1.0), "b": ("length", 1.0)})
+    draw = random.Random(0)
+    for _ in range(100):
+        num = draw.randint(1, 20)
+        scores = {n: [draw.uniform(-1, 3) for _ in range(num)] for n in ("a", "b")}
+        config = section(None, a=("own:f", draw.uniform(-2, 2)), b=("own:g", 1.0))
+        if draw.random() < 0.5:
+            scores, config = {"a": scores["a"]}, RewardConfig(function="own:f")
+        found = summarized(batch(dict.fromkeys(scores, 1.0), **scores), num, config)
+        told = [v for k, v in found.metrics().items() if k.endswith("accuracy")]
+        assert all(0 <= value <= 1 for value in told)
+
+
+def test_rules_of_the_section_eval() -> None:
+    content: dict[str, Any] = {
+        "run": {"name": "a"},
+        "model": {"init": "m"},
+        "algorithm": {"name": "sft"},
+        "steps": {"eval_every": 5},
+    }
+
+    def wrong(*overrides: str) -> list[str]:
+        return [one.name for one in check(load_config_dict(content, overrides), 1)]
+
+    one_set = "eval.sets={s: {form: gsm8k, path: a.jsonl}}"
+    assert "steps.eval_every" in wrong() and "steps.eval_every" not in wrong(one_set)
+    assert "eval.samples_per_prompt" in wrong("eval.samples_per_prompt=2")
+    sampled = ("eval.samples_per_prompt=2", "eval.temperature=0.7")
+    assert "eval.samples_per_prompt" not in wrong(*sampled)
+    assert "eval.pass_k" in wrong(*sampled, "eval.pass_k=[1,3]")
+    assert "eval.pass_k" not in wrong(*sampled, "eval.pass_k=2")
+    assert "eval.sets" in wrong("eval.sets={exact_match: {form: gsm8k, path: a.jsonl}}")
+    for bad in ("eval.sets={s: {form: gsm8k}}", "eval.sets={s/t: {form: gsm8k, path: a}}"):
+        with pytest.raises(ConfigError, match="eval"):
+            load_config_dict(content, [bad])
+    long = ("eval.max_new_tokens=5000", "rollout.engine=vllm")
+    shape = {"max_position_embeddings": 1024}
+    found = [one.name for one in check(load_config_dict(content, long), 1, shape)]
+    assert "rollout.max_new_tokens" in found

@@ -25,8 +25,10 @@ from hybridrl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 # Behind a wall of its own, or of an extra.
-OPTIONAL = {"datasets", "math_verify", "pyarrow", "transformer_engine", "triton", "vllm"} | {
+OPTIONAL = {"datasets", "langdetect", "math_verify", "pyarrow", "transformer_engine"} | {
     "sglang",
+    "triton",
+    "vllm",
     "torch_memory_saver",
 }
 DISTRIBUTIONS = {"megatron": "megatron-core", "pydantic_core": "pydantic", "yaml": "pyyaml"}

@@ -1,0 +1,110 @@
+"""HF directories of trained models: one beside each checkpoint, if `checkpoint.export_hf` says so.
+
+Invariant: what `hybridrl convert` writes of a checkpoint and what a run exports beside it are
+written by the same function. Collective: every rank calls together, and all that see the folder
+write a share of the tensors.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hybridrl.checkpoint.folders import HF_FILES
+from hybridrl.config.identity import run_folder
+from hybridrl.config.schema import Config
+from hybridrl.hybrid_engine.export import export_hf
+from hybridrl.loop.model_card import model_card
+from hybridrl.models.exported import exported_config
+from hybridrl.models.weights import hf_shapes
+from hybridrl.training.model import ParallelModel
+
+EXPORTS = "hf"  # in a run folder
+_EXPORT = re.compile(r"(step_\d+)(?:_\w+)?")
+_LEFT = ".*.partial"  # of a run that was killed while it wrote
+
+
+def export_model(
+    model: ParallelModel, directory: Path, side_files: Path | None, card: str | None = None
+) -> None:
+    """Writes a model as an HF directory; collective.
+
+    Args:
+        model: its weights in place.
+        directory: new or empty.
+        side_files: folder whose tokenizer and generation files are copied along.
+        card: text of its README.md, if it is to have one.
+
+    Raises:
+        UserError: on every rank, if one of them cannot write.
+    """
+    source, world = model.source, model.world
+    with world.all_agree("writing the HF directory", is_unbounded=True):
+        export_hf(
+            directory,
+            [model.layout_of(rank) for rank in range(world.size)],
+            model.weights(),
+            hf_shapes(source.family, source.shape, model.head),
+            source.dtype,
+            exported_config(source.hf_config, model.head, side_files),
+            peers=world,
+            side_files=side_files,
+            card=card,
+        )
+
+
+class Exports:
+    """The HF directories of a run: `hf/step_N` of the policy, or of the reward model that is
+    trained in its place, and `hf/step_N_critic` of a critic beside a policy.
+
+    Args:
+        config: of the run.
+        notify: tells the user, once.
+    """
+
+    def __init__(self, config: Config, notify: Callable[[str], None]) -> None:
+        self._config, self._notify = config, notify
+        self._root = run_folder(config) / EXPORTS
+
+    def write(
+        self,
+        checkpoint: Path,
+        models: Mapping[str, ParallelModel],
+        evaluations: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        """Exports what a checkpoint was just written of, and removes the exports of checkpoints
+        that are no more; nothing unless the run is to.
+
+        Args:
+            checkpoint: its folder.
+            models: trained models by name, their weights in place.
+            evaluations: what was measured, by step; for the model card.
+
+        Raises:
+            UserError: a file could not be written.
+        """
+        if not self._config.checkpoint.export_hf:
+            return
+        for name, model in models.items():
+            is_main = len(models) == 1 or name == "policy"
+            folder = self._root / (checkpoint.name + ("" if is_main else f"_{name}"))
+            card = model_card(self._config, model, checkpoint.name, evaluations)
+            with model.world.all_agree("preparing the export"):
+                if model.world.rank == 0:
+                    self._remove(folder, checkpoint.parent)
+            export_model(model, folder, checkpoint / HF_FILES, card)
+            self._notify(f"exported {folder}")
+
+    def _remove(self, folder: Path, checkpoints: Path) -> None:
+        """Removes what the folder held before, and exports without a checkpoint."""
+        shutil.rmtree(folder, ignore_errors=True)
+        if not self._root.is_dir():
+            return
+        for left in self._root.glob(_LEFT):
+            shutil.rmtree(left, ignore_errors=True)
+        for path in self._root.iterdir():
+            found = _EXPORT.fullmatch(path.name)
+            if found is not None and not (checkpoints / found[1]).is_dir():
+                shutil.rmtree(path, ignore_errors=True)
