@@ -113,6 +113,7 @@ setup(
     license_files=["LICENSE"],
     packages=[*find_packages(include=["hybridrl", "hybridrl.*"]), "hybridrl.kernels"],
     package_dir={"hybridrl.kernels": "kernels"},
+    package_data={"hybridrl.metrics": ["page/*"]},  # scripts, styles and a licence of the report
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hybridrl = hybridrl.cli.main:main"]},
