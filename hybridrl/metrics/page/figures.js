@@ -120,6 +120,10 @@ const Figures = (() => {
       const raw = valuesOf(run, one.metric);
       if (raw) layers.push({ label: one.label, values: raw, fill: color(metric) });
     });
+    // A part that a step has not recorded, as an age that no token has, is 0 where others are there.
+    for (const layer of layers) {
+      layer.values = layer.values.map((v, i) => (v === undefined && layers.some((other) => other.values[i] !== undefined) ? 0 : v));
+    }
     const whole = plot.whole && valuesOf(run, plot.whole);
     if (whole) {
       const rest = whole.map((all, i) => {
