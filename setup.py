@@ -38,6 +38,7 @@ EXTRAS = {
         "pytest-timeout",
         "pytest-xdist",  # what starts no ranks runs in two processes
         "hypothesis",
+        "selenium",  # drives a browser, where there is one, over the report's page
         "ruff",
         "mypy",
         "triton>=3.6; sys_platform == 'linux'",  # its interpreter runs the kernels on CPU

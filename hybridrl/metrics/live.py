@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer_with(self, tag: str, data: Mapping[str, Any]) -> None:
         if self.path == "/":
-            self._answer(200, "text/html", page(data, is_live=True))
+            self._answer(200, "text/html", page(data, tag))
         elif self.headers.get("If-None-Match") == tag:
             self._answer(304, "application/json", b"", tag)
         else:

@@ -103,19 +103,20 @@ def page_data(
     }
 
 
-def page(data: Mapping[str, Any], is_live: bool = False) -> bytes:
+def page(data: Mapping[str, Any], tag: str | None = None) -> bytes:
     """Returns the page, UTF-8.
 
     Args:
         data: as of `page_data`.
-        is_live: whether it is served, and asks its server for what is new.
+        tag: of a page that is served, and asks its server for what is new: the state of the run
+            folders that it shows.
     """
     template = Environment(autoescape=True).from_string(TEMPLATE)
     scripts, styles = _texts(SCRIPTS), _texts(STYLES)
     text = template.render(
         title=data["title"],
-        policy=content_security_policy(is_live),
-        data=embedded({**data, "live": is_live}),
+        policy=content_security_policy(tag is not None),
+        data=embedded({**data, "tag": tag}),
         scripts=scripts,
         styles=styles,
     )

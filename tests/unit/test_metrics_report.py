@@ -365,9 +365,9 @@ def test_accuracy_before_the_first_step_comes_of_the_summary(tmp_path: Path) -> 
 def test_served_page_may_ask_its_server_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "live.html"
     data = {"title": "t", "summary": [], "evaluations": [], "groups": [], "runs": []}
-    path.write_bytes(page(data, is_live=True))
+    path.write_bytes(page(data, '"state"'))
     assert Page(path).policy["connect-src"] == "'self'"
-    assert Page(path).data["live"] is True
+    assert Page(path).data["tag"] == '"state"'
 
 
 def test_report_imports_no_torch() -> None:

@@ -71,7 +71,7 @@ def test_record_has_what_the_report_shows() -> None:
 
 def test_difference_is_the_trainers_minus_the_engines_of_the_same_token() -> None:
     scored = scored_batch()
-    # Of sample 9 first, in another order than the dump's; what is said of its prompt has no meaning.
+    # In another order than the dump's; what stands at tokens of prompts has no meaning.
     trained = scored.select([1, 0])
     logp_T = torch.tensor([3.0, -0.125, 5.0, -2.5, 3.0, 3.0, -0.75, float("nan")])
     one, other = records(scored, learned_by(trained, logp_T))

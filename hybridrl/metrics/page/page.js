@@ -3,7 +3,7 @@
 const Page = (() => {
   const EVERY_MS = 3000;
   let data = JSON.parse(document.getElementById("data").textContent);
-  let tag = null, live;
+  let tag = data.tag, live; // of a served page: which state of the run folders it shows
 
   const table = (rows, head) => el("div", { class: "scroll" }, el("table", {},
     ...(head ? [el("thead", {}, el("tr", {}, ...head.map((cell) => el("th", {}, cell))))] : []),
@@ -121,12 +121,11 @@ const Page = (() => {
 
   async function follow() {
     try {
-      const answer = await fetch("data.json", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+      const answer = await fetch("data.json", { headers: { "If-None-Match": tag }, cache: "no-store" });
       if (answer.status === 200) {
-        data = { ...(await answer.json()), live: true };
-        const isFirst = tag === null;
+        data = await answer.json();
         tag = answer.headers.get("ETag");
-        if (!isFirst) show();
+        show();
       }
       live.textContent = answer.ok || answer.status === 304 ? "live" : `live: ${answer.status}`;
       live.classList.toggle("lost", !(answer.ok || answer.status === 304));
@@ -139,9 +138,9 @@ const Page = (() => {
 
   const main = el("main");
   document.body.append(main);
-  if (data.live) live = el("span", { class: "live" }, "live");
+  if (tag) live = el("span", { class: "live" }, "live");
   show();
-  if (data.live) setTimeout(follow, EVERY_MS);
+  if (tag) setTimeout(follow, EVERY_MS);
   performance.mark("page-ready");
   return { data: () => data };
 })();
