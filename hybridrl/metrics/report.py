@@ -254,8 +254,8 @@ def _finite(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
 
 
 def evaluations(run: RunData) -> dict[str, Any] | None:
-    """Returns the table of a run's evaluations, a row a step, estimates with their standard errors;
-    None where it has made none.
+    """Returns the table of a run's evaluations, a row a step, the newest first, with standard
+    errors; None where it has made none.
     """
     errors = "_stderr"
     names = sorted(n for n in run.names if n.startswith("eval/") and not n.endswith(errors))
@@ -272,7 +272,7 @@ def evaluations(run: RunData) -> dict[str, Any] | None:
     if not rows:
         return None
     columns = ["step", *(name.removeprefix("eval/") for name in names)]
-    return {"label": run.label, "columns": columns, "rows": rows}
+    return {"label": run.label, "columns": columns, "rows": rows[::-1]}
 
 
 def _differences(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:

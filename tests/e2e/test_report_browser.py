@@ -235,11 +235,11 @@ def test_two_runs_are_told_apart_and_can_be_hidden(
     chromium.open(write_report(tmp_path / "other", long_run).as_uri())
     chromium.wait("Figures.charts()[0]")
     labels = "Figures.charts()[0].series.slice(1).map((s) => s.label)"
-    assert chromium.run(f"return {labels}") == [
-        *("mean, A: other", "mean, B: long", "std, A: other", "std, B: long")
-    ]
+    assert chromium.run(f"return {labels}") == ["A: other", "B: long"]
+    title = chromium.run("return document.querySelector('figure h3').textContent")
+    assert title == "Reward: mean"
     chromium.run("document.querySelectorAll('#tools .run input')[1].click()")
-    assert chromium.run(f"return {labels}") == ["mean, A: other", "std, A: other"]
+    assert chromium.run(f"return {labels}") == ["A: other"]
     text = chromium.run("return document.getElementById('differences').textContent")
     assert "train.tp32" in text and chromium.messages() == []
 

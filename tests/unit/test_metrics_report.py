@@ -118,7 +118,7 @@ def test_report_has_curves_config_samples_and_evaluations(tmp_path: Path) -> Non
     assert found.row("last measured accuracy") == ["0.500 (step 12)"]
     (table,) = found.data["evaluations"]
     assert table["columns"] == ["step", "accuracy"]
-    assert table["rows"] == [["6", "0.2500 ± 0.1250"], ["12", "0.5000 ± 0.1250"]]
+    assert table["rows"] == [["12", "0.5000 ± 0.1250"], ["6", "0.2500 ± 0.1250"]]
     accuracy = found.data["groups"][0]["plots"][1]["series"][0]
     assert accuracy["error"] == "eval/accuracy_stderr"
 

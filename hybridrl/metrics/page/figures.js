@@ -95,7 +95,7 @@ const Figures = (() => {
           const pair = [add(moved(1), helper), add(moved(-1), helper)];
           found.bands.push({ series: pair, fill: stroke + "33" });
         }
-        if (view.smoothing > 0) {
+        if (view.smoothing > 0 && !errors) { // what has an error is no noise of steps
           add(raw, { class: "helper", stroke: stroke + FAINT, dash, width: 1, label });
           add(smooth(raw, view.smoothing), { stroke, dash, label });
         } else {
@@ -185,6 +185,7 @@ const Figures = (() => {
     return {
       width, height: HEIGHT,
       cursor: {
+        y: false,
         drag: { x: true, y: false },
         sync: { key: "steps", setSeries: false, filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
       },
@@ -280,10 +281,14 @@ const Figures = (() => {
       runs = found;
       grid = makeGrid();
     },
-    // Returns the elements of a figure: none where there is nothing to show, one a run of stacks.
+    // Returns the elements of a figure: none where there is nothing to show; one a run of stacks,
+    // and of several runs one a metric, so that colours tell runs apart.
     make(plot) {
       const series = plot.series.filter((one) => runs.some((run) => isWorthIt(run.metrics[one.metric], plot)));
       if (!series.length) return [];
+      if (runs.length > 1 && series.length > 1 && plot.kind !== "stack") {
+        return series.flatMap((one) => this.make({ ...plot, title: `${plot.title}: ${one.label}`, series: [one] }));
+      }
       const of = { ...plot, series };
       const has = (run) => series.some((one) => run.metrics[one.metric]);
       const made = plot.kind === "stack" ? runs.flatMap((run, n) => (has(run) ? [new Card(of, n)] : [])) : [new Card(of, null)];

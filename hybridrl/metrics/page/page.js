@@ -66,7 +66,7 @@ const Page = (() => {
     const rows = ranks.map(([rank, of]) => {
       const lane = el("div", { class: "lane" });
       for (const [name, began, ended] of of) {
-        const block = el("div", { class: "span", title: `rank ${rank}, ${name}: ${(ended - began).toFixed(4)} s, from ${(began - first).toFixed(4)} s on` }, name);
+        const block = el("div", { class: "span", title: `rank ${rank}, ${name}: ${(ended - began).toFixed(4)} s, from ${(began - first).toFixed(4)} s on` }, el("b", {}, name));
         block.style.left = percent(began);
         block.style.width = `calc(${percent(ended)} - ${percent(began)})`;
         block.style.background = Figures.color(names.indexOf(name));
@@ -77,7 +77,9 @@ const Page = (() => {
     const longest = names.map((name) => {
       const sums = ranks.map(([rank, of]) => [of.filter((one) => one[0] === name).reduce((sum, [, began, ended]) => sum + ended - began, 0), rank]);
       const [most, rank] = sums.reduce((a, b) => (b[0] > a[0] ? b : a)), [least] = sums.reduce((a, b) => (b[0] < a[0] ? b : a));
-      return [name, `${least.toFixed(3)}`, `${most.toFixed(3)}`, `rank ${rank}`];
+      const mark = el("i", { class: "mark" });
+      mark.style.background = Figures.color(names.indexOf(name));
+      return [el("span", {}, mark, ` ${name}`), least.toFixed(3), most.toFixed(3), `rank ${rank}`];
     });
     const grid = el("div", { class: "lanes" }, ...rows.flat());
     const zoom = el("select", { "aria-label": "zoom of the lanes", onchange: (event) => { grid.style.width = `${event.target.value}00%`; } },

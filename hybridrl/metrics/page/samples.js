@@ -16,7 +16,7 @@ function el(tag, properties = {}, ...children) {
 const Samples = (() => {
   const AT_ONCE = 50;
   const KNOWN = new Set(["sample", "prompt", "response", "reward", "finished", "step", "group", "answer",
-    "parts", "versions", "turns", "chars", "logp_mnat", "diff_mnat", "run"]);
+    "parts", "versions", "turns", "chars", "logp_mnat", "diff_mnat", "run", "runLabel", "haystack"]);
   // Upper ends, nats: 0.02 is where a run in bfloat16 is warned, 0.2 the usual range of clipping.
   const DIFFERENCES = [0.002, 0.02, 0.2, 1];
   const SURPRISES = [0.1, 0.7, 2, 5];
@@ -193,9 +193,9 @@ const Samples = (() => {
       const paint = el("label", {}, "colour ", el("select", { onchange: (event) => { choice.paint = event.target.value; key.replaceChildren(...keys()); show(); } },
         ...["difference", "surprise", "version", "none"].map((name) => el("option", { value: name, selected: name === choice.paint }, name))));
       const dumps = runs.reduce((sum, run) => sum + run.dumps, 0);
-      const note = dumps > steps.length || all.length >= 2000 ? el("p", { class: "note" }, `Of ${dumps} dumps: at most 2,000 samples a run, evenly spread; all are in its folder, in rollouts/.`) : "";
+      const note = dumps > steps.length || all.length >= 2000 ? el("p", { class: "note" }, "A page shows at most 2,000 samples a run, evenly spread over its dumps; rollouts/ in the run's folder has all.") : "";
       const tools = el("div", { class: "tools" },
-        el("input", { type: "search", placeholder: "search prompts, responses, answers", value: choice.text, oninput: wordSearch, "aria-label": "search samples" }),
+        el("input", { type: "search", placeholder: "search texts and answers", value: choice.text, oninput: wordSearch, "aria-label": "search samples" }),
         select("step", [["", "all"], ...steps.map((step) => [String(step), String(step)])], "step"),
         ...(runs.length > 1 ? [select("run", [["", "all"], ...runs.map((run) => [run.label, run.label])], "run")] : []),
         select("order", Object.keys(ORDERS).map((name) => [name, name]), "order"), paint, status);
