@@ -38,6 +38,7 @@ EXTRAS = {
         "pytest-timeout",
         "pytest-xdist",  # what starts no ranks runs in two processes
         "hypothesis",
+        "selenium",  # drives a browser, where there is one, over the report's page
         "ruff",
         "mypy",
         "triton>=3.6; sys_platform == 'linux'",  # its interpreter runs the kernels on CPU
@@ -113,6 +114,7 @@ setup(
     license_files=["LICENSE"],
     packages=[*find_packages(include=["hybridrl", "hybridrl.*"]), "hybridrl.kernels"],
     package_dir={"hybridrl.kernels": "kernels"},
+    package_data={"hybridrl.metrics": ["page/*"]},  # scripts, styles and a licence of the report
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hybridrl = hybridrl.cli.main:main"]},

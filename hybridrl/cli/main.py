@@ -315,14 +315,19 @@ def push(
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
-    other_run: Annotated[
-        Path | None, typer.Argument(metavar="[OTHER_RUN]", help="A run to compare with.")
+    other_runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[OTHER_RUN]...", help="Runs to compare with.")
     ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Serve the page on loopback and follow the run.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="With --live; 0: any that is free.")] = 0,
 ) -> None:
-    """Write one HTML page about a run, or two: curves, samples, configuration; prints its path."""
-    from hybridrl.metrics.report import write_report
+    """Write one HTML page about a run, or several: curves, samples, evaluations; print its path."""
+    from hybridrl.cli.report import report_runs
 
-    typer.echo(str(write_report(run_dir, other_run)))
+    folders = [run_dir, *(other_runs or [])]
+    report_runs(folders, port if live else None, typer.echo, lambda t: typer.echo(t, err=True))
 
 
 def main() -> None:

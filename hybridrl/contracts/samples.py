@@ -11,6 +11,9 @@ from typing import Literal
 
 from hybridrl.contracts.routed_experts import Experts
 
+UNKNOWN_LOGP = 1.0
+"""What stands for a log-probability that is not finite, where it is only shown: none is above 0."""
+
 
 @dataclass(frozen=True)
 class Prompt:

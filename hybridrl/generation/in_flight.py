@@ -9,6 +9,7 @@ and come to the same answers without asking each other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -188,15 +189,20 @@ def deal(
 
 def lag_metrics(taken: Sequence[Group], num_dropped: int, step: int) -> dict[str, float]:
     """Returns how old the samples of a step are, in steps between the weights that made a token and
-    those that learn from it: `lag/mean` and `lag/max` over all their tokens; `lag/mixed_share`, the
-    share of samples that several versions made; `lag/dropped`, samples that were thrown away.
+    those that learn from it: `lag/mean` and `lag/max` over all their tokens; `lag/token_share/N`,
+    the share of those that are N steps old; `lag/mixed_share`, the share of samples that several
+    versions made; `lag/dropped`, samples that were thrown away.
     """
     runs = [one for group in taken for sample in group.runs for one in sample]
     tokens = sum(count for _, count in runs)
+    by_age: Counter[int] = Counter()
+    for version, count in runs:
+        by_age[step - version] += count
     mixed = [len(sample) > 1 for group in taken for sample in group.runs]
     return {
         "lag/mean": sum((step - version) * count for version, count in runs) / tokens,
         "lag/max": float(max(step - version for version, _ in runs)),
         "lag/mixed_share": sum(mixed) / len(mixed),
         "lag/dropped": float(num_dropped),
+        **{f"lag/token_share/{age}": num / tokens for age, num in sorted(by_age.items())},
     }

@@ -9,7 +9,8 @@ from __future__ import annotations
 import collections
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -18,7 +19,8 @@ import torch
 from hybridrl.config.identity import changed_knobs, run_folder, saved_config, write_config
 from hybridrl.config.schema import Config
 from hybridrl.contracts.batch import ScoredBatch
-from hybridrl.data.packing import even_sizes
+from hybridrl.loop.run_starts import RunStarts, exit_of
+from hybridrl.loop.sample_records import sample_records
 from hybridrl.loop.trace import StepTraces
 from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.flops import peak_flops_per_s
@@ -32,15 +34,20 @@ from hybridrl.metrics.sinks import (
     read_records,
 )
 from hybridrl.metrics.timing import PhaseTimer
-from hybridrl.metrics.values import GENERATED_TOKENS, STDERR, recent_mean, step_metrics
-from hybridrl.parallel.exchange import collect
+from hybridrl.metrics.values import (
+    GENERATED_TOKENS,
+    STDERR,
+    largest,
+    rank_spread,
+    recent_mean,
+    step_metrics,
+)
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
 
 logger = logging.getLogger(__name__)
 
 SUMMARY = "summary.json"
-TOKENS_AT_ONCE = 1 << 20  # that come to rank 0 to be written as text
 
 
 Evaluations = Mapping[str, Mapping[str, float]]
@@ -78,6 +85,7 @@ class Journal:
         self.log_file: LogSink | None = None
         self._said_before: list[str] = []  # there is a log
         world.heartbeat.phase = lambda: self.timer.current
+        self._starts = RunStarts(self.folder)
         self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
 
     def notify(self, text: str) -> None:
@@ -115,6 +123,8 @@ class Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
         changes = self._changes() if last_step else ()
         write_config(self.config)
+        device = None if self.world.platform.is_cpu else torch.cuda.get_device_name()
+        self._starts.begin(last_step, self.world.size, self.world.num_hosts, device)
         lines = JsonlSink(self.folder / "metrics.jsonl", last_step)
         self.log_file = LogSink(self.folder / "logs" / "rank_0.log", num_steps)
         for text in self._said_before:
@@ -171,9 +181,12 @@ class Journal:
         from the model FLOPs of its phases; the same on all ranks.
         """
         lengths = batch.response_lengths_B.float()
-        seconds, peaks = self._largest(self.timer.seconds(), self._peaks())
+        # Waits for a rank that writes slowly.
+        ranks = self.world.gather_objects((self.timer.seconds(), self._peaks()))
+        times, memory = zip(*ranks, strict=True)
+        seconds, peaks = largest(times), largest(memory)
         return step_metrics(
-            {**values, "response_tokens/mean": float(lengths.mean())},
+            {**values, "response_tokens/mean": float(lengths.mean()), **rank_spread(times)},
             seconds,
             int(values.get(GENERATED_TOKENS, batch.lengths_B.sum())),
             self.world.size,
@@ -187,35 +200,20 @@ class Journal:
         for sink in self.sinks:
             sink.write(step, metrics)
 
-    def dump_samples(self, step: int, batch: ScoredBatch, scorer: Scorer) -> None:
-        """Writes the samples of a step to `rollouts/`, when it is due; the scorer knows the text of
-        responses. Collective: tokens come to rank 0, a few samples after the other.
+    def dump_samples(
+        self, step: int, scored: ScoredBatch, learned: ScoredBatch | None, scorer: Scorer
+    ) -> None:
+        """Writes the samples of a step to `rollouts/`, when it is due; arguments as of
+        `sample_records`. Collective.
         """
         if not self.dump.is_due(step):
             return
-        samples = self._samples(batch, scorer)
+        samples = sample_records(scored, learned, scorer, self.world)
         with self.world.all_agree("writing samples"):
             if self.is_writer:
                 self.dump.write(step, samples)
             else:
                 collections.deque(samples, 0)  # there are none here, but tokens to be sent
-
-    def _samples(self, batch: ScoredBatch, scorer: Scorer) -> Iterator[dict[str, object]]:
-        """Yields each sample as it is written, on rank 0."""
-        num_parts = -(-int(batch.lengths_B.sum()) // TOKENS_AT_ONCE)
-        end = 0
-        for size in even_sizes(batch.num_samples, num_parts):
-            rows, end = range(end, end + size), end + size
-            if (part := collect(batch.select(rows), self.world)) is None:
-                continue
-            for i, response in enumerate(scorer.responses(part)):
-                yield {
-                    "sample": int(part.sample_ids_B[i]),
-                    "prompt": part.prompts[i].text,
-                    "response": response,
-                    "reward": float(part.reward_B[i]),
-                    "finished": bool(part.finished_B[i]),
-                }
 
     def finish(
         self, first: int, last: int, evaluations: Evaluations, seconds: float
@@ -231,6 +229,7 @@ class Journal:
         summary = self._summary(evaluations, seconds)
         if self.is_writer:
             self._write_summary(summary)
+            self._starts.end("finished")
             if self.console is not None and evaluations:
                 self.console.compare(self.config.run.name, _compared(summary))
             taken = (
@@ -288,7 +287,10 @@ class Journal:
         return summary
 
     def close(self) -> None:
-        """Closes all files; the phase file keeps its last line."""
+        """Closes all files; the phase file keeps its last line. An exception that is on its way
+        then is noted as the end of the run.
+        """
+        self._starts.end(exit_of(sys.exception()))
         for sink in self.sinks:
             sink.close()
         self.sinks, self.console, self.log_file = [], None, None
@@ -298,14 +300,6 @@ class Journal:
         """Returns this rank's most bytes in use, of the run, and by phase where that is known."""
         known = self.timer.peak_bytes() or {"run": self.world.platform.peak_memory_bytes()}
         return {phase: float(size) for phase, size in known.items()}
-
-    def _largest(self, *values: Mapping[str, float]) -> list[dict[str, float]]:
-        """Returns the largest of each value over the ranks; waits for one that writes slowly."""
-        ranks = self.world.gather_objects(values)
-        return [
-            {name: max(rank[i][name] for rank in ranks) for name in own}
-            for i, own in enumerate(values)
-        ]
 
 
 def _take_peak_bytes() -> int:

@@ -290,7 +290,7 @@ class Trainer:
         self.sampler.end_step()
         if self.algorithm.needs.rollouts:
             metrics |= self.reshard()
-            self.journal.dump_samples(self.step, scored, self.scorer)
+            self.journal.dump_samples(self.step, scored, self.roles.learned(batch), self.scorer)
             metrics |= self.journal.describe(scored) | self.sampler.metrics()
         metrics |= feedback_metrics(batch) if self.algorithm.needs.feedback else {}
         flops = self.roles.flops(batch, self.step - 1, self.sampler.generated, self.mix.taken)

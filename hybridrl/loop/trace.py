@@ -3,9 +3,9 @@ what torch.profiler saw of them.
 
 Who waits for whom: a traced step begins and ends with a barrier, whose ends show how well the
 clocks agree; then every rank writes its part, and rank 0 joins the parts once all are there. All
-ranks must see the run folder. Other steps are left as they are. Invariant: the profiler does not
-run in UNPROFILED phases, whose host operations grow with the responses and would fill the memory
-(about 3 GB a million).
+ranks must see the run folder. Other steps are left as they are. Beside the trace stand the phases
+alone, for the report's page. Invariant: the profiler does not run in UNPROFILED phases, whose host
+operations grow with the responses and would fill the memory (about 3 GB a million).
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class StepTraces:
             barriers.append(self._barrier())
             clocks: list[tuple[float, float]] = self._world.gather_objects((began + offset, error))
             shift_s = offset - clocks[0][0]
+            lanes = self._world.gather_objects([_moved_span(span, shift_s) for span in phases])
             with self._world.all_agree("writing a trace"):
                 parts.stop()
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +91,7 @@ class StepTraces:
         with self._world.all_agree("joining a trace"):
             if self._world.rank == 0:
                 self._join(self._folder / f"step_{step}.json.gz", about)
+                self._write_lanes({**about, "ranks": dict(enumerate(lanes))})
 
     def _barrier(self) -> Span:
         began = self._now()
@@ -161,6 +163,15 @@ class StepTraces:
             out.write(b"\n]}\n")
         partial.rename(target)
 
+    def _write_lanes(self, lanes: Mapping[str, Any]) -> None:
+        """Writes the phases of all ranks alone, for the report: `[name, began, ended]`, seconds on
+        rank 0's clock since the step began.
+        """
+        target = self._folder / f"step_{lanes['step']}.phases.json"
+        partial = target.with_name(target.name + ".partial")
+        partial.write_text(json.dumps(lanes) + "\n", encoding="utf-8")
+        partial.rename(target)
+
     def _part(self, kind: str, rank: int | None = None) -> Path:
         return self._folder / f"rank_{self._world.rank if rank is None else rank}.{kind}"
 
@@ -200,6 +211,10 @@ class _Parts:
         self.stop()
         yield
         self.start()  # unless the phase raised
+
+
+def _moved_span(span: Span, shift_s: float) -> tuple[str, float, float]:
+    return span.name, span.began + shift_s, span.ended + shift_s
 
 
 def _named(pid: int, name: str) -> Iterator[Event]:

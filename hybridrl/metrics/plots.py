@@ -1,29 +1,18 @@
-"""The figures of the report's page, as SVG: curves over steps, and a step's time by phase.
+"""What the figures of the report's page show: which metrics, under which titles, in which order.
 
-One run, or several over each other. A step whose value is not finite leaves a gap; a step that has
-no such value (accuracy is measured now and then) is passed over. Imports no torch.
+A table, and rows that follow from the names that runs recorded (layers, terms, reward parts,
+environments). The page draws them (page/page.js). Imports no torch.
 """
 
 from __future__ import annotations
 
-import io
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from hybridrl.metrics.values import ACCURACY, PHASES, SKIPPED
 
-from hybridrl.metrics.values import ACCURACY, PHASES, SKIPPED, Record
-
-Runs = Mapping[str, Sequence[Record]]
-"""The records of each run, by the run's label."""
-
-STYLES = ("-", "--", ":", "-.")  # of runs, where colours tell metrics apart
-FEW_POINTS = 40  # up to so many, each is marked
-MOST_INSIDE = 5  # lines that a legend inside the axes may name
-REST = "rest"
+Kind = Literal["lines", "stack"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +23,13 @@ class Plot:
         title: of the figure.
         metrics: the metrics it shows, by what the legend calls them.
         unit: what the vertical axis counts.
-        is_log: whether that axis is logarithmic, where all values are positive.
+        is_log: whether that axis is logarithmic at first; the reader can change it.
         starts_at_zero: whether that axis begins at 0.
         needs_others_than_zero: whether there is nothing to show where all values are 0.
+        kind: "lines", or "stack": areas on each other, one figure a run.
+        errors: of a metric, the metric that is its standard error.
+        levels: further lines of constant height, by legend and run; filled in by `planned`.
+        whole: of a stack, the metric that its parts belong to; what they leave of it is "rest".
     """
 
     title: str
@@ -45,22 +38,36 @@ class Plot:
     is_log: bool = False
     starts_at_zero: bool = False
     needs_others_than_zero: bool = False
+    kind: Kind = "lines"
+    errors: Mapping[str, str] = field(default_factory=dict)
+    levels: str = ""
+    whole: str = ""
 
-    def of(self, runs: Runs) -> dict[str, dict[str, list[tuple[int, float]]]]:
-        """Returns the points of the metrics that there are, by metric and run."""
-        found = {
-            label: {run: points(records, name) for run, records in runs.items()}
-            for label, name in self.metrics.items()
-        }
+    def as_json(self, names: Collection[str]) -> dict[str, Any] | None:
+        """Returns the figure as the page takes it, with those metrics that runs have; None if they
+        have none.
+        """
+        found = {label: name for label, name in self.metrics.items() if name in names}
+        if not found:
+            return None
         return {
-            label: lines
-            for label, lines in found.items()
-            if any(
-                math.isfinite(value) and (value or not self.needs_others_than_zero)
-                for line in lines.values()
-                for _, value in line
-            )
+            "title": self.title,
+            "unit": self.unit,
+            "kind": self.kind,
+            "log": self.is_log,
+            "zero": self.starts_at_zero,
+            "nonzero": self.needs_others_than_zero,
+            "levels": self.levels,
+            "whole": self.whole,
+            "series": [
+                {"label": label, "metric": name, "error": self._error(name, names)}
+                for label, name in found.items()
+            ],
         }
+
+    def _error(self, name: str, names: Collection[str]) -> str | None:
+        error = self.errors.get(name)
+        return error if error in names else None
 
 
 def _by_phase(prefix: str, phases: Iterable[str]) -> dict[str, str]:
@@ -68,9 +75,14 @@ def _by_phase(prefix: str, phases: Iterable[str]) -> dict[str, str]:
 
 
 WORK = ("generate", "logprobs", "update")
-PLOTS = (
+MEMORY = "memory"
+LEARNING = (
     Plot("Reward", {"mean": "reward/mean", "std": "reward/std"}),
-    Plot("Accuracy on held-out prompts", {"accuracy": ACCURACY}),
+    Plot(
+        "Accuracy on held-out prompts",
+        {"accuracy": ACCURACY, "majority": "eval/majority"},
+        errors={ACCURACY: f"{ACCURACY}_stderr", "eval/majority": "eval/majority_stderr"},
+    ),
     Plot("Policy loss", {"loss": "policy/loss"}),
     # Without a reference it is 0.
     Plot("KL", {"KL": "policy/kl"}, "nats", needs_others_than_zero=True),
@@ -80,18 +92,32 @@ PLOTS = (
         "nats",
     ),
     Plot("Entropy", {"entropy": "policy/entropy"}, "nats"),
-    Plot("Gradient norm", {"norm": "policy/grad_norm"}),
-    Plot("Tokens of the busiest expert, as a multiple of the mean", {"load": "moe/max_load"}),
-    Plot("Experts without a token", {"experts": "moe/unused_experts"}),
-    Plot("Entropy of routing", {"entropy": "moe/routing_entropy"}, "nats"),
+    Plot("Gradient norm", {"policy": "policy/grad_norm", "critic": "critic/grad_norm"}),
+    Plot("Learning rate", {"policy": "policy/learning_rate", "critic": "critic/learning_rate"}),
     Plot(
-        "Experts of the engine in the update",
-        {"replayed": "router/replayed_share", "the trainer's too": "router/agreed_share"},
+        "Tokens whose ratio was clipped",
+        {"policy": "policy/clip_fraction", "critic": "critic/clip_fraction"},
         "share",
+        starts_at_zero=True,
     ),
     Plot("Loss on held-out rows", {"loss": "eval/loss"}, "nats"),
     Plot("Perplexity on held-out rows", {"perplexity": "eval/perplexity"}, is_log=True),
+    Plot("Skipped optimizer steps", {"skipped": SKIPPED}, needs_others_than_zero=True),
+)
+SAMPLING = (
     Plot("Response length", {"mean": "response_tokens/mean"}, "tokens"),
+    Plot(
+        "Responses cut off at the most tokens",
+        {"share": "response_tokens/truncated"},
+        "share",
+        starts_at_zero=True,
+    ),
+    Plot(
+        "Prompts whose samples have equal rewards",
+        {"share": "reward/uniform_groups"},
+        "share",
+        starts_at_zero=True,
+    ),
     Plot("Age of the weights that sampled", {"mean": "lag/mean", "largest": "lag/max"}, "steps"),
     Plot("Samples of several versions", {"share": "lag/mixed_share"}, "share"),
     Plot(
@@ -100,6 +126,8 @@ PLOTS = (
         "share",
     ),
     Plot("Samples thrown away", {"samples": "lag/dropped"}, needs_others_than_zero=True),
+)
+AGREEMENT = (
     Plot(
         "Log-probability difference, engine and trainer",
         {"mean": "mismatch/logprob_diff_mean", "largest": "mismatch/logprob_diff_max"},
@@ -108,12 +136,38 @@ PLOTS = (
     ),
     Plot("KL of the trainer from the engine", {"KL": "mismatch/kl"}, "nats"),
     Plot("Correlation of engine and trainer", {"Pearson's": "mismatch/correlation"}),
+)
+ROUTING = (
+    Plot("Tokens of the busiest expert, as a multiple of the mean", {"load": "moe/max_load"}),
+    Plot("Experts without a token", {"experts": "moe/unused_experts"}),
+    Plot("Entropy of routing", {"entropy": "moe/routing_entropy"}, "nats"),
+    Plot(
+        "Experts of the engine in the update",
+        {"replayed": "router/replayed_share", "the trainer's too": "router/agreed_share"},
+        "share",
+    ),
+)
+TIMES = "Time of a step"
+SPEED = (
+    Plot(TIMES, _by_phase("time_s", PHASES), "seconds", kind="stack", whole="time_s/step"),
+    Plot(
+        "Slowest and fastest rank",
+        {
+            f"{phase}, {which}": f"{name}/{phase}"
+            for phase in ("generate", "update")
+            for which, name in (("slowest", "time_s"), ("fastest", "time_min_s"))
+        },
+        "seconds",
+        starts_at_zero=True,
+    ),
+    Plot("Which rank is slowest", _by_phase("slowest_rank", ("generate", "update")), "rank"),
     Plot(
         "Throughput",
         {"rate": "throughput/tokens_per_s_per_gpu"},
         "tokens / s / GPU",
         starts_at_zero=True,
     ),
+    Plot("Time that engines wait", {"share": "generate/idle_share"}, "share", starts_at_zero=True),
     Plot(
         "Model FLOPs, share of the GPUs' peak (MFU)",
         _by_phase("mfu", (*WORK, "step")),
@@ -124,44 +178,57 @@ PLOTS = (
         {**_by_phase("memory/peak_gib", (*WORK, "reshard")), "run so far": "memory/peak_gib"},
         "GiB",
         starts_at_zero=True,
+        levels=MEMORY,
     ),
-    Plot("Skipped optimizer steps", {"skipped": SKIPPED}, needs_others_than_zero=True),
+    Plot("Rate of the reshard", {"rate": "reshard/gb_per_s"}, "GB / s", starts_at_zero=True),
 )
+PLOTS = (*LEARNING, *SAMPLING, *AGREEMENT, *ROUTING, *SPEED)
 MOST_LAYERS = 8
 BY_LAYER = (
     ("Load of the busiest expert, by layer", "moe/max_load", "multiple of the mean"),
     ("Entropy of routing, by layer", "moe/routing_entropy", "nats"),
 )
 OF_MODELS = {"policy/loss", "critic/loss", "eval/loss"}
-TIMES = "Time of a step"
+SPREAD = "slowest_rank/"
+"""Where the parts that runs record of each rank's time begin; with one rank there are none."""
 
 
-def points(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
-    """Returns (step, value) of every record that has the metric; NaN where it is not finite."""
-    values = [(int(r["step"] or 0), r[name]) for r in records if name in r]
+def figures(names: Collection[str]) -> list[dict[str, Any]]:
+    """Returns the groups of figures that these metrics have, each a title and its figures."""
+    groups: dict[str, Sequence[Plot]] = {
+        "Learning": (*LEARNING, _losses_of_terms(names)),
+        "Evaluations": _evaluations(names),
+        "Rewards and samples": (*_rewards(names), *SAMPLING, _lag(names)),
+        "Environment": _environment(names),
+        "Engine and trainer": AGREEMENT,
+        "Routing": (*ROUTING, *(_by_layer(names, *row) for row in BY_LAYER)),
+        "Speed and memory": _speed(names),
+        "All other metrics": (),
+    }
+    shown = {name for plots in groups.values() for plot in plots for name in _names(plot)}
+    groups["All other metrics"] = _others(names, shown)
     return [
-        (step, float(value) if value is not None and math.isfinite(value) else math.nan)
-        for step, value in values
+        {"title": title, "plots": found}
+        for title, plots in groups.items()
+        if (found := [one for plot in plots if (one := plot.as_json(names))])
     ]
 
 
-def figures(runs: Runs) -> list[tuple[str, bytes]]:
-    """Returns the title and the SVG of every figure that has something to show."""
-    # Between two dollar signs of a run's name matplotlib would read a formula.
-    runs = {run.replace("$", r"\$"): records for run, records in runs.items()}
-    by_layer = [_by_layer(runs, title, name, unit) for title, name, unit in BY_LAYER]
-    plots = (*PLOTS, *by_layer, _losses_of_terms(runs))
-    found = [(p.title, _lines(p, lines)) for p in plots if (lines := p.of(runs))]
-    stacks = {run: stack for run, records in runs.items() if (stack := _stack(records))}
-    return [*found, (TIMES, _stacks(stacks))] if stacks else found
+def _names(plot: Plot) -> set[str]:
+    return {*plot.metrics.values(), *plot.errors.values(), plot.whole}
 
 
-def _by_layer(runs: Runs, title: str, name: str, unit: str) -> Plot:
+def _speed(names: Collection[str]) -> Sequence[Plot]:
+    if any(name.startswith(SPREAD) for name in names):
+        return SPEED
+    return [plot for plot in SPEED if plot.title != "Slowest and fastest rank"]
+
+
+def _by_layer(names: Collection[str], title: str, name: str, unit: str) -> Plot:
     """Returns the plot of a metric that layers have, of at most MOST_LAYERS of them, evenly spread
     from the first to the last.
     """
     prefix = f"{name}/layer_"
-    names = {key for records in runs.values() for record in records for key in record}
     layers = sorted(int(key.removeprefix(prefix)) for key in names if key.startswith(prefix))
     if len(layers) > MOST_LAYERS:
         last = len(layers) - 1
@@ -169,101 +236,65 @@ def _by_layer(runs: Runs, title: str, name: str, unit: str) -> Plot:
     return Plot(title, {f"layer {layer}": f"{prefix}{layer}" for layer in layers}, unit)
 
 
-def _losses_of_terms(runs: Runs) -> Plot:
-    names = {name for records in runs.values() for record in records for name in record}
-    found = sorted(name for name in names - OF_MODELS if name.endswith("/loss"))
+def _losses_of_terms(names: Collection[str]) -> Plot:
+    found = sorted(name for name in {*names} - OF_MODELS if name.endswith("/loss"))
     return Plot("Losses of further terms", {name.removesuffix("/loss"): name for name in found})
 
 
-def _lines(plot: Plot, lines: Mapping[str, Mapping[str, list[tuple[int, float]]]]) -> bytes:
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-    axes = figure.add_subplot()
-    for metric, (label, by_run) in enumerate(lines.items()):
-        for number, (run, line) in enumerate(by_run.items()):
-            if not line:
-                continue
-            is_alone = len(lines) == 1
-            names = [] if is_alone and len(by_run) > 1 else [label]
-            names += [run] if len(by_run) > 1 else []
-            steps, values = zip(*line, strict=True)
-            is_short = len(line) <= FEW_POINTS
-            axes.plot(
-                steps,
-                values,
-                label=", ".join(names),
-                color=f"C{number if is_alone else metric}",
-                linestyle="-" if is_alone else STYLES[number],
-                marker=".",
-                markevery=None if is_short else _lone(values),
-            )
-    heights = [v for by_run in lines.values() for line in by_run.values() for _, v in line]
-    if plot.is_log and all(value > 0 or math.isnan(value) for value in heights):
-        axes.set_yscale("log")
-    else:
-        axes.ticklabel_format(axis="y", useOffset=False)
-    if plot.starts_at_zero:
-        axes.set_ylim(bottom=0, top=None if any(value > 0 for value in heights) else 1)
-    _finish(axes, plot.title, plot.unit)
-    if len(axes.lines) > MOST_INSIDE:
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="x-small")
-    elif len(axes.lines) > 1 or len(plot.metrics) > 1:
-        axes.legend(loc="best", fontsize="small")
-    return _svg(figure)
-
-
-def _lone(values: Sequence[float]) -> list[int]:
-    """Returns where values stand between gaps, which no line shows."""
-    has_line = [
-        not (math.isnan(one) or math.isnan(other))
-        for one, other in zip(values, values[1:], strict=False)
+def _rewards(names: Collection[str]) -> list[Plot]:
+    parts = [n for n in names if n.startswith("reward/") and n.count("/") > 1]
+    means = sorted(n for n in parts if n.endswith("/mean"))
+    middle = {name.removeprefix("reward/").removesuffix("/mean"): name for name in means}
+    found = {n.removeprefix("reward/"): n for n in sorted(parts) if n not in means}
+    return [
+        Plot("Rewards by part", middle),
+        Plot("Samples that a scorer noted", found, needs_others_than_zero=True),
     ]
-    beside = zip([False, *has_line], [*has_line, False], strict=True)
-    return [i for i, sides in enumerate(beside) if not any(sides) and not math.isnan(values[i])]
 
 
-def _stack(records: Sequence[Record]) -> tuple[list[float], dict[str, list[float]]]:
-    """Returns the steps and, by phase, the seconds of each; nothing if no phase was timed."""
-    names = _by_phase("time_s", PHASES)
-    rows = [r for r in records if any(r.get(name) is not None for name in names.values())]
-    if not rows:
-        return ()  # type: ignore[return-value]
-    heights = {phase: [float(r.get(name) or 0) for r in rows] for phase, name in names.items()}
-    wholes = [float(r.get("time_s/step") or 0) for r in rows]
-    sums = [sum(parts) for parts in zip(*heights.values(), strict=True)]
-    heights[REST] = [max(0.0, whole - s) for whole, s in zip(wholes, sums, strict=True)]
-    steps = [float(r["step"] or 0) for r in rows]
-    if len(rows) == 1:  # a stack has an area only between two places
-        steps = [steps[0] - 0.5, steps[0] + 0.5]
-        heights = {phase: seconds * 2 for phase, seconds in heights.items()}
-    return steps, heights
+def _lag(names: Collection[str]) -> Plot:
+    prefix = "lag/token_share/"
+    ages = sorted(int(n.removeprefix(prefix)) for n in names if n.startswith(prefix))
+    found = {f"{age} step{'s' * (age != 1)}": f"{prefix}{age}" for age in ages}
+    return Plot("Tokens by the age of their weights", found, "share", kind="stack")
 
 
-def _stacks(stacks: Mapping[str, tuple[list[float], dict[str, list[float]]]]) -> bytes:
-    figure = Figure(figsize=(6.4 * len(stacks), 3.2), layout="constrained")
-    panels = figure.subplots(1, len(stacks), squeeze=False, sharey=True)[0]
-    for axes, (run, (steps, heights)) in zip(panels, stacks.items(), strict=True):
-        colors = [f"C{number}" for number in range(len(PHASES))] + ["#bbbbbb"]
-        areas = axes.stackplot(steps, list(heights.values()), labels=list(heights), colors=colors)
-        _finish(axes, f"{TIMES}: {run}" if len(stacks) > 1 else TIMES, "seconds")
-        axes.set_ylim(bottom=0)
-        axes.margins(x=0)
-    # In the order of the layers, the highest first.
-    labels = list(heights)[::-1]
-    panels[-1].legend(
-        areas[::-1], labels, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small"
-    )
-    return _svg(figure)
+def _environment(names: Collection[str]) -> list[Plot]:
+    found = sorted(n.removeprefix("environment/") for n in names if n.startswith("environment/"))
+    cut = {name.removeprefix("truncated_"): name for name in found if name.startswith("truncated_")}
+    rest = {name: name for name in found if name not in cut.values() and name != "turns_mean"}
+
+    def full(of: Mapping[str, str]) -> dict[str, str]:
+        return {label: f"environment/{name}" for label, name in of.items()}
+
+    return [
+        Plot("Turns of a response", {"mean": "environment/turns_mean"}),
+        Plot("Responses that were cut off, by what", full(cut), "share", starts_at_zero=True),
+        Plot("What environments noted", full(rest), "responses"),
+    ]
 
 
-def _finish(axes: Axes, title: str, unit: str) -> None:
-    axes.set_title(title)
-    axes.set_xlabel("step")
-    axes.set_ylabel(unit)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
+def _evaluations(names: Collection[str]) -> list[Plot]:
+    """Returns a figure of every evaluation metric but the run's own accuracy, sets together."""
+    found: dict[str, dict[str, str]] = {}
+    for name in sorted(names):
+        parts = name.split("/")
+        if parts[0] != "eval" or name == ACCURACY or name.endswith("_stderr"):
+            continue
+        found.setdefault(parts[-1], {})["/".join(parts[1:-1]) or "held-out"] = name
+    return [
+        Plot(
+            f"Evaluation: {what.replace('_', ' ')}",
+            lines,
+            errors={name: f"{name}_stderr" for name in lines.values()},
+        )
+        for what, lines in found.items()
+        if what != "majority" or len(lines) > 1
+    ]
 
 
-def _svg(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+def _others(names: Collection[str], shown: Collection[str]) -> list[Plot]:
+    """Returns a figure of each metric that no other has, those of one beginning together."""
+    known = ("time_s/", "time_share/", "time_min_s/", SPREAD, "moe/", "eval/")
+    rest = sorted(n for n in names if n not in shown and not n.startswith(known))
+    return [Plot(name, {name.rpartition("/")[2]: name}) for name in rest]

@@ -76,6 +76,26 @@ def _share(name: str, values: Sequence[float]) -> int:
     return 1 if name == SKIPPED else len(values)
 
 
+def largest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the largest of each value over ranks, all of which have it."""
+    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+
+def rank_spread(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the seconds of the fastest of several ranks in each phase, `time_min_s/PHASE`, and
+    the number of the slowest, `slowest_rank/PHASE`; nothing of a single rank.
+
+    Args:
+        seconds: of each rank by phase, all the same phases.
+    """
+    found: dict[str, float] = {}
+    for phase in seconds[0] if len(seconds) > 1 else ():
+        times = [rank[phase] for rank in seconds]
+        found[f"time_min_s/{phase}"] = min(times)
+        found[f"slowest_rank/{phase}"] = float(times.index(max(times)))
+    return found
+
+
 def recent_mean(records: Sequence[Mapping[str, float | None]], name: str, count: int = 10) -> float:
     """Returns the mean of `name` over the last `count` records that have it; NaN if none has."""
     values = [value for record in records if (value := record.get(name)) is not None][-count:]

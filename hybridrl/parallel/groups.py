@@ -76,6 +76,7 @@ class World:
         mates: the ranks of this one's host, itself too, ascending.
         sums_on_host: sums and maxima of values go over gloo, so that a rank whose engine generates
             meanwhile queues no collective beside it on its device.
+        num_hosts: of all ranks.
         stop_signal: the signal that asked some rank to save and end, as of the last exchange of
             values, so that all ranks know it at the same place; 0: none.
     """
@@ -98,6 +99,7 @@ class World:
         host = heartbeat.host_id()
         ranks: list[tuple[str, int]] = self.gather_objects((host, os.getpid()))
         self.mates = [rank for rank, (other, _) in enumerate(ranks) if other == host]
+        self.num_hosts = len({other for other, _ in ranks})
         self.heartbeat.know_mates(ranks)
 
     def count_groups_alike(self) -> None:

@@ -176,6 +176,7 @@ class Scorer:
     ) -> None:
         self._config, self._tokenizer, self._fewest = config, tokenizer, fewest
         environment = environment or EnvironmentConfig()
+        self._pieces: dict[int, str] = {}
         self._sees_all = environment.reward_sees == "response"
         if function is not None:
             self.parts = [Part(_name_of(function), function)]
@@ -201,6 +202,10 @@ class Scorer:
     def responses(self, batch: RolloutBatch) -> list[str]:
         """Returns the text of each sample's response, observations too, without special tokens."""
         return [self._text(tokens) for tokens, _ in _responses(batch)]
+
+    def pieces(self, batch: RolloutBatch) -> list[list[str]]:
+        """Returns the text of each token of each sample's response alone, "" of special tokens."""
+        return [[self._piece(token) for token in tokens] for tokens, _ in _responses(batch)]
 
     def begin(
         self,
@@ -346,6 +351,11 @@ class Scorer:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def _piece(self, token: int) -> str:
+        if token not in self._pieces:  # as many as the vocabulary has, at most
+            self._pieces[token] = self._text([token])
+        return self._pieces[token]
 
 
 def _has_failed(found: Sequence[Outcome]) -> bool:

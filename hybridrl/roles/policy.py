@@ -63,6 +63,7 @@ class Policy:
     ) -> None:
         self.model, self.algorithm = model, algorithm
         self.num_updates_in_run, self.temperature = num_updates_in_run, temperature
+        self._start_logp_T: torch.Tensor | None = None
 
     def logprobs(self, batch: TrainBatch, temperature: float | None = None) -> torch.Tensor:
         """Returns the log-probability of each response token, nats, (T,) fp32, zero on prompt
@@ -73,6 +74,13 @@ class Policy:
         outputs: list[TokenStats] = self.model.forward_all(plan.inputs)
         logp_T = plan.column([output.logp_S for output in outputs])
         return logp_T * batch.response_mask_T
+
+    def take_start_logps(self) -> torch.Tensor | None:
+        """Returns the log-probabilities, nats, (T,) fp32, at the start of the step of the tokens
+        that `gradients` saw last, where the batch did not bring them; once, then None.
+        """
+        found, self._start_logp_T = self._start_logp_T, None
+        return found
 
     def _check_experts(self, batch: TrainBatch) -> None:
         """Raises BatchError if the experts that the model is to take are not there; those of terms
@@ -126,7 +134,7 @@ class Policy:
             # Without the column this forward's log-probabilities are those of the step's start.
             old_T = batch.old_logp_T
             if old_T is None:
-                old_T = plan.column(logps)
+                old_T = self._start_logp_T = plan.column(logps)
             found.metrics.update(behaviour_metrics(batch, old_T, self.algorithm))
         for term, part in zip(terms, loss_parts[1:], strict=True):
             found.metrics.update(_term_metrics(term, part))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
 import torch
@@ -18,6 +18,7 @@ from hybridrl.config.roles import run_models
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.contracts.batch import BatchError, Producer, ScoredBatch, TrainBatch
+from hybridrl.contracts.samples import UNKNOWN_LOGP
 from hybridrl.errors import UserError
 from hybridrl.metrics.flops import (
     GeneratedLengths,
@@ -129,6 +130,20 @@ class Roles:
             if (reason := explosion_of(self.trained, error)) is None:
                 raise
             raise reason from error
+
+    def learned(self, batch: TrainBatch) -> ScoredBatch | None:
+        """Returns the samples that a step has learned from with the policy's log-probabilities at
+        its start in place of the engine's, UNKNOWN_LOGP where one is not finite; None where they
+        are not known, since the policy was not trained.
+        """
+        start_T = self.policy.take_start_logps()
+        old_T = start_T if batch.old_logp_T is None else batch.old_logp_T
+        if old_T is None:
+            return None
+        old_T = old_T.nan_to_num(*[UNKNOWN_LOGP] * 3) * batch.response_mask_T
+        shared = {field.name: getattr(batch, field.name) for field in fields(ScoredBatch)}
+        plain = ScoredBatch(**shared).without_experts()
+        return plain.join_columns(Producer.here("the trainer"), behaviour_logp_T=old_T)
 
     @property
     def world(self) -> World:

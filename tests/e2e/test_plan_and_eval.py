@@ -238,7 +238,7 @@ def test_run_folder_holds_what_is_documented(
 ) -> None:
     run = quickstart / "runs" / f"quickstart-{name}"
     found = {path.name for path in run.iterdir()} - {"hf", "rollouts", "exports"}
-    expected = {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "summary.json"}
+    expected = {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "run.json", "summary.json"}
     assert found == {*expected, "tensorboard"}
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{steps}"]
     logs = {path.name for path in (run / "logs").glob("*.log")}
@@ -293,7 +293,13 @@ def test_rollouts_are_samples_of_the_prompts(quickstart: Path) -> None:
     assert len(samples) == 8 * 2
     prompts = {json.loads(line)["prompt"] for line in (QUICKSTART / "train.jsonl").open()}
     assert {sample["prompt"] for sample in samples} <= prompts
-    assert all({"prompt", "response", "reward"} <= sample.keys() for sample in samples)
+    assert all({"prompt", "response", "reward", "answer"} <= sample.keys() for sample in samples)
+    for sample in samples:
+        num_tokens = len(sample["chars"])
+        assert sum(sample["chars"]) == len(sample["response"])
+        # In float32 engine and trainer agree within half a millinat.
+        assert sample["diff_mnat"] == [0] * num_tokens and len(sample["logp_mnat"]) == num_tokens
+        assert sum(count for _, count in sample["versions"]) == num_tokens
 
 
 @pytest.mark.dist

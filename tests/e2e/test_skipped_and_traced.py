@@ -81,7 +81,10 @@ def test_the_batch_of_a_first_step_is_kept(tmp_path: Path) -> None:
 
 def check_traces(folder: Path) -> None:
     """Every rank is there, its phases in order, and on one clock with the others'."""
-    assert sorted(file.name for file in folder.iterdir()) == ["step_2.json.gz", "step_3.json.gz"]
+    files = [f"step_{step}.{end}" for step in (2, 3) for end in ("json.gz", "phases.json")]
+    assert sorted(file.name for file in folder.iterdir()) == files
+    lanes = json.loads((folder / "step_3.phases.json").read_text())
+    assert lanes["step"] == 3 and set(lanes["ranks"]) == {"0", "1"}
     with gzip.open(folder / "step_3.json.gz") as file:
         trace = json.load(file)
     assert trace["otherData"]["step"] == 3 and len(trace["otherData"]["clock_error_us"]) == 2
@@ -98,6 +101,11 @@ def check_traces(folder: Path) -> None:
         ends = [event["ts"] + event["dur"] for event in phases]
         assert all(end <= later["ts"] for end, later in zip(ends, phases[1:], strict=False))
         barriers.append((ends[0], ends[-1]))
+        inner = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in phases[1:-1]]
+        for (name, start, seconds), lane in zip(inner, lanes["ranks"][str(rank)], strict=True):
+            # The report's lanes are those of the trace; floats of some 1e6 us are exact to 1e-9 s.
+            assert lane[0] == name and lane[1] == pytest.approx(start, abs=1e-6)
+            assert lane[2] == pytest.approx(start + seconds, abs=1e-6)
         update = phases[3]
         host = [e for e in events if e["pid"] == names[f"rank {rank}: host"] and e["ph"] == "X"]
         products = [e for e in host if e["name"] == "aten::mm"]

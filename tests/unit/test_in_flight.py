@@ -124,6 +124,8 @@ def test_lag_is_of_tokens_and_versions_of_samples() -> None:
         "lag/max": 1.0,
         "lag/mixed_share": 0.5,
         "lag/dropped": 3.0,
+        "lag/token_share/0": 5 / 8,
+        "lag/token_share/1": 3 / 8,
     }
 
 

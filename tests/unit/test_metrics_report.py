@@ -1,8 +1,9 @@
-"""The page about a run."""
+"""The page about a run: its data, and that texts in it are texts."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
 import re
@@ -11,13 +12,15 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 import pytest
 
 from hybridrl.errors import DataError
-from hybridrl.metrics.plots import PLOTS, figures, points
-from hybridrl.metrics.report import write_report
+from hybridrl.metrics import page_data
+from hybridrl.metrics.page_data import column, evenly, points, read_run
+from hybridrl.metrics.plots import PLOTS, figures
+from hybridrl.metrics.report import PAGE, SCRIPTS, STYLES, page, write_report
 from hybridrl.metrics.sinks import JsonlSink, RolloutDump, read_records
 from hybridrl.metrics.values import ACCURACY
 
@@ -35,7 +38,7 @@ def make_run(tmp_path: Path) -> Path:
             "time_s/step": 0.7,
         }
         if step % 6 == 0:
-            metrics["eval/accuracy"] = step / 24
+            metrics |= {"eval/accuracy": step / 24, "eval/accuracy_stderr": 0.125}
         sink.write(step, metrics)
     sink.close()
     (run / "config.yaml").write_text("run:\n  name: my-run # <b>\n")
@@ -45,88 +48,157 @@ def make_run(tmp_path: Path) -> Path:
     return run
 
 
-def test_report_shows_curves_config_and_newest_samples(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    path = write_report(run)
-    assert path == run / "report.html"
-    page = path.read_text(encoding="utf-8")
-    titles = re.findall(r'<img alt="([^"]*)"', page)
-    assert titles == [
-        "Reward",
-        "Accuracy on held-out prompts",
-        "Policy loss",
-        "Time of a step",
-    ]
-    for image in re.findall(r"base64,([^\"]*)", page):
-        assert ElementTree.fromstring(base64.b64decode(image)).tag.endswith("svg")
-    assert "47+38=" in page
-    assert "old" not in re.findall(r"<td>([^<]*)</td>", page)
-    assert "0.375" in page  # mean reward of the last 10 of 12 steps
-    assert "0.500 (step 12)" in page
-    assert "name: my-run # &lt;b&gt;" in page
-
-
 class Page(HTMLParser):
-    """What a browser would make of a page: its tags, its links, and the texts of its cells."""
+    """What a browser would make of a page: its tags, attributes, and the text of each script."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
-        self.cells: list[str] = []
-        self.images: dict[str, str] = {}
-        self._is_cell = False
+        self.texts: dict[str, list[str]] = {"script": [], "style": [], "title": []}
+        self._inside = ""
         self.feed(path.read_text(encoding="utf-8"))
+        self.data: dict[str, Any] = json.loads(self.texts["script"][0])
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        found = {name: value or "" for name, value in attrs}
-        self.attributes += found.items()
-        if tag == "img":
-            svg = base64.b64decode(found["src"].partition("base64,")[2]).decode()
-            self.images[found["alt"]] = svg
-        if tag in ("td", "th"):
-            self._is_cell = True
-            self.cells.append("")
+        self.attributes += [(name, value or "") for name, value in attrs]
+        self._inside = tag
+        if tag in self.texts:
+            self.texts[tag].append("")
 
     def handle_endtag(self, tag: str) -> None:
-        self._is_cell = self._is_cell and tag not in ("td", "th")
+        self._inside = ""
 
     def handle_data(self, data: str) -> None:
-        if self._is_cell:
-            self.cells[-1] += data
+        if self._inside in self.texts:
+            self.texts[self._inside][-1] += data
+
+    @property
+    def policy(self) -> dict[str, str]:
+        """The parts of the Content-Security-Policy, by name."""
+        text = next(value for name, value in self.attributes if "default-src" in value)
+        return dict(part.split(" ", 1) for part in text.split("; "))
+
+    def titles(self) -> list[str]:
+        """The figures, as they follow each other."""
+        return [plot["title"] for group in self.data["groups"] for plot in group["plots"]]
+
+    def row(self, label: str) -> list[str]:
+        """The values of a row of the tables on top."""
+        rows: dict[str, list[str]] = {
+            name: of for part in self.data["summary"] for name, of in part
+        }
+        return rows[label]
+
+
+def test_report_has_curves_config_samples_and_evaluations(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    path = write_report(run)
+    assert path == run / "report.html"
+    found = Page(path)
+    assert found.titles() == [
+        "Reward",
+        "Accuracy on held-out prompts",
+        "Policy loss",
+        "KL",  # without a finite value, so that the page leaves it out
+        "Time of a step",
+    ]
+    (shown,) = found.data["runs"]
+    assert shown["steps"] == list(range(1, 13))
+    assert shown["metrics"]["reward/mean"] == {"v": [step / 20 for step in range(1, 13)]}
+    assert shown["metrics"]["eval/accuracy"] == {"v": [0.25, 0.5], "at": [5, 11]}
+    assert shown["metrics"]["policy/kl"] == {"v": [None] * 12}
+    assert [(one["step"], one["prompt"]) for one in shown["samples"]] == [
+        (1, "old"),
+        (10, "47+38="),
+    ]
+    assert shown["config"] == "run:\n  name: my-run # <b>\n"
+    assert found.row("reward, mean of the last 10 steps") == ["0.375"]
+    assert found.row("last measured accuracy") == ["0.500 (step 12)"]
+    (table,) = found.data["evaluations"]
+    assert table["columns"] == ["step", "accuracy"]
+    assert table["rows"] == [["12", "0.5000 ± 0.1250"], ["6", "0.2500 ± 0.1250"]]
+    accuracy = found.data["groups"][0]["plots"][1]["series"][0]
+    assert accuracy["error"] == "eval/accuracy_stderr"
 
 
 HOSTILE = (
-    "<script>alert(1)</script>",
-    "</div></td></table><img src=https://example.org/x onerror=alert(1)>",
+    "</script><script>alert(1)</script>",
+    "<!--<script>",
+    "</style></title><img src=https://example.org/x onerror=alert(1)>",
     "{{ config }}{% for x in y %}",
     "' onmouseover='alert(1)",
-    "\u202egnp.exe &lt;b&gt; </pre><style>body{display:none}</style>",
-    "half a pair \ud800, a bell \x07",
+    "\u202egnp.exe &lt;b&gt; \u2028 </pre><style>body{display:none}</style>",
+    "half a pair \ud800, a bell \x07, \\u003c",
 )
 
 
-def test_report_shows_hostile_texts_as_texts_and_needs_nothing_from_outside(
-    tmp_path: Path,
-) -> None:
+def test_report_has_hostile_texts_as_texts_and_needs_nothing_from_outside(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     rows = [{"prompt": text, "response": text, "reward": 0.0, text: 1} for text in HOSTILE]
     dump = run / "rollouts" / "step_000012.jsonl"
     dump.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"prompt": "cut sh')
-    (run / "config.yaml").write_text("run:\n  name: " + json.dumps(HOSTILE[1]) + "\n")
-    page = Page(write_report(run))
-    allowed = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "div", "img", "pre"}
-    assert set(page.tags) <= allowed | {"table", "tr", "th", "td", "details", "summary"}
-    assert page.tags.count("style") == 1 and page.tags.count("table") == 2
-    names = {name for name, _ in page.attributes}
-    assert not {name for name in names if name.startswith("on")}
-    links = [value for name, value in page.attributes if name in ("src", "href", "srcset")]
-    assert links and all(link.startswith("data:image/svg+xml;base64,") for link in links)
-    for text in HOSTILE:
-        shown = text.replace("\ud800", "?")
-        assert page.cells.count(shown) == 3, shown  # head of a column, prompt, response
-    assert not any("built-in method" in cell for cell in page.cells)
+    (run / "config.yaml").write_text("run:\n  name: " + json.dumps(HOSTILE[0]) + "\n")
+    folder = shutil.move(run, run.with_name("<b>my run&"))
+    found = Page(write_report(folder))
+    assert set(found.tags) <= {
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "script",
+        "noscript",
+    }
+    assert found.tags.count("script") == 1 + len(SCRIPTS)
+    assert found.tags.count("style") == len(STYLES)
+    names = {name for name, _ in found.attributes}
+    assert names <= {"lang", "charset", "name", "content", "http-equiv", "type", "id"}
+    assert found.texts["title"] == ["<b>my run&"]
+    shown = [one for one in found.data["runs"][0]["samples"] if one["step"] == 12]
+    assert [one["response"] for one in shown] == list(HOSTILE)
+    assert all(text in one for text, one in zip(HOSTILE, shown, strict=True))
+    assert found.row("steps") == ["12"]
+
+
+def test_page_runs_nothing_but_the_packages_scripts(tmp_path: Path) -> None:
+    found = Page(write_report(make_run(tmp_path)))
+
+    def digests(texts: list[str]) -> str:
+        sums = (hashlib.sha256(text.encode()).digest() for text in texts)
+        return " ".join(f"'sha256-{base64.b64encode(one).decode()}'" for one in sums)
+
+    assert found.policy == {
+        "default-src": "'none'",
+        "script-src": digests(found.texts["script"][1:]),
+        "style-src": digests(found.texts["style"]),
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    for name in ("figures.js", "samples.js", "page.js"):
+        text = (PAGE / name).read_text(encoding="utf-8")
+        # What would make markup or code of a text.
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function", text
+        )
+        assert "http" not in text
+
+
+def test_bundled_library_has_its_licence_beside_it() -> None:
+    script = (PAGE / "uPlot.iife.min.js").read_text(encoding="utf-8")
+    assert "leeoniya/uPlot (v1.6.32)" in script[:100]
+    assert "The MIT License" in (PAGE / "uPlot.LICENSE").read_text(encoding="utf-8")
+
+
+def test_report_takes_numbers_that_json_has_not(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "rollouts" / "step_000010.jsonl").write_text(
+        '{"reward": NaN, "parts": {"a": Infinity}}\n'
+    )
+    sample = Page(write_report(run)).data["runs"][0]["samples"][-1]
+    assert sample == {"reward": None, "parts": {"a": None}, "step": 10}
 
 
 def test_report_leaves_gaps_where_values_are_not_finite(tmp_path: Path) -> None:
@@ -139,86 +211,131 @@ def test_report_leaves_gaps_where_values_are_not_finite(tmp_path: Path) -> None:
     steps, values = zip(*points(records, "policy/loss"), strict=True)
     assert steps == (1, 2, 3, 7) and [math.isnan(v) for v in values] == [False, True, True, False]
     assert points(records, "eval/accuracy") == [(2, 0.5)]
-    page = Page(write_report(tmp_path))
-    # Of KL no value is finite: no figure, as of what was never recorded.
-    wanted = ["Accuracy on held-out prompts", "Policy loss", "Skipped optimizer steps"]
-    assert list(page.images) == [*wanted, "Time of a step"]
-    loss = page.images["Policy loss"]
-    assert loss.count("<use ") and "nan" not in re.findall(r' d="([^"]*)"', loss)
-    assert not any(cell in ("nan", "inf") for cell in page.cells)
-    assert page.cells[page.cells.index("skipped optimizer steps") + 1] == "2"
+    assert column(records, "policy/loss") == {"v": [1, None, None, 3]}
+    assert column(records, "time_s/update") == {"v": [None, 0.5], "at": [2, 3]}
+    assert Page(write_report(tmp_path)).row("skipped optimizer steps") == ["2"]
 
 
-def test_report_marks_a_value_between_gaps(tmp_path: Path) -> None:
-    values = [None if step in (50, 52) else 1.0 + step for step in range(1, 101)]
-    lines = [json.dumps({"step": i, "policy/loss": v}) for i, v in enumerate(values, 1)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    svg = Page(write_report(tmp_path)).images["Policy loss"]
-    curve = svg[svg.index("clip-path") :]
-    assert len(re.findall(r'<use [^>]*style="fill: #1f77b4; stroke: #1f77b4"', curve)) == 1
+def test_numbers_are_short_and_whole_ones_exact() -> None:
+    records = [{"step": 1, "a": 0.12345678, "b": 3.0, "c": 1.23456789e-12, "d": 1e300}]
+    found = [column(records, name)["v"] for name in "abcd"]
+    assert found == [[0.123457], [3], [1.23457e-12], [1e300]]
+    assert json.dumps(found) == "[[0.123457], [3], [1.23457e-12], [1e+300]]"
 
 
-def test_report_of_two_runs_overlays_curves_and_tells_configurations_apart(tmp_path: Path) -> None:
+def test_report_of_two_runs_tells_configurations_apart(tmp_path: Path) -> None:
     one, other = make_run(tmp_path / "x$1$"), make_run(tmp_path / "y")
-    shutil.move(other, other.with_name("_other $a$ run"))
-    other = other.with_name("_other $a$ run")
+    shutil.move(other, other.with_name("_other run"))
+    other = other.with_name("_other run")
     (one / "config.yaml").write_text("run: {name: a}\ntrain: {tp: 2, betas: [1, 2]}\n")
     (other / "config.yaml").write_text("run: {name: a}\ntrain: {tp: 4, betas: [1, 2], pp: 2}\n")
     (other / "summary.json").write_text('{"accuracy_before": 0.125}')
     path = write_report(one, other)
     assert path == one / "comparison.html" and not (one / "report.html").exists()
-    page = Page(path)
-    for row in (["train.tp", "2", "4"], ["train.pp", "–", "2"]):
-        at = page.cells.index(row[0])
-        assert page.cells[at : at + 3] == row
-    assert not {"run.name", "train.betas"} & set(page.cells)
-    at = page.cells.index("first measured accuracy")
-    assert page.cells[at + 1 : at + 3] == ["0.250 (step 6)", "0.125 (step 0)"]
-    reward = page.images["Reward"]
-    assert {"A: my-run", "B: _other $a$ run"} <= set(re.findall(r"<!-- (.*?) -->", reward))
-    alone = Page(write_report(one)).images["Reward"]
-    curve = re.compile(r'<g id="line2d_\d+">\s*<path d="[^"]{100,}"')
-    assert len(curve.findall(reward)) == 2 * len(curve.findall(alone)) > 0
-    assert reward.count("stroke-dasharray") == 0  # one metric: runs differ by colour
+    found = Page(path)
+    assert found.data["differences"] == [["train.tp", ["2", "4"]], ["train.pp", ["–", "2"]]]
+    assert [run["label"] for run in found.data["runs"]] == ["A: my-run", "B: _other run"]
+    assert found.row("first measured accuracy") == ["0.250 (step 6)", "0.125 (step 0)"]
+    assert found.row("layout") == ["tp 2", "tp 4, pp 2"]
+    assert found.row("exit") == ["–", "finished"]
 
 
-def test_report_has_a_row_for_each_evaluation_set_with_its_standard_error(tmp_path: Path) -> None:
-    record = {"step": 4, "eval/accuracy": 0.5, "eval/accuracy_stderr": 0.02, "eval/form": 0.9}
-    record |= {"eval/gsm8k/accuracy": 0.25, "eval/gsm8k/accuracy_stderr": 0.011}
-    record |= {"eval/gsm8k/pass_at_4": 0.75, "eval/gsm8k/pass_at_4_stderr": 0.02}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    summary = {"gsm8k/accuracy_before": 0.125, "gsm8k/accuracy_before_stderr": 0.01}
-    summary |= {"accuracy_before": 0.375, "gsm8k/accuracy_after": 0.25}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    cells = Page(write_report(tmp_path)).cells
-    for label, value in {
-        "first measured accuracy": "0.375 (step 0)",
-        "last measured accuracy": "0.500 ± 0.020 (step 4)",
-        "first measured gsm8k/accuracy": "0.125 ± 0.010 (step 0)",
-        "last measured gsm8k/accuracy": "0.250 ± 0.011 (step 4)",
-        "last measured gsm8k/pass_at_4": "0.750 ± 0.020 (step 4)",
-    }.items():
-        assert cells[cells.index(label) + 1] == value
+def test_header_says_what_a_run_noted_of_its_starts(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    config = "model: {path: m}\ndata: {prompts: [a, b]}\nalgorithm: {name: grpo}\n"
+    config += "train: {tp: 1, pp: 1}\nrollout: {engine: vllm, tp: 2}\nsteps: {num_steps: 40}\n"
+    (run / "config.yaml").write_text(config)
+    first = {"began": "2026-01-01 00:00:00 UTC", "exit": "stopped by SIGTERM"}
+    last = {"world_size": 16, "hosts": 2, "device": "H100", "version": "1.0", "commit": "ab" * 20}
+    last |= {"began": "2026-01-02 00:00:00 UTC"}
+    (run / "run.json").write_text(json.dumps({"starts": [first, last]}))
+    found = Page(write_report(run, planned_gib=[{"training": 1.5, "generation": 2.0}]))
+    wanted = {
+        "model": "m",
+        "data": "a, b",
+        "algorithm": "grpo",
+        "layout": "tp 1; vllm: tp 2",
+        "hardware": "16 × H100, 2 hosts",
+        "hybridrl": "1.0, commit abababababab",
+        "began": "2026-01-01 00:00:00 UTC",
+        "starts": "2",
+        "steps": "12 of 40",
+        "peak memory as planned, GiB": "1.500 in training, 2.000 in generation",
+    }
+    for label, value in wanted.items():
+        assert found.row(label) == [value]
+    rows = {label for part in found.data["summary"] for label, _ in part}
+    assert not {"exit", "ended"} & rows  # it goes on
+    assert found.data["runs"][0]["levels"] == {"memory": {"training": 1.5, "generation": 2.0}}
 
 
-def test_report_has_a_figure_of_every_metric_that_a_run_may_have(tmp_path: Path) -> None:
-    names = {name for plot in PLOTS for name in plot.metrics.values()} | {"time_s/generate"}
-    lines = [json.dumps({"step": step, **dict.fromkeys(names, 0.5 * step)}) for step in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    page = Page(write_report(tmp_path))
-    assert len(page.images) == len(PLOTS) + 1
-    memory = page.images["Peak memory of the fullest rank"]
-    assert all(f"<!-- {phase} -->" in memory for phase in ("generate", "update", "run so far"))
+@pytest.mark.parametrize("content", ["[]", '{"starts": 3}', '{"starts": [3, {}]}', "{", "\xff"])
+def test_report_goes_without_a_damaged_note_of_starts(tmp_path: Path, content: str) -> None:
+    run = make_run(tmp_path)
+    (run / "run.json").write_text(content, encoding="latin-1")
+    assert Page(write_report(run)).row("steps") == ["12"]
 
 
-def test_report_shows_the_losses_of_further_terms(tmp_path: Path) -> None:
-    losses = ("policy/loss", "critic/loss", "sft/loss", "pairs/loss")
-    lines = [json.dumps({"step": step, **dict.fromkeys(losses, 1.0 / step)}) for step in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    page = Page(write_report(tmp_path))
-    figure = page.images["Losses of further terms"]
-    assert all(f"<!-- {name} -->" in figure for name in ("sft", "pairs"))
-    assert not any(f"<!-- {name} -->" in figure for name in ("policy", "critic"))
+def test_samples_are_evenly_spread_over_dumps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_data, "MOST_DUMPS", 3)
+    monkeypatch.setattr(page_data, "MOST_SAMPLES", 6)
+    run = make_run(tmp_path)
+    dump = RolloutDump(run / "rollouts", every=1)
+    for step in range(1, 12):
+        dump.write(step, [{"sample": i} for i in range(5)])
+    found = read_run(run, "run")
+    assert [(one["step"], one["sample"]) for one in found.samples] == [
+        *((1, 0), (1, 1), (6, 0), (6, 1), (11, 0), (11, 1))
+    ]
+    assert found.dumps == 11
+    monkeypatch.setattr(page_data, "MOST_SAMPLE_BYTES", 3 * len('{"sample": 0}\n'))
+    assert len(read_run(run, "run").samples) == 3  # one of each dump
+    assert evenly([1, 2], 3) == [1, 2]
+
+
+def test_report_has_a_figure_of_every_metric_that_a_run_may_have() -> None:
+    names = {name for plot in PLOTS for name in plot.metrics.values()}
+    titles = [plot["title"] for group in figures(names) for plot in group["plots"]]
+    assert {plot.title for plot in PLOTS} <= {*titles}
+    assert len(titles) == len({*titles})
+
+
+def test_metrics_of_no_figure_have_one_of_their_own() -> None:
+    groups = {group["title"]: group["plots"] for group in figures({"my/own", "policy/loss"})}
+    assert [plot["title"] for plot in groups["All other metrics"]] == ["my/own"]
+    assert [plot["title"] for plot in groups["Learning"]] == ["Policy loss"]
+
+
+def labels(names: set[str], title: str) -> list[str]:
+    plots = [plot for group in figures(names) for plot in group["plots"]]
+    (found,) = (plot for plot in plots if plot["title"] == title)
+    return [one["label"] for one in found["series"]]
+
+
+def test_figures_follow_from_the_names_of_parts_and_notes() -> None:
+    names = {"reward/mean", "reward/math/mean", "reward/math/timeout", "environment/turns_mean"}
+    names |= {"environment/truncated_turns", "environment/missed", "lag/token_share/10"}
+    names |= {"lag/token_share/0", "lag/token_share/2", "eval/aime/accuracy", "eval/gpqa/accuracy"}
+    assert labels(names, "Rewards by part") == ["math"]
+    assert labels(names, "Samples that a scorer noted") == ["math/timeout"]
+    assert labels(names, "Responses that were cut off, by what") == ["turns"]
+    assert labels(names, "What environments noted") == ["missed"]
+    assert labels(names, "Tokens by the age of their weights") == ["0 steps", "2 steps", "10 steps"]
+    assert labels(names, "Evaluation: accuracy") == ["aime", "gpqa"]
+
+
+def test_report_shows_the_losses_of_further_terms() -> None:
+    names = {"policy/loss", "critic/loss", "sft/loss", "pairs/loss"}
+    assert labels(names, "Losses of further terms") == ["pairs", "sft"]
+
+
+def test_layers_of_a_mixture_have_a_figure_of_eight_at_most() -> None:
+    for num_layers, shown in ((3, [0, 1, 2]), (29, [0, 4, 8, 12, 16, 20, 24, 28])):
+        names = {f"moe/max_load/layer_{i}" for i in range(num_layers)}
+        wanted = [f"layer {i}" for i in shown]
+        assert labels(names, "Load of the busiest expert, by layer") == wanted
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 1, "rew'])
@@ -232,32 +349,27 @@ def test_report_refuses_a_folder_without_metrics(tmp_path: Path, content: str | 
 
 def test_report_of_one_step_with_few_metrics(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "policy/loss": 2.0}) + "\n")
-    page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert re.findall(r'<img alt="([^"]*)"', page) == ["Policy loss"]
-    assert "Sample rollouts" not in page
+    found = Page(write_report(tmp_path))
+    assert found.titles() == ["Policy loss"]
+    assert found.data["evaluations"] == [] and found.data["runs"][0]["samples"] == []
 
 
-@pytest.mark.parametrize(("value", "is_shown"), [(0.0, False), (1e-9, True)])
-def test_report_leaves_out_what_is_zero_without_a_reference(
-    tmp_path: Path, value: float, is_shown: bool
-) -> None:
-    records = [{"step": step, "policy/kl": value * step, ACCURACY: 0.0} for step in range(3)]
-    titles = {title for title, _ in figures({"run": records})}
-    assert ("KL" in titles) is is_shown and "Accuracy on held-out prompts" in titles
+def test_accuracy_before_the_first_step_comes_of_the_summary(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "summary.json").write_text('{"accuracy_before": 0.125}')
+    shown = Page(write_report(run)).data["runs"][0]
+    assert shown["steps"][0] == 0
+    assert shown["metrics"][ACCURACY] == {"v": [0.125, 0.25, 0.5], "at": [0, 6, 12]}
+
+
+def test_served_page_may_ask_its_server_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "live.html"
+    data = {"title": "t", "summary": [], "evaluations": [], "groups": [], "runs": []}
+    path.write_bytes(page(data, '"state"'))
+    assert Page(path).policy["connect-src"] == "'self'"
+    assert Page(path).data["tag"] == '"state"'
 
 
 def test_report_imports_no_torch() -> None:
-    code = "import sys, hybridrl.metrics.report; sys.exit('torch' in sys.modules)"
+    code = "import sys, hybridrl.metrics.live; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_layers_of_a_mixture_have_a_figure_of_eight_at_most() -> None:
-    for num_layers, shown in ((3, [0, 1, 2]), (29, [0, 4, 8, 12, 16, 20, 24, 28])):
-        records = [
-            {"step": step, **{f"moe/max_load/layer_{i}": 1.0 + i for i in range(num_layers)}}
-            for step in range(3)
-        ]
-        found = dict(figures({"run": records}))
-        assert list(found) == ["Load of the busiest expert, by layer"]
-        svg = found["Load of the busiest expert, by layer"].decode()
-        assert [int(one) for one in re.findall(r"<!-- layer (\d+) -->", svg)] == shown

@@ -6,7 +6,15 @@ import math
 
 import pytest
 
-from hybridrl.metrics.values import SKIPPED, STEP_KEYS, average, recent_mean, step_metrics
+from hybridrl.metrics.values import (
+    SKIPPED,
+    STEP_KEYS,
+    average,
+    largest,
+    rank_spread,
+    recent_mean,
+    step_metrics,
+)
 
 # The names that the documentation promises and outside checks read.
 DOCUMENTED = [
@@ -67,6 +75,22 @@ def test_average_takes_means_and_the_largest_of_maxima() -> None:
 
 def test_average_adds_up_skipped_steps() -> None:
     assert average([{SKIPPED: 1.0}, {SKIPPED: 0.0}, {SKIPPED: 1.0}]) == {SKIPPED: 2.0}
+
+
+def test_ranks_times_are_the_slowest_and_their_spread() -> None:
+    ranks = [
+        {"update": 2.0, "step": 3.0},
+        {"update": 2.5, "step": 2.75},
+        {"update": 1.0, "step": 3.0},
+    ]
+    assert largest(ranks) == {"update": 2.5, "step": 3.0}
+    assert rank_spread(ranks) == {
+        "time_min_s/update": 1.0,
+        "slowest_rank/update": 1.0,
+        "time_min_s/step": 2.75,
+        "slowest_rank/step": 0.0,
+    }
+    assert rank_spread(ranks[:1]) == {}
 
 
 def test_recent_mean_counts_the_last_records_that_have_the_metric() -> None:

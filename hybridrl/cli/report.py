@@ -1,0 +1,73 @@
+"""What `hybridrl report` does beside reading run folders: it asks `plan` for the memory of a run,
+and serves the page. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hybridrl.cli.plan import plan_report
+from hybridrl.cli.plan_cluster import Host
+from hybridrl.config.files import parse_json
+from hybridrl.config.load import load_config
+from hybridrl.errors import ConfigError, UserError
+from hybridrl.metrics.live import LOOPBACK, LiveReport, make_server
+from hybridrl.metrics.page_data import RUN_FILE
+from hybridrl.metrics.report import write_report
+
+MOST_RUNS = 8  # colours of the page
+PHASES = {"train_peak_bytes": "training", "rollout_peak_bytes": "generation"}
+Say = Callable[[str], None]
+
+
+def report_runs(folders: Sequence[Path], port: int | None, say: Say, warn: Say) -> None:
+    """Writes the page and says its path, or serves it until the process is interrupted.
+
+    Args:
+        folders: of runs.
+        port: of loopback to serve on, 0 for any that is free; None: writes.
+        say: prints a line.
+        warn: prints a line of what is not shown.
+
+    Raises:
+        UserError: there are too many runs, or the port cannot be listened on.
+        DataError: a folder holds no metrics.
+    """
+    if len(folders) > MOST_RUNS:
+        got = f"{len(folders)} runs"
+        raise UserError("RUN_DIR", got, f"at most {MOST_RUNS} runs", "Give fewer folders.")
+    planned = [planned_gib(folder, warn) for folder in folders]
+    if port is None:
+        say(str(write_report(*folders, planned_gib=planned)))
+        return
+    with make_server(LiveReport(folders, planned), port) as server:
+        say(f"http://{LOOPBACK}:{server.server_port}/  (Ctrl-C ends it)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+
+def planned_gib(folder: Path, warn: Say) -> dict[str, float]:
+    """Returns the peak memory that `plan` expects of the fullest rank in training and generation,
+    GiB; empty for a run on CPU, whose processes hold much that no plan counts, and where it is not
+    known.
+    """
+    try:
+        start = parse_json((folder / RUN_FILE).read_bytes())["starts"][-1]
+        world_size, is_cpu = int(start["world_size"]), bool(start["is_cpu"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}  # a run that was started when this was not noted
+    if is_cpu:
+        return {}
+    try:
+        config = load_config(folder / "config.yaml")
+        report, violations = plan_report(config, world_size, host=Host(num_gpus=world_size))
+        if violations:
+            raise ConfigError(violations)
+    except UserError as error:
+        warn(f"{folder}: the memory that plan expects is not shown: {error}")
+        return {}
+    memory = report["memory"]
+    return {name: memory[key] / 2**30 for key, name in PHASES.items() if memory.get(key)}

@@ -1,0 +1,116 @@
+"""What a run notes of each of its starts, for its report: when, by how many ranks, on what, which
+code, and how it ended.
+
+Owns `run.json` in the run folder: `{"starts": [...]}`, the oldest first. Rank 0 writes. A start
+without `exit` goes on, or ended without a chance to say so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hybridrl import __version__
+from hybridrl.config.files import parse_json
+from hybridrl.metrics.page_data import RUN_FILE
+
+GIT_TIMEOUT_S = 10
+
+
+class RunStarts:
+    """The starts of a run.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / RUN_FILE
+        self._starts: list[dict[str, Any]] = []
+        self._is_open = False
+
+    def begin(self, after_step: int, world_size: int, hosts: int, device: str | None) -> None:
+        """Notes a start.
+
+        Args:
+            after_step: the step that it goes on from.
+            world_size: number of ranks.
+            hosts: number of machines.
+            device: name of the GPU of rank 0; None: on CPU.
+        """
+        self._starts = [*_read(self._path), {}]
+        self._is_open = True
+        self._note(
+            began=_now(),
+            after_step=after_step,
+            world_size=world_size,
+            hosts=hosts,
+            device=device or "CPU",
+            is_cpu=device is None,
+            version=__version__,
+            commit=commit(),
+        )
+
+    def end(self, how: str) -> None:
+        """Notes how the start ended, if that is not noted yet."""
+        if self._is_open:
+            self._is_open = False
+            self._note(ended=_now(), exit=how)
+
+    def _note(self, **values: object) -> None:
+        self._starts[-1] |= values
+        partial = self._path.with_name(self._path.name + ".new")
+        partial.write_text(json.dumps({"starts": self._starts}, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, self._path)
+
+
+def exit_of(error: BaseException | None) -> str:
+    """Returns what is noted of a start that ended with this exception, or with none."""
+    if error is None:
+        return "finished"
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return "stopped by a signal"
+    return f"failed: {type(error).__name__}"
+
+
+def commit() -> str | None:
+    """Returns the commit of the package's checkout, with "+" where files differ from it; None where
+    it is in none, or git is not there.
+    """
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = _git(root, "rev-parse", "HEAD")
+        is_changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found + ("+" if is_changed else "")
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=GIT_TIMEOUT_S,
+    )
+    return done.stdout.strip()
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Returns the starts that are noted; none of a file that is damaged."""
+    try:
+        starts = parse_json(path.read_bytes())["starts"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

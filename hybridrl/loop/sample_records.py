@@ -1,0 +1,142 @@
+"""What `rollouts/` keeps of a sample: its texts, its reward by part, and a number a token.
+
+Collective: tokens come to rank 0, a few samples after the other, which alone writes. A token's text
+is not kept, but how many characters of the response are its; log-probabilities are in millinats,
+whole numbers, so that a token takes about as much as its text does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+
+from hybridrl.contracts.batch import ScoredBatch
+from hybridrl.contracts.samples import UNKNOWN_LOGP
+from hybridrl.data.packing import even_sizes
+from hybridrl.parallel.exchange import collect
+from hybridrl.parallel.groups import World
+from hybridrl.rewards.base import Scorer
+
+TOKENS_AT_ONCE = 1 << 20  # that come to rank 0 to be written as text
+LETTERS_OF_A_TOKEN = 4  # that several tokens have together, each only some of its bytes
+
+
+def sample_records(
+    scored: ScoredBatch, learned: ScoredBatch | None, scorer: Scorer, world: World
+) -> Iterator[dict[str, object]]:
+    """Yields the record of each sample, on rank 0; nothing on others, which must exhaust it too.
+
+    Args:
+        scored: all samples of the step.
+        learned: those that were learned from, with the trainer's log-probabilities
+            (`Roles.learned`); None: they are not known.
+        scorer: knows the text of responses.
+        world: all ranks.
+    """
+    row_of = {} if learned is None else _rows_by_id(learned)
+    scored = scored.without_experts()
+    num_parts = -(-int(scored.lengths_B.sum()) // TOKENS_AT_ONCE)
+    end = 0
+    for size in even_sizes(scored.num_samples, num_parts):
+        rows, end = range(end, end + size), end + size
+        ids = scored.sample_ids_B[end - size : end].tolist()
+        known = [row_of[sample] for sample in ids if sample in row_of]
+        trainer = collect(learned.select(known), world) if learned is not None and known else None
+        part = collect(scored.select(rows), world)
+        if part is not None:
+            yield from _records(part, trainer, scorer)
+
+
+def _rows_by_id(batch: ScoredBatch) -> dict[int, int]:
+    return {sample: row for row, sample in enumerate(batch.sample_ids_B.tolist())}
+
+
+def _records(
+    part: ScoredBatch, trainer: ScoredBatch | None, scorer: Scorer
+) -> Iterator[dict[str, object]]:
+    row_of = {} if trainer is None else _rows_by_id(trainer)
+    for i, (text, pieces) in enumerate(
+        zip(scorer.responses(part), scorer.pieces(part), strict=True)
+    ):
+        prompt, sample = part.prompts[i], int(part.sample_ids_B[i])
+        tokens = _response(part, i)
+        observed = [False] * len(pieces)
+        if part.observed_T is not None:
+            observed = part.observed_T[tokens].tolist()
+        versions = [int(part.versions_B[i])] * len(pieces)
+        if part.versions_T is not None:
+            versions = part.versions_T[tokens].tolist()
+        engine_L = part.behaviour_logp_T[tokens]
+        record: dict[str, object] = {
+            "sample": sample,
+            "group": int(part.group_B[i]),
+            "prompt": prompt.text,
+            "response": text,
+            "reward": float(part.reward_B[i]),
+            "parts": {name: float(value_B[i]) for name, value_B in part.reward_parts.items()},
+            "finished": bool(part.finished_B[i]),
+            "versions": runs(versions),
+            "chars": character_counts(text, pieces),
+            "logp_mnat": _millis(engine_L),
+        }
+        if isinstance(answer := prompt.columns.get("answer"), str | int | float):
+            record["answer"] = answer
+        if any(observed):
+            record["turns"] = runs([int(one) for one in observed])
+        if trainer is not None and sample in row_of:
+            trainer_L = trainer.behaviour_logp_T[_response(trainer, row_of[sample])]
+            gaps = _millis(trainer_L - engine_L)
+            known = (trainer_L < UNKNOWN_LOGP / 2).tolist()
+            record["diff_mnat"] = [
+                gap if is_known else None for gap, is_known in zip(gaps, known, strict=True)
+            ]
+        yield record
+
+
+def _response(batch: ScoredBatch, row: int) -> slice:
+    """Returns where the response of a sample lies in the columns of a batch that has all tokens."""
+    start = int(batch.offsets[row]) + int(batch.prompt_lengths_B[row])
+    return slice(start, int(batch.offsets[row + 1]))
+
+
+def _millis(value_L: torch.Tensor) -> list[int]:
+    found: list[int] = (value_L.double() * 1000).round().long().tolist()
+    return found
+
+
+def runs(values: Sequence[int]) -> list[list[int]]:
+    """Returns a list of values as runs of [value, number of times]."""
+    return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
+
+
+def character_counts(text: str, pieces: Sequence[str]) -> list[int]:
+    """Returns how many characters of a text are each token's; they add up to all.
+
+    A token that is only some bytes of a character, or whose text alone is another than among its
+    neighbours, has none, or those of its neighbours with it; the tokens after it are found again.
+
+    Args:
+        text: of all tokens together.
+        pieces: the text of each token alone, "" of one that is left out.
+    """
+    counts: list[int] = []
+    at = num_lost = 0
+    for piece in pieces:
+        # Some tokenizers leave a space out where a token is alone.
+        room = at + 1 + LETTERS_OF_A_TOKEN * num_lost + len(piece)
+        start = text.find(piece, at, room) if piece else -1
+        if start < 0:
+            counts.append(0)
+            num_lost += bool(piece)
+            continue
+        before = start - at
+        if num_lost and counts:
+            counts[-1] += before
+            before = 0
+        counts.append(before + len(piece))
+        at, num_lost = start + len(piece), 0
+    if counts:
+        counts[-1] += len(text) - at
+    return counts
