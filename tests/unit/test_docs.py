@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
@@ -180,3 +182,48 @@ def test_site_is_built_without_a_warning(tmp_path: Path) -> None:
     build(load_site(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))
     assert (tmp_path / "index.html").exists()
     assert (tmp_path / "files" / "benchmarks" / "results" / "quickstart_cpu.json").exists()
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    return found
+
+
+def test_readme_is_short_and_its_numbers_are_those_of_their_files() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    (case,) = (
+        c
+        for c in result("reshard_h200.json")["cases"]
+        if (c["case"], c["kind"]) == ("7b/tp4/tp1", "plain")
+    )
+    ways = {way: round(case["ways"][way]["ms"], 1) for way in ("peer", "buckets", "all_gather")}
+    assert f"{ways['peer']} ms" in text
+    assert f"{ways['buckets']} to {ways['all_gather']}" in text
+    grpo = result("quickstart_cpu.json")["grpo"]
+    assert f"from {grpo['accuracy_before']:.2f} to {grpo['accuracy_after']:.2f} in" in text
+    steps = [c["median"] for c in result("step_h200.json")["cases"] if c["case"] == "7b/dp4/tp1"]
+    assert f"{steps[0]['step_s']:.2f} s" in text
+    assert f"{steps[0]['share']['reshard']:.2%}" in text
+    train = {c["case"]: c for c in result("train_h200.json")["cases"]}["7b/tp1dp4"]
+    assert f"{train['passes']['update']['tflops_per_gpu']:.0f} TFLOP/s" in text
+    assert f"of {train['peak']['flops_per_s'] / 1e12:.0f} that" in text
+
+
+def test_every_number_of_the_readme_cites_its_file() -> None:
+    table = (ROOT / "README.md").read_text().split("## What is measured")[1].split("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 5
+    for row in rows:
+        assert re.search(r"\]\((benchmarks|docs)/results/\w+\.json\)\) \|$", row), row
+
+
+def test_every_cell_of_the_comparison_has_its_source() -> None:
+    table = (ROOT / "README.md").read_text().split("## Beside others")[1].split("\n## ")[0]
+    assert re.search(r"As of 20\d\d-\d\d-\d\d", table)
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 8
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        assert len(cells) == 6, row
+        assert all(re.match(r"\[.+\]\(.+\)", cell) for cell in cells[1:]), row
