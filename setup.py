@@ -25,6 +25,8 @@ EXTRAS = {
     # For GPU hosts, in an environment without vLLM: their pins of flashinfer, xgrammar and others
     # differ. Without a GPU: requirements/sglang-cpu.txt.
     "sglang": ["sglang>=0.5.12,<=0.5.16"],
+    # The documentation's site: `make docs`. A theme that is kept well, with search and dark mode.
+    "docs": ["mkdocs-material>=9.6,<10"],
     "data": ["pyarrow", "datasets"],  # parquet files, and data sets of the hub
     # The reward `math`; its antlr is another than that of OmegaConf before 2.4.
     "math": ["math-verify>=0.9", "omegaconf>=2.4"],
@@ -47,6 +49,18 @@ EXTRAS = {
         "trl==1.16.0",
     ],
 }
+
+CLASSIFIERS = [
+    "Development Status :: 4 - Beta",
+    "Environment :: GPU :: NVIDIA CUDA",
+    "Intended Audience :: Developers",
+    "Intended Audience :: Science/Research",
+    "Operating System :: POSIX :: Linux",
+    "Programming Language :: Python :: 3 :: Only",
+    "Programming Language :: Python :: 3.11",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
+]
 
 
 def check_python() -> None:
@@ -109,12 +123,26 @@ setup(
     name="hybridrl",
     version=version(),
     description="Post-trains large language models with reinforcement learning on Megatron-Core",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The hybridrl authors",
+    keywords="reinforcement learning, RLHF, GRPO, PPO, LLM, Megatron, vLLM, post-training",
+    classifiers=CLASSIFIERS,
     python_requires=NEEDED["PYTHON"],
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=[*find_packages(include=["hybridrl", "hybridrl.*"]), "hybridrl.kernels"],
-    package_dir={"hybridrl.kernels": "kernels"},
-    package_data={"hybridrl.metrics": ["page/*"]},  # scripts, styles and a licence of the report
+    packages=[
+        *find_packages(include=["hybridrl", "hybridrl.*"]),
+        "hybridrl.kernels",
+        "hybridrl.examples",
+    ],
+    package_dir={"hybridrl.kernels": "kernels", "hybridrl.examples": "examples"},
+    package_data={
+        "hybridrl": ["py.typed"],
+        "hybridrl.metrics": ["page/*"],  # scripts, styles and a licence of the report
+        "hybridrl.examples": ["**/*"],  # configurations, data and scripts, for `hybridrl examples`
+    },
+    exclude_package_data={"hybridrl.examples": ["**/__pycache__/*", "**/*.pyc"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hybridrl = hybridrl.cli.main:main"]},

@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from hybridrl import __version__
 from hybridrl.checkpoint.folders import FileFormat
+from hybridrl.cli import starting
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import (
     STOP_CODES,
@@ -58,12 +59,9 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
 
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+app.command()(starting.init)
+app.command()(starting.examples)
 
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of a run on this host.")
 app.add_typer(bench, name="bench")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from documented import undocumented
 from packaged import PACKAGED
 from refusals import QUICKSTART, files_below, hybridrl, refuse, succeed
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -259,6 +260,7 @@ def test_metrics_have_every_documented_key(quickstart: Path) -> None:
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
         assert record.keys() >= METRICS, METRICS - record.keys()
+        assert undocumented(record) == []
         assert all(isinstance(value, int | float) for value in record.values())
         phases = sum(value for key, value in record.items() if key.startswith("time_s/"))
         assert 0 < record["time_s/step"] < phases

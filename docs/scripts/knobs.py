@@ -1,0 +1,156 @@
+"""Writes docs/reference/knobs.md: every knob with its default, its reason and who reads it.
+
+Knobs, defaults and reasons come from the schema. Which commands a knob acts on is the table READERS
+here, by the longest prefix; a knob that no prefix covers is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from hybridrl.config.load import _algorithm_sections, _member
+from hybridrl.config.presets import PRESETS
+from hybridrl.config.schema import Config
+from hybridrl.config.supervised import PAIR_PRESETS
+
+PAGE = Path(__file__).parents[1] / "reference" / "knobs.md"
+RANKS = "train, eval, bench, check"  # the commands that start ranks
+ALL = f"plan, {RANKS}"
+READERS = {
+    "run": RANKS,
+    "run.name": ALL,
+    "run.dir": ALL,
+    "run.profile": "train",
+    "model": ALL,
+    "train": ALL,
+    **dict.fromkeys(
+        (
+            "train.moe",
+            *(f"train.adam_{name}" for name in ("beta1", "beta2", "eps")),
+            *(f"train.{name}" for name in ("learning_rate", "lr_schedule", "warmup_steps")),
+            *(f"train.{name}" for name in ("min_learning_rate", "weight_decay", "clip_grad")),
+            "train.max_skipped_steps",
+            "train.critic_learning_rate",
+        ),
+        "train",
+    ),
+    "rollout": ALL,
+    "rollout.verify": "train",
+    "rollout.in_flight": "train",
+    "rollout.at_lag_bound": "train",
+    "algorithm": "plan, train",
+    "mix": "plan, train",
+    "data": "train, eval, check",
+    "data.weights": "train",
+    "data.response_key": "train",
+    "data.chosen_key": "train",
+    "data.rejected_key": "train",
+    "data.margin_key": "train",
+    "data.label_key": "train",
+    "data.shuffle": "train",
+    "data.eval_prompts": "train, eval",
+    "data.eval_share": "train, eval",
+    "data.eval_limit": "train, eval",
+    "data.max_prompt_tokens": ALL,
+    "reward": "train, eval",
+    "environment": "train, eval",
+    "eval": "train, eval",
+    "steps": "train",
+    "steps.prompts_per_step": "plan, train, bench, check",
+    "steps.samples_per_prompt": "plan, train, bench, check",
+    "log": "train",
+    "checkpoint": "train",
+    "placement": ALL,
+}
+HEAD = """<!-- Written by docs/scripts/knobs.py; change the schema instead. -->
+# Every knob
+
+Each knob has its default, what it is and why that is the default. Every command that takes a configuration judges all of them; the
+last column says on which commands a knob acts (`bench` is `bench rollout`, `check` is `check --mismatch`). A knob is set in the file or on
+the command line, `train.tp=2`. [Configuration](configuration.md) says what the sections are for.
+"""
+
+
+def reader(knob: str) -> str:
+    """Returns the commands on which a knob acts.
+
+    Raises:
+        KeyError: no prefix covers it.
+    """
+    parts = knob.replace("[", ".[").split(".")
+    for length in range(len(parts), 0, -1):
+        if (prefix := ".".join(parts[:length])) in READERS:
+            return READERS[prefix]
+    raise KeyError(knob)
+
+
+def fields(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    """Yields the knobs of a section as `knobs()` names them, with what the schema says."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from fields(kind, f"{prefix}{name}.")
+        elif (named := _member(kind)) is not None:
+            for key, inner in named.model_fields.items():
+                yield f"{prefix}{name}[NAME].{key}", inner
+        else:
+            yield prefix + name, field
+
+
+def default(field: FieldInfo) -> str:
+    """Returns a default as it is written in YAML."""
+    if field.is_required():
+        return "must be set"
+    value: Any = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        return "see there"
+    value = list(value) if isinstance(value, tuple) else value
+    return f"`{json.dumps(value)}`" if not isinstance(value, str) else f"`{value}`"
+
+
+def table(knobs: list[tuple[str, FieldInfo]]) -> Iterator[str]:
+    """Yields the lines of a table of knobs."""
+    yield "| Knob | Default | What it is, and why that | Acts on |"
+    yield "| --- | --- | --- | --- |"
+    for name, field in knobs:
+        text = " ".join((field.description or "").split()).replace("|", "\\|")
+        yield f"| `{name}` | {default(field)} | {text} | {reader(name)} |"
+
+
+def page() -> str:
+    """Returns the whole page."""
+    lines = [HEAD]
+    for name, field in Config.model_fields.items():
+        kind = field.annotation
+        if name == "algorithm":
+            for tag, member in _algorithm_sections().items():
+                lines += ["", f"## algorithm: {tag}", "", _intro(member, tag), ""]
+                lines += table(list(fields(member, f"algorithm[{tag}].")))
+            continue
+        member = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else _member(kind)
+        assert member is not None
+        lines += ["", f"## {name}", "", " ".join((member.__doc__ or "").split()), ""]
+        named = [(f"{name}[NAME].{key}", inner) for key, inner in member.model_fields.items()]
+        lines += table(list(fields(member, f"{name}.")) if member is kind else named)
+    return "\n".join(lines) + "\n"
+
+
+def _intro(member: type[BaseModel], tag: str) -> str:
+    text = " ".join((member.__doc__ or "").split())
+    names = {"grpo": PRESETS, "dpo": PAIR_PRESETS}.get(tag)
+    shared = (
+        f" Of the names {', '.join(f'`{n}`' for n in names)} too, with other defaults"
+        if names
+        else ""
+    )
+    return f"{text}{shared}{' ([which](../algorithms.md)).' if names else ''}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,85 @@
+"""A hook of mkdocs: pages may link to files of the repository, as they do where it is browsed.
+
+A link that leaves docs/ is looked for in the repository. Markdown of PAGES becomes a page of the
+site, any other file is copied to `files/`; a folder or a file that is not there ends the build.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    name: f"project/{name.lower()}"
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
+} | {"tests/mutants/README.md": "project/planted_faults.md"}
+LINK = re.compile(r"(\]\(|src=\"|href=\")([^)\s\"#]+)(#[^)\s\"]*)?")
+_copied: set[str] = set()
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages that lie beside docs/, and every file that a page links to."""
+    _copied.clear()
+    for name, page in PAGES.items():
+        content = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=content))
+    for file in list(files.documentation_pages()):
+        here = source_of(file.src_uri)
+        for match in LINK.finditer(file.content_string):
+            path = outside(match[2], here)
+            if path is not None and path not in PAGES and path not in _copied:
+                _copied.add(path)
+                content = (ROOT / path).read_bytes()
+                files.append(File.generated(config, f"files/{path}", content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Points links that leave docs/ to where on_files has put their targets."""
+    uri = page.file.src_uri
+    here = source_of(uri)
+
+    def replaced(match: re.Match[str]) -> str:
+        path = outside(match[2], here)
+        if path is None:
+            return moved(match)
+        target = PAGES.get(path, f"files/{path}")
+        return f"{match[1]}{os.path.relpath(target, os.path.dirname(uri) or '.')}{match[3] or ''}"
+
+    def moved(match: re.Match[str]) -> str:
+        """Returns a link within docs/ as seen from where a page of PAGES lies."""
+        is_own = uri in PAGES.values() and not match[2].startswith(("http", "mailto"))
+        if not is_own:
+            return match[0]
+        target = os.path.relpath(os.path.join(here, match[2]), "docs")
+        return f"{match[1]}{os.path.relpath(target, os.path.dirname(uri))}{match[3] or ''}"
+
+    return LINK.sub(replaced, markdown)
+
+
+def source_of(uri: str) -> str:
+    """Returns the folder in the repository of a page's source, relative to its root."""
+    names = {page: name for name, page in PAGES.items()}
+    return os.path.dirname(names.get(uri, f"docs/{uri}"))
+
+
+def outside(target: str, here: str) -> str | None:
+    """Returns the path, from the repository's root, of a link that leaves docs/; else None.
+
+    Raises:
+        PluginError: no such file.
+    """
+    if re.match(r"[a-z]+:|/", target):
+        return None
+    path = os.path.normpath(os.path.join(here, target))
+    if path.startswith("docs/") or path in ("docs", "."):
+        return None
+    if not (ROOT / path).is_file():
+        raise PluginError(f"a page in {here or 'the root'} links to {target}: no such file")
+    return path

@@ -1,0 +1,89 @@
+"""The commands of the first minutes: `init` writes a configuration, `examples` copies the examples.
+
+Owns what they write and that nothing which exists is overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import hybridrl
+from hybridrl.cli.gpus import num_local_gpus
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.starter import Start, has_template, starter_text
+from hybridrl.errors import UserError
+
+
+def init(
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="An algorithm: grpo, ppo, sft, dpo, ...")
+    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="HF directory or hub name.")],
+    prompts: Annotated[
+        str, typer.Option(metavar="SOURCE", help="JSONL or parquet file, or datasets:NAME:SPLIT.")
+    ] = "train.jsonl",
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write; default: TASK.yaml.")
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Inference engine; default: vllm with a GPU, else hf."),
+    ] = None,
+    teacher: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Teacher, for distillation.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the run; default: MODEL-TASK.")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Prompts become chats; default: by the template."),
+    ] = None,
+) -> None:
+    """Write a starter configuration with comments for a model and a task."""
+    used = engine or ("vllm" if num_local_gpus() else "hf")
+    if used not in ENGINES:
+        remedy = "`hybridrl check` says which are installed."
+        raise UserError("--engine", used, ", ".join(ENGINES), remedy)
+    is_chat = has_template(model) if chat is None else chat
+    text = starter_text(Start(task, model, prompts, used, name, teacher, is_chat))
+    file = output or Path(f"{task}.yaml")
+    _refuse_existing(file, "--output")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    typer.echo(f"wrote {file}\nnext: hybridrl plan {file}\n      hybridrl train {file}")
+
+
+def examples(
+    target: Annotated[
+        Path, typer.Argument(metavar="[DST]", help="Folder to write `examples` into.")
+    ] = Path("."),
+) -> None:
+    """Copy the examples into DST/examples, where their paths lead when started in DST."""
+    folder = target / "examples"
+    _refuse_existing(folder, "DST")
+    shutil.copytree(
+        examples_folder(), folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+    )
+    typer.echo(f"wrote {folder}")
+
+
+def examples_folder() -> Path:
+    """Returns the folder of the examples: in the package once it is installed from a wheel, beside
+    it in a checkout.
+    """
+    package = Path(hybridrl.__file__).parent
+    installed = package / "examples"
+    return installed if installed.is_dir() else package.parent / "examples"
+
+
+def _refuse_existing(path: Path, name: str) -> None:
+    if os.path.lexists(path):
+        raise UserError(
+            name, path, "a place where nothing is yet", "Remove it, or choose another place."
+        )

@@ -1,0 +1,238 @@
+"""Starter configurations: a commented YAML text for a model and an algorithm. No torch.
+
+Owns which knobs a newcomer sees and the values that they begin with. What a knob means comes from
+the schema, so that a comment never says something else than the code does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from hybridrl.config.algorithm import ALGORITHM_NAMES, AlgorithmConfig, GrpoConfig
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.needs import Needs
+from hybridrl.errors import ConfigError, UserError
+
+COMMENT_COLUMNS = 100
+ASKED_FORM = "Think step by step, then end with a line of the form Answer: 42"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a starter configuration is made of.
+
+    Args:
+        task: name of an algorithm of hybridrl.
+        model: HF directory or hub name.
+        prompts: source of `data.prompts`.
+        engine: of `rollout.engine`.
+        name: of the run; None: the task's.
+        teacher: HF directory or hub name, for algorithms that learn from one.
+        chat: whether prompts become chats by the tokenizer's template.
+    """
+
+    task: str
+    model: str
+    prompts: str
+    engine: str
+    name: str | None = None
+    teacher: str | None = None
+    chat: bool = True
+
+
+def has_template(model: str) -> bool:
+    """Whether prompts of a model should be made a chat: a directory says so by its template; of a
+    hub name nothing is read, and most models that people train have one.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return True
+    if (folder / "chat_template.jinja").exists():
+        return True
+    file = folder / "tokenizer_config.json"
+    try:
+        return "chat_template" in json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # the command that reads the tokenizer says what is wrong with it
+        return False
+
+
+def starter_text(start: Start) -> str:
+    """Returns the YAML text.
+
+    Raises:
+        UserError: no such algorithm, or one that needs a teacher without one.
+    """
+    _check_task(start)
+    values = _sections(start, _algorithm(start))
+    sections = load_config_dict({name: _plain(knobs) for name, knobs in values.items()})
+    lines = [
+        f"# Trains {start.model} with {start.task}. See whether it fits: hybridrl plan FILE",
+        "# Any knob can be set on the command line too: hybridrl train FILE train.tp=2",
+        "# Knobs that are not here have defaults; the documentation has all of them.",
+    ]
+    for name, knobs in values.items():
+        lines.append(f"{name}:")
+        section: BaseModel = getattr(sections, name)
+        for key, (value, reason) in knobs.items():
+            text = _meaning(section, key, value, reason)
+            lines += [f"  # {line}" for line in _wrapped(text)]
+            lines.append(f"  {key}: {_scalar(value)}")
+    return "\n".join(lines) + "\n"
+
+
+Knobs = dict[str, tuple[Any, str]]
+"""Of a section: the value of each knob and why it is that; empty where it is the default."""
+
+
+def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
+    """Returns what stands in the file, in its order."""
+    needs = _known_needs(algorithm)
+    name = start.name or f"{Path(start.model).name}-{start.task}".lower().replace(":", "-")
+    found: dict[str, Knobs] = {
+        "run": {"name": (name, "")},
+        "model": {"path": (start.model, "")},
+        "train": _train(needs),
+        "rollout": _rollout(start, needs),
+        "algorithm": {"name": (start.task, "The documentation has its formula and its source.")},
+        "data": _data(start, needs),
+    }
+    if start.teacher is not None:
+        found["algorithm"]["teacher"] = (start.teacher, "")
+    if needs.rollouts:
+        reason = "An answer that stands behind 'Answer:'; the documentation has further functions."
+        found["reward"] = {
+            "function": ("exact_match", ""),
+            "extract": (r"Answer:\s*(\S+)", reason),
+        }
+    else:
+        found["rollout"] |= {"engine": (start.engine, "Generates evaluations only.")}
+    found["steps"] = _steps(needs)
+    if isinstance(algorithm, GrpoConfig) and algorithm.cov_kl_fraction:
+        found["steps"]["updates_per_step"] = (2, "Its term is 0 at the first update of a step.")
+    found["checkpoint"] = {"every": (20, "What a lost machine may cost."), "keep": (2, "")}
+    return found
+
+
+def _train(needs: Needs) -> Knobs:
+    rate = (1e-6, "") if needs.rollouts else (1e-5, "Usual for learning from given responses.")
+    if needs.feedback is not None and not needs.rollouts:
+        rate = (5e-7, "Usual for preferences, whose losses move log-probabilities far.")
+    if not needs.policy:
+        rate = (1e-5, "The head begins at nothing, the rest at pretrained weights.")
+    found: Knobs = {
+        "tp": (1, ""),
+        "pp": (1, ""),
+        "micro_batch_tokens": (8192, "Lower it first where memory is short."),
+        "learning_rate": rate,
+        "warmup_steps": (5, "Adam's first steps are too large without it."),
+    }
+    if needs.values and needs.policy:
+        found["critic_learning_rate"] = (1e-5, "The critic's head begins at nothing.")
+    return found
+
+
+def _rollout(start: Start, needs: Needs) -> Knobs:
+    if not needs.rollouts:
+        return {}
+    return {
+        "engine": (start.engine, "vllm is the fast one on GPUs: pip install 'hybridrl[vllm]'."),
+        "tp": (1, ""),
+        "temperature": (1.0, ""),
+        "max_new_tokens": (1024, "Room for worked reasoning."),
+    }
+
+
+def _data(start: Start, needs: Needs) -> Knobs:
+    found: Knobs = {
+        "prompts": (start.prompts, ""),
+        "prompt_key": ("prompt", ""),
+    }
+    if needs.rollouts:
+        found["answer_key"] = ("answer", "")
+    elif needs.feedback == "pairs":
+        found |= {"chosen_key": ("chosen", ""), "rejected_key": ("rejected", "")}
+    else:
+        found["response_key"] = ("response", "")
+    if needs.feedback == "labels":
+        found["label_key"] = ("label", "")
+    why = "False for a base model." if start.chat else ""
+    found |= {"chat_template": (start.chat, why), "max_prompt_tokens": (512, "")}
+    if needs.rollouts and start.chat and not needs.has_teacher:
+        found["system_prompt"] = (ASKED_FORM, "What reward.extract looks for.")
+    if needs.rollouts and not needs.has_teacher:
+        found["eval_share"] = (0.05, "Measured before and after the run, and never trained on.")
+    return found
+
+
+def _steps(needs: Needs) -> Knobs:
+    is_compared = needs.rollouts and not needs.values and not needs.has_teacher
+    samples = (8, "Enough that most groups have better and worse ones.") if is_compared else (1, "")
+    return {
+        "prompts_per_step": (64, ""),
+        "samples_per_prompt": samples,
+        "num_steps": (100, ""),
+        "eval_every": (20 if needs.rollouts and not needs.has_teacher else 0, ""),
+    }
+
+
+def _algorithm(start: Start) -> AlgorithmConfig:
+    """Returns the section of the algorithm with its defaults."""
+    algorithm = {"name": start.task} | ({"teacher": start.teacher} if start.teacher else {})
+    sections = {"run": {"name": "a"}, "model": {"path": "m"}, "algorithm": algorithm}
+    return load_config_dict(sections).algorithm
+
+
+def _known_needs(algorithm: AlgorithmConfig) -> Needs:
+    assert algorithm.needs is not None  # only one of the user's own, by a dotted name, has none
+    return algorithm.needs
+
+
+def _check_task(start: Start) -> None:
+    names = ", ".join(ALGORITHM_NAMES)
+    if start.task not in ALGORITHM_NAMES:
+        close = difflib.get_close_matches(start.task, ALGORITHM_NAMES, n=1, cutoff=0.3)
+        remedy = f"Did you mean '{close[0]}'?" if close else "The documentation says what each is."
+        raise UserError("TASK", start.task, names, remedy)
+    try:
+        needs = _known_needs(_algorithm(start))
+    except ConfigError as error:
+        if start.teacher is None and "teacher" in error.name:
+            allowed = "an HF directory or hub name of the policy's tokens"
+            remedy = f"{start.task} learns from a teacher."
+            raise UserError("--teacher", "nothing", allowed, remedy) from error
+        remedy = f"{start.task} learns from no teacher. Leave it out."
+        raise UserError("--teacher", start.teacher, "nothing", remedy) from error
+    assert needs.has_teacher == (start.teacher is not None)
+
+
+def _plain(knobs: Knobs) -> dict[str, Any]:
+    return {key: value for key, (value, _) in knobs.items()}
+
+
+def _meaning(section: BaseModel, key: str, value: Any, reason: str) -> str:
+    """Returns the comment of a knob: what it is, and why it has this value."""
+    field = type(section).model_fields[key]
+    text = field.description or ""
+    if field.is_required() or value == field.get_default():
+        return f"{text} {reason}".strip()
+    meaning = text.split(". ")[0].removesuffix(".")
+    return f"{meaning}. {reason}".strip()
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, COMMENT_COLUMNS - len("  # "))
+
+
+def _scalar(value: Any) -> str:
+    """Returns a value as YAML and JSON both read it, floats with the point that YAML asks for."""
+    if isinstance(value, float) and "e" in (text := repr(value)) and "." not in text:
+        return text.replace("e", ".0e")
+    plain = isinstance(value, str) and value.replace("-", "").replace("_", "").isalnum()
+    return value if plain and not value[0].isdigit() else json.dumps(value)

@@ -1,0 +1,229 @@
+"""The documentation says what is there: knobs, metrics, errors, results, links and commands."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from documented import ROOT, fenced, pages, undocumented
+from typer.testing import CliRunner
+
+from hybridrl import errors
+from hybridrl.cli.main import app
+from hybridrl.config.load import knobs, load_config
+
+DOCS = ROOT / "docs"
+HYBRIDRL = (".venv/bin/hybridrl ", "hybridrl ", "torchrun ")
+
+
+def script(name: str) -> ModuleType:
+    """Imports one of docs/scripts."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["knobs", "results"])
+def test_pages_that_are_made_are_up_to_date(name: str) -> None:
+    made = script(name)
+    assert made.PAGE.read_text() == made.page(), f"run python docs/scripts/{name}.py"
+
+
+def test_every_knob_is_on_its_page_once() -> None:
+    text = (DOCS / "reference" / "knobs.md").read_text()
+    found = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    assert sorted(found) == knobs()
+
+
+def test_pictures_are_as_they_are_drawn(tmp_path: Path) -> None:
+    made = script("pictures")
+    made.PICTURES = tmp_path
+    made.main()
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    kept = {path.name: path.read_text() for path in (DOCS / "pictures").glob("*.svg")}
+    assert drawn == kept, "run python docs/scripts/pictures.py"
+
+
+def metrics_in_sources() -> set[str]:
+    """Names like `group/name` in the package, with NAME where a name is put in."""
+    groups = {"reward", "policy", "critic", "preference", "teacher", "mismatch", "correction"}
+    groups |= {"lag", "moe", "router", "environment", "generate", "eval", "time_s", "time_share"}
+    groups |= {"flops", "mfu", "throughput", "memory", "reshard", "response_tokens"}
+    found: set[str] = set()
+    for path in (ROOT / "hybridrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ""
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "NAME" for p in node.values]
+                text = "".join(map(str, parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+            group, _, rest = text.partition("/")
+            if group in groups and re.fullmatch(r"[A-Za-z_]+(/[A-Za-z_]+)?", rest):
+                found.add(text)
+    return found - {"reward/NAME/NAME"}  # a scorer's notes, which the page names one by one
+
+
+def test_every_metric_of_the_sources_is_on_its_page() -> None:
+    found = metrics_in_sources()
+    assert len(found) > 50
+    assert undocumented(found) == []
+
+
+def test_every_family_of_errors_is_on_its_page() -> None:
+    text = (DOCS / "reference" / "errors.md").read_text()
+    families = [name for name in vars(errors) if name.endswith("Error")]
+    assert len(families) >= 6
+    for name in families:
+        assert f"| `{name}` |" in text, name
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", head).lower() for head in heads]
+    return {re.sub(r"[^\w\- ]", "", head).strip().replace(" ", "-") for head in plain}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        file = (page.parent / path) if path else page
+        is_there = file.exists() and (not anchor or anchor in anchors(file))
+        dead += [] if is_there else [target]
+    assert dead == []
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every command line of hybridrl in a fenced block, with its page."""
+    found = [(str(page.relative_to(ROOT)), line) for page in pages() for line in fenced(page)]
+    return [(page, line) for page, line in found if line.startswith(HYBRIDRL)]
+
+
+def parsed(line: str) -> typer.Context:
+    """Parses a command line as the command would, and runs nothing."""
+    words = shlex.split(line)
+    words = words[words.index("hybridrl" if "hybridrl" in words else words[0]) + 1 :]
+    command, name = typer.main.get_command(app), ""
+    while hasattr(command, "commands"):
+        name = words.pop(0)
+        command = command.commands[name]
+    return command.make_context(name, words)
+
+
+def test_commands_of_the_documentation_parse() -> None:
+    assert len(commands()) > 20
+    for page, line in commands():
+        try:
+            parsed(line)
+        except Exception as error:
+            pytest.fail(f"{page}: {line}\n{type(error).__name__}: {error}")
+
+
+def test_configurations_of_the_documentation_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    num_loaded = 0
+    for page, line in commands():
+        given = parsed(line).params
+        file = given.get("config")
+        if file is None or not str(file).startswith("examples/"):
+            continue
+        load_config(file, given["overrides"] or [])
+        num_loaded += 1
+        assert (ROOT / file).exists(), (page, line)
+    assert num_loaded > 8
+
+
+def test_starters_of_the_documentation_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = {line for _, line in commands() if " init " in f" {line} "}
+    assert len(lines) >= 5
+    for line in sorted(lines):
+        words = [*shlex.split(line)[1:], "--output", str(tmp_path / "written.yaml")]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, f"{line}\n{done.exception}"
+        load_config(tmp_path / "written.yaml")
+        (tmp_path / "written.yaml").unlink()
+
+
+def test_targets_of_make_in_the_documentation_exist() -> None:
+    targets = set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {w for page in pages() for w in re.findall(r"`make ([\w./-]+)", page.read_text())}
+    named -= {"test-learning"}  # of a result's own command, of its commit
+    named |= {
+        w for p in pages() for line in fenced(p) for w in re.findall(r"^make ([\w./-]+)", line)
+    }
+    assert len(named) > 4 and named - targets == set()
+
+
+@pytest.mark.full
+def test_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """mkdocs comes with the extra `docs`, which `make test-full` installs."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config as load_site
+
+    build(load_site(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))
+    assert (tmp_path / "index.html").exists()
+    assert (tmp_path / "files" / "benchmarks" / "results" / "quickstart_cpu.json").exists()
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    return found
+
+
+def test_readme_is_short_and_its_numbers_are_those_of_their_files() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    (case,) = (
+        c
+        for c in result("reshard_h200.json")["cases"]
+        if (c["case"], c["kind"]) == ("7b/tp4/tp1", "plain")
+    )
+    ways = {way: round(case["ways"][way]["ms"], 1) for way in ("peer", "buckets", "all_gather")}
+    assert f"{ways['peer']} ms" in text
+    assert f"{ways['buckets']} to {ways['all_gather']}" in text
+    grpo = result("quickstart_cpu.json")["grpo"]
+    assert f"from {grpo['accuracy_before']:.2f} to {grpo['accuracy_after']:.2f} in" in text
+    steps = [c["median"] for c in result("step_h200.json")["cases"] if c["case"] == "7b/dp4/tp1"]
+    assert f"{steps[0]['step_s']:.2f} s" in text
+    assert f"{steps[0]['share']['reshard']:.2%}" in text
+    train = {c["case"]: c for c in result("train_h200.json")["cases"]}["7b/tp1dp4"]
+    assert f"{train['passes']['update']['tflops_per_gpu']:.0f} TFLOP/s" in text
+    assert f"of {train['peak']['flops_per_s'] / 1e12:.0f} that" in text
+
+
+def test_every_number_of_the_readme_cites_its_file() -> None:
+    table = (ROOT / "README.md").read_text().split("## What is measured")[1].split("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 5
+    for row in rows:
+        assert re.search(r"\]\((benchmarks|docs)/results/\w+\.json\)\) \|$", row), row
+
+
+def test_every_cell_of_the_comparison_has_its_source() -> None:
+    table = (ROOT / "README.md").read_text().split("## Beside others")[1].split("\n## ")[0]
+    assert re.search(r"As of 20\d\d-\d\d-\d\d", table)
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 8
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        assert len(cells) == 6, row
+        assert all(re.match(r"\[.+\]\(.+\)", cell) for cell in cells[1:]), row

@@ -1,0 +1,105 @@
+"""What `hybridrl init` and `hybridrl examples` write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from test_cli import QWEN25_7B
+from typer.testing import CliRunner
+
+from hybridrl.cli.main import app
+from hybridrl.cli.plan import plan_report
+from hybridrl.cli.starting import examples_folder
+from hybridrl.config.algorithm import ALGORITHM_NAMES
+from hybridrl.config.load import load_config
+from hybridrl.config.starter import Start, starter_text
+from hybridrl.errors import UserError
+
+TAUGHT = ("on_policy_distillation", "distillation", "gkd")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the config.json of a 7B model."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN25_7B))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("task", ALGORITHM_NAMES)
+def test_starter_of_every_algorithm_passes_plan(here: Path, task: str) -> None:
+    teacher = ["--teacher", "model"] if task in TAUGHT else []
+    done = CliRunner().invoke(app, ["init", task, "model", "--engine", "hf", *teacher])
+    assert (done.exit_code, done.output.splitlines()[0]) == (0, f"wrote {task}.yaml")
+    config = load_config(here / f"{task}.yaml")
+    assert config.algorithm.name == task
+    _, violations = plan_report(config, 8)
+    assert violations == []
+
+
+def test_starter_says_what_each_knob_is(here: Path) -> None:
+    lines = starter_text(Start("grpo", "model", "train.jsonl", "hf")).splitlines()
+    assert max(map(len, lines)) <= 100
+    knobs = [
+        number for number, line in enumerate(lines) if line.startswith("  ") and "#" not in line
+    ]
+    assert len(knobs) > 20
+    for number in knobs:
+        assert lines[number - 1].lstrip().startswith("# "), lines[number]
+
+
+def test_starter_knows_chats_by_the_template(here: Path) -> None:
+    runner = CliRunner()
+    runner.invoke(app, ["init", "grpo", "model", "--output", "base.yaml"])
+    (here / "model" / "chat_template.jinja").write_text("")
+    runner.invoke(app, ["init", "grpo", "model", "--output", "chat.yaml"])
+    data = {
+        name: yaml.safe_load(Path(name).read_text())["data"] for name in ("base.yaml", "chat.yaml")
+    }
+    assert not data["base.yaml"]["chat_template"] and "system_prompt" not in data["base.yaml"]
+    assert data["chat.yaml"]["chat_template"] and "Answer:" in data["chat.yaml"]["system_prompt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "said"),
+    [
+        (["grp", "model"], "TASK", "Did you mean 'grpo'?"),
+        (["gkd", "model"], "--teacher", "gkd learns from a teacher"),
+        (["grpo", "model", "--teacher", "model"], "--teacher", "grpo learns from no teacher"),
+        (["grpo", "model", "--engine", "vlm"], "--engine", "hf, vllm, sglang"),
+        (["grpo", "model", "--output", "model"], "--output", "nothing is yet"),
+    ],
+)
+def test_init_refuses(here: Path, arguments: list[str], name: str, said: str) -> None:
+    error = CliRunner().invoke(app, ["init", *arguments]).exception
+    assert isinstance(error, UserError) and error.name == name
+    assert said in str(error)
+    assert [path.name for path in here.iterdir()] == ["model"]
+
+
+def test_examples_are_copied_once_and_load_where_they_lie(here: Path) -> None:
+    assert CliRunner().invoke(app, ["examples"]).exit_code == 0
+    copied = {path.relative_to(here / "examples") for path in (here / "examples").rglob("*.yaml")}
+    source = examples_folder()
+    assert copied == {path.relative_to(source) for path in source.rglob("*.yaml")}
+    assert load_config("examples/quickstart/sft.yaml").model.init == "examples/quickstart/model"
+    again = CliRunner().invoke(app, ["examples"]).exception
+    assert isinstance(again, UserError) and again.name == "DST"
+
+
+@pytest.mark.parametrize(
+    ("task", "columns"),
+    [
+        ("sft", {"prompt", "response"}),
+        ("dpo", {"prompt", "chosen", "rejected"}),
+        ("kto", {"prompt", "response", "label"}),
+        ("grpo", {"prompt", "answer"}),
+    ],
+)
+def test_starter_has_the_columns_that_an_algorithm_reads(task: str, columns: set[str]) -> None:
+    data = yaml.safe_load(starter_text(Start(task, "model", "train.jsonl", "hf")))["data"]
+    assert {value for key, value in data.items() if key.endswith("_key")} == columns
