@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import typer
 from documented import ROOT, fenced, pages, undocumented
+from test_cli import QWEN25_7B
 from typer.testing import CliRunner
 
 from hybridrl import errors
 from hybridrl.cli.main import app
+from hybridrl.cli.plan import plan_report
 from hybridrl.config.load import knobs, load_config
 
 DOCS = ROOT / "docs"
@@ -227,3 +229,31 @@ def test_every_cell_of_the_comparison_has_its_source() -> None:
         cells = [cell.strip() for cell in row.strip("|").split(" | ")]
         assert len(cells) == 6, row
         assert all(re.match(r"\[.+\]\(.+\)", cell) for cell in cells[1:]), row
+
+
+def test_runs_of_the_documentation_pass_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an example's own model in the place of one that another run leaves, and a 7B in the
+    place of one of the hub.
+    """
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN25_7B))
+    planned = set()
+    for page, line in commands():
+        given = parsed(line).params
+        file, overrides = str(given.get("config")), given.get("overrides") or []
+        if not file.startswith("examples/") or (file, *overrides) in planned:
+            continue
+        planned.add((file, *overrides))
+        config = load_config(file, overrides)
+        if config.model.path is not None:
+            folder = Path(file).parent / "model"
+            local = folder if folder.exists() else tmp_path
+            config = load_config(file, [*overrides, f"model.path={local}"])
+        nodes = re.search(r"--nnodes=(\d+)", line)
+        each = re.search(r"--nproc-per-node=(\d+)", line)
+        size = given["world"] or int(nodes[1] if nodes else 1) * int(each[1] if each else 4)
+        _, violations = plan_report(config, size)
+        assert violations == [], f"{page}: {line}"
+    assert len(planned) >= 8
