@@ -44,7 +44,7 @@ READERS = {
     "rollout.verify": "train",
     "rollout.in_flight": "train",
     "rollout.at_lag_bound": "train",
-    "algorithm": "plan, train",
+    "algorithm": "plan, train, check",
     "mix": "plan, train",
     "data": "train, eval, check",
     "data.weights": "train",

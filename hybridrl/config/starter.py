@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,7 @@ Knobs = dict[str, tuple[Any, str]]
 def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
     """Returns what stands in the file, in its order."""
     needs = _known_needs(algorithm)
-    name = start.name or f"{Path(start.model).name}-{start.task}".lower().replace(":", "-")
+    name = start.name or f"{_model_name(start.model)}-{start.task}"
     found: dict[str, Knobs] = {
         "run": {"name": (name, "")},
         "model": {"path": (start.model, "")},
@@ -118,6 +119,15 @@ def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
         found["steps"]["updates_per_step"] = (2, "Its term is 0 at the first update of a step.")
     found["checkpoint"] = {"every": (20, "What a lost machine may cost."), "keep": (2, "")}
     return found
+
+
+def _model_name(model: str) -> str:
+    """Returns what a run of a model is called: the run that left it in `runs/NAME/hf`, or its last
+    part without a revision.
+    """
+    path = Path(model.partition("@")[0])
+    name = path.parent.name if path.name == "hf" and path.parent.name else path.name
+    return re.sub(r"[^a-z0-9_.-]", "-", name.lower()).lstrip("_.-") or "run"
 
 
 def _train(needs: Needs) -> Knobs:

@@ -103,3 +103,18 @@ def test_examples_are_copied_once_and_load_where_they_lie(here: Path) -> None:
 def test_starter_has_the_columns_that_an_algorithm_reads(task: str, columns: set[str]) -> None:
     data = yaml.safe_load(starter_text(Start(task, "model", "train.jsonl", "hf")))["data"]
     assert {value for key, value in data.items() if key.endswith("_key")} == columns
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2.5-0.5b-instruct-sft"),
+        ("organisation/Name@v1.0", "name-sft"),
+        ("runs/quickstart-sft/hf", "quickstart-sft-sft"),
+        ("some folder/_my model/", "my-model-sft"),
+        ("..", "run-sft"),
+    ],
+)
+def test_starter_names_the_run_after_its_model(model: str, name: str) -> None:
+    text = starter_text(Start("sft", model, "train.jsonl", "hf"))
+    assert yaml.safe_load(text)["run"]["name"] == name
