@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from hybridrl import __version__
 from hybridrl.checkpoint.folders import FileFormat
+from hybridrl.cli.cluster import launch_command
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import (
     STOP_CODES,
@@ -29,6 +30,8 @@ from hybridrl.cli.launch import (
     launch_run,
     launch_without_run,
 )
+from hybridrl.cli.options import ConfigFile, Json, Overrides, World
+from hybridrl.cli.pinning import with_commits
 from hybridrl.cli.rank_log import log_to, write_stacks_on_signal
 from hybridrl.cli.validate import (
     validate_conversion,
@@ -36,7 +39,6 @@ from hybridrl.cli.validate import (
     validate_replay,
     validate_training,
 )
-from hybridrl.config.hub import hub_names, names_from_json, names_to_json, with_names
 from hybridrl.config.identity import pinned, run_folder
 from hybridrl.config.load import load_config
 from hybridrl.config.own_code import contained, make_working_folder_importable
@@ -45,8 +47,6 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.parallel import failure
 from hybridrl.parallel.failure import is_launched
-
-HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # for the ranks: hub names with their commits, as JSON
 
 
 class Commands(TyperGroup):
@@ -67,17 +67,7 @@ app = typer.Typer(
 
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of a run on this host.")
 app.add_typer(bench, name="bench")
-
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Knobs set on top, e.g. train.tp=2."),
-]
-World = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of ranks; default: the GPUs, on CPU what the layout needs."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+app.command("launch")(launch_command)
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -185,7 +175,7 @@ def train(
     ] = "newest",
 ) -> None:
     """Train; continues from the newest checkpoint in the run folder."""
-    loaded = _pinned(load_config(config, overrides or []))
+    loaded = with_commits(load_config(config, overrides or []))
     if replay is not None:
         _replay(loaded, config, overrides or [], world, replay)
     if is_rank():
@@ -220,7 +210,7 @@ def evaluate(
     if prompts is not None:
         data = loaded.data.model_copy(update={"eval_prompts": (str(prompts),)})
         loaded = loaded.model_copy(update={"data": data})
-    loaded = _pinned(loaded)
+    loaded = with_commits(loaded)
     is_told = any(override.startswith("rollout.temperature=") for override in given)
     temperature = loaded.rollout.temperature if is_told else 0.0
     files = loaded.data.eval_prompts if prompts else None
@@ -256,7 +246,7 @@ def bench_rollout(
     from hybridrl.cli import bench as measuring
 
     def load(changed: Sequence[str]) -> tuple[Config, int]:
-        found = _pinned(load_config(config, changed))
+        found = with_commits(load_config(config, changed))
         return found, world or default_world_size(found, num_local_gpus())
 
     given, names = overrides or [], measuring.measured_engines(engines)
@@ -341,21 +331,6 @@ def _leave(code: int) -> None:
     sys.exit(code)
 
 
-def _pinned(config: Config) -> Config:
-    """Returns a configuration with every hub name at a commit. Who starts the ranks asks for it and
-    tells them; under torchrun rank 0 does.
-    """
-    if is_launched():
-        return with_names(config, names_from_json(os.environ[HUB_NAMES]))
-    if not is_rank():
-        found = pinned(config)
-        os.environ[HUB_NAMES] = names_to_json(hub_names(found))
-        return found
-    from hybridrl.loop.setup import pinned_on_all_ranks
-
-    return pinned_on_all_ranks(config)
-
-
 def _torchrun_world(asked: int | None) -> int:
     world_size = int(os.environ["WORLD_SIZE"])
     if asked not in (None, world_size):
@@ -413,7 +388,7 @@ def _check_mismatch(
     from hybridrl.cli import mismatch
 
     def load(given: Sequence[str]) -> tuple[Config, int]:
-        config = _pinned(load_config(file, given))
+        config = with_commits(load_config(file, given))
         mismatch.refuse_without_rollouts(config, "--mismatch")
         if is_launched():
             return config, 0
