@@ -129,6 +129,7 @@ def validate_training(
             found += _rows(term.data, paths, term.algorithm.needs, [])
     if data.eval_prompts is not None:
         found += _files(data, data.eval_prompts, answer)
+    found += _trackers(config)
     _raise_all(found)
     check_free(run_folder(config))
     _check_run(config, reads_newest=resume == "newest")
@@ -317,6 +318,13 @@ def _no_file(key: str, command: str) -> UserError:
     return UserError(
         key, "nothing", f"a JSONL file or other source, for {command}", f"Set {key} to a file."
     )
+
+
+def _trackers(config: Config) -> Iterator[UserError]:
+    for package, name in (("wandb", config.log.wandb), ("mlflow", config.log.mlflow)):
+        if name is not None and find_spec(package) is None:
+            remedy = f"pip install {package}, or leave log.{package} out."
+            yield UserError(f"log.{package}", name, f"null without the package {package}", remedy)
 
 
 def _answer_column(config: Config) -> list[str]:

@@ -30,6 +30,7 @@ from hybridrl.metrics.sinks import (
     read_records,
 )
 from hybridrl.metrics.timing import PhaseTimer
+from hybridrl.metrics.trackers import Mlflow, Tracker, TrackerSink, Wandb
 from hybridrl.metrics.values import GENERATED_TOKENS, recent_mean, step_metrics
 from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World
@@ -66,6 +67,7 @@ class Journal:
         self.sinks: list[MetricSink] = []
         self.console: ConsoleSink | None = None
         self.log_file: LogSink | None = None
+        self.trackers: list[TrackerSink] = []
         self._said_before: list[str] = []  # there is a log
         world.heartbeat.phase = lambda: self.timer.current
         self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
@@ -105,6 +107,8 @@ class Journal:
         self.sinks = [lines, self.log_file]
         if self.config.log.tensorboard:
             self.sinks.append(TensorBoardSink(self.folder / "tensorboard", last_step))
+        self.trackers = [TrackerSink(one, self.folder, self.notify) for one in self._services()]
+        self.sinks += self.trackers
         if self.config.log.console:
             self.console = ConsoleSink(num_steps, last_step)
             self.sinks.append(self.console)
@@ -115,6 +119,14 @@ class Journal:
         for change in changes:
             self.notify(f"changed from step {last_step + 1} on: {change}")
         self.notify(self._when_saved(num_steps))
+
+    def _services(self) -> Iterator[Tracker]:
+        """Yields the trackers that the configuration names."""
+        section = self.config.log
+        if section.wandb is not None:
+            yield Wandb(section.wandb, self.folder)
+        if section.mlflow is not None:
+            yield Mlflow(section.mlflow, self.folder)
 
     def _changes(self) -> Sequence[str]:
         """Returns how knobs differ from those that the run was last trained with."""
@@ -179,6 +191,8 @@ class Journal:
         with self.world.all_agree("writing samples"):
             if self.is_writer:
                 self.dump.write(step, samples)
+                for tracker in self.trackers:
+                    tracker.samples(step, self.dump.file(step))
             else:
                 collections.deque(samples, 0)  # there are none here, but tokens to be sent
 
@@ -219,6 +233,8 @@ class Journal:
                 f"steps {first + 1} to {last} were taken" if last > first else "no step was taken"
             )
             self.notify(f"{taken}; run folder: {self.folder}  ({seconds:.0f} s)")
+            for tracker in self.trackers:
+                tracker.is_done = True
         return summary
 
     def nothing_to_do(
@@ -264,9 +280,11 @@ class Journal:
 
     def close(self) -> None:
         """Closes all files; the phase file keeps its last line."""
+        for tracker in self.trackers:  # they may have something to say, which sinks take
+            tracker.close()
         for sink in self.sinks:
             sink.close()
-        self.sinks, self.console, self.log_file = [], None, None
+        self.sinks, self.trackers, self.console, self.log_file = [], [], None, None
         self.timer.close()
 
     def _peaks(self) -> dict[str, float]:
