@@ -298,6 +298,17 @@ def report(
     typer.echo(str(write_report(run_dir, other_run)))
 
 
+@app.command()
+def top(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 2.0,
+) -> None:
+    """Show what a run is doing, until Ctrl-C; once where the output is no terminal."""
+    from hybridrl.cli.top import watch
+
+    watch(run_dir, every_s)
+
+
 def main() -> None:
     """Runs the command line and ends the process with the command's exit code."""
     make_working_folder_importable()

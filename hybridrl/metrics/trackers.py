@@ -78,7 +78,8 @@ class Wandb:
             resume="allow",
             dir=str(self._folder),
             config=_knobs(self._folder),
-            settings=wandb.Settings(console="off"),  # rank 0's output is the console's
+            # Neither rank 0's output nor its program is asked for.
+            settings=wandb.Settings(console="off", save_code=False),
         )
         file.write_text(f"{self._run.id}\n", encoding="utf-8")
         self._run.define_metric("*", step_metric="step")

@@ -1,6 +1,6 @@
 """Services that keep a run's metrics, against small modules with the packages' call signatures.
 
-The signatures are those of wandb 0.22 and mlflow 3.5.
+The signatures are those of wandb 0.31 and mlflow 3.17.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def stub_wandb(calls: Calls) -> types.ModuleType:
         return Run()
 
     module.Table, module.Artifact, module.init = Table, Artifact, init
-    module.Settings = lambda console: {"console": console}
+    module.Settings = lambda console, save_code: (console, save_code)
     return module  # type: ignore[no-any-return]
 
 
