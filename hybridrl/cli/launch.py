@@ -1,9 +1,10 @@
 """Starts the ranks of one machine and watches them. No torch.
 
-Owns the rank processes: their environment, log files and end. Who waits for whom: the launcher
-waits for every rank; ranks wait for each other only inside collectives. Invariant: when a rank
-fails, no other outlives it by more than the grace and kill delays below, and the exit code is the
-failed rank's (2 for a user's mistake, else 1). Ranks die with their launcher.
+Owns the rank processes: their environment, log files and end. What their end means for the job, and
+what is said of it, is in rank_ends.py. Who waits for whom: the launcher waits for every rank of its
+machine; ranks wait for each other only inside collectives. Invariant: when a rank fails, no other
+of the machine outlives it by more than the grace and kill delays below. Ranks die with their
+launcher.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from types import FrameType, MappingProxyType
 from typing import IO
 
 from hybridrl.checkpoint.run_lock import LOCK_TOKEN, RunLock
+from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, RUNNING, STORE_FD, Failure, is_launched
 
@@ -37,9 +39,33 @@ NOTICE_EVERY_S = 15.0
 SAME_SIGNAL_S = 1.0  # between two signals that count as two
 STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that saved and ended
 PR_SET_PDEATHSIG = 1
-LOG_LINES_SHOWN = 20
+LOCAL = "127.0.0.1"
 STACKS_SIGNAL = signal.SIGUSR2  # a rank writes its Python stacks to its log
 STACKS_S = 0.5  # time for that
+
+
+@dataclass(frozen=True)
+class Share:
+    """The ranks of a job that one launcher starts.
+
+    Args:
+        count: how many.
+        first: the lowest of them.
+        world_size: ranks of the job.
+        address: of rank 0's machine, as all machines know it.
+        port: of the job's store there; 0: any, where rank 0 is the only one to be told.
+    """
+
+    count: int
+    first: int
+    world_size: int
+    address: str = LOCAL
+    port: int = 0
+
+    @staticmethod
+    def whole(world_size: int) -> Share:
+        """Returns the share of a launcher that starts all ranks."""
+        return Share(world_size, 0, world_size)
 
 
 @dataclass
@@ -103,43 +129,82 @@ def launch(
     Returns:
         The exit code: 0, 2 where a rank met a user's mistake, 1 for anything else, be it a signal.
     """
+    command = [*program, *arguments]
+    return conclude(run_ranks(command, Share.whole(world_size), log_dir, environment), log_dir)
+
+
+def run_ranks(
+    command: Sequence[str],
+    share: Share,
+    log_dir: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    steer: Callable[[list[int]], None] | None = None,
+) -> Outcome:
+    """Runs this machine's ranks of a job and waits for them.
+
+    Args:
+        command: what Python runs.
+        share: which ranks they are.
+        log_dir: as of `launch`.
+        environment: further variables of the ranks.
+        steer: called at the start with the list of signals that the ranks are to get; it may append
+            to it from a thread. Two signals end the ranks at once.
+
+    Returns:
+        How they ended.
+    """
     ranks: list[_Rank] = []
     copied = _Copied()
-    with _caught_signals() as received:
+    with caught_signals() as received:
+        if steer is not None:
+            steer(received)
         try:
-            _make_log_dir(log_dir)
+            _make_log_dir(log_dir, share)
             # Rank 0 listens on this socket, for the job's store: a port that was only found to be
             # free would be anybody's in the seconds until the rank has imported torch.
             with socket.socket() as server:
-                server.bind(("127.0.0.1", 0))
-                for index in range(world_size):
-                    command = [*program, *arguments]
-                    place = index, world_size, server, log_dir
-                    ranks.append(_start(command, *place, copied, environment))
+                if share.first == 0:
+                    _bind(server, share)
+                port = server.getsockname()[1] if share.first == 0 else share.port
+                for index in range(share.first, share.first + share.count):
+                    variables = _environment(share, index, port, log_dir, environment)
+                    ranks.append(_start(command, index, server, log_dir, copied, variables))
             _wait(ranks, received)
             culprits = [rank for rank in ranks if rank.failed]
         finally:
             _end(ranks, received)
     copied.finish()
     stopped_by = [*received, *(rank.stopped_by for rank in ranks if rank.stopped_by)]
+    host, codes = socket.gethostname(), {rank.index: rank.process.returncode for rank in ranks}
+    ended = [EndedRank(rank.index, codes[rank.index], str(rank.log), host) for rank in ranks]
     # Ranks that are ended by the signal say nothing; one that says something could not save.
-    culprits = [rank for rank in culprits if not received or _has_failed_itself(rank)]
-    if stopped_by and not culprits:
-        print(f"hybridrl: stopped by {signal.Signals(stopped_by[0]).name}", file=sys.stderr)
-        return 1
-    if culprits:
-        return _report(culprits, ranks, copied.fault)
-    if copied.fault is not None:
-        print(f"hybridrl: {log_dir / 'rank_0.log'} is cut off: {copied.fault}", file=sys.stderr)
-    return 0
+    blamable = [
+        rank.index for rank in culprits if not received or ended[rank.index - share.first].spoke
+    ]
+    return Outcome(ended, blamable, stopped_by[0] if stopped_by else 0, copied.fault)
 
 
-def _has_failed_itself(rank: _Rank) -> bool:
-    return rank.failure is not None and rank.failure.kind in ("mistake", "error")
+def _bind(server: socket.socket, share: Share) -> None:
+    """Takes the port of the job's store.
+
+    Raises:
+        UserError: another process has it.
+    """
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share.port != 0)
+    try:
+        server.bind((LOCAL if share.address == LOCAL else "", share.port))
+    except OSError as error:
+        raise UserError(
+            "--port",
+            share.port,
+            f"a free port of {socket.gethostname()}",
+            f"{error.strerror}: choose another with --port.",
+        ) from error
 
 
-def _make_log_dir(log_dir: Path) -> None:
-    """Makes the folder and removes what ranks of an earlier start left there.
+def _make_log_dir(log_dir: Path, share: Share) -> None:
+    """Makes the folder and removes what ranks left there at an earlier start: these, or all where
+    no other launcher has a share.
 
     Raises:
         UserError: that is not possible.
@@ -147,8 +212,10 @@ def _make_log_dir(log_dir: Path) -> None:
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         for suffix in (".phase", ".error", RUNNING):
-            for stale in log_dir.glob(f"rank_*{suffix}"):
-                stale.unlink()
+            own = [f"rank_{index}" for index in range(share.first, share.first + share.count)]
+            for stem in ["rank_*"] if share.count == share.world_size else own:
+                for stale in log_dir.glob(stem + suffix):
+                    stale.unlink()
     except OSError as error:
         raise _no_logs(log_dir, error) from error
 
@@ -162,8 +229,14 @@ def _no_logs(path: Path, error: OSError) -> UserError:
     )
 
 
-def launch_run(arguments: Sequence[str], world_size: int, folder: Path) -> int:
-    """Runs ranks that write into a run folder; arguments and result as of `launch`.
+def launch_run(
+    arguments: Sequence[str],
+    world_size: int,
+    folder: Path,
+    start: Callable[..., int] | None = None,
+) -> int:
+    """Runs ranks that write into a run folder; arguments and result as of `launch`, which `start`
+    stands in for.
 
     A user's mistake that only ranks could meet (a reward that raises), before the first step is
     over, leaves no folder that was not there. The launcher holds the folder for its ranks.
@@ -184,7 +257,8 @@ def launch_run(arguments: Sequence[str], world_size: int, folder: Path) -> int:
     lock = RunLock(folder)
     lock.acquire(lambda text: print(text, flush=True))
     try:
-        code = launch(arguments, world_size, folder / "logs", environment={LOCK_TOKEN: lock.token})
+        token = {LOCK_TOKEN: lock.token}
+        code = (start or launch)(arguments, world_size, folder / "logs", environment=token)
         metrics = folder / "metrics.jsonl"
         has_steps = metrics.exists() and metrics.stat().st_size > 0
         if code == 2 and folder in missing and not has_steps and not (folder / "replay").exists():
@@ -206,42 +280,49 @@ def launch_without_run(arguments: Sequence[str], world_size: int) -> int:
     return code
 
 
-def _start(
-    arguments: Sequence[str],
-    index: int,
-    world_size: int,
-    server: socket.socket,
-    log_dir: Path,
-    copied: _Copied,
-    further: Mapping[str, str],
-) -> _Rank:
+def _environment(
+    share: Share, index: int, port: int, log_dir: Path, further: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the environment of a rank."""
     environment = {
         "OMP_NUM_THREADS": "1",  # ranks share the cores already
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # where Python was when native code ended the process
         **os.environ,
         "RANK": str(index),
-        "LOCAL_RANK": str(index),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(server.getsockname()[1]),
+        "LOCAL_RANK": str(index - share.first),
+        "WORLD_SIZE": str(share.world_size),
+        "LOCAL_WORLD_SIZE": str(share.count),
+        "MASTER_ADDR": share.address,
+        "MASTER_PORT": str(port),
         LAUNCHER_PID: str(os.getpid()),
         LOG_DIR: str(log_dir.absolute()),
         **further,
     }
     environment.pop(STORE_FD, None)  # of a rank that launches others
+    return environment
+
+
+def _start(
+    command: Sequence[str],
+    index: int,
+    server: socket.socket,
+    log_dir: Path,
+    copied: _Copied,
+    environment: dict[str, str],
+) -> _Rank:
+    """Starts a rank; of a machine the one with the store writes to the console too."""
     if index == 0:
         environment[STORE_FD] = str(server.fileno())
     log = log_dir / f"rank_{index}.log"
     try:
         file = log.open("ab", buffering=0)
-        file.write(f"--- {time.strftime('%F %T')} python {' '.join(arguments)}\n".encode())
+        file.write(f"--- {time.strftime('%F %T')} python {' '.join(command)}\n".encode())
     except OSError as error:
         raise _no_logs(log, error) from error
     with file:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, *command],
             env=environment,
             pass_fds=(server.fileno(),) if index == 0 else (),
             stdin=subprocess.DEVNULL,
@@ -292,9 +373,10 @@ def _write_all(descriptor: int, block: bytes) -> None:
 
 
 @contextmanager
-def _caught_signals() -> Iterator[list[int]]:
+def caught_signals() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM in a list instead of dying of them; a program that runs this one
-    may hand on what a terminal sends to both, which counts once.
+    may hand on what a terminal sends to both, which counts once. SIGUSR1, by which schedulers tell
+    that the time is nearly over, stands for SIGTERM.
     """
     received: list[int] = []
     first: list[float] = []
@@ -302,9 +384,10 @@ def _caught_signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         first.append(time.monotonic())
         if not received or first[-1] - first[0] > SAME_SIGNAL_S:
-            received.append(number)
+            received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, note) for number in caught}
     try:
         yield received
     finally:
@@ -379,66 +462,3 @@ def _status(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
-def _report(culprits: Sequence[_Rank], ranks: Sequence[_Rank], fault: str | None) -> int:
-    """Prints which rank failed first, and why, also into the logs of the others, which may have
-    been ended without a word; returns the exit code. `fault` is why rank 0's log is cut off.
-    """
-    mistaken = [rank for rank in culprits if rank.process.returncode == 2]
-    if mistaken:
-        said = mistaken[0].failure
-        unsaid = f"rank {mistaken[0].index} refused; see {mistaken[0].log}"
-        print(unsaid if said is None else said.message, file=sys.stderr)
-        return 2
-    # A killed rank tears the others' connections; else the first to say what ended it is the cause,
-    # unless it was another rank.
-    first = min(culprits, key=lambda rank: _order(rank.process.returncode, rank.failure))
-    failure, code = first.failure, first.process.returncode
-    if code > 0 and failure is not None and failure.culprit is not None:
-        blamed, message = ranks[failure.culprit], failure.message
-    else:
-        how = f"ended with code {code}" if code else "ended itself with code 0, as by os._exit(0),"
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        blamed, host = first, socket.gethostname()
-        message = f"rank {first.index} on host {host} {how} in phase '{_phase(first)}'"
-        message += f": {failure.message}" if failure is not None else ""
-    message = f"hybridrl: {message}; the other ranks were ended. Its log is {blamed.log}"
-    found = {fault, *(_append(rank, message) for rank in ranks if rank is not blamed)}
-    if faults := [one for one in found if one is not None]:
-        message += f" (logs are cut off: {', '.join(sorted(faults))})"
-    print(message, file=sys.stderr)
-    if blamed is first and code > 0:
-        trace = failure.trace if failure is not None else _tail(first)
-        print("\n".join(f"  | {line}" for line in trace.splitlines()), file=sys.stderr)
-    return 1
-
-
-def _order(code: int, failure: Failure | None) -> tuple[bool, bool, float]:
-    """Returns what sorts the ends of ranks by how likely they are the cause, likeliest first."""
-    is_of_peer = failure is not None and failure.kind in ("peer", "lost")
-    # One that ended without a word breaks connections, which others report as errors of their own.
-    return code >= 0, is_of_peer, 0.0 if failure is None else failure.time
-
-
-def _phase(rank: _Rank) -> str:
-    file = rank.log.with_suffix(".phase")
-    return file.read_text().strip() if file.exists() else "start"
-
-
-def _append(rank: _Rank, message: str) -> str | None:
-    """Writes the message into the log of a rank; returns why it could not."""
-    try:
-        with rank.log.open("a") as file:
-            print(message, file=file)
-    except OSError as error:
-        return error.strerror
-    return None
-
-
-def _tail(rank: _Rank) -> str:
-    """Returns the end of a log; of rank 0's nothing, which is on the console already."""
-    if rank.index == 0:
-        return ""
-    return "\n".join(rank.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])

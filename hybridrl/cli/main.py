@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from hybridrl import __version__
 from hybridrl.checkpoint.folders import FileFormat
 from hybridrl.cli import starting
+from hybridrl.cli.cluster import launch_command
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import (
     STOP_CODES,
@@ -30,6 +31,8 @@ from hybridrl.cli.launch import (
     launch_run,
     launch_without_run,
 )
+from hybridrl.cli.options import ConfigFile, Json, Overrides, World
+from hybridrl.cli.pinning import with_commits
 from hybridrl.cli.rank_log import log_to, write_stacks_on_signal
 from hybridrl.cli.validate import (
     validate_conversion,
@@ -37,7 +40,6 @@ from hybridrl.cli.validate import (
     validate_replay,
     validate_training,
 )
-from hybridrl.config.hub import hub_names, names_from_json, names_to_json, with_names
 from hybridrl.config.identity import pinned, run_folder
 from hybridrl.config.load import load_config
 from hybridrl.config.own_code import contained, make_working_folder_importable
@@ -46,8 +48,6 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.parallel import failure
 from hybridrl.parallel.failure import is_launched
-
-HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # for the ranks: hub names with their commits, as JSON
 
 
 class Commands(TyperGroup):
@@ -65,17 +65,7 @@ app.command()(starting.examples)
 
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of a run on this host.")
 app.add_typer(bench, name="bench")
-
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Knobs set on top, e.g. train.tp=2."),
-]
-World = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of ranks; default: the GPUs, on CPU what the layout needs."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+app.command("launch")(launch_command)
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -183,7 +173,7 @@ def train(
     ] = "newest",
 ) -> None:
     """Train; continues from the newest checkpoint in the run folder."""
-    loaded = _pinned(load_config(config, overrides or []))
+    loaded = with_commits(load_config(config, overrides or []))
     if replay is not None:
         _replay(loaded, config, overrides or [], world, replay)
     if is_rank():
@@ -224,7 +214,7 @@ def evaluate(
     if prompts is not None:
         data = loaded.data.model_copy(update={"eval_prompts": (str(prompts),)})
         loaded = loaded.model_copy(update={"data": data})
-    loaded = _pinned(loaded)
+    loaded = with_commits(loaded)
     files = loaded.data.eval_prompts if prompts else None
     if checkpoint is not None and not os.path.isdir(checkpoint):
         raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Check the path.")
@@ -258,7 +248,7 @@ def bench_rollout(
     from hybridrl.cli import bench as measuring
 
     def load(changed: Sequence[str]) -> tuple[Config, int]:
-        found = _pinned(load_config(config, changed))
+        found = with_commits(load_config(config, changed))
         return found, world or default_world_size(found, num_local_gpus())
 
     given, names = overrides or [], measuring.measured_engines(engines)
@@ -328,6 +318,17 @@ def report(
     report_runs(folders, port if live else None, typer.echo, lambda t: typer.echo(t, err=True))
 
 
+@app.command()
+def top(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 2.0,
+) -> None:
+    """Show what a run is doing, until Ctrl-C; once where the output is no terminal."""
+    from hybridrl.cli.top import watch
+
+    watch(run_dir, every_s)
+
+
 def main() -> None:
     """Runs the command line and ends the process with the command's exit code."""
     make_working_folder_importable()
@@ -359,21 +360,6 @@ def _leave(code: int) -> None:
             code
         )  # an orderly exit would wait for collectives that the other ranks never enter
     sys.exit(code)
-
-
-def _pinned(config: Config) -> Config:
-    """Returns a configuration with every hub name at a commit. Who starts the ranks asks for it and
-    tells them; under torchrun rank 0 does.
-    """
-    if is_launched():
-        return with_names(config, names_from_json(os.environ[HUB_NAMES]))
-    if not is_rank():
-        found = pinned(config)
-        os.environ[HUB_NAMES] = names_to_json(hub_names(found))
-        return found
-    from hybridrl.loop.setup import pinned_on_all_ranks
-
-    return pinned_on_all_ranks(config)
 
 
 def _torchrun_world(asked: int | None) -> int:
@@ -414,7 +400,7 @@ def _check_mismatch(
     from hybridrl.cli import mismatch
 
     def load(given: Sequence[str]) -> tuple[Config, int]:
-        config = _pinned(load_config(file, given))
+        config = with_commits(load_config(file, given))
         mismatch.refuse_without_rollouts(config, "--mismatch")
         if is_launched():
             return config, 0

@@ -104,7 +104,10 @@ def validate_replay(config: Config, world_size: int) -> None:
 
 
 def validate_training(
-    config: Config, world_size: int, resume: Literal["newest", "previous"] = "newest"
+    config: Config,
+    world_size: int,
+    resume: Literal["newest", "previous"] = "newest",
+    slots: Sequence[int] = (),
 ) -> None:
     """Checks all that `train` needs.
 
@@ -112,11 +115,12 @@ def validate_training(
         config: of the run.
         world_size: number of ranks.
         resume: which checkpoint the run goes on from.
+        slots: ranks of each host of several; none: as of `local_machines`.
 
     Raises:
         ConfigError: with every violation.
     """
-    found = _common(config, world_size)
+    found = _common(config, world_size, slots=slots)
     data, answer = config.data, _answer_column(config)
     if data.prompts is None:
         found.append(_no_file("data.prompts", "train"))
@@ -132,7 +136,7 @@ def validate_training(
         found += _rows(data, data.validation, config.algorithm.needs, answer)
     if data.eval_prompts is not None:
         found += _files(data, data.eval_prompts, answer)
-    _raise_all([*found, *_sets(config)])
+    _raise_all([*found, *_sets(config), *_trackers(config)])
     check_free(run_folder(config))
     _check_run(config, reads_newest=resume == "newest")
 
@@ -213,9 +217,11 @@ def check_weights(
     HfHeaders(directory).check(hf_shapes(*read_model(family_key, hf_config), head))
 
 
-def _common(config: Config, world_size: int, has_teacher: bool = True) -> list[UserError]:
+def _common(
+    config: Config, world_size: int, has_teacher: bool = True, slots: Sequence[int] = ()
+) -> list[UserError]:
     """Returns what is wrong with the parts of a configuration that every run has."""
-    machines = local_machines(config.placement, world_size)
+    machines = local_machines(config.placement, world_size, slots)
     hf_config, found = model_violations(config, world_size, has_teacher, machines=machines)
     if not found and (lacking := _descriptors(config, machines or Machines(world_size))):
         found.append(lacking)
@@ -231,8 +237,11 @@ def _common(config: Config, world_size: int, has_teacher: bool = True) -> list[U
     return [*found, *_tokenizer(config.model), *_engine(config, hf_config), *_own_code(config)]
 
 
-def local_machines(section: PlacementConfig, world_size: int) -> Machines | None:
-    """Returns what is under the ranks that this host starts, or of which this process is one.
+def local_machines(
+    section: PlacementConfig, world_size: int, slots: Sequence[int] = ()
+) -> Machines | None:
+    """Returns what is under the ranks that this host starts, or of which this process is one; or
+    under those of several hosts, by the ranks of each (`slots`).
 
     None where a placement asks for what only the ranks know when they have met: the GPUs of other
     nodes, or which of unlike GPUs here CUDA counts first. They judge it then.
@@ -240,7 +249,9 @@ def local_machines(section: PlacementConfig, world_size: int) -> Machines | None
     if not named_roles(section):
         return Machines(world_size)
     each: int | None = world_size  # our own launcher starts all ranks here
-    if "RANK" in os.environ:
+    if slots:
+        each = slots[0] if len(set(slots)) == 1 else None
+    elif "RANK" in os.environ:
         told = os.environ.get("LOCAL_WORLD_SIZE")
         each = int(told) if told else None
     names = local_gpu_names() if each == world_size else None
@@ -313,6 +324,13 @@ def _no_file(key: str, command: str) -> UserError:
     return UserError(
         key, "nothing", f"a JSONL file or other source, for {command}", f"Set {key} to a file."
     )
+
+
+def _trackers(config: Config) -> Iterator[UserError]:
+    for package, name in (("wandb", config.log.wandb), ("mlflow", config.log.mlflow)):
+        if name is not None and find_spec(package) is None:
+            remedy = f"pip install {package}, or leave log.{package} out."
+            yield UserError(f"log.{package}", name, f"null without the package {package}", remedy)
 
 
 def _answer_column(config: Config) -> list[str]:

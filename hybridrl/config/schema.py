@@ -421,6 +421,14 @@ class LogConfig(Section):
     tensorboard: bool = Field(
         True, description="Write TensorBoard events. True: cheap, and most people look there."
     )
+    wandb: str | None = Field(
+        None,
+        min_length=1,
+        description="Project of Weights & Biases that gets metrics, samples, knobs and the report. None: nothing leaves the machine unasked.",
+    )
+    mlflow: str | None = Field(
+        None, min_length=1, description="Experiment of MLflow that gets the same. None: likewise."
+    )
     rollouts_every: int = Field(
         10,
         ge=0,

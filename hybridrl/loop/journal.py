@@ -10,7 +10,7 @@ import collections
 import json
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -34,6 +34,7 @@ from hybridrl.metrics.sinks import (
     read_records,
 )
 from hybridrl.metrics.timing import PhaseTimer
+from hybridrl.metrics.trackers import Mlflow, Tracker, TrackerSink, Wandb
 from hybridrl.metrics.values import (
     GENERATED_TOKENS,
     STDERR,
@@ -83,6 +84,7 @@ class Journal:
         self.sinks: list[MetricSink] = []
         self.console: ConsoleSink | None = None
         self.log_file: LogSink | None = None
+        self.trackers: list[TrackerSink] = []
         self._said_before: list[str] = []  # there is a log
         world.heartbeat.phase = lambda: self.timer.current
         self._starts = RunStarts(self.folder)
@@ -133,6 +135,8 @@ class Journal:
         self.sinks = [lines, self.log_file]
         if self.config.log.tensorboard:
             self.sinks.append(TensorBoardSink(self.folder / "tensorboard", last_step))
+        self.trackers = [TrackerSink(one, self.folder, self.notify) for one in self._services()]
+        self.sinks += self.trackers
         if self.config.log.console:
             self.console = ConsoleSink(num_steps, last_step)
             self.sinks.append(self.console)
@@ -143,6 +147,14 @@ class Journal:
         for change in changes:
             self.notify(f"changed from step {last_step + 1} on: {change}")
         self.notify(self._when_saved(num_steps))
+
+    def _services(self) -> Iterator[Tracker]:
+        """Yields the trackers that the configuration names."""
+        section = self.config.log
+        if section.wandb is not None:
+            yield Wandb(section.wandb, self.folder)
+        if section.mlflow is not None:
+            yield Mlflow(section.mlflow, self.folder)
 
     def _changes(self) -> Sequence[str]:
         """Returns how knobs differ from those that the run was last trained with."""
@@ -212,6 +224,8 @@ class Journal:
         with self.world.all_agree("writing samples"):
             if self.is_writer:
                 self.dump.write(step, samples)
+                for tracker in self.trackers:
+                    tracker.samples(step, self.dump.file(step))
             else:
                 collections.deque(samples, 0)  # there are none here, but tokens to be sent
 
@@ -236,6 +250,8 @@ class Journal:
                 f"steps {first + 1} to {last} were taken" if last > first else "no step was taken"
             )
             self.notify(f"{taken}; run folder: {self.folder}  ({seconds:.0f} s)")
+            for tracker in self.trackers:
+                tracker.is_done = True
         return summary
 
     def nothing_to_do(
@@ -291,9 +307,11 @@ class Journal:
         then is noted as the end of the run.
         """
         self._starts.end(exit_of(sys.exception()))
+        for tracker in self.trackers:  # they may have something to say, which sinks take
+            tracker.close()
         for sink in self.sinks:
             sink.close()
-        self.sinks, self.console, self.log_file = [], None, None
+        self.sinks, self.trackers, self.console, self.log_file = [], [], None, None
         self.timer.close()
 
     def _peaks(self) -> dict[str, float]:

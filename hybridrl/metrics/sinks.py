@@ -195,10 +195,14 @@ class RolloutDump:
         """Whether the samples of `step` (from 1) are wanted."""
         return self._every > 0 and (step == 1 or step % self._every == 0)
 
+    def file(self, step: int) -> Path:
+        """Returns where the samples of a step are written."""
+        return self._directory / f"step_{step:06d}.jsonl"
+
     def write(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
         """Writes the samples of a step, each as a JSON object, as they come."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"step_{step:06d}.jsonl"
+        path = self.file(step)
         partial = path.with_name(path.name + ".partial")
         # Half of a surrogate pair, which has no UTF-8, becomes the escape that JSON has for it.
         with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:

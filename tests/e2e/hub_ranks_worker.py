@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fake_hub import settings
 
-from hybridrl.cli.main import _pinned
+from hybridrl.cli.pinning import with_commits
 from hybridrl.config.load import load_config
 from hybridrl.errors import UserError
 
@@ -20,9 +20,9 @@ def main() -> None:
     folder, url, config, *knobs = sys.argv[1:]
     for owner, name, value in settings(url, Path(folder, "other_cache")):
         setattr(owner, name, value)
-    said = [str(_pinned(load_config(config, knobs)).model.path)]
+    said = [str(with_commits(load_config(config, knobs)).model.path)]
     try:
-        _pinned(load_config(config, [*knobs, "model.path=org/tiny@v9"]))
+        with_commits(load_config(config, [*knobs, "model.path=org/tiny@v9"]))
     except UserError as error:
         said.append(str(error))
     (Path(folder) / f"rank_{os.environ['RANK']}").write_text("\n".join(said))

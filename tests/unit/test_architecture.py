@@ -83,6 +83,8 @@ WALLS = {
     "sglang": [f"rollout/sglang{part}.py" for part in ("", "_sampling", "_scheduler", "_start")],
     "triton": ["../kernels/*"],
     "ray": ["cli/launch.py"],
+    "wandb": ["metrics/trackers.py"],
+    "mlflow": ["metrics/trackers.py"],
     "hybridrl.kernels": ["ops.py", "../kernels/*"],
     "hybridrl._C": ["ops.py"],
 }

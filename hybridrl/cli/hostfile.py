@@ -1,0 +1,300 @@
+"""`hybridrl launch --hostfile`: ranks on several machines over ssh, one connection a machine.
+
+Owns the hostfile, the questions to hosts before anything is started, and the end of the job. Who
+waits for whom: this process waits for node.py on every host, which waits for its ranks. Invariant:
+when one host's ranks have failed or its connection is lost, the others are ended within
+KILL_AFTER_S of it. Hosts share the working folder, the Python environment and the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridrl import __version__
+from hybridrl.cli.launch import KILL_AFTER_S, POLL_S, Share, caught_signals
+from hybridrl.cli.node import Order, outcome_file
+from hybridrl.cli.rank_ends import Outcome, conclude
+from hybridrl.errors import ConfigError, UserError
+
+PROBE_S = 60.0  # for a host to answer
+END_S = 30.0  # for hosts to end their ranks and say so
+SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
+KEEP_ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+PORTS = (10_000, 32_000)  # which no system hands out by itself
+# Variables of the user's that the ranks of other hosts get too.
+FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+FORWARDED_PREFIXES = (
+    *("HYBRIDRL_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_DEVICE_", "HF_"),
+    *("VLLM_", "SGLANG_", "WANDB_", "MLFLOW_", "TRITON_", "UCX_", "OMPI_"),
+)
+_LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1")
+# What a host is asked: whether it is set up as this one is, and knows where rank 0 will be.
+PROBE = (
+    "import socket, sys, hybridrl; socket.getaddrinfo(sys.argv[1], None); print('hybridrl', "
+    "hybridrl.__version__)"
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of a hostfile.
+
+    Args:
+        name: as ssh knows the host.
+        slots: ranks that it can run.
+    """
+
+    name: str
+    slots: int
+
+
+def read_hostfile(file: Path) -> list[Host]:
+    """Returns the hosts of a file in MPI's form: `name slots=N` in each line, `#` before comments;
+    without slots= a host has one. A host in several lines has the slots of all.
+
+    Raises:
+        UserError: a ConfigError with every line that is wrong, or that there is no host.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UserError(
+            "--hostfile", f"{file}: {reason}", "a file of hosts", "Check the path."
+        ) from error
+    slots: dict[str, int] = {}
+    wrong: list[UserError] = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        name, *rest = text.split()
+        found = re.fullmatch(r"slots\s*=\s*(\S+)", " ".join(rest)) if rest else None
+        count = "1" if not rest else found[1] if found else ""
+        if name.startswith(("-", "slots=")) or not re.fullmatch(r"[1-9][0-9]{0,5}", count):
+            allowed = "name slots=N, N an integer from 1" if count or name else "name slots=N"
+            wrong.append(
+                UserError(f"{file}, line {number}", text, allowed, "Correct or remove the line.")
+            )
+            continue
+        slots[name] = slots.get(name, 0) + int(count)
+    if not slots and not wrong:
+        wrong.append(UserError("--hostfile", f"{file}: no host", "name slots=N", "Add hosts."))
+    if wrong:
+        raise ConfigError(wrong)
+    return [Host(name, count) for name, count in slots.items()]
+
+
+def shares(hosts: Sequence[Host], world_size: int, address: str, port: int) -> list[Share]:
+    """Returns the ranks of each host, which are consecutive; hosts that get none are left out.
+
+    Args:
+        hosts: in the order of ranks; they have slots enough.
+        world_size: ranks to start.
+        address, port: of the job's store, on the first host.
+    """
+    found, first = [], 0
+    for host in hosts:
+        if count := min(host.slots, world_size - first):
+            found.append(Share(count, first, world_size, address, port))
+        first += count
+    return found
+
+
+def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
+    """Asks all hosts whether they can be reached and are set up as this one is.
+
+    Raises:
+        UserError: a ConfigError with every host that is not.
+    """
+    if _LOOPBACK.fullmatch(address) and not all(_LOOPBACK.fullmatch(host.name) for host in hosts):
+        raise UserError(
+            "--hostfile",
+            f"{address} as the first of several hosts",
+            "a name that all hosts know it by",
+            "Write the host's name in its place, or give --address.",
+        )
+    with ThreadPoolExecutor(min(64, len(hosts))) as pool:
+        found = list(pool.map(lambda host: _ask(host, ssh, address), hosts))
+    if wrong := [error for error in found if error is not None]:
+        raise ConfigError(wrong)
+
+
+def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
+    command = _remote(ssh, host, [sys.executable, "-c", PROBE, address])
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            check=False,
+        )
+        said, code = f"{done.stdout}\n{done.stderr}".strip().splitlines(), done.returncode
+        answer = done.stdout.strip().rpartition("\n")[2]
+    except subprocess.TimeoutExpired:
+        said, code, answer = [f"no answer in {PROBE_S:g} s"], 255, ""
+    except OSError as error:
+        raise UserError(
+            "--ssh", command[0], "a program that runs commands on hosts", f"{error.strerror}."
+        ) from error
+    if answer == f"hybridrl {__version__}":
+        return None
+    name, last = f"host {host.name}", said[-1] if said else f"exit code {code}"
+    if code == 255:  # ssh's own
+        remedy = f"Make `{shlex.join([*ssh, host.name])}` work without a password, or remove it."
+        return UserError(name, last, "a host that ssh can reach", remedy)
+    return UserError(
+        name,
+        last,
+        f"hybridrl {__version__} by {sys.executable} in {os.getcwd()}, with {address} known",
+        "Share the environment and the working folder among the hosts.",
+    )
+
+
+def _remote(ssh: Sequence[str], host: Host, command: Sequence[str]) -> list[str]:
+    """Returns the command that runs another one on a host, in the same folder as here."""
+    there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+    return [*ssh, *SSH_OPTIONS, *KEEP_ALIVE, host.name, there]
+
+
+def launch_on_hosts(
+    arguments: Sequence[str],
+    hosts: Sequence[Host],
+    parts: Sequence[Share],
+    ssh: Sequence[str],
+    log_dir: Path,
+    environment: Mapping[str, str],
+) -> int:
+    """Runs `hybridrl ARGUMENTS` as the ranks of all hosts and waits for them.
+
+    Args:
+        arguments: the command line after `hybridrl`.
+        hosts: where.
+        parts: the ranks of each.
+        ssh: the program with its options.
+        log_dir: of the run; a folder that the hosts share.
+        environment: further variables of the ranks.
+
+    Returns:
+        The exit code, as of `launch`.
+    """
+    program = ("-m", "hybridrl.cli.main", *arguments)
+    given = {name: value for name, value in os.environ.items() if _is_forwarded(name)}
+    for stale in log_dir.glob("node_*.json"):
+        stale.unlink()
+    nodes: list[subprocess.Popen[bytes]] = []
+    with caught_signals() as received:
+        try:
+            for node, (host, share) in enumerate(zip(hosts, parts, strict=False)):
+                command = _remote(ssh, host, [sys.executable, "-m", "hybridrl.cli.node"])
+                where = str(log_dir.absolute())
+                order = Order(node, share, program, where, {**given, **environment})
+                nodes.append(_start(command, order))
+            _wait(nodes, received, log_dir)
+        finally:
+            _end(nodes)
+    return _conclude(nodes, hosts, log_dir)
+
+
+def _is_forwarded(name: str) -> bool:
+    return name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
+
+
+def _start(command: Sequence[str], order: Order) -> subprocess.Popen[bytes]:
+    # In a session of its own: a terminal's Ctrl-C reaches the ranks once, through us.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    _tell(process, order.to_line())
+    return process
+
+
+def _tell(process: subprocess.Popen[bytes], line: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(OSError):  # it has ended; its code says how
+        process.stdin.write(line)
+        process.stdin.flush()
+
+
+def _wait(nodes: Sequence[subprocess.Popen[bytes]], received: list[int], log_dir: Path) -> None:
+    """Returns when all hosts are done, or one has failed and the others have had time to say what
+    they know of it; hands signals on.
+    """
+    deadline, num_told = float("inf"), 0
+    while any(node.poll() is None for node in nodes):
+        for number in received[num_told:]:
+            for node in nodes:
+                _tell(node, b"%d\n" % number)
+            num_told += 1
+        if len(received) > 1:
+            return
+        if deadline == float("inf") and any(
+            _has_failed(node, log_dir, index) for index, node in enumerate(nodes)
+        ):
+            deadline = time.monotonic() + KILL_AFTER_S
+        if time.monotonic() > deadline:
+            return
+        time.sleep(POLL_S)
+
+
+def _has_failed(node: subprocess.Popen[bytes], log_dir: Path, index: int) -> bool:
+    if node.poll() is None:
+        return False
+    file = outcome_file(log_dir, index)
+    if node.returncode or not file.exists():
+        return True
+    outcome = Outcome.read(file)
+    return bool(outcome.culprits or outcome.stopped_by)
+
+
+def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends what is still alive: hosts end their ranks when their stdin is closed."""
+    for node in nodes:
+        assert node.stdin is not None
+        with suppress(OSError):
+            node.stdin.close()
+    deadline = time.monotonic() + END_S
+    while any(node.poll() is None for node in nodes) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    for node in nodes:
+        node.kill()
+        node.wait()
+
+
+def _conclude(
+    nodes: Sequence[subprocess.Popen[bytes]], hosts: Sequence[Host], log_dir: Path
+) -> int:
+    """Says how the job ended; returns the exit code."""
+    files = [outcome_file(log_dir, index) for index in range(len(nodes))]
+    found = [Outcome.read(file) for file in files if file.exists()]
+    for file in files:
+        file.unlink(missing_ok=True)
+    code = conclude(Outcome.together(found), log_dir) if found else 0
+    refused = False
+    for node, host in zip(nodes, hosts, strict=False):
+        if node.returncode == 2:  # it has said why
+            refused = True
+        elif node.returncode:
+            how = f"ended with code {node.returncode}"
+            if node.returncode < 0:
+                how = f"was killed by {signal.Signals(-node.returncode).name}"
+            print(f"hybridrl: the connection to host {host.name} {how}", file=sys.stderr)
+            code = code or 1
+    return 2 if refused else code
+
+
+def any_port() -> int:
+    """Returns a port for the job's store, which may be taken there: then rank 0's host says so."""
+    return random.SystemRandom().randrange(*PORTS)

@@ -1,0 +1,158 @@
+"""`hybridrl top`: what a run is doing now, from the files in its folder. No torch.
+
+Reads what ranks write anyway, so it works on any host that has the folder, and costs the run
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from rich.live import Live
+from rich.text import Text
+
+from hybridrl.checkpoint.run_lock import holder
+from hybridrl.errors import UserError
+from hybridrl.metrics.sinks import read_records
+from hybridrl.metrics.values import Record
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """What a rank is doing.
+
+    Args:
+        index: of the rank.
+        phase: that it is in, with the step.
+        since_s: seconds since the phase began.
+        has_failed: whether it has left an error.
+    """
+
+    index: int
+    phase: str
+    since_s: float
+    has_failed: bool
+
+
+@dataclass(frozen=True)
+class RunNow:
+    """What a run is doing.
+
+    Args:
+        name: of the run folder.
+        state: who holds the folder, or that nobody does.
+        num_steps: the last step; None where it is not known.
+        last: metrics of the last finished step; empty before.
+        ranks: by their number.
+    """
+
+    name: str
+    state: str
+    num_steps: int | None
+    last: Record
+    ranks: Sequence[RankNow]
+
+
+def read_run(folder: Path) -> RunNow:
+    """Returns what a run is doing.
+
+    Raises:
+        UserError: there is no run.
+    """
+    logs = folder / "logs"
+    if not logs.is_dir():
+        raise UserError("RUN", folder, "a run folder", "Check the path; runs are in run.dir.")
+    found = holder(folder)
+    state = "no process holds the folder"
+    if found is not None:
+        state = f"held by {found}"
+        if found.is_stale(folder):
+            state += ", which no longer runs"
+    file, config = folder / METRICS, folder / "config.yaml"
+    records = read_records(file) if file.exists() else []
+    steps = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
+    num_steps = steps.get("steps", {}).get("num_steps")
+    last = records[-1] if records else {}
+    return RunNow(folder.resolve().name, state, num_steps, last, _ranks(logs))
+
+
+def watch(folder: Path, every_s: float) -> None:
+    """Prints what a run is doing; on a terminal again and again in the same place, until Ctrl-C.
+
+    Raises:
+        UserError: there is no run.
+    """
+    text = run_text(read_run(folder))
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    with contextlib.suppress(KeyboardInterrupt), Live(Text(text), auto_refresh=False) as live:
+        while True:
+            time.sleep(every_s)
+            live.update(Text(run_text(read_run(folder))), refresh=True)
+
+
+def _ranks(logs: Path) -> list[RankNow]:
+    found = []
+    for file in logs.glob("rank_*.phase"):
+        number = file.stem.removeprefix("rank_")
+        try:
+            phase, written = file.read_text().strip(" \n\0"), file.stat().st_mtime
+        except OSError:  # a start removes the files of the one before
+            continue
+        if number.isdigit():
+            since = max(0.0, time.time() - written)
+            is_error = file.with_suffix(".error").exists()
+            found.append(RankNow(int(number), phase, since, is_error))
+    return sorted(found, key=lambda rank: rank.index)
+
+
+def run_text(run: RunNow) -> str:
+    """Returns the lines that `hybridrl top` prints."""
+    goal = "?" if run.num_steps is None else run.num_steps
+    lines = [f"{run.name}: step {int(run.last.get('step') or 0)}/{goal}, {run.state}"]
+    shown = {
+        "time_s/step": "{:.2f} s a step",
+        "throughput/tokens_per_s_per_gpu": "{:.0f} tokens/s a rank",
+        "reward/mean": "reward {:.3f}",
+        "policy/loss": "loss {:.3f}",
+        "memory/peak_gib": "{:.2f} GiB at most on a rank",
+    }
+    values = [
+        form.format(value)
+        for key, form in shown.items()
+        if (value := run.last.get(key)) is not None
+    ]
+    if values:
+        lines.append("last step: " + ", ".join(values))
+    # Ranks that do the same stand in one line: a cluster's do not fit on a screen.
+    phases: dict[str, list[RankNow]] = {}
+    for rank in run.ranks:
+        phases.setdefault(rank.phase + ", failed" * rank.has_failed, []).append(rank)
+    for phase, ranks in sorted(phases.items(), key=lambda item: len(item[1])):
+        shortest, longest = (choose(rank.since_s for rank in ranks) for choose in (min, max))
+        since = f"{longest:.0f} s" if longest - shortest < 1 else f"{shortest:.0f}-{longest:.0f} s"
+        lines.append(f"  {phase}: {_numbers([rank.index for rank in ranks])} for {since}")
+    if not run.ranks:
+        lines.append("  no rank has begun")
+    return "\n".join(lines)
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """Returns ascending rank numbers, neighbours as a range."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    names = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ",".join(names)

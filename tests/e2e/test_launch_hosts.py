@@ -1,0 +1,237 @@
+"""Several hosts by a hostfile: the weights of the local launcher, exit codes, signals and ends.
+
+Hosts are names of this machine. Commands on them are run by a script in place of ssh, or, where
+OpenSSH's server is installed, by ssh itself over loopback.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from command_line import QUICKSTART, ROOT, exported_weights, run, start
+from launch import free_port
+from small_runs import SMALL
+
+KNOBS = (*SMALL, "train.tp=2", "steps.num_steps=2")
+# ssh OPTIONS HOST COMMAND: of the hosts "nowhere" does not exist.
+STUB = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+[ "$1" = nowhere ] && { echo "ssh: Could not resolve hostname nowhere" >&2; exit 255; }
+exec env -u HYBRIDRL_CACHE sh -c "$2"
+"""
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> str:
+    """A script in place of ssh."""
+    file = tmp_path / "ssh"
+    file.write_text(STUB)
+    file.chmod(0o755)
+    return str(file)
+
+
+def hosts(tmp_path: Path, *lines: str) -> Path:
+    file = tmp_path / "hosts"
+    file.write_text("# two of them\n" + "\n".join(lines) + "\n")
+    return file
+
+
+def command(folder: Path, hostfile: Path, ssh: str, *knobs: str) -> list[str | Path]:
+    given = [QUICKSTART / "grpo.yaml", *KNOBS, f"run.dir={folder}", *knobs]
+    return ["launch", "--hostfile", hostfile, "--ssh", ssh, *given]
+
+
+def check_same_weights(tmp_path: Path, hostfile: Path, ssh: str) -> None:
+    run(*command(tmp_path / "hosts_run", hostfile, ssh))
+    local = tmp_path / "local"
+    run("train", QUICKSTART / "grpo.yaml", *KNOBS, f"run.dir={local}", "--world", "2")
+    logs = tmp_path / "hosts_run" / "quickstart-grpo" / "logs"
+    names = {path.name for path in logs.iterdir()}
+    assert names == {f"rank_{rank}.{kind}" for rank in range(2) for kind in ("log", "phase")}
+    assert "step 2/2" in (logs / "rank_0.log").read_text()
+    found = exported_weights(tmp_path / "hosts_run" / "quickstart-grpo", tmp_path / "hf_hosts")
+    expected = exported_weights(local / "quickstart-grpo", tmp_path / "hf_local")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.dist
+def test_two_hosts_give_the_weights_of_the_local_launcher(tmp_path: Path, stub: str) -> None:
+    hostfile = hosts(tmp_path, "localhost slots=1  # rank 0", "127.0.0.1")
+    check_same_weights(tmp_path, hostfile, stub)
+
+
+@pytest.fixture
+def sshd(tmp_path: Path) -> Iterator[str]:
+    """A server of this user on a loopback port; the value is the ssh command for it."""
+    assert SSHD is not None
+    key, port = tmp_path / "key", free_port()
+    subprocess.run(["ssh-keygen", "-q", "-N", "", "-t", "ed25519", "-f", key], check=True)
+    (tmp_path / "authorized").write_text((tmp_path / "key.pub").read_text())
+    options = {
+        "ListenAddress": f"127.0.0.1:{port}",
+        "HostKey": key,
+        "PidFile": "none",
+        "AuthorizedKeysFile": tmp_path / "authorized",
+        "StrictModes": "no",
+        "UsePAM": "no",
+        "PermitRootLogin": "yes",
+    }
+    (tmp_path / "sshd_config").write_text(
+        "".join(f"{name} {value}\n" for name, value in options.items())
+    )
+    if os.getuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    server = subprocess.Popen(
+        [SSHD, "-D", "-e", "-f", tmp_path / "sshd_config"],
+        stderr=(tmp_path / "sshd.log").open("w"),
+    )
+    known = f"-o StrictHostKeyChecking=no -o UserKnownHostsFile={tmp_path / 'known'}"
+    yield f"ssh -p {port} -i {key} -l {getpass.getuser()} {known}"
+    server.terminate()
+    server.wait()
+
+
+@pytest.mark.dist
+@pytest.mark.full
+@pytest.mark.skipif(SSHD is None, reason="needs OpenSSH's server")
+def test_two_hosts_over_ssh_give_the_weights_of_the_local_launcher(
+    tmp_path: Path, sshd: str
+) -> None:
+    check_same_weights(tmp_path, hosts(tmp_path, "127.0.0.1", "localhost slots=1"), sshd)
+
+
+def started(logs: Path, output: subprocess.Popen[str], steps: int) -> None:
+    """Waits until a run has made steps."""
+    file, deadline = logs.parent / "metrics.jsonl", time.monotonic() + 120
+    while not file.exists() or len(file.read_text().splitlines()) < steps:
+        assert output.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def ranks_of(folder: Path) -> list[psutil.Process]:
+    """The rank processes of a run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = " ".join(process.cmdline())
+            if str(folder) in line and "RANK" in process.environ():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def check_end(tmp_path: Path, ssh: str, act: Sequence[object], expect: int, *expected: str) -> str:
+    """Starts a long run, does something to it (a signal and whom it is for) and checks its end."""
+    folder = tmp_path / "runs"
+    hostfile = hosts(tmp_path, "localhost", "127.0.0.1")
+    job = start(command(folder, hostfile, ssh, "steps.num_steps=100000"))
+    try:
+        started(folder / "quickstart-grpo" / "logs", job, 1)
+        number, whom = act
+        if whom == "launcher":
+            job.send_signal(number)  # type: ignore[arg-type]
+        else:
+            rank = next(p for p in ranks_of(folder) if p.environ()["RANK"] == whom)
+            rank.send_signal(number)  # type: ignore[arg-type]
+        output, _ = job.communicate(timeout=90)
+    finally:
+        job.kill()
+    assert job.returncode == expect, output[-4000:]
+    assert all(text in output for text in expected), output[-4000:]
+    deadline = time.monotonic() + 20
+    while ranks_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not ranks_of(folder)
+    return output
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_sigterm_saves_on_all_hosts(tmp_path: Path, stub: str) -> None:
+    check_end(tmp_path, stub, (signal.SIGTERM, "launcher"), 1, "stopped by SIGTERM")
+    run_folder = tmp_path / "runs" / "quickstart-grpo"
+    assert list((run_folder / "checkpoints").iterdir()) and not (run_folder / "run.lock").exists()
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_a_killed_rank_of_another_host_ends_the_job_and_is_named(tmp_path: Path, stub: str) -> None:
+    told = check_end(tmp_path, stub, (signal.SIGKILL, "1"), 1, "rank 1 on host", "by SIGKILL")
+    log = (tmp_path / "runs" / "quickstart-grpo" / "logs" / "rank_0.log").read_text()
+    assert "by SIGKILL in phase" in log and told.count("hybridrl: rank 1 on host") == 1
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_ranks_of_all_hosts_end_with_their_launcher(tmp_path: Path, stub: str) -> None:
+    check_end(tmp_path, stub, (signal.SIGKILL, "launcher"), -signal.SIGKILL)
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_a_mistake_that_only_ranks_meet_ends_with_code_2(tmp_path: Path, stub: str) -> None:
+    hostfile = hosts(tmp_path, "localhost", "127.0.0.1")
+    knobs = ("reward.function=bad_rewards:raises", "reward.isolated=false")
+    bad = command(tmp_path / "runs", hostfile, stub, *knobs)
+    output = run(*bad, expect=2)
+    assert "reward.function" in output and "Traceback" not in output
+    assert not (tmp_path / "runs").exists()
+
+
+def refused(tmp_path: Path, ssh: str, lines: Sequence[str], *knobs: str) -> str:
+    """Returns what a launch says that starts nothing."""
+    folder = tmp_path / "none"
+    output = run(*command(folder, hosts(tmp_path, *lines), ssh, *knobs), expect=2)
+    assert not folder.exists() and "Traceback" not in output
+    return output
+
+
+def test_bad_hostfiles_are_refused_before_anything_is_started(tmp_path: Path, stub: str) -> None:
+    wrong = ("a slots=two", "b slots=0", "c max=3", "slots=2", "d slots=1")
+    output = refused(tmp_path, stub, wrong)
+    assert [f"line {n}" in output for n in range(1, 7)] == [False, *[True] * 4, False], output
+    output = refused(tmp_path, stub, ["localhost slots=1"])
+    assert "1 slots on 1 hosts" in output and "2 slots or more" in output
+    output = refused(tmp_path, stub, ["nowhere slots=2"])
+    assert "host nowhere" in output and "Could not resolve hostname" in output
+    assert output.count("allowed:") == 1
+    output = refused(tmp_path, stub, ["localhost", "other slots=1"])
+    assert "localhost as the first of several hosts" in output
+    output = refused(tmp_path, stub, ["# none"])
+    assert "no host" in output
+
+
+def test_keys_of_services_stand_in_no_command_line(tmp_path: Path) -> None:
+    from hybridrl.cli.node import Order
+
+    program = (
+        "import os, sys; os.environ['WANDB_API_KEY'] = 'secret'; "
+        "from pathlib import Path; from hybridrl.cli import hostfile; "
+        "from hybridrl.cli.launch import Share; "
+        f"logs = Path({str(tmp_path)!r}); "
+        "hosts = [hostfile.Host('a', 1)]; parts = [Share(1, 0, 1, 'a', 1)]; "
+        "hostfile.launch_on_hosts(['train'], hosts, parts, [str(logs / 'ssh')], logs, {})"
+    )
+    file = tmp_path / "ssh"
+    file.write_text('#!/bin/sh\necho "$@" >"$0.arguments"; head -n 1 >"$0.stdin"\n')
+    file.chmod(0o755)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=60)
+    assert "secret" not in (tmp_path / "ssh.arguments").read_text()
+    line = (tmp_path / "ssh.stdin").read_bytes()
+    assert Order.from_line(line).environment["WANDB_API_KEY"] == "secret"
+    assert json.loads(line)["share"]["world_size"] == 1

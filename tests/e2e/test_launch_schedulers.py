@@ -1,0 +1,66 @@
+"""`hybridrl launch --slurm` and `--k8s` as a user meets them; Slurm's commands are scripts."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import QUICKSTART, exported_weights, run, start
+from slurm_stub import scheduler_stubs
+from small_runs import SMALL
+
+CONFIG = QUICKSTART / "grpo.yaml"
+KNOBS = (*SMALL, "train.tp=2", "steps.num_steps=2")
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_a_submitted_job_gives_the_weights_of_the_local_launcher(tmp_path: Path) -> None:
+    """Two nodes of one rank each."""
+    sizes = ("--nodes", "2", "--slots", "1", "--no-gpus")
+    folder, local = tmp_path / "slurm", tmp_path / "local"
+    environment = scheduler_stubs(tmp_path)
+    job = start(["launch", "--slurm", *sizes, CONFIG, *KNOBS, f"run.dir={folder}"], environment)
+    output, _ = job.communicate(timeout=240)
+    assert job.returncode == 0, output[-4000:]
+    run("train", CONFIG, *KNOBS, f"run.dir={local}", "--world", "2")
+    logs = folder / "quickstart-grpo" / "logs"
+    assert {path.name for path in logs.glob("rank_*.log")} == {"rank_0.log", "rank_1.log"}
+    found = exported_weights(folder / "quickstart-grpo", tmp_path / "hf_slurm")
+    expected = exported_weights(local / "quickstart-grpo", tmp_path / "hf_local")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.full
+def test_a_dry_run_prints_the_file_and_writes_nothing(tmp_path: Path) -> None:
+    knobs = (*KNOBS, f"run.dir={tmp_path / 'runs'}")
+    sizes = ("--nodes", "2", "--slots", "2", "--sbatch=--partition=p")
+    text = run("launch", "--slurm", "--dry-run", *sizes, CONFIG, *knobs)
+    assert "#SBATCH --partition=p\n" in text and "--gpus-per-node=2" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--slurm", "--slots", "2"), "--nodes: got nothing"),
+        (("--slurm", "--nodes", "1", "--slots", "3"), "train.tp"),
+        (("--slurm", "--nodes", "1", "--slots", "2", "--world", "2"), "--world"),
+        (("--slurm", "--nodes", "1", "--slots", "2", "--sbatch", "p"), "--sbatch"),
+        (("--k8s", "jobset", "--nodes", "1", "--slots", "2"), "--image"),
+        (("--k8s", "jobset", "--slurm"), "--slurm --k8s"),
+        (("--node", "1", "--nodes", "1", "--slots", "2"), "--node"),
+        ((), "no launcher"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_is_started(
+    arguments: tuple[str, ...], expected: str, tmp_path: Path
+) -> None:
+    output = run("launch", *arguments, CONFIG, *KNOBS, f"run.dir={tmp_path / 'runs'}", expect=2)
+    assert expected in output and "Traceback" not in output and output.count("allowed:") == 1
+    assert not (tmp_path / "runs").exists()

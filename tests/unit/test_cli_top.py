@@ -1,0 +1,88 @@
+"""`hybridrl top`: a run's folder as it is read while the run goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridrl.checkpoint.run_lock import RunLock
+from hybridrl.cli.top import read_run, run_text, watch
+from hybridrl.errors import UserError
+from hybridrl.metrics.sinks import JsonlSink
+from hybridrl.metrics.timing import PhaseTimer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of six ranks, of which rank 4 generates still and rank 5 has failed."""
+    run = tmp_path / "math"
+    (run / "logs").mkdir(parents=True)
+    (run / "config.yaml").write_text("run: {name: math}\nsteps: {num_steps: 40}\n")
+    for rank in range(6):
+        timer = PhaseTimer(run / "logs" / f"rank_{rank}.phase")
+        timer.start_step(3)
+        with timer.phase("rollout" if rank == 4 else "update"):
+            if rank == 5:
+                (run / "logs" / "rank_5.error").write_text("{}")
+            # As it stands within the phase.
+            text = (run / "logs" / f"rank_{rank}.phase").read_text()
+        timer.close()
+        file = run / "logs" / f"rank_{rank}.phase"
+        file.write_text(text)
+        ago = time.time() - (70 if rank == 4 else 10)
+        os.utime(file, (ago, ago))
+    sink = JsonlSink(run / "metrics.jsonl")
+    for step in (1, 2):
+        sink.write(
+            step,
+            {
+                "time_s/step": 2.0 * step,
+                "throughput/tokens_per_s_per_gpu": 900.0,
+                "reward/mean": 0.25,
+                "policy/loss": float("nan"),
+                "memory/peak_gib": 61.5,
+            },
+        )
+    sink.close()
+    return run
+
+
+def test_top_says_what_ranks_do_and_what_the_last_step_gave(folder: Path) -> None:
+    lines = run_text(read_run(folder)).splitlines()
+    assert lines[0] == "math: step 2/40, no process holds the folder"
+    assert lines[1] == (
+        "last step: 4.00 s a step, 900 tokens/s a rank, reward 0.250, 61.50 GiB at most on a rank"
+    )
+    assert sorted(lines[2:4]) == [
+        "  rollout, step 3: rank 4 for 70 s",
+        "  update, step 3, failed: rank 5 for 10 s",
+    ]
+    assert lines[4:] == ["  update, step 3: ranks 0-3 for 10 s"]
+
+
+def test_top_says_who_holds_the_folder(folder: Path) -> None:
+    lock = RunLock(folder)
+    lock.acquire(print)
+    try:
+        assert f"held by process {os.getpid()} on host" in run_text(read_run(folder))
+    finally:
+        lock.release()
+
+
+def test_top_reads_a_run_that_has_just_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    watch(tmp_path, 1.0)  # once: it is no terminal
+    said = capsys.readouterr().out
+    assert said == (
+        f"{tmp_path.name}: step 0/?, no process holds the folder\n  no rank has begun\n"
+    )
+
+
+def test_top_refuses_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a run folder"):
+        read_run(tmp_path)
