@@ -14,7 +14,7 @@ import typer
 
 import hybridrl
 from hybridrl.cli.gpus import num_local_gpus
-from hybridrl.config.engines import ENGINES
+from hybridrl.config.engines import ENGINES, usual_engine
 from hybridrl.config.starter import Start, has_template, starter_text
 from hybridrl.errors import UserError
 
@@ -46,7 +46,7 @@ def init(
     ] = None,
 ) -> None:
     """Write a starter configuration with comments for a model and a task."""
-    used = engine or ("vllm" if num_local_gpus() else "hf")
+    used = engine or usual_engine(num_local_gpus() > 0)
     if used not in ENGINES:
         remedy = "`hybridrl check` says which are installed."
         raise UserError("--engine", used, ", ".join(ENGINES), remedy)

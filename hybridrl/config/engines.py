@@ -130,6 +130,13 @@ ENGINES = {
 }
 
 
+def usual_engine(has_gpus: bool) -> str:
+    """Returns the engine that a starter configuration names: the first that runs on GPUs where
+    there are any, else the first, which runs everywhere.
+    """
+    return next(name for name, traits in ENGINES.items() if traits.runs_on_gpus or not has_gpus)
+
+
 def known_engine(name: object) -> str:
     """Passes on the name of an engine in the table.
 

@@ -22,6 +22,7 @@ from hybridrl.config.needs import Needs
 from hybridrl.errors import ConfigError, UserError
 
 COMMENT_COLUMNS = 100
+EXPORTED = "hf"  # the folder below a run's that documentation converts its weights to
 ASKED_FORM = "Think step by step, then end with a line of the form Answer: 42"
 
 
@@ -126,7 +127,7 @@ def _model_name(model: str) -> str:
     part without a revision.
     """
     path = Path(model.partition("@")[0])
-    name = path.parent.name if path.name == "hf" and path.parent.name else path.name
+    name = path.parent.name if path.name == EXPORTED and path.parent.name else path.name
     return re.sub(r"[^a-z0-9_.-]", "-", name.lower()).lstrip("_.-") or "run"
 
 

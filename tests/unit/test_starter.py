@@ -10,6 +10,7 @@ import yaml
 from test_cli import QWEN25_7B
 from typer.testing import CliRunner
 
+from hybridrl.cli import starting
 from hybridrl.cli.main import app
 from hybridrl.cli.plan import plan_report
 from hybridrl.cli.starting import examples_folder
@@ -118,3 +119,12 @@ def test_starter_has_the_columns_that_an_algorithm_reads(task: str, columns: set
 def test_starter_names_the_run_after_its_model(model: str, name: str) -> None:
     text = starter_text(Start("sft", model, "train.jsonl", "hf"))
     assert yaml.safe_load(text)["run"]["name"] == name
+
+
+@pytest.mark.parametrize(("num_gpus", "engine"), [(0, "hf"), (8, "vllm")])
+def test_starter_takes_the_engine_that_fits_the_host(
+    here: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, engine: str
+) -> None:
+    monkeypatch.setattr(starting, "num_local_gpus", lambda: num_gpus)
+    assert CliRunner().invoke(app, ["init", "grpo", "model"]).exit_code == 0
+    assert load_config("grpo.yaml").rollout.engine == engine
