@@ -399,11 +399,12 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
     """Returns when all ranks are done, one has failed and the grace is over, or a second signal
     came; hands the first one on.
     """
-    deadline, notice = float("inf"), float("inf")
+    deadline, notice, is_told = float("inf"), float("inf"), False
     while len(received) < 2 and any(rank.process.poll() is None for rank in ranks):
         now = time.monotonic()
-        if received and notice == float("inf"):
-            notice = now + NOTICE_S
+        if received and not is_told:
+            is_told = True
+            notice = now + NOTICE_S if ranks[0].index == 0 else notice  # one of several launchers
             for rank in ranks:
                 rank.process.send_signal(received[0])
         failed = [] if received else [rank for rank in ranks if rank.failed]

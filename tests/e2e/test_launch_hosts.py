@@ -145,6 +145,11 @@ def check_end(tmp_path: Path, ssh: str, act: Sequence[object], expect: int, *exp
         number, whom = act
         if whom == "launcher":
             job.send_signal(number)  # type: ignore[arg-type]
+        elif whom == "connection":
+            ended = [
+                p for p in psutil.Process(job.pid).children() if "cli.node" in str(p.cmdline())
+            ]
+            ended[1].send_signal(number)  # type: ignore[arg-type]
         else:
             rank = next(p for p in ranks_of(folder) if p.environ()["RANK"] == whom)
             rank.send_signal(number)  # type: ignore[arg-type]
@@ -174,6 +179,13 @@ def test_a_killed_rank_of_another_host_ends_the_job_and_is_named(tmp_path: Path,
     told = check_end(tmp_path, stub, (signal.SIGKILL, "1"), 1, "rank 1 on host", "by SIGKILL")
     log = (tmp_path / "runs" / "quickstart-grpo" / "logs" / "rank_0.log").read_text()
     assert "by SIGKILL in phase" in log and told.count("hybridrl: rank 1 on host") == 1
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_a_lost_connection_ends_the_job_and_is_named(tmp_path: Path, stub: str) -> None:
+    said = "the connection to host 127.0.0.1 was killed by SIGKILL"
+    check_end(tmp_path, stub, (signal.SIGKILL, "connection"), 1, said)
 
 
 @pytest.mark.dist
