@@ -30,6 +30,7 @@ EXTRAS = {
     "data": ["pyarrow", "datasets"],  # parquet files, and data sets of the hub
     # The reward `math`; its antlr is another than that of OmegaConf before 2.4.
     "math": ["math-verify>=0.9", "omegaconf>=2.4"],
+    "pictures": ["matplotlib"],  # curves that examples/arithmetic_gpu draws
     "languages": ["langdetect"],  # one of the checks of the reward `instructions`
     "test": [
         "math-verify>=0.9",
@@ -40,6 +41,7 @@ EXTRAS = {
         "pytest-timeout",
         "pytest-xdist",  # what starts no ranks runs in two processes
         "hypothesis",
+        "matplotlib",  # of the extra `pictures`
         "selenium",  # drives a browser, where there is one, over the report's page
         "ruff",
         "mypy",

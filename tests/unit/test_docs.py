@@ -119,7 +119,7 @@ def commands() -> list[tuple[str, str]]:
 
 def parsed(line: str) -> typer.Context:
     """Parses a command line as the command would, and runs nothing."""
-    words = shlex.split(line)
+    words = shlex.split(line.partition(" | ")[0])  # of a pipe
     words = words[words.index("hybridrl" if "hybridrl" in words else words[0]) + 1 :]
     command, name = typer.main.get_command(app), ""
     while hasattr(command, "commands"):

@@ -30,6 +30,8 @@ OPTIONAL = {"datasets", "langdetect", "math_verify", "pyarrow", "transformer_eng
     "triton",
     "vllm",
     "torch_memory_saver",
+    "wandb",
+    "mlflow",
 }
 DISTRIBUTIONS = {"megatron": "megatron-core", "pydantic_core": "pydantic", "yaml": "pyyaml"}
 
