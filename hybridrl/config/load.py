@@ -291,7 +291,7 @@ def _unknown_key(key: str, name: str, section: type[BaseModel]) -> UserError:
     else:
         elsewhere = [k for k in knobs() if k.rpartition(".")[2] == name and "[" not in k]
         likeliest = max(known, key=lambda k: _likeness(name, k))
-        nearest = elsewhere[0] if elsewhere else prefix + likeliest
+        nearest = "' or '".join(elsewhere) if elsewhere else prefix + likeliest
     allowed = ", ".join(known)
     if len(allowed) > MOST_ALLOWED:  # the likeliest, in the schema's order
         likely = sorted(known, key=lambda k: _likeness(name, k))[-NUM_LIKELY:]

@@ -15,11 +15,12 @@ import torch
 from command_line import QUICKSTART
 
 from hybridrl import Trainer
+from hybridrl.config.evaluation import EvalConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.contracts.batch import GREEDY, Prompt, ScoredBatch
 from hybridrl.data.spread import PROMPT_TOKEN_WORK
 from hybridrl.errors import UserError
-from hybridrl.loop.evaluate import evaluate
+from hybridrl.loop.evaluate import EvaluationSet, evaluate
 from hybridrl.parallel.exchange import collect
 from hybridrl.rewards.base import Scorer
 
@@ -133,7 +134,7 @@ def main() -> None:
         size = len(prompt.tokens)
         expected[group] = (size, [(length, length - size) for length in whole.tolist()])
     assert sampler.generated == expected, "of both calls of the step"
-    evaluate(sampler, prompts, RewardConfig())
+    evaluate(sampler, EvaluationSet(prompts, RewardConfig()), EvalConfig())
     assert sampler.generated == expected
     best = dataclasses.replace(sampler.sampling, temperature=0.0)
     greedy = sampler.score(sampler.generate(prompts, samples_per_prompt=1, step=1, sampling=best))

@@ -67,7 +67,8 @@ def refuse(
         *expected: texts that its messages must contain.
         num_messages: how many messages there are, one a line.
         has_begun: whether ranks go on with an older run before they meet the mistake: they write
-            logs and the run's config.yaml then, and may add files, but change and lose none.
+            logs and the run's config.yaml and run.json then, and may add files, but change and lose
+            none.
 
     Returns:
         The messages.
@@ -99,4 +100,4 @@ def refuse(
 
 
 def _every_start_writes(path: Path) -> bool:
-    return path.parent.name == "logs" or path.parts[2:] == ("config.yaml",)
+    return path.parent.name == "logs" or path.parts[2:] in {("config.yaml",), ("run.json",)}
