@@ -75,6 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--tails", action="store_true", help="also lengths with a long tail")
+    parser.add_argument("--profile", action="store_true", help="also tells the longest kernels")
     parser.add_argument("--samples", type=int, default=1, help="of each prompt")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")
@@ -110,6 +111,7 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 "num_layers",
                 "iterations",
                 "tails",
+                "profile",
                 "set",
                 "limit_s",
             )

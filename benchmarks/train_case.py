@@ -38,6 +38,7 @@ TAIL_SIGMA = 1.0
 LEARNING_RATE = 1e-3
 # Nats, on average: both round to bf16, and another order of sums rounds otherwise.
 MAX_SHARED_DIFFERENCE = 0.02
+KERNELS_TOLD = 40  # of a profile: what comes after them is less than a hundredth
 
 
 def run_case(job: Mapping[str, Any]) -> None:
@@ -56,6 +57,8 @@ def run_case(job: Mapping[str, Any]) -> None:
         case.measure_shared(batch, flops)
     if job["tails"]:
         case.measure_tails()
+    if job["profile"]:
+        case.profile(batch)
     case.result["is_complete"] = True
     case.save("everything")
     case.clock.line_up()
@@ -194,6 +197,37 @@ class Case(CaseRecord):
         if len(rates) == len(ways):
             self.result["packed_to_padded"] = rates[0] / rates[1]
             self.save("tails", f"packed {rates[0] / rates[1]:.2f} x as fast as padded")
+
+    def profile(self, batch: TrainBatch) -> None:
+        """Tells the kernels of one update of the first rank, the longest first, and for how much of
+        its time the GPU had one.
+        """
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as seen:
+            self.update(batch)
+            torch.cuda.synchronize()
+        spans = sorted(
+            (event.time_range.start, event.time_range.end, event.name)
+            for event in seen.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        )
+        busy_us, until = 0.0, -math.inf
+        kernels: dict[str, list[float]] = {}
+        for start, end, name in spans:
+            busy_us += max(0.0, end - max(start, until))
+            until = max(until, end)
+            kernels.setdefault(name[:120], []).append(end - start)
+        longest = sorted(kernels.items(), key=lambda each: -sum(each[1]))[:KERNELS_TOLD]
+        self.result["profile"] = {
+            "span_ms": (until - spans[0][0]) / 1e3,
+            "busy_ms": busy_us / 1e3,
+            "kernels": [
+                {"name": name, "ms": sum(times) / 1e3, "times": len(times)}
+                for name, times in longest
+            ],
+        }
+        said = self.result["profile"]
+        self.save("profile", f"{said['busy_ms']:.0f} of {said['span_ms']:.0f} ms with a kernel")
 
     # Batches
 

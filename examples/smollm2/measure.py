@@ -40,6 +40,8 @@ def main() -> None:
     is_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if is_gpu else ("cpu", torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
+    if tokenizer.pad_token is None:  # attention is masked there, so that any token will do
+        tokenizer.pad_token = tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(device).eval()
     rows = [json.loads(line) for line in given.prompts.read_text().splitlines()][: given.limit]
     responses: list[str] = []
