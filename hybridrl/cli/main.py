@@ -138,9 +138,10 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say whether a run fits, its layouts, reshard and memory; needs no GPU and no weights."""
+    from hybridrl.cli.gpus import local_host
     from hybridrl.cli.plan import empty_report, plan_report
-    from hybridrl.cli.plan_cluster import load_cluster, local_host
     from hybridrl.cli.plan_text import plan_text
+    from hybridrl.planning.cluster import load_cluster
 
     with _json_only(as_json) as emit:
         try:

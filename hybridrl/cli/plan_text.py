@@ -9,6 +9,7 @@ from hybridrl.config.placement import shown
 from hybridrl.config.rules_placement import AUTO_ORDER
 from hybridrl.hybrid_engine.assign import OrderChoice
 from hybridrl.parallel.layout import DEFAULT_ORDER
+from hybridrl.planning.text import memory_size, traffic
 
 MAX_ROWS = 16  # ranks that the table has; of more --json tells
 
@@ -51,20 +52,6 @@ def order_reason(
 def plan_text(report: dict[str, Any]) -> str:
     """Returns the report as lines for people, the verdict first."""
     return "\n".join(_lines(report))
-
-
-def traffic(size: float) -> str:
-    """Returns a number of bytes that move, with the unit that rates have."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size:.0f} B"
-
-
-def memory_size(size: float) -> str:
-    """Returns a number of bytes that are held, with the unit that memory has."""
-    gib, mib = size / 2**30, size / 2**20
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.1f} MiB"
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from hybridrl.cli.plan_replay import ReplayBytes, replay_bytes
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.placement import REWARD, Place
 from hybridrl.config.roles import RunModels
@@ -19,6 +18,7 @@ from hybridrl.config.teacher import read_teacher
 from hybridrl.models.family import Family, ModelShape, read_model
 from hybridrl.models.weights import EXPERTS, Head, RankLayout
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.planning.replay import ReplayBytes, replay_bytes
 
 MIB = 2**20
 # Of the head's logits, fp32 and their gradients in 16 bit, a chunk is held (token_logprobs.py).
