@@ -49,12 +49,14 @@ def order_reason(
     return f"a rank receives at most {best}, in Megatron's own order {default}"
 
 
-def plan_text(report: dict[str, Any]) -> str:
-    """Returns the report as lines for people, the verdict first."""
-    return "\n".join(_lines(report))
+def plan_text(report: dict[str, Any], is_full: bool = True) -> str:
+    """Returns the report as lines for people, the verdict first; what is assumed and each rank only
+    where it is to be full.
+    """
+    return "\n".join(_lines(report, is_full))
 
 
-def _lines(report: dict[str, Any]) -> Iterator[str]:
+def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
     train, rollout, verdict = report["train"], report["rollout"], report["verdict"]
     yield verdict["summary"]
     for remedy in verdict["remedies"][1:]:
@@ -78,6 +80,9 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield from _memory_lines(report)
     yield from _rank_lines(report["ranks"])
     yield from _reshard_lines(report)
+    if not is_full:
+        yield "ranks    --all lists each, and what is assumed of the cluster"
+        return
     if report["assumptions"]:
         yield "assumed  (--cluster FILE with these keys sets others)"
         for key in _used_assumptions(report):

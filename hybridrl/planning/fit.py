@@ -178,7 +178,7 @@ class _Search:
         for changes in sorted(self._candidates(), key=len):
             if any(one.keys() <= changes.keys() for one in found):
                 continue  # what fits already needs none of the rest
-            config = _changed(self.config, changes)
+            config = changed(self.config, changes)
             if check(config, world, self.hf_config):
                 continue
             placement, _ = placed(config, Machines(world))
@@ -265,7 +265,8 @@ def _estimate(config: Config, models: Sequence[RoleModel], placement: Placement)
     return estimate_memory(config, shape, world_size, ranks, "packed", on_gpu=True)
 
 
-def _changed(config: Config, changes: Changes) -> Config:
+def changed(config: Config, changes: Changes) -> Config:
+    """Returns a configuration with other values of some dotted keys."""
     sections: dict[str, Changes] = {}
     for key, value in changes.items():
         section, name = key.split(".")
