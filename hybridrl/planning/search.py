@@ -27,10 +27,11 @@ from hybridrl.planning.times import Lengths, shares_prompts
 
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BUDGETS = (4096, 8192, 16384, 32768, 65536)
+MOST_BUDGET, ROUND = 2**17, 64  # budgets are multiples of the second, for padding
 RECOMPUTE = ("none", "selective", "full")
 # Sequences at least this long are cut over ranks, into parts of no less than the second.
 LONG_SEQUENCE, LEAST_PART = 8192, 2048
-MOST_NODES_OF_ENGINE = 4
+MOST_NODES_OF_ENGINE, MOST_STAGES = 4, 64
 LAYOUT_KEYS = tuple(
     key for key in CHOSEN_KEYS if key.rpartition(".")[2] in ("tp", "pp", "cp", "ep")
 )
@@ -129,7 +130,7 @@ class Search:
         most_engine = node * MOST_NODES_OF_ENGINE if engine.is_tensor_parallel else 1
         sizes = {
             "train.tp": [n for n in POWERS if n <= node],
-            "train.pp": [n for n in range(1, layers + 1) if world % n == 0 and layers % n == 0],
+            "train.pp": [n for n in range(1, min(layers, MOST_STAGES) + 1) if world % n == 0],
             "train.cp": [n for n in POWERS if n <= most_cp],
             "train.ep": [n for n in POWERS if n == 1 or (experts and experts % n == 0)],
             "rollout.tp": [n for n in POWERS if n <= most_engine],
@@ -220,13 +221,20 @@ class Search:
             return [config.train.micro_batch_tokens]
         longest = config.data.max_prompt_tokens + lengths.longest
         samples = config.steps.samples_per_prompt
-        group = config.data.max_prompt_tokens + samples * lengths.longest
+        # Of a shared prompt each sample has the last token again.
+        group = config.data.max_prompt_tokens + samples * (lengths.longest + 1)
         unit = group if shares_prompts(config, 1) and samples > 1 else longest
         steps = config.steps
         per_replica = -(-steps.prompts_per_step * samples // steps.updates_per_step // dp)
-        whole = max(longest, per_replica * longest)
+        whole = per_replica * (longest + 1)
         wanted = {longest, *BUDGETS, *(unit * n for n in (1, 2, 4, 8, 16))}
-        found = sorted({min(n, whole) for n in wanted if n >= longest and n <= 2**17})
+        found = sorted(
+            {
+                -(-max(longest, min(n, whole)) // ROUND) * ROUND
+                for n in wanted
+                if longest <= n <= MOST_BUDGET
+            }
+        )
         return found or [longest]
 
 

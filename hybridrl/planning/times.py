@@ -46,8 +46,8 @@ UPDATE_S, PASS_S = 0.03, 0.015
 # Bytes of an Adam step a parameter: gradient, moments and master, read and written.
 ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
 # An engine's step beside reading weights and cache, seconds: launches, sampling, its scheduler; and
-# a layer's two all-reduces, where it is cut.
-ENGINE_STEP_S, ALL_REDUCE_S = 2.35e-3, 30e-6
+# an all-reduce of few tokens.
+ENGINE_STEP_S, ALL_REDUCE_S = 2.35e-3, 15e-6
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # of the matrix rate
 STEP_S = 0.06  # rewards and advantages
 
@@ -135,8 +135,9 @@ def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Pa
     samples = max(1, ceil(steps.prompts_per_step * per_prompt / updates / dp))
     prompt, response = lengths.prompt, lengths.response
     group = min(per_prompt, samples) if shares_prompts(config, cp) else 1
-    pieces = ceil(group / max(1, (budget - prompt) // response))  # even ones, of a group
-    unit = prompt + ceil(group / pieces) * response
+    pieces = ceil(group / max(1, (budget - prompt) // (response + 1)))
+    each = ceil(group / pieces)  # samples of a unit; each but the first has a prompt's token again
+    unit = prompt + each * response + each - 1
     num_units = ceil(samples / group) * pieces
     num_micro = ceil(num_units / max(1, budget // unit))
     pairs = num_units * prompt**2 / 2 + samples * response * (prompt + response / 2)
@@ -197,8 +198,9 @@ class PassTimes:
     def _passes_s(self, found: Packs, factor: float, host_s: float) -> float:
         layout, stages = self.layout, self.layout.pp
         layers, head = self._layers_s(found), self._head_s(found)
-        per_micro = (layers / stages + head) * factor / found.num_micro
-        host = host_s * self.shape.num_layers / stages
+        largest = ceil(self.shape.num_layers / stages) / self.shape.num_layers  # of the stages
+        per_micro = (layers * largest + head) * factor / found.num_micro
+        host = host_s * self.shape.num_layers * largest
         micro = (per_micro**SMOOTH + host**SMOOTH) ** (1 / SMOOTH)
         return micro * (found.num_micro + (stages - 1) / layout.vpp)
 
@@ -307,13 +309,18 @@ def generation_s(
     cache_s = requests * lengths.response * usual * cached / memory
     compute = 2.0 * (matmul_params(shape) + shape.hidden_size * shape.vocab_size)
     compute_s = requests * lengths.response * compute / tp / (DECODE_SHARE * matrix)
-    step_s = ENGINE_STEP_S + (2 * shape.num_layers * ALL_REDUCE_S / 2 if tp > 1 else 0.0)
-    if tp > assumed.cluster.gpus_per_node:
-        step_s += 2 * shape.num_layers * assumed.cluster.latency_us * 1e-6
+    cluster, step_s, reduced_s = assumed.cluster, ENGINE_STEP_S, 0.0
+    if tp > 1:  # two all-reduces of a token's hidden state in each layer
+        is_far, rate = tp > cluster.gpus_per_node, cluster.link_rate
+        rate = cluster.node_rate / cluster.gpus_per_node if is_far else rate
+        sent = 2 * shape.num_layers * 2 * 2.0 * shape.hidden_size * (tp - 1) / tp
+        reduced_s = requests * lengths.response * sent / rate
+        least_s = ALL_REDUCE_S + (2e-6 * cluster.latency_us if is_far else 0.0)
+        step_s += 2 * shape.num_layers * least_s
     weights_s = engine_bytes / memory
     prompts = ceil(steps.prompts_per_step / replicas) * lengths.prompt
     prefill_s = 2.0 * matmul_params(shape) * prompts / tp / (PREFILL_SHARE * matrix)
-    decode_s = max(num_steps * weights_s, compute_s) + cache_s + num_steps * step_s
+    decode_s = max(num_steps * weights_s, compute_s) + cache_s + reduced_s + num_steps * step_s
     return decode_s + prefill_s
 
 
