@@ -17,7 +17,7 @@ from hybridrl.planning.cluster import ClusterFile, Host, assume
 from hybridrl.planning.estimate import estimate
 from hybridrl.planning.memory import role_models
 from hybridrl.planning.models import planned_models
-from hybridrl.planning.times import Lengths, PassTimes, packs
+from hybridrl.planning.times import Lengths, Packs, PassTimes, packs
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -148,3 +148,34 @@ def test_a_pass_takes_what_is_predicted(case: dict[str, Any], name: str, tmp_pat
         packed,
     )
     assert abs(seconds / measured - 1) < PASS_BOUND
+
+
+def test_a_pipeline_with_one_micro_batch_gains_nothing_and_one_with_many_nearly_all() -> None:
+    shape = read_model(None, json.loads((MODELS / "qwen2.5-7b.json").read_text()))[1]
+    assumed, _ = assume(ClusterFile(gpu="H200"), 4, Host())
+    assert assumed is not None
+    seconds = {
+        (pp, num): PassTimes(shape, TrainLayout(4, pp=pp), assumed, 1).forward_s(
+            Packs(num, num * 16384, num * 16384 * 256, num * 8192)
+        )
+        for pp in (1, 4)
+        for num in (1, 100)
+    }
+    assert seconds[4, 1] == pytest.approx(seconds[1, 1], rel=0.02)
+    assert seconds[4, 100] == pytest.approx(seconds[1, 100] / 4 * 1.03, rel=0.02)
+
+
+def test_a_step_with_short_responses_takes_what_the_plan_says_of_its_tokens(tmp_path: Path) -> None:
+    """The plan counts the longest: 73 GiB, where a step of short ones took 56."""
+    found = json.loads((RESULTS / "step_h200.json").read_text())["cases"]
+    (case,) = [one for one in found if one["workload"]["workload"] == "tailed"]
+    work = case["workload"]
+    # What each of the two replicas has, a prompt once for its 8 samples.
+    repeated = (work["samples"] - 1) * work["prompt_tokens"] * work["prompts"]
+    tokens = (work["tokens"] - repeated) // 2
+    assert tokens < case["config"]["train"]["micro_batch_tokens"]
+    shorter = {**case["config"]["train"], "micro_batch_tokens": tokens}
+    case = {**case, "config": {**case["config"], "train": shorter}}
+    memory = predicted_step(case, tmp_path).memory
+    # Within 7%: the tokens are a half of all, of which the fuller replica has a little more.
+    assert memory.train == pytest.approx(case["measured_memory"]["update"], rel=0.07)
