@@ -67,6 +67,8 @@ READERS = {
     "log": "train",
     "checkpoint": "train",
     "placement": ALL,
+    "layout": ALL,
+    "cluster": ALL,
 }
 HEAD = """<!-- Written by docs/scripts/knobs.py; change the schema instead. -->
 # Every knob

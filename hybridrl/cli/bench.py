@@ -16,12 +16,12 @@ from typing import Any
 
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.mismatch import leave_for_parent, refuse_without_rollouts, report_of_ranks
-from hybridrl.cli.plan_text import memory_size
 from hybridrl.cli.validate import validate_training
 from hybridrl.config.engines import ENGINES, engine_package
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import is_launched, rank_file
+from hybridrl.planning.text import memory_size
 
 Load = Callable[[Sequence[str]], tuple[Config, int]]
 """Returns the configuration with these overrides, and the number of ranks."""

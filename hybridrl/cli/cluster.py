@@ -28,7 +28,7 @@ from hybridrl.cli.hostfile import (
 )
 from hybridrl.cli.launch import Share, launch_run, run_ranks
 from hybridrl.cli.options import ConfigFile, Overrides, World
-from hybridrl.cli.pinning import HUB_NAMES, with_commits
+from hybridrl.cli.pinning import HUB_NAMES, laid_out, with_commits
 from hybridrl.cli.rank_ends import conclude
 from hybridrl.cli.schedulers import JobKind, NodeJob, manifest, slurm_script
 from hybridrl.cli.validate import model_violations, validate_training
@@ -174,7 +174,8 @@ def _on_hosts(
     first = address or hosts[0].name
     parts = shares(hosts, world_size, first, port or any_port())
     used = hosts[: len(parts)]
-    validate_training(run.config, world_size, run.resume, [part.count for part in parts])
+    laid, _ = laid_out(run.config, world_size)  # the run's own is of rank 0
+    validate_training(laid, world_size, run.resume, [part.count for part in parts])
     ask_hosts(used, ssh, first)
 
     def start(arguments: Sequence[str], _: int, logs: Path, environment: Mapping[str, str]) -> int:
@@ -206,7 +207,8 @@ def _on_node(
         found = f"--node {node} --nodes {nodes} --address {address} --port {port}"
         allowed = "a node below --nodes, and the address and port of node 0"
         raise UserError("--node", found, allowed, "Give all of them.")
-    validate_training(run.config, nodes * slots, run.resume, [slots] * nodes)
+    laid, _ = laid_out(run.config, nodes * slots)
+    validate_training(laid, nodes * slots, run.resume, [slots] * nodes)
     logs = run_folder(run.config) / "logs"
     share = Share(slots, node * slots, nodes * slots, address, port)
     command = ["-m", "hybridrl.cli.main", "train", *run.arguments]
@@ -217,7 +219,8 @@ def _by_slurm(
     run: _Run, job: NodeJob, options: Sequence[str], in_allocation: bool, dry_run: bool
 ) -> int:
     """Submits the job, or runs it in this allocation; returns the exit code."""
-    _, violations = model_violations(run.config, job.num_nodes * job.slots)
+    laid, _ = laid_out(run.config, job.num_nodes * job.slots)
+    _, violations = model_violations(laid, job.num_nodes * job.slots)
     if violations:
         raise ConfigError(violations)
     for option in options:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+from hybridrl.planning.cluster import Host, LocalGpu
 
 
 def num_local_gpus() -> int:
@@ -25,12 +26,9 @@ def num_local_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-@dataclass(frozen=True)
-class LocalGpu:
-    """A GPU of this host: its name, and the bytes that CUDA can use of it."""
-
-    name: str
-    memory_bytes: int
+def local_host() -> Host:
+    """Returns what this host has; asks nvidia-smi."""
+    return Host(num_local_gpus(), smallest_local_gpu(), local_gpu_names())
 
 
 def smallest_local_gpu() -> LocalGpu | None:

@@ -32,7 +32,7 @@ from hybridrl.cli.launch import (
     launch_without_run,
 )
 from hybridrl.cli.options import ConfigFile, Json, Overrides, World
-from hybridrl.cli.pinning import with_commits
+from hybridrl.cli.pinning import laid_out, with_commits
 from hybridrl.cli.rank_log import log_to, write_stacks_on_signal
 from hybridrl.cli.validate import (
     validate_conversion,
@@ -40,7 +40,7 @@ from hybridrl.cli.validate import (
     validate_replay,
     validate_training,
 )
-from hybridrl.config.identity import pinned, run_folder
+from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config
 from hybridrl.config.own_code import contained, make_working_folder_importable
 from hybridrl.config.rules import default_world_size
@@ -132,30 +132,28 @@ def plan(
     cluster: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="YAML or JSON of what the cluster is; all keys optional."
+            metavar="FILE",
+            help="YAML or JSON of what the cluster is, all keys optional; or 8x8xH200.",
         ),
     ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Print the ten best layouts, and why others lost.")
+    ] = False,
+    all_ranks: Annotated[
+        bool, typer.Option("--all", help="List every rank and what is assumed.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say whether a run fits, its layouts, reshard and memory; needs no GPU and no weights."""
-    from hybridrl.cli.plan import empty_report, plan_report
-    from hybridrl.cli.plan_cluster import load_cluster, local_host
-    from hybridrl.cli.plan_text import plan_text
+    from hybridrl.cli.planning import run_plan, run_search
 
     with _json_only(as_json) as emit:
-        try:
-            loaded = pinned(load_config(config, overrides or []), asks_hub=False)
-            given, host = load_cluster(cluster) if cluster else None, local_host()
-            size = given.world_size() if given else None
-            world_size = world or size or default_world_size(loaded, host.num_gpus)
-            report, violations = plan_report(loaded, world_size, given, host)
-        except ConfigError as error:
-            report, violations = empty_report(error), error.violations
-        emit(report)
+        run = run_search if search else run_plan
+        text, violations = run(config, overrides or [], world, cluster, emit, all_ranks)
     if violations:
         raise ConfigError(violations)
     if not as_json:
-        typer.echo(plan_text(report))
+        typer.echo(text)
 
 
 @app.command()
@@ -184,8 +182,9 @@ def train(
 
         raise typer.Exit(train_rank(loaded, resume))
     world_size = world or default_world_size(loaded, num_local_gpus())
+    loaded, laid = laid_out(loaded, world_size)
     validate_training(loaded, world_size, resume)
-    arguments = ["train", str(config), *(overrides or []), "--resume", resume]
+    arguments = ["train", str(config), *(overrides or []), *laid, "--resume", resume]
     raise typer.Exit(launch_run(arguments, world_size, run_folder(loaded)))
 
 
@@ -224,8 +223,9 @@ def evaluate(
         _evaluate_rank(loaded, checkpoint, files, as_json)
         return
     world_size = world or default_world_size(loaded, num_local_gpus())
+    loaded, laid = laid_out(loaded, world_size)
     validate_evaluation(loaded, world_size, files, checkpoint)
-    arguments = ["eval", str(config), *given]
+    arguments = ["eval", str(config), *given, *laid]
     arguments += ["--checkpoint", str(checkpoint)] if checkpoint else []
     arguments += ["--prompts", str(prompts)] if prompts else []
     arguments += ["--json"] if as_json else []
@@ -249,7 +249,8 @@ def bench_rollout(
 
     def load(changed: Sequence[str]) -> tuple[Config, int]:
         found = with_commits(load_config(config, changed))
-        return found, world or default_world_size(found, num_local_gpus())
+        world_size = world or default_world_size(found, num_local_gpus())
+        return laid_out(found, world_size)[0], world_size
 
     given, names = overrides or [], measuring.measured_engines(engines)
     with _json_only(as_json) as emit:
@@ -406,6 +407,7 @@ def _check_mismatch(
             return config, 0
         of_torchrun = is_rank() and _torchrun_world(world)
         world_size = of_torchrun or world or default_world_size(config, num_local_gpus())
+        config, _ = laid_out(config, world_size)
         validate_training(config, world_size)
         return config, world_size
 
@@ -448,8 +450,9 @@ def _replay(
             raise typer.Exit(0 if is_launched() else 1 - report["is_finite"])
     else:
         world_size = world or default_world_size(config, num_local_gpus())
+        config, laid = laid_out(config, world_size)
         validate_replay(config, world_size)
-        arguments = ["train", str(file), *overrides, "--replay", str(saved)]
+        arguments = ["train", str(file), *overrides, *laid, "--replay", str(saved)]
         report = report_of_ranks(arguments, world_size)
         if isinstance(report, int):
             raise typer.Exit(report)

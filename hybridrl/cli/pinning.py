@@ -1,16 +1,35 @@
-"""Hub names of a run with their commits, the same on all ranks. No torch but under torchrun."""
+"""What is settled once of a run and the same on all ranks: hub names' commits, and the layout. No
+torch but under torchrun.
+"""
 
 from __future__ import annotations
 
 import os
 
+import typer
+
+from hybridrl.cli.gpus import local_host
 from hybridrl.cli.launch import is_rank
 from hybridrl.config.hub import hub_names, names_from_json, names_to_json, with_names
 from hybridrl.config.identity import pinned
 from hybridrl.config.schema import Config
 from hybridrl.parallel.failure import is_launched
+from hybridrl.planning.choose import is_wanted, overrides_of, with_layout
 
 HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # for the ranks: hub names with their commits, as JSON
+
+
+def laid_out(config: Config, world_size: int) -> tuple[Config, list[str]]:
+    """Returns a configuration with its layout, chosen where it asks for that, and the choice as
+    overrides for the ranks. Of the process that starts them.
+    """
+    if is_rank() or not is_wanted(config, world_size):  # ranks have it of rank 0 or of who starts
+        return config, []
+    found = with_layout(config, world_size, local_host())
+    overrides = overrides_of(found)
+    chosen = " ".join(overrides[:-2]) or "nothing: all of it is written"
+    typer.echo(f"layout: auto chose {chosen}", err=True)
+    return found, overrides
 
 
 def with_commits(config: Config) -> Config:

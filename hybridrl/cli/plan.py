@@ -1,9 +1,9 @@
 """What `hybridrl plan` reports: layouts, the reshard's traffic, memory, and whether it fits. No
 torch.
 
-Owns the report and the prediction of the reshard; what is taken for granted is plan_cluster.py's,
-memory plan_memory.py's, the verdict plan_fit.py's, the words plan_text.py's. Needs only the
-configuration, the config.json of its models and, where the algorithm is the user's own, its module.
+Owns the report and the prediction of the reshard; the package `planning` has what is taken for
+granted, memory and the verdict, plan_text.py the words. Needs only the configuration, the
+config.json of its models and, where the algorithm is the user's own, its module.
 """
 
 from __future__ import annotations
@@ -13,32 +13,29 @@ import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hybridrl.algorithms import needs_of, not_a_term
-from hybridrl.cli.plan_cluster import Assumptions, ClusterFile, Host, assume
-from hybridrl.cli.plan_fit import cpu_verdict, gpu_verdict
-from hybridrl.cli.plan_memory import (
+from hybridrl.cli.plan_text import order_reason
+from hybridrl.cli.validate import model_violations
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.placement import Machines
+from hybridrl.config.roles import RunModels
+from hybridrl.config.rules_placement import placed
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, UserError
+from hybridrl.hybrid_engine.cluster import planned_ms, predict, transfer_ms
+from hybridrl.hybrid_engine.pieces import join
+from hybridrl.hybrid_engine.plan import Plan, PlannedOps, plan_reshard
+from hybridrl.models.family import read_model
+from hybridrl.planning.cluster import Assumptions, ClusterFile, Host, assume, merged
+from hybridrl.planning.fit import cpu_verdict, gpu_verdict
+from hybridrl.planning.memory import (
     RankMemory,
     RoleModel,
     estimate_memory,
     itemsize_of,
     role_models,
 )
-from hybridrl.cli.plan_place import Placed, choices, held_by_ranks, place_models
-from hybridrl.cli.plan_text import order_reason
-from hybridrl.cli.validate import model_violations
-from hybridrl.config.engines import ENGINES
-from hybridrl.config.needs import Needs
-from hybridrl.config.own_code import contained
-from hybridrl.config.placement import REWARD, Machines
-from hybridrl.config.roles import RunModels, run_models
-from hybridrl.config.rules_placement import cut_rules, placed
-from hybridrl.config.schema import Config, ModelConfig
-from hybridrl.config.source import read_model_config
-from hybridrl.errors import ConfigError, UserError
-from hybridrl.hybrid_engine.cluster import planned_ms, predict, transfer_ms
-from hybridrl.hybrid_engine.pieces import join
-from hybridrl.hybrid_engine.plan import Plan, PlannedOps, plan_reshard
-from hybridrl.models.family import read_model
+from hybridrl.planning.models import planned_models
+from hybridrl.planning.place import Placed, choices, held_by_ranks, place_models
 
 # On CPU: gloo over loopback, and copies of a rank.
 GLOO_BYTES_PER_S = 1e9
@@ -65,6 +62,7 @@ def plan_report(
     """
     host = host or Host()
     runs_on_gpus = ENGINES[config.rollout.engine].runs_on_gpus
+    given = merged(config.cluster, given)
     on_gpu = runs_on_gpus or given is not None or host.num_gpus > 0
     dtype = "bfloat16" if on_gpu else "float32"
     assumed, mismatch = None, list[UserError]()
@@ -74,7 +72,7 @@ def plan_report(
     hf_config, violations = model_violations(
         config, world_size, default_dtype=dtype, machines=machines
     )
-    models, unknown = _models(config)
+    models, unknown = planned_models(config)
     violations += [*unknown, *mismatch, *_transport_rules(config, assumed)]
     if violations or models is None or machines is None:
         return empty_report(ConfigError(violations)), violations
@@ -102,49 +100,6 @@ def _machines(world_size: int, assumed: Assumptions | None, host: Host) -> Machi
         return Machines(world_size, world_size)
     gpus = host.names if len(host.names or ()) == world_size else None
     return Machines(world_size, assumed.cluster.gpus_per_node, gpus)
-
-
-def _models(config: Config) -> tuple[RunModels | None, list[UserError]]:
-    """Returns the models that the run holds, or why they are not known.
-
-    An algorithm of the user's own is imported and made here, as for a run: only its class says
-    whether it needs a critic. A mistake in it, be it sys.exit, is a violation.
-    """
-    needs: dict[str, Needs] = {}
-    found: list[UserError] = []
-    terms = config.terms()
-    sections = {"": config.algorithm} | {name: term.algorithm for name, term in terms.items()}
-    for term, section in sections.items():
-        try:
-            with contained():
-                needs[term] = needs_of(section)
-        except UserError as error:
-            is_key = term and error.name.startswith("algorithm.")
-            name = f"mix.{term}.{error.name}" if is_key else error.name
-            found.append(UserError(name, error.value, error.allowed, error.remedy))
-            continue
-        if term and not needs[term].fits_term:
-            found.append(not_a_term(term, section.name))
-    if found:
-        return None, found
-    own = needs.pop("")
-    models = run_models(config, own, needs.values())
-    for scorer, served in models.reward_models.items():
-        found += _reward_model_rules(config, scorer, served)
-    return models, found
-
-
-def _reward_model_rules(config: Config, scorer: str, served: ModelConfig) -> Iterator[UserError]:
-    """Yields what of a reward model cannot be read, or cut as the placement or `train` says."""
-    try:
-        content = read_model_config(served)
-        read_model(served.family, content)
-        errors = list(cut_rules(config, REWARD + scorer, content))
-    except UserError as error:
-        errors = [error]
-    for fault in errors:
-        name = f"{REWARD}{scorer}: {fault.name}"
-        yield UserError(name, fault.value, fault.allowed, fault.remedy)
 
 
 def _report(

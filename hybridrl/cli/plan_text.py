@@ -9,6 +9,7 @@ from hybridrl.config.placement import shown
 from hybridrl.config.rules_placement import AUTO_ORDER
 from hybridrl.hybrid_engine.assign import OrderChoice
 from hybridrl.parallel.layout import DEFAULT_ORDER
+from hybridrl.planning.text import memory_size, traffic
 
 MAX_ROWS = 16  # ranks that the table has; of more --json tells
 
@@ -48,26 +49,14 @@ def order_reason(
     return f"a rank receives at most {best}, in Megatron's own order {default}"
 
 
-def plan_text(report: dict[str, Any]) -> str:
-    """Returns the report as lines for people, the verdict first."""
-    return "\n".join(_lines(report))
+def plan_text(report: dict[str, Any], is_full: bool = True) -> str:
+    """Returns the report as lines for people, the verdict first; what is assumed and each rank only
+    where it is to be full.
+    """
+    return "\n".join(_lines(report, is_full))
 
 
-def traffic(size: float) -> str:
-    """Returns a number of bytes that move, with the unit that rates have."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size:.0f} B"
-
-
-def memory_size(size: float) -> str:
-    """Returns a number of bytes that are held, with the unit that memory has."""
-    gib, mib = size / 2**30, size / 2**20
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.1f} MiB"
-
-
-def _lines(report: dict[str, Any]) -> Iterator[str]:
+def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
     train, rollout, verdict = report["train"], report["rollout"], report["verdict"]
     yield verdict["summary"]
     for remedy in verdict["remedies"][1:]:
@@ -91,6 +80,9 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield from _memory_lines(report)
     yield from _rank_lines(report["ranks"])
     yield from _reshard_lines(report)
+    if not is_full:
+        yield "ranks    --all lists each, and what is assumed of the cluster"
+        return
     if report["assumptions"]:
         yield "assumed  (--cluster FILE with these keys sets others)"
         for key in _used_assumptions(report):

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_cluster import Host
 from hybridrl.config.files import parse_json
 from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.metrics.live import LOOPBACK, LiveReport, make_server
 from hybridrl.metrics.page_data import RUN_FILE
 from hybridrl.metrics.report import write_report
+from hybridrl.planning.cluster import Host
 
 MOST_RUNS = 8  # colours of the page
 PHASES = {"train_peak_bytes": "training", "rollout_peak_bytes": "generation"}

@@ -143,6 +143,8 @@ def _validated(
     if violations:
         raise ConfigError(violations)
     values, texts = _copy(content), dict(written)
+    if isinstance(values.get("layout"), str):  # a word for its section, whose other keys may follow
+        values["layout"] = {"choose": values["layout"]}
     for override in overrides:
         violations += _apply(values, override, texts)
     try:

@@ -18,10 +18,12 @@ from hybridrl.config.algorithm import (
     PpoConfig,
     with_default_weight,
 )
+from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.data import DataConfig
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
 from hybridrl.config.interpolation import Path
+from hybridrl.config.layout import Layout, LayoutConfig
 from hybridrl.config.lists import Steps
 from hybridrl.config.mix import TermConfig
 from hybridrl.config.placement import PlacementConfig
@@ -41,6 +43,7 @@ from hybridrl.config.train import MoeConfig, TrainConfig
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "CustomAlgorithmConfig",
     "DataConfig",
@@ -50,6 +53,7 @@ __all__ = [
     "EvalSetConfig",
     "GrpoConfig",
     "KtoConfig",
+    "LayoutConfig",
     "LogConfig",
     "ModelConfig",
     "MoeConfig",
@@ -209,7 +213,7 @@ class CheckpointConfig(Section):
 
 
 class Config(Section):
-    """A whole configuration: one file, fourteen sections."""
+    """A whole configuration: one file, sixteen sections."""
 
     run: RunConfig
     model: ModelConfig
@@ -225,6 +229,8 @@ class Config(Section):
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     placement: PlacementConfig = PlacementConfig()
+    layout: Layout = LayoutConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
     def _correct_for_lag(self) -> Self:

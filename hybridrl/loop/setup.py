@@ -28,19 +28,37 @@ from hybridrl.models.family import bias_rule, read_model
 from hybridrl.parallel.groups import World, from_rank_0, same_on_all_ranks
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Meshes
+from hybridrl.planning.choose import chosen_values, is_wanted, with_layout
+from hybridrl.planning.cluster import ClusterFile, Host, LocalGpu
+from hybridrl.planning.fit import changed
 from hybridrl.platform import Platform
 
 
 def pinned_on_all_ranks(config: Config) -> Config:
     """Returns a configuration with every hub name at the commit that rank 0 finds for it, the other
-    ranks ask nobody; and with what `rollout.generation_config` asks for. Collective, before there
-    is a World.
+    ranks ask nobody; with the layout that rank 0 chooses, where `layout: auto` asks for one that
+    nobody has chosen yet; and with what `rollout.generation_config` asks for. Collective, before
+    there is a World.
 
     Raises:
-        UserError: on every rank; as of `pinned`.
+        UserError: on every rank; as of `pinned` and `with_layout`.
     """
     config = with_names(config, from_rank_0(lambda: hub_names(pinned(config))))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if is_wanted(config, world_size):
+        chosen = from_rank_0(lambda: chosen_values(with_layout(config, world_size, *_host())))
+        config = changed(config, chosen)
     return with_generation_config(config)
+
+
+def _host() -> tuple[Host, ClusterFile | None]:
+    """Returns this host as torch sees it, and the ranks of a node, where the launcher says."""
+    if not torch.cuda.is_available():
+        return Host(), None
+    found = torch.cuda.get_device_properties(0)
+    count = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
+    gpu = LocalGpu(found.name, found.total_memory)
+    return Host(count, gpu), ClusterFile(gpus_per_node=count)
 
 
 def check_rules(config: Config, machines: Machines, has_teacher: bool = True) -> None:

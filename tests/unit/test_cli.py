@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_memory import GRAPH_BYTES, GROUP_BYTES
 from hybridrl.config.load import load_config, load_config_dict, to_yaml
+from hybridrl.planning.memory import GRAPH_BYTES, GROUP_BYTES
 
 QWEN25_7B = {
     "architectures": ["Qwen2ForCausalLM"],

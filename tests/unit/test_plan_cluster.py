@@ -16,7 +16,6 @@ from weight_cases import PADDING, random_case
 
 from hybridrl.cli.gpus import LocalGpu
 from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_cluster import GIB, ClusterFile, Host, load_cluster
 from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ConfigError
@@ -26,6 +25,7 @@ from hybridrl.hybrid_engine.pieces import join
 from hybridrl.hybrid_engine.plan import plan_reshard
 from hybridrl.hybrid_engine.proof import prove
 from hybridrl.models.weights import RankLayout, hf_layout
+from hybridrl.planning.cluster import GIB, ClusterFile, Host, load_cluster
 
 ROOT = Path(__file__).parents[2]
 NOTHING = RankLayout((), {})
@@ -149,7 +149,10 @@ ASSUMED = {
     "nodes": 8,
     "gpus_per_node": 8,
     "gpu_memory_gib": 81_079 / 1024,
+    "matrix_tflops": 670,
+    "memory_gb_per_s": 2850,
     "link_gb_per_s": 345,
+    "host_gb_per_s": 46,
     "nic_gb_per_s": 45,
     "nics_per_node": 8,
     "latency_us": 10,
@@ -297,9 +300,9 @@ def test_plan_says_what_ascending_ranks_cost() -> None:
         ("nodes: 0", ["nodes: got 0", "greater than or equal to 1", "Number of nodes"]),
         ("nodess: 4", ["nodess: got 4", "nodes, gpus_per_node, gpu_memory_gib", "Remove it"]),
         ("gpu_memory_gib: much", ["gpu_memory_gib: got 'much'", "number", "2**30 bytes"]),
-        ("gpus: {", ["YAML or JSON of the keys nodes"]),
-        ("- 8", ["got [8]", "the keys nodes"]),
-        (None, ["No such file", "YAML or JSON of the keys nodes"]),
+        ("gpus: {", ["YAML or JSON of the keys gpu, nodes"]),
+        ("- 8", ["got [8]", "the keys gpu, nodes"]),
+        (None, ["No such file", "YAML or JSON of the keys gpu, nodes"]),
     ],
 )
 def test_cluster_files_with_faults_are_refused(

@@ -13,12 +13,12 @@ from clock import is_within
 
 from hybridrl.cli.gpus import LocalGpu, smallest_local_gpu
 from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_cluster import GIB, ClusterFile, Host
-from hybridrl.cli.plan_fit import with_margin
 from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config
+from hybridrl.planning.cluster import GIB, ClusterFile, Host
+from hybridrl.planning.fit import with_margin
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "benchmarks" / "models"

@@ -11,14 +11,15 @@ from command_line import run
 
 from hybridrl.cli.gpus import local_gpu_names
 from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_cluster import ClusterFile, Host
-from hybridrl.cli.plan_memory import GRAPH_BYTES, GROUP_BYTES
-from hybridrl.cli.plan_text import memory_size, plan_text
+from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.hybrid_engine.plan import plan_reshard
 from hybridrl.models.families import llama
 from hybridrl.models.weights import NOTHING, hf_layout, hf_shapes, megatron_layouts
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.planning.cluster import ClusterFile, Host
+from hybridrl.planning.memory import GRAPH_BYTES, GROUP_BYTES
+from hybridrl.planning.text import memory_size
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_cluster import ClusterFile
 from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.placement import Machines
@@ -29,6 +28,7 @@ from hybridrl.loop.setup import training_layout
 from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.models.weights import RankLayout, fused_layout, megatron_layouts
 from hybridrl.parallel.layout import DEFAULT_ORDER, Coordinates, ExpertCoordinates, TrainLayout
+from hybridrl.planning.cluster import ClusterFile
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Whether a planned run fits into its GPUs, by how much, and what to change otherwise. No torch.
 
-The estimates of plan_memory.py were compared with 7 runs on H200 (benchmarks/results/
+The estimates of planning/memory.py were compared with 7 runs on H200 (benchmarks/results/
 step_h200.json): a phase took between 0.86 and 1.18 of its estimate, and never more than 2.3 GiB
 beyond it, but for one run with NCCL groups that are not made any more. The estimates leave the CUDA
 context out, 0.6 GiB. So a run fits if its estimate with 5% and 2 GiB on top does: 5% for what the
@@ -14,8 +14,15 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
-from hybridrl.cli.plan_cluster import GIB, Assumptions
-from hybridrl.cli.plan_memory import (
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.placement import Machines, Placement, shown
+from hybridrl.config.rules import check
+from hybridrl.config.rules_placement import placed
+from hybridrl.config.schema import Config
+from hybridrl.errors import ModelError
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.planning.cluster import GIB, Assumptions
+from hybridrl.planning.memory import (
     ADAM_BYTES,
     MAIN_GRAD_BYTES,
     MASTER_BYTES,
@@ -28,15 +35,8 @@ from hybridrl.cli.plan_memory import (
     estimate_memory,
     itemsize_of,
 )
-from hybridrl.cli.plan_sizes import engine_elements, fullest_stage, shared_elements
-from hybridrl.cli.plan_text import memory_size
-from hybridrl.config.engines import ENGINES
-from hybridrl.config.placement import Machines, Placement, shown
-from hybridrl.config.rules import check
-from hybridrl.config.rules_placement import placed
-from hybridrl.config.schema import Config
-from hybridrl.errors import ModelError
-from hybridrl.parallel.layout import TrainLayout
+from hybridrl.planning.sizes import engine_elements, fullest_stage, shared_elements
+from hybridrl.planning.text import memory_size
 
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 2 * GIB
 MAX_REMEDIES = 3
@@ -73,11 +73,11 @@ def gpu_verdict(
     """
     gpu, phases = assumed.gpu_memory_bytes, list[tuple[int, str, RankMemory]]()
     for one in found:
-        rollout = one.memory.rollout_with(_num_requests(one.memory, gpu))
+        rollout = one.memory.rollout_with(num_requests(one.memory, gpu))
         phases += [(one.memory.train, "training", one), (rollout, "rollout", one)]
     most, phase, fullest = max(phases, key=lambda judged: judged[0])
     caches = [one.memory for one in found if one.memory.has_engine]
-    cache, num_requests = caches[0], min(_num_requests(memory, gpu) for memory in caches)
+    cache, room = caches[0], min(num_requests(memory, gpu) for memory in caches)
     spare = gpu - with_margin(most)
     where = f" on ranks {shown(fullest.ranks)}" if len(found) > 1 else ""
     outcome = "fits" if spare >= 0 else "may not fit" if most <= gpu else "does not fit"
@@ -93,9 +93,9 @@ def gpu_verdict(
         search = _Search(config, models, hf_config, assumed)
         remedies = search.remedies(sum(len(one.ranks) for one in found))
         summary += f"; it fits with {remedies[0]}" if remedies else "; no larger layout tried fits"
-    elif spare >= 0 and num_requests < cache.num_requests:
+    elif spare >= 0 and room < cache.num_requests:
         summary += (
-            f"; the KV cache holds {num_requests} of the {cache.num_requests} longest requests of "
+            f"; the KV cache holds {room} of the {cache.num_requests} longest requests of "
             "rollout.max_batch, others wait"
         )
     return {
@@ -107,12 +107,12 @@ def gpu_verdict(
         "spare_bytes": spare,
         "kv_cache_bytes": cache.kv_cache,
         "max_requests": cache.num_requests,
-        "kv_cache_requests": num_requests,
+        "kv_cache_requests": room,
         "remedies": remedies,
     }
 
 
-def _num_requests(memory: Memory, gpu: int) -> int:
+def num_requests(memory: Memory, gpu: int) -> int:
     """Returns for how many requests the KV cache of a GPU of so many bytes has room."""
     room = int((gpu - MARGIN_BYTES) / (1 + MARGIN_SHARE)) - memory.rollout_with(0)
     per_request = max(1, memory.kv_cache // memory.num_requests)
@@ -178,7 +178,7 @@ class _Search:
         for changes in sorted(self._candidates(), key=len):
             if any(one.keys() <= changes.keys() for one in found):
                 continue  # what fits already needs none of the rest
-            config = _changed(self.config, changes)
+            config = changed(self.config, changes)
             if check(config, world, self.hf_config):
                 continue
             placement, _ = placed(config, Machines(world))
@@ -265,7 +265,8 @@ def _estimate(config: Config, models: Sequence[RoleModel], placement: Placement)
     return estimate_memory(config, shape, world_size, ranks, "packed", on_gpu=True)
 
 
-def _changed(config: Config, changes: Changes) -> Config:
+def changed(config: Config, changes: Changes) -> Config:
+    """Returns a configuration with other values of some dotted keys."""
     sections: dict[str, Changes] = {}
     for key, value in changes.items():
         section, name = key.split(".")

@@ -4,56 +4,47 @@ that are not given this host's values or defaults, each with its reason. No torc
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from hybridrl.cli.gpus import LocalGpu, local_gpu_names, num_local_gpus, smallest_local_gpu
+from hybridrl.config.cluster import (
+    GPUS_PER_NODE,
+    KNOWN_GPUS,
+    ClusterConfig,
+    KnownGpu,
+    gpu_rule,
+    known_gpu,
+)
 from hybridrl.config.yaml_text import read_yaml
 from hybridrl.errors import ConfigError, UserError, said, short
 from hybridrl.hybrid_engine.cluster import LINK_GB_PER_S, Cluster
 
 GIB = 2**30
-GPUS_PER_NODE = 8
-DEFAULT_GPU = LocalGpu("H100 80 GB", 81_079 << 20)
+DEFAULT_GPU = KNOWN_GPUS["H100"]
+NVLINK_4 = "NVLink 4, as of H100 and H200, which gave 330 to 363"
 # Defaults with their reasons, which the report prints.
 RATES = {
-    "link_gb_per_s": (LINK_GB_PER_S, "NVLink 4, as of H100 and H200, which gave 330 to 363"),
     "nic_gb_per_s": (45.0, "a card of 400 Gbit/s at 90%, not measured"),
     "latency_us": (10.0, "of a message between nodes, not measured"),
 }
 
 
-class ClusterFile(BaseModel):
-    """A cluster file; a key that is None was not given. Rates are those of one direction."""
+ClusterFile = ClusterConfig
+"""A cluster file has the keys of the section `cluster`, of which it overrides those it has."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    nodes: int | None = Field(None, ge=1, description="Number of nodes.")
-    gpus_per_node: int | None = Field(
-        None, ge=1, description="GPUs of a node, all linked to each other."
-    )
-    gpu_memory_gib: float | None = Field(
-        None, gt=0, description="Memory of one GPU, 2**30 bytes, as CUDA reports it."
-    )
-    link_gb_per_s: float | None = Field(
-        None, gt=0, description="NVLink of one GPU, 1e9 bytes a second."
-    )
-    nic_gb_per_s: float | None = Field(
-        None, gt=0, description="One network card, 1e9 bytes a second."
-    )
-    nics_per_node: int | None = Field(None, ge=1, description="Network cards of a node.")
-    latency_us: float | None = Field(
-        None, ge=0, description="Fixed cost of one message, microseconds."
-    )
+@dataclass(frozen=True)
+class LocalGpu:
+    """A GPU of this host: its name, and the bytes that CUDA can use of it."""
 
-    def world_size(self) -> int | None:
-        """Returns the number of ranks of all nodes; None where the nodes are not given."""
-        return self.nodes and self.nodes * (self.gpus_per_node or GPUS_PER_NODE)
+    name: str
+    memory_bytes: int
 
 
 class Host(NamedTuple):
@@ -90,17 +81,18 @@ class Assumptions:
     values: dict[str, Assumed]
 
 
-def local_host() -> Host:
-    """Returns what this host has; asks nvidia-smi."""
-    return Host(num_local_gpus(), smallest_local_gpu(), local_gpu_names())
+INLINE = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)")
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """Reads a cluster file, YAML or JSON.
+    """Reads a cluster file, YAML or JSON; `8x8xH200` stands for nodes, GPUs of each, and the GPU.
 
     Raises:
         ConfigError: it is not such a file, or with every key that is wrong.
     """
+    if (match := INLINE.fullmatch(str(path))) is not None and not path.exists():
+        nodes, gpus, gpu = match.groups()
+        return ClusterFile(nodes=int(nodes or 1), gpus_per_node=int(gpus), gpu=gpu)
     fields = ClusterFile.model_fields
     keys = "the keys " + ", ".join(fields)
     allowed = f"YAML or JSON of {keys}"
@@ -130,19 +122,25 @@ def assume(
     Returns:
         The assumptions, or None and why nodes and ranks do not go together.
     """
+    if (unknown := gpu_rule(given)) is not None:
+        return None, [unknown]
     sizes = _sizes(given, world_size, host)
     if isinstance(sizes, UserError):
         return None, [sizes]
     values = dict(sizes)
     nodes, gpus = int(sizes["nodes"].value), int(sizes["gpus_per_node"].value)
+    kind = known_gpu(given.gpu or "") or (known_gpu(host.gpu.name) if host.gpu else None)
     if given.gpu_memory_gib is not None:
         memory, source = int(given.gpu_memory_gib * GIB), "--cluster"
+    elif given.gpu is not None and kind is not None:
+        memory, source = kind.memory_mib << 20, f"{kind.title}, as cluster.gpu says"
     elif host.gpu is not None:
         memory, source = host.gpu.memory_bytes, f"{host.gpu.name} of this host"
     else:
-        memory, source = DEFAULT_GPU.memory_bytes, f"{DEFAULT_GPU.name}, the usual GPU of training"
+        memory = DEFAULT_GPU.memory_mib << 20
+        source = f"{DEFAULT_GPU.title}, the usual GPU of training"
     values["gpu_memory_gib"] = Assumed(memory / GIB, source)
-    for key, (value, reason) in RATES.items():
+    for key, (value, reason) in {**_rates_of(kind or DEFAULT_GPU), **RATES}.items():
         told = getattr(given, key)
         values[key] = Assumed(value, reason) if told is None else Assumed(told, "--cluster")
     nics = given.nics_per_node
@@ -156,9 +154,29 @@ def assume(
         nics_per_node=int(values["nics_per_node"].value),
         latency_us=values["latency_us"].value,
     )
-    ordered = {key: values[key] for key in ClusterFile.model_fields}
+    ordered = {key: values[key] for key in ClusterFile.model_fields if key != "gpu"}
     most = given.gpus_per_node or max(GPUS_PER_NODE, host.num_gpus, gpus)
     return Assumptions(cluster, memory, most, ordered), []
+
+
+def _rates_of(kind: KnownGpu) -> dict[str, tuple[float, str]]:
+    """Returns the rates of a kind of GPU, each with where it is from."""
+    reason = f"{kind.title}, {kind.source}"
+    link = NVLINK_4 if kind.link_gb_per_s == LINK_GB_PER_S else reason
+    return {
+        "matrix_tflops": (kind.matrix_tflops, reason),
+        "memory_gb_per_s": (kind.memory_gb_per_s, reason),
+        "link_gb_per_s": (kind.link_gb_per_s, link),
+        "host_gb_per_s": (kind.host_gb_per_s, reason),
+    }
+
+
+def merged(section: ClusterConfig, given: ClusterConfig | None) -> ClusterConfig | None:
+    """Returns the section's keys with those of a cluster file over them; None: neither has any."""
+    told = section.model_dump(exclude_none=True)
+    if given is not None:
+        told |= given.model_dump(exclude_none=True)
+    return ClusterConfig(**told) if told or given is not None else None
 
 
 def _sizes(given: ClusterFile, world_size: int, host: Host) -> dict[str, Assumed] | UserError:

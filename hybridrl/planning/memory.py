@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from hybridrl.cli.plan_replay import ReplayBytes, replay_bytes
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.placement import REWARD, Place
 from hybridrl.config.roles import RunModels
@@ -19,6 +18,7 @@ from hybridrl.config.teacher import read_teacher
 from hybridrl.models.family import Family, ModelShape, read_model
 from hybridrl.models.weights import EXPERTS, Head, RankLayout
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.planning.replay import ReplayBytes, replay_bytes
 
 MIB = 2**20
 # Of the head's logits, fp32 and their gradients in 16 bit, a chunk is held (token_logprobs.py).
@@ -313,7 +313,7 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int) -> int:
     be mixtures. A frozen model keeps nothing: one layer at a time is whole.
     """
     model, layout = held.model, held.layout
-    shape, tokens = model.shape, config.train.micro_batch_tokens // layout.cp
+    shape, tokens = model.shape, most_tokens(config, layout.dp) // layout.cp
     heads = shape.num_heads + shape.num_kv_heads
     attention = heads * (shape.head_dim + shape.value_dim)
     if (latent := shape.latent) is not None:
@@ -335,6 +335,21 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int) -> int:
     logits = tokens * shape.padded_vocab(layout.tp) // layout.tp if model.head == "lm" else 0
     scratch = min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES)
     return tokens * kept * itemsize * stages // layout.tp + scratch
+
+
+def most_tokens(config: Config, dp: int) -> int:
+    """Returns the tokens that a micro-batch may have: the budget, or all samples of an update that
+    a replica may get, each as long as it may be, where those are fewer. They are dealt by length,
+    so that a replica has at most one sample more than its share.
+    """
+    needs = config.algorithm.needs
+    if needs is None or not needs.rollouts or config.terms():  # rows may be several sequences
+        return config.train.micro_batch_tokens
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    steps = config.steps
+    samples = steps.prompts_per_step * steps.samples_per_prompt
+    share = -(-samples // (steps.updates_per_step * dp)) + 1
+    return min(config.train.micro_batch_tokens, share * longest)
 
 
 def fullest(layouts: Sequence[RankLayout]) -> tuple[int, int]:

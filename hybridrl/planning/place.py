@@ -9,14 +9,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from hybridrl.cli.plan_memory import (
-    Held,
-    HeldEngine,
-    HeldModel,
-    RoleModel,
-    fullest,
-    most_elements,
-)
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.placement import Place, Placement
 from hybridrl.config.schema import Config
@@ -36,6 +28,14 @@ from hybridrl.models.weights import (
     megatron_layouts,
 )
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.planning.memory import (
+    Held,
+    HeldEngine,
+    HeldModel,
+    RoleModel,
+    fullest,
+    most_elements,
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,129 @@
+"""What `layout: auto` chooses for models that no machine here holds, how long it looks, and what
+the same model of time and memory says of layouts that others' recipes use. Needs no GPU.
+
+    python benchmarks/bench_layout_choices.py --out benchmarks/results/layout_choices.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from case_record import commit
+
+from hybridrl.cli.plan_search import search_report
+from hybridrl.config.load import load_config_dict
+from hybridrl.planning.choose import search
+from hybridrl.planning.cluster import ClusterFile, Host
+
+MODELS = Path(__file__).parent / "models"
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+QWEN3_235B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 1536,
+    "intermediate_size": 12288,
+}
+# Layouts of recipes, read on 2026-11-25, with where they stand; sizes that are not named are free.
+RECIPES = {
+    "llama3-70b": {},
+    "qwen3-235b-a22b": {
+        "verl, docs/perf/dpsk.md, 256 GPUs": {"tp": 4, "pp": 8, "cp": 1, "ep": 4},
+        "NeMo-RL, grpo-qwen3-235b-16n8g.yaml, 128 GPUs": {
+            **{"tp": 2, "pp": 8, "cp": 2, "ep": 16},
+            "rollout.tp": 16,
+        },
+        "slime, scripts/run-qwen3-235B-A22B.sh, 64 GPUs": {
+            **{"tp": 4, "pp": 4, "cp": 2, "ep": 16},
+            "recompute": "full",
+            "offload_optimizer": True,
+        },
+    },
+}
+WORLDS = {"llama3-70b": 64, "qwen3-235b-a22b": 256}
+
+
+def main() -> int:
+    """Writes the choices; returns 1 where a search took more than a minute."""
+    parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split()))
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    qwen = json.loads((MODELS / "qwen3-30b-a3b.json").read_text()) | QWEN3_235B
+    contents = {"llama3-70b": LLAMA_70B, "qwen3-235b-a22b": qwen}
+    cases = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in contents.items():
+            file = Path(folder) / f"{name}.json"
+            file.write_text(json.dumps(content))
+            for gpu in ("H100", "H200"):
+                cases.append(judged(name, file, gpu, {}) | {"layout_of": "layout: auto"})
+                for recipe, keys in RECIPES[name].items():
+                    cases.append(judged(name, file, gpu, keys) | {"layout_of": recipe})
+    notes = [
+        "Predicted, not measured: 5,120 tokens a sample (prompts of 1,024), 8 samples of a prompt, "
+        "8 (70B) and 4 (235B) prompts a rank, GRPO with a reference, vLLM, nodes of 8 GPUs.",
+        "Recipes are of other numbers of GPUs and engines: only their sizes are pinned, on as many "
+        "ranks as the choice; the rest is the best that the search finds beside them.",
+    ]
+    command = f"python benchmarks/bench_layout_choices.py --out {out}"
+    report = {"benchmark": "choices of layout: auto", "command": command, "commit": commit()}
+    out.write_text(json.dumps({**report, "notes": notes, "cases": cases}, indent=1) + "\n")
+    return 0 if all(case["seconds"] <= 60 for case in cases) else 1
+
+
+def judged(name: str, file: Path, gpu: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """Searches with some keys pinned and returns the best, and how long it took."""
+    world = WORLDS[name]
+    config = load_config_dict(
+        {
+            "run": {"name": "choices"},
+            "model": {"init": str(file)},
+            "algorithm": {"name": "grpo", "kl_coef": 0.001},
+            "rollout": {"engine": "vllm", "max_new_tokens": 4096},
+            "data": {"max_prompt_tokens": 1024},
+            "steps": {
+                "prompts_per_step": (8 if world == 64 else 4) * world,
+                "samples_per_prompt": 8,
+            },
+            "layout": "auto",
+        },
+        [f"{key if '.' in key else 'train.' + key}={json.dumps(v)}" for key, v in keys.items()],
+    )
+    started = time.monotonic()
+    result, assumed = search(config, world, Host(), ClusterFile(gpu=gpu))
+    report = search_report(result, assumed, time.monotonic() - started)
+    kept = {key: report[key] for key in ("seconds", "fitting", "too_large", "refused", "nearest")}
+    return {
+        "model": name,
+        "world": world,
+        "gpu": gpu,
+        "pinned": keys,
+        **kept,
+        "best": report["best"][:3],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Writes examples/recipes/*.yaml and docs/recipes.md: layouts of `plan --search`, with predictions.
+
+`python docs/scripts/recipes.py` writes the page from the headers; `--search` also looks for every
+layout anew, for an H100 80 GB, 8 to a node, and writes the recipes. Needs no GPU and no network.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridrl.config.load import load_config, load_config_dict
+from hybridrl.config.schema import Config
+from hybridrl.planning.choose import search
+from hybridrl.planning.cluster import ClusterFile, Host
+from hybridrl.planning.search import Candidate
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "recipes"
+PAGE = ROOT / "docs" / "recipes.md"
+H100 = ClusterFile(gpus_per_node=8, gpu_memory_gib=79.2)
+NAMES = {
+    "qwen2.5-0.5b": ("Qwen2.5 0.5B", (1, 8)),
+    "qwen2.5-1.5b": ("Qwen2.5 1.5B", (1, 8)),
+    "qwen2.5-7b": ("Qwen2.5 7B", (8, 64)),
+    "qwen2.5-32b": ("Qwen2.5 32B", (64, 256)),
+    "qwen2.5-72b": ("Qwen2.5 72B", (64, 256)),
+    "llama-3.1-8b": ("Llama 3.1 8B", (8, 64)),
+    "llama-3.1-70b": ("Llama 3.1 70B", (64, 256)),
+    "qwen3-8b": ("Qwen3 8B", (8, 64)),
+    "qwen3-30b-a3b": ("Qwen3 30B-A3B", (8, 64)),
+    "qwen3-235b-a22b": ("Qwen3 235B-A22B", (64, 256)),
+    "deepseek-v3": ("DeepSeek-V3", (256,)),
+}
+PROMPTS = {1: 32, 8: 128, 64: 512, 256: 1024}  # a step; 8 samples each
+FIGURES = re.compile(r"predicted, not measured: memory ([\d.]+) GiB .*, step ([\d.]+) s")
+
+
+def content(model: str, num_gpus: int) -> dict[str, Any]:
+    """Returns a recipe without its layout."""
+    return {
+        "run": {"name": f"{model}-{num_gpus}gpu"},
+        "model": {"path": f"examples/recipes/models/{model}", "dtype": "bfloat16"},
+        "train": {"learning_rate": 1.0e-6, "warmup_steps": 5},
+        "rollout": {"engine": "vllm", "max_new_tokens": 2048},
+        "algorithm": {"name": "grpo"},
+        "data": {"prompts": "data/gsm8k/train.jsonl", "max_prompt_tokens": 512}
+        | {"prompt_key": "question", "answer_key": "answer", "chat_template": True},
+        "reward": {"functions": {"correct": {"function": "gsm8k"}}},
+        "steps": {"prompts_per_step": PROMPTS[num_gpus], "samples_per_prompt": 8, "num_steps": 100},
+        "checkpoint": {"every": 50},
+    }
+
+
+def best(config: Config, num_gpus: int) -> Candidate | None:
+    """Returns the fastest layout that fits, of what the configuration leaves open."""
+    found, _ = search(config, num_gpus, Host(), H100)
+    return found.best[0] if found.best else None
+
+
+def figures(one: Candidate) -> tuple[str, str]:
+    """Returns the memory of the fullest GPU, GiB, and the step's time, seconds, as headers say."""
+    return f"{one.found.most_bytes / 2**30:.1f}", f"{one.step_s:.1f}"
+
+
+def header(model: str, num_gpus: int, one: Candidate) -> str:
+    """Returns a recipe's first lines."""
+    memory, step = figures(one)
+    return (
+        f"# GRPO of {NAMES[model][0]} on {num_gpus} H100 80 GB.\n"
+        f"# predicted, not measured: memory {memory} GiB of the fullest GPU, step {step} s with the\n"
+        "# longest responses. `hybridrl plan FILE --search` says the same. model.path has sizes only:\n"
+        "# set it to the directory of the real weights and tokenizer, data.prompts to your data.\n"
+    )
+
+
+def write(model: str, num_gpus: int) -> None:
+    """Searches for a layout and writes its recipe.
+
+    Raises:
+        SystemExit: no layout fits.
+    """
+    recipe = content(model, num_gpus)
+    one = best(load_config_dict(recipe, []), num_gpus)
+    if one is None:
+        sys.exit(f"{model} on {num_gpus}: no layout fits")
+    for key, value in one.changes.items():
+        section, _, name = key.partition(".")
+        recipe[section][name] = value
+    text = header(model, num_gpus, one) + yaml.safe_dump(recipe, sort_keys=False)
+    (FOLDER / f"{model}_{num_gpus}gpu.yaml").write_text(text, encoding="utf-8")
+    print(model, num_gpus, *figures(one), one.changes, flush=True)
+
+
+def page() -> str:
+    """Returns the page that lists the recipes, from their headers."""
+    lines = [
+        "# Recipes",
+        "",
+        "GRPO configurations with a layout of the planner's search. Memory and step times are predicted,",
+        "not measured, for H100 80 GB in nodes of 8. Times are with the longest responses, 2,048 tokens.",
+        "Set `model.path` to the directory of the real weights, `data.prompts` to your data.",
+        "Model sizes are those of each published config.json.",
+        "",
+        "| Recipe | GPUs | Training | Engine | Memory, GiB, predicted | Step, s, predicted |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, (name, sizes) in NAMES.items():
+        for num_gpus in sizes:
+            file = FOLDER / f"{model}_{num_gpus}gpu.yaml"
+            found = FIGURES.search(file.read_text(encoding="utf-8"))
+            config = load_config(file, [])
+            train, engine = config.train, config.rollout
+            cut = " ".join(f"{axis}{getattr(train, axis)}" for axis in ("tp", "pp", "cp", "ep"))
+            lines.append(
+                f"| [{name}](../examples/recipes/{file.name}) | {num_gpus} | {cut} | "
+                f"tp{engine.tp} ep{engine.ep} | {found and found[1]} | {found and found[2]} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--search"]:
+        for model, (_, sizes) in NAMES.items():
+            for num_gpus in sizes:
+                if not sys.argv[2:] or model in sys.argv[2:]:
+                    write(model, num_gpus)
+    if not sys.argv[2:]:
+        PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,81 @@
+"""What `hybridrl plan` does with its options: a report of one layout, or a search. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hybridrl.cli.gpus import local_host
+from hybridrl.cli.plan import empty_report, plan_report
+from hybridrl.cli.plan_search import search_report, search_text
+from hybridrl.cli.plan_text import plan_text
+from hybridrl.config.identity import pinned
+from hybridrl.config.load import load_config
+from hybridrl.config.rules import default_world_size
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, UserError
+from hybridrl.planning.choose import search, with_layout
+from hybridrl.planning.cluster import ClusterFile, Host, load_cluster, merged
+
+Emit = Callable[[object], None]
+Outcome = tuple[str, list[UserError]]
+
+
+def run_plan(
+    file: Path,
+    overrides: Sequence[str],
+    world: int | None,
+    cluster: Path | None,
+    emit: Emit,
+    is_full: bool,
+) -> Outcome:
+    """Plans one layout, chosen first where the configuration asks for that.
+
+    Args:
+        file, overrides, world, cluster: of the command line.
+        emit: prints the report where it is to be JSON.
+        is_full: lists every rank.
+
+    Returns:
+        The report's text, and the violations.
+    """
+    try:
+        config, world_size, given, host = _inputs(file, overrides, world, cluster)
+        config = with_layout(config, world_size, host, given)
+        report, violations = plan_report(config, world_size, given, host)
+    except ConfigError as error:
+        report, violations = empty_report(error), error.violations
+    emit(report)
+    return "" if violations else plan_text(report, is_full), violations
+
+
+def run_search(
+    file: Path,
+    overrides: Sequence[str],
+    world: int | None,
+    cluster: Path | None,
+    emit: Emit,
+    _: bool,
+) -> Outcome:
+    """Judges all layouts that the keys which are written leave; arguments as of `run_plan`."""
+    try:
+        config, world_size, given, host = _inputs(file, overrides, world, cluster)
+        started = time.monotonic()
+        result, assumed = search(config, world_size, host, given)
+    except ConfigError as error:
+        emit({"violations": error.as_json()})
+        return "", error.violations
+    report = search_report(result, assumed, time.monotonic() - started)
+    emit(report)
+    return search_text(report), []
+
+
+def _inputs(
+    file: Path, overrides: Sequence[str], world: int | None, cluster: Path | None
+) -> tuple[Config, int, ClusterFile | None, Host]:
+    config = pinned(load_config(file, overrides), asks_hub=False)
+    given, host = load_cluster(cluster) if cluster else None, local_host()
+    told = merged(config.cluster, given)
+    size = told.world_size() if told else None
+    return config, world or size or default_world_size(config, host.num_gpus), given, host

@@ -1,0 +1,107 @@
+"""Memory and time of one configuration in which all models share all ranks. No torch.
+
+Owns what a search asks for each candidate. Sizes are those of the fullest rank; what crosses the
+links at a reshard is counted by shares of the whole, not by pieces, as `hybridrl plan` does for the
+layout that is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.placement import Place
+from hybridrl.config.schema import Config
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.planning.cluster import Assumptions
+from hybridrl.planning.fit import num_requests, with_margin
+from hybridrl.planning.memory import (
+    Held,
+    HeldEngine,
+    HeldModel,
+    Memory,
+    RoleModel,
+    estimate_memory,
+    itemsize_of,
+)
+from hybridrl.planning.sizes import engine_elements, fullest_stage, shared_elements
+from hybridrl.planning.times import Times, step_times
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a configuration takes.
+
+    Args:
+        memory: of the fullest rank.
+        times: of a step's phases.
+        most_bytes: of the phase that takes most, the KV cache with what there is room for.
+        spare_bytes: of a GPU, the margin taken off; below 0: it does not fit.
+    """
+
+    memory: Memory
+    times: Times
+    most_bytes: int
+    spare_bytes: int
+
+
+def layout_of(config: Config, world_size: int) -> TrainLayout:
+    """Returns the training layout over all ranks."""
+    train = config.train
+    sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
+    return TrainLayout(world_size, *sizes, etp=train.etp)
+
+
+def estimate(
+    config: Config, models: Sequence[RoleModel], world_size: int, assumed: Assumptions
+) -> Estimate:
+    """Estimates a configuration whose rules hold.
+
+    Args:
+        config: of the run.
+        models: of it, the policy first.
+        world_size: number of ranks.
+        assumed: of the cluster.
+
+    Raises:
+        ModelError: a tensor cannot be cut so.
+    """
+    family, shape = models[0].family, models[0].shape
+    layout, train, rollout = layout_of(config, world_size), config.train, config.rollout
+    itemsize = itemsize_of(config, on_gpu=True)
+    is_fused = ENGINES[rollout.engine].has_fused_parameters
+    tp, ep = (rollout.tp, rollout.ep) if is_fused else (1, 1)
+    engine, shared = engine_elements(family, shape, tp, ep), 0
+    if ENGINES[rollout.engine].shares_memory and not train.release_weights_in_rollout:
+        shared = shared_elements(family, shape, layout, tp, ep, not train.fuse_param_gather)
+    place = Place(tuple(range(world_size)), train.tp, train.pp, train.cp, train.ep, train.vpp)
+    held = [
+        HeldModel(
+            model, place, layout, *fullest_stage(model.family, model.shape, layout, model.head)
+        )
+        for model in models
+    ]
+    ranks = Held(held, HeldEngine(itemsize * (engine - shared), world_size))
+    memory = estimate_memory(config, shape, world_size, ranks, "packed", on_gpu=True)
+    requests = num_requests(memory, assumed.gpu_memory_bytes)
+    most = max(memory.train, memory.rollout_with(requests))
+    crossing = max(0, engine - shared - _own_elements(layout, held[0], tp))
+    times = step_times(
+        config,
+        models,
+        layout,
+        assumed,
+        (held[0].num_params, held[0].num_updated),
+        itemsize * engine,
+        itemsize * crossing,
+        requests * rollout.tp if is_fused else requests,
+    )
+    return Estimate(memory, times, most, assumed.gpu_memory_bytes - with_margin(most))
+
+
+def _own_elements(layout: TrainLayout, held: HeldModel, tp: int) -> int:
+    """Returns about how much of its engine a rank trains with: all that it holds, or of it the part
+    that an engine cut further needs.
+    """
+    return held.num_params * layout.tp // max(tp, layout.tp)

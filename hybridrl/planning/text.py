@@ -1,0 +1,17 @@
+"""How sizes are said. No torch."""
+
+from __future__ import annotations
+
+
+def traffic(size: float) -> str:
+    """Returns a number of bytes that move, with the unit that rates have."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+def memory_size(size: float) -> str:
+    """Returns a number of bytes that are held, with the unit that memory has."""
+    gib, mib = size / 2**30, size / 2**20
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.1f} MiB"

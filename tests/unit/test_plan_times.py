@@ -1,0 +1,181 @@
+"""Predicted times of a step against those that were measured on H200."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.source import read_model_config
+from hybridrl.models.family import read_model
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.planning.cluster import ClusterFile, Host, assume
+from hybridrl.planning.estimate import estimate
+from hybridrl.planning.memory import role_models
+from hybridrl.planning.models import planned_models
+from hybridrl.planning.times import Lengths, Packs, PassTimes, packs
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+MODELS = ROOT / "benchmarks" / "models"
+SIZES = ("tp", "pp", "vpp", "cp", "ep")
+# A step is within 15%, the bound that choices are judged by, but for what is named here: hosts that
+# are slower at Python, by which small models' generation and micro-batches are bound.
+STEP_BOUND, PASS_BOUND = 0.15, 0.22
+SLOW_HOSTS = {("0.5b/dp4/tp1", "1664dc487da1"), ("0.5b/dp2/tp1", "491d5ecf")}
+SLOW_HOST_BOUND = 0.45
+
+
+def cases(file: str) -> list[dict[str, Any]]:
+    found = json.loads((RESULTS / file).read_text())["cases"]
+    return [case for case in found if "lag" not in " ".join(case["command"].split())]
+
+
+def model_of(case: dict[str, Any], folder: Path) -> str:
+    name = case["case"].partition("/")[0]
+    file = next(MODELS.glob(f"*{name}.json"))
+    if "--num-layers" not in case["command"]:
+        return str(file)
+    num_layers = int(case["command"].partition("--num-layers ")[2].split()[0])
+    made = folder / "config.json"
+    made.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": num_layers}))
+    return str(made)
+
+
+def predicted_step(case: dict[str, Any], folder: Path) -> Any:
+    told, work = case["config"], case["workload"]
+    train = {key: told["train"][key] for key in ("tp", "pp", "cp", "ep", "micro_batch_tokens")}
+    train |= {key: told["train"][key] for key in ("recompute", "offload_optimizer")}
+    if told["train"]["share_prompts"] is not None:
+        train["share_prompts"] = told["train"]["share_prompts"]
+    config = load_config_dict(
+        {
+            "run": {"name": "a"},
+            "model": {"init": model_of(case, folder)},
+            "algorithm": {"name": "grpo", "kl_coef": told["algorithm"]["kl_coef"]},
+            "train": train,
+            "rollout": {
+                "engine": "vllm",
+                "tp": told["rollout"]["tp"],
+                "max_batch": told["rollout"]["max_batch"],
+                "max_new_tokens": work["response_tokens_max"],
+            },
+            "steps": {
+                "prompts_per_step": work["prompts"],
+                "samples_per_prompt": work["samples"],
+            },
+            "data": {"max_prompt_tokens": work["prompt_tokens"]},
+            "layout": {"mean_response_tokens": round(work["response_tokens_mean"])},
+        }
+    )
+    assumed, errors = assume(ClusterFile(gpu="H200"), case["world"], Host())
+    assert assumed is not None and not errors
+    models, _ = planned_models(config)
+    assert models is not None
+    family, shape = read_model(None, read_model_config(config.model))
+    return estimate(config, role_models(config, models, family, shape), case["world"], assumed)
+
+
+@pytest.mark.parametrize(
+    "case", cases("step_h200.json"), ids=lambda case: f"{case['case']}@{case['commit']}"
+)
+def test_a_step_takes_what_is_predicted(case: dict[str, Any], tmp_path: Path) -> None:
+    times = predicted_step(case, tmp_path).times
+    measured = case["median"]["step_s"]
+    is_slow = (case["case"], case["commit"]) in SLOW_HOSTS
+    print(case["case"], case["commit"], f"{times.step:.2f} of {measured:.2f}", times)
+    assert abs(times.step / measured - 1) < (SLOW_HOST_BOUND if is_slow else STEP_BOUND)
+
+
+def passes() -> Iterator[Any]:
+    for file in ("train_h200.json", "train_moe_h200.json"):
+        for case in cases(file):
+            if case["train"]["fp8"] == "none" and case.get("grouped_gemm") != "cublas":
+                for name in case["passes"]:
+                    if "tails" not in name:
+                        identity = f"{case['case']}@{case['commit']}-{name}"
+                        yield pytest.param(case, name, id=identity)
+
+
+@pytest.mark.parametrize(("case", "name"), passes())
+def test_a_pass_takes_what_is_predicted(case: dict[str, Any], name: str, tmp_path: Path) -> None:
+    train, found = case["train"], case["passes"][name]
+    command = case["command"]
+
+    def told(key: str, default: int) -> int:
+        return int(command.partition(f"--{key} ")[2].split()[0]) if key in command else default
+
+    prompt, response = told("prompt-tokens", 256), told("response-tokens", 512)
+    is_shared = "shared" in name
+    sizes = {axis: train.get(axis) or 1 for axis in SIZES}
+    layout = TrainLayout(case["world"], **sizes)
+    config = load_config_dict(
+        {
+            "run": {"name": "a"},
+            "model": {"init": model_of(case, tmp_path)},
+            "algorithm": {"name": "grpo"},
+            "train": {
+                "micro_batch_tokens": train["micro_batch_tokens"],
+                "share_prompts": is_shared,
+            },
+            "steps": {
+                "prompts_per_step": max(1, found["tokens"] // (prompt + response) // 8),
+                "samples_per_prompt": 8,
+            },
+            "rollout": {"max_new_tokens": response},
+            "data": {"max_prompt_tokens": prompt},
+        }
+    )
+    assumed, _ = assume(ClusterFile(gpu="H200"), case["world"], Host())
+    assert assumed is not None
+    _, shape = read_model(None, read_model_config(config.model))
+    budget = train["micro_batch_tokens"]
+    packed = packs(config, Lengths.of(config), layout.dp, layout.cp, budget)
+    predicts = PassTimes(shape, layout, assumed, shape.vocab_size)
+    if "update" in name:
+        seconds = predicts.update_s(packed, train["recompute"])
+    else:
+        seconds = predicts.forward_s(packed)
+    measured = found["ms"] / 1e3
+    print(
+        case["case"],
+        name,
+        f"{seconds:.3f} of {measured:.3f}, {seconds / measured - 1:+.0%}",
+        packed,
+    )
+    assert abs(seconds / measured - 1) < PASS_BOUND
+
+
+def test_a_pipeline_with_one_micro_batch_gains_nothing_and_one_with_many_nearly_all() -> None:
+    shape = read_model(None, json.loads((MODELS / "qwen2.5-7b.json").read_text()))[1]
+    assumed, _ = assume(ClusterFile(gpu="H200"), 4, Host())
+    assert assumed is not None
+    seconds = {
+        (pp, num): PassTimes(shape, TrainLayout(4, pp=pp), assumed, 1).forward_s(
+            Packs(num, num * 16384, num * 16384 * 256, num * 8192)
+        )
+        for pp in (1, 4)
+        for num in (1, 100)
+    }
+    assert seconds[4, 1] == pytest.approx(seconds[1, 1], rel=0.02)
+    assert seconds[4, 100] == pytest.approx(seconds[1, 100] / 4 * 1.03, rel=0.02)
+
+
+def test_a_step_with_short_responses_takes_what_the_plan_says_of_its_tokens(tmp_path: Path) -> None:
+    """The plan counts the longest: 73 GiB, where a step of short ones took 56."""
+    found = json.loads((RESULTS / "step_h200.json").read_text())["cases"]
+    (case,) = [one for one in found if one["workload"]["workload"] == "tailed"]
+    work = case["workload"]
+    # What each of the two replicas has, a prompt once for its 8 samples.
+    repeated = (work["samples"] - 1) * work["prompt_tokens"] * work["prompts"]
+    tokens = (work["tokens"] - repeated) // 2
+    assert tokens < case["config"]["train"]["micro_batch_tokens"]
+    shorter = {**case["config"]["train"], "micro_batch_tokens": tokens}
+    case = {**case, "config": {**case["config"], "train": shorter}}
+    memory = predicted_step(case, tmp_path).memory
+    # Within 7%: the tokens are a half of all, of which the fuller replica has a little more.
+    assert memory.train == pytest.approx(case["measured_memory"]["update"], rel=0.07)
