@@ -1,7 +1,8 @@
 """The command line. No torch in the parent: ranks import heavy modules, inside the commands.
 
 Owns commands, exit codes and what is printed. Exit codes: 0 done; 2 the user's configuration or
-data is wrong (one message, no traceback); 1 anything else. With --json stdout is one JSON object.
+data is wrong (one message, no traceback); 130 and 143 stopped by SIGINT and SIGTERM; 1 anything
+else. With --json stdout is one JSON object.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
         time.sleep(1)  # the launcher hands it to the ranks
         held.resume()
         output, _ = process.communicate(timeout=30)
-        assert process.returncode == 1 and "Traceback" not in output, output
+        assert process.returncode == 128 + number and "Traceback" not in output, output
         stopped = f"stopped by {number.name}"
         assert f"{stopped} after step {step - 1} of 20: saved to" in output, output
         assert output.splitlines()[-1] == f"hybridrl: {stopped}"
