@@ -24,6 +24,7 @@ from hybridrl import __version__
 from hybridrl.checkpoint.folders import FileFormat
 from hybridrl.cli import starting
 from hybridrl.cli.cluster import launch_command
+from hybridrl.cli.elastic import ElasticLaunch
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import (
     STOP_CODES,
@@ -36,6 +37,7 @@ from hybridrl.cli.options import ConfigFile, Json, Overrides, World
 from hybridrl.cli.pinning import with_commits
 from hybridrl.cli.rank_log import log_to, write_stacks_on_signal
 from hybridrl.cli.validate import (
+    model_violations,
     validate_conversion,
     validate_evaluation,
     validate_replay,
@@ -187,7 +189,11 @@ def train(
     world_size = world or default_world_size(loaded, num_local_gpus())
     validate_training(loaded, world_size, resume)
     arguments = ["train", str(config), *(overrides or []), "--resume", resume]
-    raise typer.Exit(launch_run(arguments, world_size, run_folder(loaded)))
+    where = arguments, world_size, run_folder(loaded)
+    if not loaded.run.max_restarts:
+        raise typer.Exit(launch_run(*where))
+    again = ElasticLaunch(loaded.run.max_restarts, lambda n: not model_violations(loaded, n)[1])
+    raise typer.Exit(launch_run(*where, again))
 
 
 @app.command("eval")

@@ -102,6 +102,11 @@ class RunConfig(Section):
         gt=0,
         description="Seconds from SIGINT or SIGTERM until the ranks begin to save; those that are still in a phase then end unsaved. 30: what clusters leave a job, with time to write.",
     )
+    max_restarts: int = Field(
+        0,
+        ge=0,
+        description="How often `hybridrl train` starts ranks again that were lost, killed or silent, from the newest checkpoint: as many, or fewer where they do not come back. 0: as torchrun, a job that keeps losing ranks must not hold a machine.",
+    )
     profile: Steps = Field(
         (),
         description="Steps to trace: 3, 3-5 or a list; RUN_DIR/traces/step_3.json.gz opens in Perfetto. None: such steps are slower, their files large.",
