@@ -56,6 +56,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from hybridrl.checkpoint.host_copies import HostCopies
 from hybridrl.checkpoint.manifest import (
     DigestingFile,
     FileEntry,
@@ -109,21 +110,24 @@ INDEX_CLASSES = {
 _Bucket = list[tuple[WriteItem, Any]]
 
 
-def write_sharded(
-    state: ShardedStateDict, folder: Path, ranks: Sequence[int], world: World
-) -> dict[str, FileEntry]:
-    """Writes a state into a folder; collective over the world.
+def begin_sharded(
+    state: ShardedStateDict,
+    folder: Path,
+    ranks: Sequence[int],
+    world: World,
+    copies: HostCopies | None = None,
+) -> BegunFiles:
+    """Plans the files of a state in a folder; collective over the world.
 
     Args:
         state: to write; empty on ranks that have no part of it.
         folder: where to.
         ranks: that have a part of it, ascending.
         world: all ranks.
-
-    Returns:
-        What the manifest says of the files that this rank wrote, by name.
+        copies: take what is to be written, which may change afterwards; None: it is written from
+            where it lies.
     """
-    writer, all_have_a_part = _Writer(), len(ranks) == world.size
+    writer, all_have_a_part = _Writer(copies), len(ranks) == world.size
     dist_checkpointing.save(
         state if ranks[0] == 0 else _with_plain_values(state, ranks[0], world),
         str(folder),
@@ -131,7 +135,36 @@ def write_sharded(
         # Megatron compares the plain values of all ranks; some have none.
         preprocess_common_before_consistancy_check=None if all_have_a_part else lambda _: {},
     )
-    return writer.entries
+    if copies is not None:
+        copies.finish()
+    assert writer.begun is not None
+    return writer.begun
+
+
+class BegunFiles:
+    """The files of a state on this rank: planned, then written, then made known to all.
+
+    Args:
+        writer: of this rank's files.
+        planned: what torch asks for at the end.
+    """
+
+    def __init__(self, writer: _FileWriter, planned: tuple[Any, ...]) -> None:
+        self._writer, self._planned = writer, planned
+
+    def write(self) -> None:
+        """Writes the files; not collective, a thread may do it."""
+        self._writer.write()
+
+    def finish(self) -> dict[str, FileEntry]:
+        """Writes the index on rank 0; collective. Returns what the manifest says of the files that
+        this rank wrote, by name.
+
+        Raises:
+            CheckpointException: some rank could not write a file.
+        """
+        save_state_dict_async_finalize(*self._planned)
+        return self._writer.entries
 
 
 def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> ShardedStateDict:
@@ -146,18 +179,19 @@ def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> Sha
 class _Writer(SaveShardedStrategy):
     """How `dist_checkpointing.save` writes sharded tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: HostCopies | None) -> None:
         super().__init__("torch_dist", 1)
-        self.entries: dict[str, FileEntry] = {}
+        self._copies = copies
+        self.begun: BegunFiles | None = None
 
     def can_handle_sharded_objects(self) -> bool:
         """Whether objects that are no tensors can be written too."""
         return True
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Writes a state; `entries` then has this rank's files by name."""
+        """Plans to write a state: `begun`."""
         named, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        writer = _FileWriter(checkpoint_dir)
+        writer = _FileWriter(checkpoint_dir, self._copies)
         planned, *_ = save_state_dict_async_plan(
             torch_dist.mcore_to_pyt_state_dict(named, False),
             writer,
@@ -165,9 +199,7 @@ class _Writer(SaveShardedStrategy):
                 dedup_replicated_tensors=False, flatten_state_dict=False
             ),
         )
-        writer.write()
-        save_state_dict_async_finalize(*planned)
-        self.entries = writer.entries
+        self.begun = BegunFiles(writer, planned)
 
 
 class ShardedReader(torch_dist.TorchDistLoadShardedStrategy):
@@ -214,9 +246,10 @@ class _FileWriter(FileSystemWriter):
 
     can_run_decentralized_global_plan = True
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, copies: HostCopies | None = None) -> None:
         super().__init__(folder)
         self.entries: dict[str, FileEntry] = {}
+        self._copies = copies
         self._buckets: list[tuple[str, _Bucket]] = []
         self._results: Any = []
 
@@ -233,10 +266,16 @@ class _FileWriter(FileSystemWriter):
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Shares the plan's tensors out over this rank's files."""
         for bucket in _split_by_size_and_type(FILES_PER_RANK, plan.items):
-            content = [(item, planner.resolve_data(item)) for item in bucket]
+            content = [(item, self._resolved(item, planner)) for item in bucket]
             if content:
                 name = f"{plan.storage_data.prefix}{len(self._buckets)}{DEFAULT_SUFFIX}"
                 self._buckets.append((name, content))
+
+    def _resolved(self, item: WriteItem, planner: SavePlanner) -> Any:
+        data = planner.resolve_data(item)
+        if self._copies is None or isinstance(data, io.BytesIO):
+            return data
+        return self._copies.take((self.checkpoint_id.rpartition("/")[2], item.index), data)
 
     def write(self) -> None:
         """Writes the files; a failure is kept for `retrieve_write_results`."""

@@ -15,10 +15,13 @@ whether it is whole; each rank verifies what it reads.
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
@@ -29,15 +32,17 @@ from hybridrl.checkpoint.folders import (
     newest_whole,
     step_folders,
 )
+from hybridrl.checkpoint.host_copies import HostCopies
 from hybridrl.checkpoint.manifest import Ancestor, damaged, read_listed
 from hybridrl.checkpoint.model_state import Saved, load_model
 from hybridrl.checkpoint.opening import Notify, damage_is_told, open_on_all_ranks
 from hybridrl.checkpoint.random_states import rng_file, set_rng_state
 from hybridrl.checkpoint.writing import (
+    BegunCheckpoint,
+    Content,
     ModelFiles,
     put_back_replaced,
     remove_leftovers,
-    write_checkpoint,
     write_errors_are_told,
 )
 from hybridrl.errors import CheckpointError
@@ -45,6 +50,15 @@ from hybridrl.parallel.groups import World
 
 # Ancestors in a manifest beyond those that stay: of them some may not have been removed.
 KEPT_BEYOND = 20
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that a thread writes, and the lineage once it is complete."""
+
+    begun: BegunCheckpoint
+    lineage: list[Ancestor]
+    writing: threading.Thread
 
 
 class CheckpointStore:
@@ -64,6 +78,8 @@ class CheckpointStore:
         self.root, self.world, self.keep, self._notify = root, world, keep, notify
         self._layout = layout
         self._lineage: list[Ancestor] = []  # of the state that the ranks hold, the newest first
+        self._copies = HostCopies()
+        self._pending: _Pending | None = None  # is being written
 
     def newest(self, before_step: int | None = None) -> Path | None:
         """Returns the newest checkpoint, as rank 0 sees it, or None.
@@ -115,28 +131,79 @@ class CheckpointStore:
         return agreement.values[0]
 
     def save(
-        self, step: int, models: Mapping[str, Saved], state: Mapping[str, Any], files: ModelFiles
+        self,
+        step: int,
+        models: Mapping[str, Saved],
+        state: Mapping[str, Any],
+        files: ModelFiles,
+        waits: bool = True,
     ) -> Path:
-        """Writes the checkpoint of a step and removes those beyond `keep`.
+        """Writes the checkpoint of a step and removes those beyond `keep`. One that is still being
+        written is finished first.
 
         Args:
             step: number of finished steps, names the folder.
             models: trained models by name.
             state: what the loop needs besides; JSON.
             files: of the policy's HF directory.
+            waits: until the checkpoint is complete. False: everything is copied to host memory, a
+                thread writes, and `finish` completes the checkpoint.
 
         Raises:
-            CheckpointError: a file could not be written.
+            CheckpointError: a file could not be written, of the checkpoint before or of this one.
         """
+        self.finish()
         folder = self.root / f"step_{step}"
         order = self._decide_order()
         lineage = [old for old in self._lineage if old.step != step]
-        parts = models, state, files, step, order, lineage, self._layout
-        write_checkpoint(folder, self.world, *parts)
-        self._lineage = [Ancestor(step=step, order=order), *lineage][: self.keep + KEPT_BEYOND]
+        content = Content(models, state, files, step, order, lineage, self._layout)
+        begun = BegunCheckpoint(folder, self.world, content, None if waits else self._copies)
+        begun.begin()
+        after = [Ancestor(step=step, order=order), *lineage][: self.keep + KEPT_BEYOND]
+        writing = threading.Thread(target=begun.write, name="checkpoint", daemon=True)
+        self._pending = _Pending(begun, after, writing)
+        if waits:
+            self.finish()
+        else:
+            writing.start()
+        return folder
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is begun and not complete."""
+        return self._pending is not None
+
+    def finish_if_written(self) -> Path | None:
+        """Completes the checkpoint that is being written, if all ranks have written their files;
+        returns it then. Collective.
+
+        Raises:
+            CheckpointError: as of `finish`.
+        """
+        if self._pending is None:
+            return None
+        is_done = torch.tensor(int(not self._pending.writing.is_alive()))
+        if int(self.world.sum_on_host(is_done)) < self.world.size:
+            return None
+        return self.finish()
+
+    def finish(self) -> Path | None:
+        """Waits for the checkpoint that is being written, if there is one, and completes it;
+        returns it. Collective.
+
+        Raises:
+            CheckpointError: a file of it could not be written; nothing is left of it.
+        """
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        if pending.writing.ident is not None:
+            pending.writing.join()
+        pending.begun.complete()
+        self._lineage = pending.lineage
         if self.world.rank == 0:
             self._remove_old(self._lineage)
-        return folder
+        return pending.begun.folder
 
     def _decide_order(self) -> int:
         what = "preparing the checkpoint folder"
@@ -179,6 +246,7 @@ class CheckpointStore:
             CheckpointError: the checkpoint is damaged, holds weights alone, is of a model of other
                 shapes, or ranks do not see the same one.
         """
+        self.finish()
         checkpoint, state = open_on_all_ranks(path, self.world, self._notify)
         if state.step is None:
             raise CheckpointError(

@@ -20,6 +20,7 @@ from safetensors.torch import save as save_tensors
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hybridrl.checkpoint.folders import HF_FILES, PARTIAL, REPLACED, STATE
+from hybridrl.checkpoint.host_copies import HostCopies
 from hybridrl.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_DIGEST,
@@ -31,7 +32,7 @@ from hybridrl.checkpoint.manifest import (
 )
 from hybridrl.checkpoint.model_state import Saved, sharded_state
 from hybridrl.checkpoint.random_states import rng_file, rng_state
-from hybridrl.checkpoint.sharded_files import first_failure, write_sharded
+from hybridrl.checkpoint.sharded_files import BegunFiles, begin_sharded, first_failure
 from hybridrl.errors import CheckpointError
 from hybridrl.models.directory import write_side_files
 from hybridrl.parallel.groups import Agreement, World
@@ -54,65 +55,154 @@ class ModelFiles:
     side_files: Path
 
 
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint is made of.
+
+    Args:
+        models, state, files: as of `CheckpointStore.save`.
+        step, order, lineage: as of `Manifest`.
+        layout: in words, in which the random states go on; "": in none.
+    """
+
+    models: Mapping[str, Saved]
+    state: Mapping[str, Any]
+    files: ModelFiles
+    step: int | None = None
+    order: int = 0
+    lineage: Sequence[Ancestor] = ()
+    layout: str = ""
+
+
+class BegunCheckpoint:
+    """A checkpoint folder that is being written: begun, written, completed, in this order.
+
+    `begin` and `complete` are collective; `write` is this rank's own, and a thread may do it if the
+    tensors were copied. After an error nothing is left of the attempt.
+
+    Args:
+        folder: to write; one that is there already is replaced.
+        world: of all ranks.
+        content: as of now; of a checkpoint with `copies` it may change once it is begun.
+        copies: take all tensors; None: they are written from where they lie.
+    """
+
+    def __init__(
+        self, folder: Path, world: World, content: Content, copies: HostCopies | None = None
+    ) -> None:
+        self.folder, self._world, self._content, self._copies = folder, world, content, copies
+        self._partial = folder.with_name(folder.name + PARTIAL)
+        files = content.files
+        said = {"layout": content.layout, "family": files.family, "dtype": files.dtype}
+        self._state = json.dumps({**content.state, **said}, indent=1) if world.rank == 0 else ""
+        self._begun: dict[str, BegunFiles] = {}
+        self._entries: dict[str, FileEntry] = {}
+
+    def begin(self) -> None:
+        """Makes the folder and plans its files.
+
+        Raises:
+            CheckpointError: a file could not be written.
+        """
+        world, folder, partial = self._world, self.folder, self._partial
+        with self._removed_at_errors():
+            with write_errors_are_told(world, "preparing the checkpoint folder", folder):
+                if world.rank == 0:
+                    remove_leftovers(folder.parent, folder.name)
+                    for name in (*self._content.models, HF_FILES):
+                        (partial / name).mkdir(parents=True)
+            if self._copies is not None:
+                with self._writing():
+                    for name in self._content.models:
+                        self._plan(name)
+                    self._write_random_states()
+
+    def _plan(self, name: str) -> None:
+        model = self._content.models[name]
+        with model.mesh.active():
+            state = sharded_state(model, is_loading=False)
+            parts = self._partial / name, model.mesh.ranks, self._world, self._copies
+            self._begun[name] = begin_sharded(state, *parts)
+
+    def _write_random_states(self) -> None:
+        name = rng_file(self._world.rank)
+        self._entries[name] = write_digested(self._partial / name, save_tensors(rng_state()))
+
+    @contextmanager
+    def _writing(self) -> Iterator[Agreement]:
+        with (
+            write_errors_are_told(
+                self._world, "writing the checkpoint", self.folder, True
+            ) as agreement,
+            self._world.platform.megatron_phase(),
+        ):
+            yield agreement
+
+    def write(self) -> None:
+        """Writes this rank's files, from copies; `complete` tells of errors."""
+        for begun in self._begun.values():
+            begun.write()
+
+    def complete(self) -> Path:
+        """Makes the index and the manifest, and gives the folder its name, which it returns.
+
+        Raises:
+            CheckpointError: a file could not be written.
+        """
+        world, folder, partial, content = self._world, self.folder, self._partial, self._content
+        with self._removed_at_errors():
+            with self._writing() as agreement:
+                for name in content.models:
+                    if self._copies is None:  # one model after the other: each makes copies
+                        self._plan(name)
+                        self._begun[name].write()
+                    written = self._begun.pop(name).finish()
+                    self._entries |= {f"{name}/{file}": one for file, one in written.items()}
+                if self._copies is None:
+                    self._write_random_states()
+                agreement.value = self._entries
+            with write_errors_are_told(world, "completing the checkpoint", folder):
+                if world.rank == 0:
+                    (partial / STATE).write_text(self._state, encoding="utf-8")
+                    files = content.files
+                    own = files.hf_config, files.dtype, files.side_files
+                    write_side_files(partial / HF_FILES, *own)
+                    every = [one for found in agreement.values for one in found.items()]
+                    step, order, lineage = content.step, content.order, list(content.lineage)
+                    manifest = Manifest(step=step, order=order, lineage=lineage, files=dict(every))
+                    _seal(partial, folder, manifest)
+        return folder
+
+    @contextmanager
+    def _removed_at_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            if self._world.rank == 0:
+                shutil.rmtree(self._partial, ignore_errors=True)
+            raise
+
+
 def write_checkpoint(
     folder: Path,
     world: World,
     models: Mapping[str, Saved],
     state: Mapping[str, Any],
     files: ModelFiles,
-    step: int | None = None,
-    order: int = 0,
-    lineage: Sequence[Ancestor] = (),
     layout: str = "",
 ) -> None:
-    """Writes a checkpoint folder; it has its name only when it is complete. Collective.
+    """Writes a checkpoint folder of no run; it has its name only when it is complete. Collective.
 
     Args:
         folder: to write; one that is there already is replaced.
-        world, models, state, files: as of `CheckpointStore.save`.
-        step, order, lineage: as of `Manifest`.
-        layout: in words, in which the random states go on; "": in none.
+        world, models, state, files, layout: as of `BegunCheckpoint` and `Content`.
 
     Raises:
         CheckpointError: a file could not be written; nothing is left of the attempt.
     """
-    partial = folder.with_name(folder.name + PARTIAL)
-    try:
-        with write_errors_are_told(world, "preparing the checkpoint folder", folder):
-            if world.rank == 0:
-                remove_leftovers(folder.parent, folder.name)
-                for name in (*models, HF_FILES):
-                    (partial / name).mkdir(parents=True)
-        entries: dict[str, FileEntry] = {}
-        with (
-            write_errors_are_told(world, "writing the checkpoint", folder, True) as agreement,
-            world.platform.megatron_phase(),
-        ):
-            for name, model in models.items():
-                with model.mesh.active():
-                    state_of_model = sharded_state(model, is_loading=False)
-                    written = write_sharded(state_of_model, partial / name, model.mesh.ranks, world)
-                entries |= {f"{name}/{file}": entry for file, entry in written.items()}
-            name = rng_file(world.rank)
-            entries[name] = write_digested(partial / name, save_tensors(rng_state()))
-            agreement.value = entries
-        with write_errors_are_told(world, "completing the checkpoint", folder):
-            if world.rank == 0:
-                content = {
-                    **state,
-                    "layout": layout,
-                    "family": files.family,
-                    "dtype": files.dtype,
-                }
-                (partial / STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
-                write_side_files(partial / HF_FILES, files.hf_config, files.dtype, files.side_files)
-                listed = {name: one for found in agreement.values for name, one in found.items()}
-                manifest = Manifest(step=step, order=order, lineage=list(lineage), files=listed)
-                _seal(partial, folder, manifest)
-    except CheckpointError:
-        if world.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+    checkpoint = BegunCheckpoint(folder, world, Content(models, state, files, layout=layout))
+    checkpoint.begin()
+    checkpoint.complete()
 
 
 def _seal(partial: Path, folder: Path, manifest: Manifest) -> None:

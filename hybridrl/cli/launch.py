@@ -127,7 +127,8 @@ def launch(
         environment: further variables of the ranks.
 
     Returns:
-        The exit code: 0, 2 where a rank met a user's mistake, 1 for anything else, be it a signal.
+        The exit code: 0, 2 where a rank met a user's mistake, 128 + the number of the signal that
+        the job was stopped by (130, 143), 1 for anything else.
     """
     command = [*program, *arguments]
     return conclude(run_ranks(command, Share.whole(world_size), log_dir, environment), log_dir)

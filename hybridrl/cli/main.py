@@ -1,7 +1,8 @@
 """The command line. No torch in the parent: ranks import heavy modules, inside the commands.
 
 Owns commands, exit codes and what is printed. Exit codes: 0 done; 2 the user's configuration or
-data is wrong (one message, no traceback); 1 anything else. With --json stdout is one JSON object.
+data is wrong (one message, no traceback); 130 and 143 stopped by SIGINT and SIGTERM; 1 anything
+else. With --json stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hybridrl import __version__
 from hybridrl.checkpoint.folders import FileFormat
 from hybridrl.cli import starting
 from hybridrl.cli.cluster import launch_command
+from hybridrl.cli.elastic import ElasticLaunch
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import (
     STOP_CODES,
@@ -32,7 +34,7 @@ from hybridrl.cli.launch import (
     launch_without_run,
 )
 from hybridrl.cli.options import ConfigFile, Json, Overrides, World
-from hybridrl.cli.pinning import laid_out, with_commits
+from hybridrl.cli.pinning import fits_on, laid_out, with_commits
 from hybridrl.cli.rank_log import log_to, write_stacks_on_signal
 from hybridrl.cli.validate import (
     validate_conversion,
@@ -182,10 +184,16 @@ def train(
 
         raise typer.Exit(train_rank(loaded, resume))
     world_size = world or default_world_size(loaded, num_local_gpus())
-    loaded, laid = laid_out(loaded, world_size)
+    asked = loaded
+    loaded, laid = laid_out(asked, world_size)
     validate_training(loaded, world_size, resume)
-    arguments = ["train", str(config), *(overrides or []), *laid, "--resume", resume]
-    raise typer.Exit(launch_run(arguments, world_size, run_folder(loaded)))
+    arguments = ["train", str(config), *(overrides or []), "--resume", resume]
+    where = world_size, run_folder(loaded)
+    if not loaded.run.max_restarts:
+        raise typer.Exit(launch_run([*arguments, *laid], *where))
+    # What was chosen is not handed on: fewer ranks choose anew.
+    again = ElasticLaunch(loaded.run.max_restarts, lambda size: fits_on(asked, size))
+    raise typer.Exit(launch_run(arguments, *where, again))
 
 
 @app.command("eval")

@@ -10,9 +10,11 @@ import typer
 
 from hybridrl.cli.gpus import local_host
 from hybridrl.cli.launch import is_rank
+from hybridrl.cli.validate import model_violations
 from hybridrl.config.hub import hub_names, names_from_json, names_to_json, with_names
 from hybridrl.config.identity import pinned
 from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
 from hybridrl.parallel.failure import is_launched
 from hybridrl.planning.choose import is_wanted, overrides_of, with_layout
 
@@ -30,6 +32,15 @@ def laid_out(config: Config, world_size: int) -> tuple[Config, list[str]]:
     chosen = " ".join(overrides[:-2]) or "nothing: all of it is written"
     typer.echo(f"layout: auto chose {chosen}", err=True)
     return found, overrides
+
+
+def fits_on(config: Config, world_size: int) -> bool:
+    """Whether so many ranks can train a run, in a layout of theirs where it is to be chosen."""
+    try:
+        found = with_layout(config, world_size, local_host())
+    except ConfigError:
+        return False
+    return not model_violations(found, world_size)[1]
 
 
 def with_commits(config: Config) -> Config:

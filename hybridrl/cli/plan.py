@@ -119,8 +119,7 @@ def _report(
     roles = role_models(config, models, family, shape)
     found = _memories(config, roles, laid, assumed)
     if assumed is not None:
-        may_change = placement.is_shared
-        verdict = gpu_verdict(config, roles, hf_config, found, assumed, may_change)
+        verdict = gpu_verdict(config, roles, hf_config, found, assumed, placement.is_shared)
     else:
         verdict = cpu_verdict(found)
     expert_axes = ("etp", "edp") if shape.moe else ()
@@ -155,6 +154,7 @@ def _report(
             "train_peak_bytes": max(memory.train for memory in memories),
             "rollout_peak_bytes": max(memory.rollout for memory in memories),
             "staging_bytes": memories[0].staging,
+            "checkpoint_copy_bytes": max(memory.checkpoint for memory in memories),
             "router_replay": replay.as_json() if replay else None,
         },
         "ranks": [one.as_json() for one in found],

@@ -107,6 +107,11 @@ def _memory_lines(report: dict[str, Any]) -> Iterator[str]:
         f"{memory_size(verdict['kv_cache_bytes'])} are the KV cache of {verdict['max_requests']} "
         "longest requests"
     )
+    if copied := memory["checkpoint_copy_bytes"]:
+        yield (
+            f"         checkpoints are written from copies: {memory_size(copied)} of host memory a "
+            "rank at most (checkpoint.asynchronous)"
+        )
     if (replay := memory["router_replay"]) is not None:
         yield (
             f"         replayed experts: {replay['token_bytes']} B a token, at most "

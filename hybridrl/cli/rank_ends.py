@@ -2,7 +2,8 @@
 
 A launcher knows the ranks of its machine. Where a job has several machines, what their launchers
 know comes together in one `Outcome`, so that the same is said as of one machine. Invariant: the
-exit code is 2 for a user's mistake, 0 where all is done, else 1.
+exit code is 2 for a user's mistake, 0 where all is done, 128 + the signal's number where the job
+was stopped by one, else 1.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def conclude(outcome: Outcome, log_dir: Path) -> int:
     if outcome.stopped_by and not outcome.culprits:
         name = signal.Signals(outcome.stopped_by).name
         print(f"hybridrl: stopped by {name}", file=sys.stderr)
-        return 1
+        return 128 + outcome.stopped_by
     if outcome.culprits:
         return _report(outcome, log_dir)
     if outcome.fault is not None:

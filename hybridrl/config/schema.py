@@ -101,6 +101,16 @@ class RunConfig(Section):
         gt=0,
         description="Longest that ranks wait for one that lives: in generation, a reward, files. None: such work has no natural bound; who is waited for is told each minute.",
     )
+    grace_s: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds from SIGINT or SIGTERM until the ranks begin to save; those that are still in a phase then end unsaved. 30: what clusters leave a job, with time to write.",
+    )
+    max_restarts: int = Field(
+        0,
+        ge=0,
+        description="How often `hybridrl train` starts ranks again that were lost, killed or silent, from the newest checkpoint: as many, or fewer where they do not come back. 0: as torchrun, a job that keeps losing ranks must not hold a machine.",
+    )
     profile: Steps = Field(
         (),
         description="Steps to trace: 3, 3-5 or a list; RUN_DIR/traces/step_3.json.gz opens in Perfetto. None: such steps are slower, their files large.",
@@ -199,7 +209,16 @@ class CheckpointConfig(Section):
     every: int = Field(
         0,
         ge=0,
-        description="Steps between checkpoints. 0: only at the end and when the run is stopped by a signal, small runs need no more.",
+        description="Steps between checkpoints. 0: as `every_s` says, at the end, and when the run is stopped by a signal.",
+    )
+    every_s: float = Field(
+        600.0,
+        ge=0,
+        description="Seconds of training after which the step under way is the next to be saved; 0: never. 600: what a lost rank costs at most, at a copy to the host every ten minutes.",
+    )
+    asynchronous: bool = Field(
+        True,
+        description="Training goes on while a checkpoint is written from copies in host memory; not for that of the last step or a signal, and not with `export_hf`. False: hosts lack the memory that `hybridrl plan` names.",
     )
     keep: int = Field(
         2,

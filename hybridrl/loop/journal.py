@@ -21,6 +21,7 @@ from hybridrl.config.schema import Config
 from hybridrl.contracts.batch import ScoredBatch
 from hybridrl.loop.run_starts import RunStarts, exit_of
 from hybridrl.loop.sample_records import sample_records
+from hybridrl.loop.saves import when_saved
 from hybridrl.loop.trace import StepTraces
 from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.flops import peak_flops_per_s
@@ -163,13 +164,8 @@ class Journal:
         return [f"{key} {before!r} -> {now!r}" for key, (before, now) in changed.items()]
 
     def _when_saved(self, num_steps: int) -> str:
-        section = self.config.checkpoint
-        often = f"every {section.every} steps, " if section.every else ""
-        kept = "the newest stays" if section.keep == 1 else f"the newest {section.keep} stay"
-        return (
-            f"checkpoints: {often}after step {num_steps} and on SIGINT or SIGTERM, in "
-            f"{self.folder / 'checkpoints'}; {kept}"
-        )
+        often = when_saved(self.config.checkpoint, num_steps)
+        return f"checkpoints in {self.folder / 'checkpoints'}: {often}"
 
     def describe(self, batch: ScoredBatch) -> dict[str, float]:
         """Returns what there is to say of sampled responses: rewards, and how many were cut off."""

@@ -39,7 +39,8 @@ from hybridrl.loop.exports import Exports
 from hybridrl.loop.journal import Journal
 from hybridrl.loop.position import Position
 from hybridrl.loop.run_data import Given, make_data
-from hybridrl.loop.schedule import is_due, last_step
+from hybridrl.loop.saves import SaveClock, again, run_state, stop_notice
+from hybridrl.loop.schedule import last_step
 from hybridrl.loop.skipped import SkippedSteps
 from hybridrl.loop.validation import Validation
 from hybridrl.metrics.values import SKIPPED, average
@@ -139,6 +140,7 @@ class Trainer:
         of_store = config.checkpoint.keep, self.journal.notify, meshes.name
         self.store = CheckpointStore(run_folder(config) / "checkpoints", self.world, *of_store)
         self.exports = Exports(config, self.journal.notify)
+        self._saves = SaveClock(config.checkpoint, self.world)
 
     @classmethod
     def from_config(
@@ -181,8 +183,7 @@ class Trainer:
 
         Raises:
             UserError: both `num_steps` and `until` are given, or one is negative.
-            KeyboardInterrupt, SystemExit: SIGINT or SIGTERM came, and a checkpoint was saved; the
-                next `fit` goes on from it.
+            KeyboardInterrupt, SystemExit: SIGINT or SIGTERM came; the next `fit` goes on from here.
         """
         self._started = time.monotonic()
         with self._lock.held(self.world, self.journal.notify):
@@ -193,12 +194,13 @@ class Trainer:
             last = last_step(num_steps, until, first, default)
             is_done = 0 < last <= first or (first and self.evaluations.reach_goal(self.step))
             if is_done and not self.evaluations.are_due(self.step, last):
-                found_before = self.evaluations.by_step, self.seconds
-                return self.journal.nothing_to_do(first, last, *found_before)
+                by_step = self.evaluations.by_step
+                return self.journal.nothing_to_do(first, last, by_step, self.seconds)
             self.journal.start(first, last)
             try:
                 save = partial(self._save_at_stop, last, resume)
-                with stops_on_signals(self.world, save), ledger.explained(self.memory_table):
+                asked = stops_on_signals(self.world, save, stop_notice(self.config))
+                with asked, ledger.explained(self.memory_table):
                     self._train_to(last)
                 self.seconds += time.monotonic() - self._started
                 return self.journal.finish(first, self.step, self.evaluations.by_step, self.seconds)
@@ -211,6 +213,7 @@ class Trainer:
             self.check_engine()
         elif self.algorithm.needs.rollouts:
             self.enter_rollout()
+        self._saves.start()
         self.validation.begin(self.step, last)
         if self.evaluations.are_due(self.step, last):
             found = self._evaluate_and_keep()
@@ -229,8 +232,9 @@ class Trainer:
                 self.journal.log(self.step, metrics)
             self.journal.warn(self._warnings, self.step, metrics)
             ends = last if not self.evaluations.reach_goal(self.step) else self.step
-            if is_due(self.config.checkpoint.every, self.step, ends):
-                self.save_checkpoint()
+            self.store.finish_if_written()
+            if self._saves.is_due(self.step, ends):
+                self.save_checkpoint(waits=self._saves.waits(self.step, ends))
 
     def _save_at_stop(self, last: int, resume: str, stop: StopAsked) -> None:
         """Saves what no checkpoint has, with what a step under way has generated."""
@@ -238,23 +242,21 @@ class Trainer:
         rollouts, saved = self.sampler.has_rollouts, "nothing is new since the last checkpoint"
         self._position.rewind()
         try:
+            self.store.finish()
             if rollouts or self.step != self._saved_step:
                 saved = f"saved to {self.save_checkpoint()}"
                 self._has_begun = False  # another `fit` begins with this checkpoint
         finally:
             self.sampler.drop()
         saved += f", with the responses of step {self.step + 1} so far" if rollouts else ""
-        again = "The same command" + (" without --resume" if resume == "previous" else "")
-        done = f"{stop} after step {self.step} of {last}"
-        self.journal.notify(f"{done}: {saved}. {again} goes on from there.")
+        done = f"{stop} after step {self.step} of {last}: {saved}"
+        self.journal.notify(f"{done}. {again(resume)} goes on from there.")
         self.world.arrive("removing old checkpoints")
 
     def memory_table(self) -> str:
-        """Returns what this rank's device holds, part by part, in training and in rollout, as the
-        next change of phases leaves it.
-        """
-        held = self.models, self._engine_bytes(), self._keeps_memory()
-        return ledger.table(ledger.entries(*held), self.platform)
+        """Returns what this rank's device holds, by part, from the next change of phases on."""
+        held = ledger.entries(self.models, self._engine_bytes(), self._keeps_memory())
+        return ledger.table(held, self.platform)
 
     def train_step(self) -> dict[str, float]:
         """Takes one step and returns its metrics, the same on all ranks."""
@@ -304,9 +306,9 @@ class Trainer:
         Raises:
             UserError: no response to the prompts has a score.
         """
+        metrics: dict[str, float] = {}
         if (scored := self._respond(prompts, 0)) is None:
             raise self.scorer.nothing_left()
-        metrics: dict[str, float] = {}
         if isinstance(self.algorithm, GroupAlgorithm):
             parts = self.prompts, self._respond, len(prompts)  # generates again, in rounds
             scored, metrics = replace_uniform_groups(self.algorithm, scored, *parts)
@@ -418,34 +420,32 @@ class Trainer:
         """Evaluates and notes what was found for this step; returns its metrics."""
         return self.evaluations.keep(self.step, self.evaluate(), self.journal.notify)
 
-    def save_checkpoint(self) -> Path:
+    def save_checkpoint(self, waits: bool = True) -> Path:
         """Writes `checkpoints/step_N` with everything that the run needs to go on.
 
+        Args:
+            waits: until it is complete; else it is when a later step or `fit` ends.
+
         Raises:
-            CheckpointError: a file could not be written.
-            UserError: another run has taken the run folder over.
+            UserError: a file could not be written, or another run has taken the run folder over.
         """
         with self._lock.held(self.world, self.journal.notify):
-            return self._save_checkpoint()
+            return self._save_checkpoint(waits)
 
-    def _save_checkpoint(self) -> Path:
-        algorithm = self.algorithm
-        state = {
-            "step": self.step,
-            **self._position.state(),
-            "rollouts": self.sampler.state(),
-            "algorithm": algorithm.state() if isinstance(algorithm, AdaptiveAlgorithm) else {},
-            "evaluations": self.evaluations.by_step,
-            "seconds": self.seconds + time.monotonic() - self._started,
-            "num_updates": {name: model.num_updates for name, model in self.trained.items()},
-        }
+    def _save_checkpoint(self, waits: bool) -> Path:
+        seconds = self.seconds + time.monotonic() - self._started
+        cursors = {**self._position.state(), "rollouts": self.sampler.state()}
+        of_models = self.algorithm, self.trained
+        state = run_state(self.step, seconds, cursors, *of_models, self.evaluations.by_step)
         was_rollout = self.hybrid_engine.phases.phase is Phase.ROLLOUT
         # The optimizer's state may be away, and the engine holds memory.
         self.enter_training(frees_memory=True)
         with self.journal.timer.phase("checkpoint"):
-            folder = self.store.save(self.step, self.trained, state, self.source.files)
+            waits = waits or self.config.checkpoint.export_hf
+            folder = self.store.save(self.step, self.trained, state, self.source.files, waits)
             self.exports.write(folder, self.trained, self.evaluations.by_step)
         self._saved_step = self.step
+        self._saves.start()
         if was_rollout:
             self.reshard()
         return folder

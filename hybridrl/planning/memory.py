@@ -46,6 +46,7 @@ class Memory:
         num_requests: how many those are, each as long as it may be.
         least_requests: for how many the cache must have room; others would wait.
         staging: of the reshard, where weights travel as messages.
+        checkpoint: in host memory, the copies of which checkpoints are written meanwhile.
         replay: of it, what recorded experts take; None: they are not replayed.
     """
 
@@ -55,6 +56,7 @@ class Memory:
     num_requests: int
     least_requests: int
     staging: int
+    checkpoint: int = 0
     replay: ReplayBytes | None = None
 
     @property
@@ -201,7 +203,7 @@ def estimate_memory(
     transport: str,
     on_gpu: bool,
 ) -> Memory:
-    """Estimates what ranks hold in each phase.
+    """Estimates what ranks hold in each phase; `held` is all of it that the fullest holds.
 
     Training holds parameters, fp32 gradients, the optimizer's share of a data-parallel rank, frozen
     models, activations and logits, and weights of an engine that does not sleep. Generation holds
@@ -212,8 +214,7 @@ def estimate_memory(
         config: of the run.
         shape: of the policy.
         world_size: number of ranks.
-        held: what they hold; of everything that of the fullest.
-        transport: how weights travel.
+        held, transport: what they hold, and how weights travel.
         on_gpu: whether ranks hold this on GPUs.
     """
     itemsize = itemsize_of(config, on_gpu)
@@ -251,8 +252,16 @@ def estimate_memory(
         num_requests=num_requests,
         least_requests=1 if engine.has_fixed_kv_cache else num_requests,
         staging=config.rollout.staging_mib * MIB,
+        checkpoint=trained + states if copies_checkpoints(config) else 0,
         replay=replay,
     )
+
+
+def copies_checkpoints(config: Config) -> bool:
+    """Whether checkpoints within a run are written from copies in host memory."""
+    section = config.checkpoint
+    is_saved = bool(section.every or section.every_s)
+    return is_saved and section.asynchronous and not section.export_hf
 
 
 def _kv_cache_bytes(

@@ -168,7 +168,7 @@ def check_end(tmp_path: Path, ssh: str, act: Sequence[object], expect: int, *exp
 @pytest.mark.dist
 @pytest.mark.full
 def test_sigterm_saves_on_all_hosts(tmp_path: Path, stub: str) -> None:
-    check_end(tmp_path, stub, (signal.SIGTERM, "launcher"), 1, "stopped by SIGTERM")
+    check_end(tmp_path, stub, (signal.SIGTERM, "launcher"), 143, "stopped by SIGTERM")
     run_folder = tmp_path / "runs" / "quickstart-grpo"
     assert list((run_folder / "checkpoints").iterdir()) and not (run_folder / "run.lock").exists()
 

@@ -132,7 +132,7 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
         time.sleep(1)  # the launcher hands it to the ranks
         held.resume()
         output, _ = process.communicate(timeout=30)
-        assert process.returncode == 1 and "Traceback" not in output, output
+        assert process.returncode == 128 + number and "Traceback" not in output, output
         stopped = f"stopped by {number.name}"
         assert f"{stopped} after step {step - 1} of 20: saved to" in output, output
         assert output.splitlines()[-1] == f"hybridrl: {stopped}"
@@ -155,6 +155,33 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
     assert [r["step"] for r in records(folder)] == list(range(1, 21))
     for key in ("reward/mean", "policy/loss", "policy/grad_norm"):
         assert [r[key] for r in records(folder)] == [r[key] for r in records(reference)]
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_ranks_that_are_killed_in_any_phase_are_started_again_with_the_same_weights(
+    unbroken: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    _, expected = unbroken
+    folder = tmp_path / "quickstart-grpo"
+    knobs = ("run.max_restarts=3", "checkpoint.every=1")
+    process = start(arguments(GRPO, tmp_path, *knobs))
+    took = []
+    for number, (rank, phase) in enumerate(((1, "generate"), (0, "update"), (3, "checkpoint"))):
+        file, step = folder / "logs" / f"rank_{rank}.phase", 4 + 4 * number
+        wait_for(file, f"{phase}, step {step}")
+        child = rank_process(process.pid, rank)
+        os.kill(child.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for(folder / "logs" / "rank_2.phase", f"step {step + 1}")
+        took.append(time.monotonic() - killed)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert output.count("(run.max_restarts): 4 ranks go on after step") == 3, output
+    print(f"training went on after {', '.join(f'{one:.1f}' for one in took)} s")
+    assert max(took) < 60
+    found = exported_weights(folder, tmp_path / "hf")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.dist

@@ -103,7 +103,7 @@ def test_the_start_says_what_will_be_saved_and_the_end_is_saved_by_default(
     with small_run(tmp_path, TOLD, "steps.num_steps=1") as trainer:
         trainer.fit()
     said = capsys.readouterr().out
-    assert "checkpoints: after step 1 and on SIGINT or SIGTERM" in said
+    assert "every 600 s, after step 1 and on SIGINT or SIGTERM" in said
     assert "the newest 2 stay" in said
     assert steps(tmp_path) == ["step_1"]
 

@@ -291,7 +291,7 @@ def test_ranks_end_with_the_launcher(tmp_path: Path, program: list[str], number:
     while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
         time.sleep(0.05)
     launcher.send_signal(number)
-    assert launcher.wait(timeout=30) == (-number if number == signal.SIGKILL else 1)
+    assert launcher.wait(timeout=30) == (-number if number == signal.SIGKILL else 128 + number)
     deadline = time.monotonic() + 5
     while any(is_alive(file) for file in files) and time.monotonic() < deadline:
         time.sleep(0.05)

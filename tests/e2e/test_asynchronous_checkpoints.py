@@ -1,0 +1,159 @@
+"""Checkpoints that are written while training goes on, the clock that asks for them, and how a run
+is stopped beside signals. One rank, in this process; ranks that are killed are in test_resume.py.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_runs import files_of_at_most, small_run
+
+from hybridrl import Trainer
+from hybridrl.checkpoint.folders import Checkpoint
+from hybridrl.checkpoint.manifest import verify_all
+from hybridrl.checkpoint.sharded_files import _FileWriter
+from hybridrl.errors import CheckpointError
+from hybridrl.loop.saves import when_saved
+from hybridrl.parallel import stopping
+
+NAME = "quickstart-grpo"
+KNOBS = ("steps.num_steps=4", "checkpoint.every=1", "checkpoint.keep=9", "train.learning_rate=1e-3")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / NAME / "checkpoints").iterdir())
+
+
+def tensors(checkpoint: Checkpoint) -> list[str]:
+    """Returns the digests of all tensors of the policy and its optimizer."""
+    files = checkpoint.manifest.files
+    parts = [file for name, file in files.items() if name.endswith(".distcp")]
+    assert parts
+    return sorted(piece.xxh3 for file in parts for piece in file.pieces)
+
+
+def after_each_step(trainer: Trainer, look: Callable[[int], None]) -> None:
+    real = trainer.train_step
+
+    def step() -> dict[str, float]:
+        found = real()
+        look(trainer.step)
+        return found
+
+    trainer.train_step = step  # type: ignore[method-assign]
+
+
+def test_what_is_written_meanwhile_is_what_waiting_would_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests: list[Any] = []
+    for way in ("false", "true"):
+        with small_run(tmp_path / way, *KNOBS, f"checkpoint.asynchronous={way}") as trainer:
+            trainer.fit()
+        found = {}
+        for name in names(tmp_path / way):
+            checkpoint = Checkpoint.open(tmp_path / way / NAME / "checkpoints" / name)
+            verify_all(checkpoint.folder, checkpoint.manifest)
+            lineage = [ancestor.step for ancestor in checkpoint.manifest.lineage]
+            found[name] = tensors(checkpoint), lineage
+        digests.append(found)
+    assert list(digests[0]) == ["step_1", "step_2", "step_3", "step_4"]
+    assert digests[0] == digests[1]
+    assert len({str(pieces) for pieces, _ in digests[0].values()}) == 4  # weights changed
+
+    # A disk that takes its time: steps go on, and the folder has its name when all is written.
+    is_free, seen, write = threading.Event(), {}, _FileWriter.write
+
+    def slow(writer: _FileWriter) -> None:
+        assert is_free.wait(60)
+        write(writer)
+
+    def look(step: int) -> None:
+        seen[step] = names(tmp_path / "slow") if step > 1 else []
+        if step == 3:
+            is_free.set()
+            trainer.store._pending.writing.join()  # type: ignore[union-attr]
+
+    monkeypatch.setattr(_FileWriter, "write", slow)
+    slow_knobs = ("checkpoint.every=0", "checkpoint.every_s=0.001")
+    with small_run(tmp_path / "slow", *KNOBS, *slow_knobs) as trainer:
+        after_each_step(trainer, look)
+        real, due = trainer._saves.is_due, []
+        trainer._saves.is_due = lambda step, last: (  # type: ignore[method-assign]
+            due.append(real(step, last)) or (due[-1] and step in (1, 4))
+        )
+        trainer.fit()
+    assert due == [True] * 4  # by the clock
+    assert seen == {1: [], 2: ["step_1.partial"], 3: ["step_1.partial"], 4: ["step_1"]}
+    first = Checkpoint.open(tmp_path / "slow" / NAME / "checkpoints" / "step_1")
+    assert tensors(first) == digests[0]["step_1"][0]
+    assert names(tmp_path / "slow") == ["step_1", "step_4"]
+
+
+def test_a_full_disk_is_told_at_the_next_step_and_leaves_the_checkpoint_before(
+    tmp_path: Path,
+) -> None:
+    with small_run(tmp_path, *KNOBS) as trainer:
+        trainer.fit(until=1)
+        with files_of_at_most(10_000), pytest.raises(CheckpointError, match="step_2"):
+            trainer.fit()
+        assert names(tmp_path) == ["step_1"] and not trainer.store.is_writing
+        trainer.fit()
+    assert names(tmp_path)[0] == "step_1" and names(tmp_path)[-1] == "step_4"
+
+
+def test_never_is_said() -> None:
+    section = small_config("checkpoint.every_s=0")
+    assert "never before" in when_saved(section, 4)
+    assert "every 600 s, after step 4" in when_saved(small_config(), 4)
+
+
+def small_config(*knobs: str) -> Any:
+    from command_line import QUICKSTART
+
+    from hybridrl.config.load import load_config
+
+    return load_config(QUICKSTART / "grpo.yaml", ["checkpoint.every=0", *knobs]).checkpoint
+
+
+def test_a_file_stops_a_run_and_a_phase_that_does_not_end_ends_unsaved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stopping, "LOOK_S", 0.02)
+    knobs = ("steps.num_steps=4", "log.console=true")
+    with small_run(tmp_path, *knobs) as trainer:
+
+        def ask(step: int) -> None:
+            if step == 2:
+                (tmp_path / NAME / "stop").touch()
+                time.sleep(0.2)
+
+        after_each_step(trainer, ask)
+        with pytest.raises(SystemExit) as ended:
+            trainer.fit()
+        assert ended.value.code == 143 and not (tmp_path / NAME / "stop").exists()
+        assert "stopped by SIGTERM after step 2 of 4: saved to" in capsys.readouterr().out
+
+    codes: list[int] = []
+    is_saving = threading.Event()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        is_saving.set()
+
+    monkeypatch.setattr(stopping.os, "_exit", end)
+    monkeypatch.setenv("RANK", "0")
+    heartbeat = SimpleNamespace(stop_signal=signal.SIGINT, phase=lambda: "update, step 3")
+    world: Any = SimpleNamespace(rank=0, heartbeat=heartbeat)
+    began = time.monotonic()
+    stopping._look(world, stopping.Notice(0.2, tmp_path / "stop"), is_saving)
+    assert codes == [130] and time.monotonic() - began > 0.2
+    said = capsys.readouterr().err
+    assert "phase 'update, step 3' did not end within run.grace_s=0.2; nothing was saved" in said
