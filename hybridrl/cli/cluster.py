@@ -83,6 +83,20 @@ Folder = Annotated[
 ]
 Resume = Annotated[Literal["newest", "previous"], typer.Option(help="As of hybridrl train.")]
 
+# Of `check --cluster`.
+OfCluster = Annotated[
+    bool, typer.Option("--cluster", help="Check nodes, the links between them and shared files.")
+]
+NodesFile = Annotated[
+    Path | None, typer.Option("--hostfile", metavar="FILE", help="With --cluster: its hosts.")
+]
+InAllocation = Annotated[
+    bool, typer.Option("--slurm", help="With --cluster: the nodes of this allocation.")
+]
+RunsFolder = Annotated[
+    Path, typer.Option(metavar="DIR", help="With --cluster: where runs are written.")
+]
+
 
 @dataclass(frozen=True)
 class _Run:

@@ -133,7 +133,7 @@ def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
 
 
 def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
-    command = _remote(ssh, host, [sys.executable, "-c", PROBE, address])
+    command = remote(ssh, host.name, [sys.executable, "-c", PROBE, address])
     try:
         done = subprocess.run(
             command,
@@ -165,10 +165,10 @@ def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
     )
 
 
-def _remote(ssh: Sequence[str], host: Host, command: Sequence[str]) -> list[str]:
+def remote(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
     """Returns the command that runs another one on a host, in the same folder as here."""
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
-    return [*ssh, *SSH_OPTIONS, *KEEP_ALIVE, host.name, there]
+    return [*ssh, *SSH_OPTIONS, *KEEP_ALIVE, host, there]
 
 
 def launch_on_hosts(
@@ -193,14 +193,14 @@ def launch_on_hosts(
         The exit code, as of `launch`.
     """
     program = ("-m", "hybridrl.cli.main", *arguments)
-    given = {name: value for name, value in os.environ.items() if _is_forwarded(name)}
+    given = forwarded()
     for stale in log_dir.glob("node_*.json"):
         stale.unlink()
     nodes: list[subprocess.Popen[bytes]] = []
     with caught_signals() as received:
         try:
             for node, (host, share) in enumerate(zip(hosts, parts, strict=False)):
-                command = _remote(ssh, host, [sys.executable, "-m", "hybridrl.cli.node"])
+                command = remote(ssh, host.name, [sys.executable, "-m", "hybridrl.cli.node"])
                 where = str(log_dir.absolute())
                 order = Order(node, share, program, where, {**given, **environment})
                 nodes.append(_start(command, order))
@@ -210,8 +210,13 @@ def launch_on_hosts(
     return _conclude(nodes, hosts, log_dir)
 
 
-def _is_forwarded(name: str) -> bool:
-    return name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
+def forwarded() -> dict[str, str]:
+    """Returns the variables of the user's that processes on other hosts get."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
+    }
 
 
 def _start(command: Sequence[str], order: Order) -> subprocess.Popen[bytes]:
