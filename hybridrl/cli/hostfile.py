@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from hybridrl import __version__
 from hybridrl.cli.launch import KILL_AFTER_S, POLL_S, Share, caught_signals
@@ -58,6 +59,29 @@ class Host:
 
     name: str
     slots: int
+
+
+class Connection(Protocol):
+    """What holds node.py on another machine: a process that is told by its stdin what to do, as
+    `subprocess.Popen` has it.
+    """
+
+    @property
+    def stdin(self) -> Any:
+        """Takes lines; the ranks are ended when it is closed."""
+
+    @property
+    def returncode(self) -> Any:
+        """The exit code, once `poll` has seen the end; -N: signal N."""
+
+    def poll(self) -> int | None:
+        """Returns the exit code, None before the end."""
+
+    def kill(self) -> None:
+        """Ends it at once."""
+
+    def wait(self) -> int:
+        """Returns the exit code, at the end."""
 
 
 def read_hostfile(file: Path) -> list[Host]:
@@ -204,10 +228,10 @@ def launch_on_hosts(
                 where = str(log_dir.absolute())
                 order = Order(node, share, program, where, {**given, **environment})
                 nodes.append(_start(command, order))
-            _wait(nodes, received, log_dir)
+            wait_for_nodes(nodes, received, log_dir)
         finally:
-            _end(nodes)
-    return _conclude(nodes, hosts, log_dir)
+            end_nodes(nodes)
+    return conclude_nodes(nodes, hosts, log_dir)
 
 
 def forwarded() -> dict[str, str]:
@@ -226,14 +250,14 @@ def _start(command: Sequence[str], order: Order) -> subprocess.Popen[bytes]:
     return process
 
 
-def _tell(process: subprocess.Popen[bytes], line: bytes) -> None:
+def _tell(process: Connection, line: bytes) -> None:
     assert process.stdin is not None
     with suppress(OSError):  # it has ended; its code says how
         process.stdin.write(line)
         process.stdin.flush()
 
 
-def _wait(nodes: Sequence[subprocess.Popen[bytes]], received: list[int], log_dir: Path) -> None:
+def wait_for_nodes(nodes: Sequence[Connection], received: list[int], log_dir: Path) -> None:
     """Returns when all hosts are done, or one has failed and the others have had time to say what
     they know of it; hands signals on.
     """
@@ -254,7 +278,7 @@ def _wait(nodes: Sequence[subprocess.Popen[bytes]], received: list[int], log_dir
         time.sleep(POLL_S)
 
 
-def _has_failed(node: subprocess.Popen[bytes], log_dir: Path, index: int) -> bool:
+def _has_failed(node: Connection, log_dir: Path, index: int) -> bool:
     if node.poll() is None:
         return False
     file = outcome_file(log_dir, index)
@@ -264,7 +288,7 @@ def _has_failed(node: subprocess.Popen[bytes], log_dir: Path, index: int) -> boo
     return bool(outcome.culprits or outcome.stopped_by)
 
 
-def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end_nodes(nodes: Sequence[Connection]) -> None:
     """Ends what is still alive: hosts end their ranks when their stdin is closed."""
     for node in nodes:
         assert node.stdin is not None
@@ -278,9 +302,7 @@ def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
         node.wait()
 
 
-def _conclude(
-    nodes: Sequence[subprocess.Popen[bytes]], hosts: Sequence[Host], log_dir: Path
-) -> int:
+def conclude_nodes(nodes: Sequence[Connection], hosts: Sequence[Host], log_dir: Path) -> int:
     """Says how the job ended; returns the exit code."""
     files = [outcome_file(log_dir, index) for index in range(len(nodes))]
     found = [Outcome.read(file) for file in files if file.exists()]
