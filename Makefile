@@ -46,6 +46,7 @@ test-sglang: .venv-sglang/installed
 docs: .venv/installed-docs
 	$(BIN)/python docs/scripts/knobs.py
 	$(BIN)/python docs/scripts/results.py
+	$(BIN)/python docs/scripts/cluster_check.py
 	$(BIN)/python docs/scripts/pictures.py
 	$(BIN)/python docs/scripts/recipes.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -30,6 +30,8 @@ EXTRAS = {
     "data": ["pyarrow", "datasets"],  # parquet files, and data sets of the hub
     # The reward `math`; its antlr is another than that of OmegaConf before 2.4.
     "math": ["math-verify>=0.9", "omegaconf>=2.4"],
+    # `hybridrl launch --ray`: jobs on clusters that Ray runs; the version it was tested with on.
+    "ray": ["ray>=2.60,<3"],
     "pictures": ["matplotlib"],  # curves that examples/arithmetic_gpu draws
     "languages": ["langdetect"],  # one of the checks of the reward `instructions`
     "test": [

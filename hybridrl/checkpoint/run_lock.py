@@ -3,7 +3,8 @@
 Two runs in one folder would overwrite each other's checkpoints and metrics. The file `run.lock`
 says which process holds the folder. Where that process can be looked up (same boot of the same
 host, same process namespace) the lock is stale once the process is gone. From elsewhere it is stale
-when its holder has not touched it for STALE_S, by the clock of the file system that it lies on.
+when its holder has not touched it for STALE_S, by the clock of the file system that it lies on, or
+when it is of an earlier start of the same Slurm job: Slurm ends a job before it starts it again.
 No torch.
 """
 
@@ -51,6 +52,8 @@ class Holder:
         namespace: where its pid has a meaning: the boot and the process namespace.
         since: when it took the folder, for people.
         token: of this lock.
+        job: the Slurm job that it is part of, empty without one.
+        restarts: how often Slurm had started that job again.
     """
 
     host: str
@@ -59,13 +62,16 @@ class Holder:
     namespace: str
     since: str
     token: str
+    job: str = ""
+    restarts: int = 0
 
     @staticmethod
     def here() -> Holder:
         """Returns a lock of this process."""
         own = psutil.Process()
         since, token = time.strftime("%F %T %z"), secrets.token_hex(8)
-        return Holder(socket.gethostname(), own.pid, own.create_time(), _namespace(), since, token)
+        host, job = socket.gethostname(), _slurm_job()
+        return Holder(host, own.pid, own.create_time(), _namespace(), since, token, *job)
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}, since {self.since}"
@@ -92,6 +98,9 @@ class Holder:
         """
         if self.namespace == _namespace():
             return not self._runs()
+        job, restarts = _slurm_job()
+        if job and job == self.job and restarts > self.restarts:
+            return True
         return _age_s(folder) > STALE_S
 
 
@@ -272,6 +281,13 @@ def _age_s(folder: Path) -> float:
         return STALE_S + 1
     finally:
         probe.unlink(missing_ok=True)
+
+
+def _slurm_job() -> tuple[str, int]:
+    """Returns the Slurm job of this process, empty without one, and how often it was restarted."""
+    number, count = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
+    return f"{cluster} {number}" if number else "", int(count) if count.isdecimal() else 0
 
 
 def _namespace() -> str:

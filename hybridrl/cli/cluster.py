@@ -30,6 +30,7 @@ from hybridrl.cli.launch import Share, launch_run, run_ranks
 from hybridrl.cli.options import ConfigFile, Overrides, World
 from hybridrl.cli.pinning import HUB_NAMES, laid_out, with_commits
 from hybridrl.cli.rank_ends import conclude
+from hybridrl.cli.ray_launch import RayJob, counts
 from hybridrl.cli.schedulers import JobKind, NodeJob, manifest, slurm_script
 from hybridrl.cli.validate import model_violations, validate_training
 from hybridrl.config.identity import run_folder
@@ -51,6 +52,9 @@ Slurm = Annotated[
 ]
 Kubernetes = Annotated[
     JobKind | None, typer.Option("--k8s", help="Print a manifest of this kind for kubectl.")
+]
+Ray = Annotated[
+    str | None, typer.Option("--ray", metavar="ADDRESS", help="Start as actors of a Ray cluster.")
 ]
 Node = Annotated[
     int | None,
@@ -83,6 +87,20 @@ Folder = Annotated[
 ]
 Resume = Annotated[Literal["newest", "previous"], typer.Option(help="As of hybridrl train.")]
 
+# Of `check --cluster`.
+OfCluster = Annotated[
+    bool, typer.Option("--cluster", help="Check nodes, the links between them and shared files.")
+]
+NodesFile = Annotated[
+    Path | None, typer.Option("--hostfile", metavar="FILE", help="With --cluster: its hosts.")
+]
+InAllocation = Annotated[
+    bool, typer.Option("--slurm", help="With --cluster: the nodes of this allocation.")
+]
+RunsFolder = Annotated[
+    Path, typer.Option(metavar="DIR", help="With --cluster: where runs are written.")
+]
+
 
 @dataclass(frozen=True)
 class _Run:
@@ -105,6 +123,7 @@ def launch_command(
     hostfile: Hostfile = None,
     slurm: Slurm = False,
     k8s: Kubernetes = None,
+    ray: Ray = None,
     node: Node = None,
     world: World = None,
     nodes: Nodes = None,
@@ -122,8 +141,9 @@ def launch_command(
     folder: Folder = None,
     resume: Resume = "newest",
 ) -> None:
-    """Train on several machines: by ssh, Slurm or Kubernetes."""
-    launchers = {"--hostfile": hostfile, "--slurm": slurm or None, "--k8s": k8s, "--node": node}
+    """Train on several machines: by ssh, Slurm, Kubernetes or Ray."""
+    launchers: dict[str, object] = {"--hostfile": hostfile, "--slurm": slurm or None, "--k8s": k8s}
+    launchers |= {"--ray": ray, "--node": node}
     named = [name for name, value in launchers.items() if value is not None]
     if len(named) != 1:
         allowed = "one of " + ", ".join(launchers)
@@ -133,6 +153,8 @@ def launch_command(
     run = _Run(loaded, [str(config), *given, "--resume", resume], resume)
     if hostfile is not None:
         raise typer.Exit(_on_hosts(run, hostfile, world, shlex.split(ssh), address, port))
+    if ray is not None:
+        raise typer.Exit(_on_ray(run, ray, world, gpus))
     if world is not None:
         raise UserError("--world", world, f"nothing with {named[0]}", "Give --nodes and --slots.")
     in_allocation = slurm and "SLURM_JOB_ID" in os.environ and not dry_run
@@ -182,6 +204,22 @@ def _on_hosts(
         return launch_on_hosts(arguments, used, parts, ssh, logs, environment)
 
     return launch_run(["train", *run.arguments], world_size, run_folder(run.config), start)
+
+
+def _on_ray(run: _Run, address: str, world: int | None, has_gpus: bool) -> int:
+    job = RayJob(address, world, has_gpus, default_world_size(run.config, 0))
+    try:
+        validate_training(run.config, job.world_size, run.resume, counts(job.places))
+
+        def start(
+            arguments: Sequence[str], _: int, logs: Path, environment: Mapping[str, str]
+        ) -> int:
+            return job.run(arguments, logs, environment)
+
+        arguments = ["train", *run.arguments]
+        return launch_run(arguments, job.world_size, run_folder(run.config), start)
+    finally:
+        job.close()
 
 
 def _check_slots(hosts: list[Host], world_size: int, config: Config) -> None:

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from hybridrl import __version__
 from hybridrl.cli.launch import KILL_AFTER_S, POLL_S, Share, caught_signals
@@ -58,6 +59,29 @@ class Host:
 
     name: str
     slots: int
+
+
+class Connection(Protocol):
+    """What holds node.py on another machine: a process that is told by its stdin what to do, as
+    `subprocess.Popen` has it.
+    """
+
+    @property
+    def stdin(self) -> Any:
+        """Takes lines; the ranks are ended when it is closed."""
+
+    @property
+    def returncode(self) -> Any:
+        """The exit code, once `poll` has seen the end; -N: signal N."""
+
+    def poll(self) -> int | None:
+        """Returns the exit code, None before the end."""
+
+    def kill(self) -> None:
+        """Ends it at once."""
+
+    def wait(self) -> int:
+        """Returns the exit code, at the end."""
 
 
 def read_hostfile(file: Path) -> list[Host]:
@@ -133,7 +157,7 @@ def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
 
 
 def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
-    command = _remote(ssh, host, [sys.executable, "-c", PROBE, address])
+    command = remote(ssh, host.name, [sys.executable, "-c", PROBE, address])
     try:
         done = subprocess.run(
             command,
@@ -165,10 +189,10 @@ def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
     )
 
 
-def _remote(ssh: Sequence[str], host: Host, command: Sequence[str]) -> list[str]:
+def remote(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
     """Returns the command that runs another one on a host, in the same folder as here."""
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
-    return [*ssh, *SSH_OPTIONS, *KEEP_ALIVE, host.name, there]
+    return [*ssh, *SSH_OPTIONS, *KEEP_ALIVE, host, there]
 
 
 def launch_on_hosts(
@@ -193,25 +217,30 @@ def launch_on_hosts(
         The exit code, as of `launch`.
     """
     program = ("-m", "hybridrl.cli.main", *arguments)
-    given = {name: value for name, value in os.environ.items() if _is_forwarded(name)}
+    given = forwarded()
     for stale in log_dir.glob("node_*.json"):
         stale.unlink()
     nodes: list[subprocess.Popen[bytes]] = []
     with caught_signals() as received:
         try:
             for node, (host, share) in enumerate(zip(hosts, parts, strict=False)):
-                command = _remote(ssh, host, [sys.executable, "-m", "hybridrl.cli.node"])
+                command = remote(ssh, host.name, [sys.executable, "-m", "hybridrl.cli.node"])
                 where = str(log_dir.absolute())
                 order = Order(node, share, program, where, {**given, **environment})
                 nodes.append(_start(command, order))
-            _wait(nodes, received, log_dir)
+            wait_for_nodes(nodes, received, log_dir)
         finally:
-            _end(nodes)
-    return _conclude(nodes, hosts, log_dir)
+            end_nodes(nodes)
+    return conclude_nodes(nodes, hosts, log_dir)
 
 
-def _is_forwarded(name: str) -> bool:
-    return name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
+def forwarded() -> dict[str, str]:
+    """Returns the variables of the user's that processes on other hosts get."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
+    }
 
 
 def _start(command: Sequence[str], order: Order) -> subprocess.Popen[bytes]:
@@ -221,14 +250,14 @@ def _start(command: Sequence[str], order: Order) -> subprocess.Popen[bytes]:
     return process
 
 
-def _tell(process: subprocess.Popen[bytes], line: bytes) -> None:
+def _tell(process: Connection, line: bytes) -> None:
     assert process.stdin is not None
     with suppress(OSError):  # it has ended; its code says how
         process.stdin.write(line)
         process.stdin.flush()
 
 
-def _wait(nodes: Sequence[subprocess.Popen[bytes]], received: list[int], log_dir: Path) -> None:
+def wait_for_nodes(nodes: Sequence[Connection], received: list[int], log_dir: Path) -> None:
     """Returns when all hosts are done, or one has failed and the others have had time to say what
     they know of it; hands signals on.
     """
@@ -249,7 +278,7 @@ def _wait(nodes: Sequence[subprocess.Popen[bytes]], received: list[int], log_dir
         time.sleep(POLL_S)
 
 
-def _has_failed(node: subprocess.Popen[bytes], log_dir: Path, index: int) -> bool:
+def _has_failed(node: Connection, log_dir: Path, index: int) -> bool:
     if node.poll() is None:
         return False
     file = outcome_file(log_dir, index)
@@ -259,7 +288,7 @@ def _has_failed(node: subprocess.Popen[bytes], log_dir: Path, index: int) -> boo
     return bool(outcome.culprits or outcome.stopped_by)
 
 
-def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end_nodes(nodes: Sequence[Connection]) -> None:
     """Ends what is still alive: hosts end their ranks when their stdin is closed."""
     for node in nodes:
         assert node.stdin is not None
@@ -273,9 +302,7 @@ def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
         node.wait()
 
 
-def _conclude(
-    nodes: Sequence[subprocess.Popen[bytes]], hosts: Sequence[Host], log_dir: Path
-) -> int:
+def conclude_nodes(nodes: Sequence[Connection], hosts: Sequence[Host], log_dir: Path) -> int:
     """Says how the job ended; returns the exit code."""
     files = [outcome_file(log_dir, index) for index in range(len(nodes))]
     found = [Outcome.read(file) for file in files if file.exists()]

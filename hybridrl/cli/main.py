@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 from hybridrl import __version__
 from hybridrl.checkpoint.folders import FileFormat
 from hybridrl.cli import starting
-from hybridrl.cli.cluster import launch_command
+from hybridrl.cli.cluster import InAllocation, NodesFile, OfCluster, RunsFolder, Ssh, launch_command
 from hybridrl.cli.elastic import ElasticLaunch
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import (
@@ -103,14 +103,22 @@ def check(
         str | None,
         typer.Option(metavar="ENGINE", help="With --mismatch: compare with this engine, too."),
     ] = None,
+    cluster: OfCluster = False,
+    hostfile: NodesFile = None,
+    slurm: InAllocation = False,
+    ssh: Ssh = "ssh",
+    run_dir: RunsFolder = Path("runs"),
     world: World = None,
     as_json: Json = False,
 ) -> None:
     """Report what is installed and works, with the command that mends each problem."""
-    from hybridrl.cli import environment
+    from hybridrl.cli import cluster_check, environment
 
+    if cluster:
+        raise typer.Exit(cluster_check.command(hostfile, slurm, ssh, run_dir, as_json))
     if mismatch is not None:
         _check_mismatch(mismatch, overrides or [], world, reference, against, as_json)
+    cluster_check.refuse_without_cluster(hostfile, slurm)
     for name, given in (("KEY=VALUE", "".join(overrides or ())), ("--against", against)):
         if given:
             raise UserError(name, given, "nothing without --mismatch CONFIG", "Add it.")

@@ -83,7 +83,7 @@ WALLS = {
     ],
     "sglang": [f"rollout/sglang{part}.py" for part in ("", "_sampling", "_scheduler", "_start")],
     "triton": ["../kernels/*"],
-    "ray": ["cli/launch.py"],
+    "ray": ["cli/ray_launch.py"],
     "wandb": ["metrics/trackers.py"],
     "mlflow": ["metrics/trackers.py"],
     "hybridrl.kernels": ["ops.py", "../kernels/*"],

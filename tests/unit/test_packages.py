@@ -32,6 +32,7 @@ OPTIONAL = {"datasets", "langdetect", "math_verify", "pyarrow", "transformer_eng
     "torch_memory_saver",
     "wandb",
     "mlflow",
+    "ray",
 }
 DISTRIBUTIONS = {"megatron": "megatron-core", "pydantic_core": "pydantic", "yaml": "pyyaml"}
 

@@ -1,0 +1,363 @@
+"""`hybridrl check --cluster`: asks every node, and says what should be mended. No torch.
+
+Owns which nodes there are, the conversations with them and what is printed. Who waits for whom:
+this process waits for each node's answer within a time limit; a node that does not answer is a
+finding, and the others go on without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+from hybridrl.cli.cluster_facts import ClusterFacts, NodeFacts, PairFacts, SharedFacts
+from hybridrl.cli.cluster_findings import Finding, judge
+from hybridrl.cli.cluster_probe import PREFIX
+from hybridrl.cli.hostfile import any_port, forwarded, read_hostfile, remote
+from hybridrl.errors import UserError
+
+ANSWER_S = 120.0  # imports of torch on a cold file system, and matrix products
+START_S = 60.0
+CLOCKS = 5  # questions of the time; the quickest answer counts
+PROGRAM = (sys.executable, "-m", "hybridrl.cli.cluster_probe")
+
+# Makes the command that runs PROGRAM on a node.
+Reach = Callable[[str, Sequence[str]], list[str]]
+
+
+class NodeLost(Exception):
+    """A node does not answer; the text is what it said last."""
+
+
+class Conversation:
+    """Questions to the probe on one node.
+
+    Args:
+        node: its name.
+        command: that starts the probe there.
+        folder: where runs are written.
+    """
+
+    def __init__(self, node: str, command: Sequence[str], folder: Path) -> None:
+        self.node = node
+        self._lines: Queue[str | None] = Queue()
+        self._said: list[str] = []
+        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UserError(
+                "--ssh", command[0], "a program that runs commands on hosts", f"{error.strerror}."
+            ) from error
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._tell({"node": node, "folder": str(folder.absolute())})
+
+    def ask(self, question: str, limit_s: float = ANSWER_S, **given: Any) -> Any:
+        """Returns the node's answer.
+
+        Raises:
+            NodeLost: there is none within the time, or the node failed to find one.
+        """
+        self._tell({"ask": question, **given})
+        try:
+            line = self._lines.get(timeout=limit_s)
+        except Empty:
+            raise NodeLost(f"no answer about '{question}' in {limit_s:g} s") from None
+        if line is None:
+            code = self._process.wait()
+            raise NodeLost(self._said[-1] if self._said else f"ended with code {code}")
+        reply = json.loads(line)
+        if "fault" in reply:
+            raise NodeLost(reply["fault"])
+        return reply["answer"]
+
+    def close(self) -> None:
+        """Ends the probe."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended; the answer says how
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(PREFIX):
+                self._lines.put(line.removeprefix(PREFIX))
+            elif line.strip():
+                self._said.append(line.strip())
+        self._lines.put(None)
+
+
+def local(node: str, command: Sequence[str]) -> list[str]:
+    """Reaches this host."""
+    return list(command)
+
+
+def by_ssh(ssh: Sequence[str]) -> Reach:
+    """Returns what reaches a host by ssh, with variables of libraries as ranks get them.
+
+    Keys of services stay here: they would stand in a command line.
+    """
+    kept = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "NCCL_", "GLOO_", "HYBRIDRL_CACHE")
+    variables = [f"{name}={value}" for name, value in forwarded().items() if name.startswith(kept)]
+    return lambda node, command: remote(ssh, node, ["env", *variables, *command])
+
+
+def by_srun(node: str, command: Sequence[str]) -> list[str]:
+    """Reaches a node of this Slurm allocation."""
+    return ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", *command]
+
+
+def nodes_of(
+    hostfile: Path | None, slurm: bool, ssh: Sequence[str]
+) -> tuple[list[str], Reach, str]:
+    """Returns the nodes to check, what reaches them, and that as people write it.
+
+    Raises:
+        UserError: there is no such hostfile, or no allocation.
+    """
+    if hostfile is not None and slurm:
+        raise UserError("check", "--hostfile and --slurm", "one of them", "Leave one out.")
+    if hostfile is not None:
+        names = [host.name for host in read_hostfile(hostfile)]
+        return names, by_ssh(ssh), shlex.join(ssh)
+    if not slurm:
+        return [os.uname().nodename], local, "ssh"
+    told = os.environ.get("SLURM_JOB_NODELIST")
+    if not told:
+        raise UserError("--slurm", "no allocation", "a job of Slurm's", "Start it under salloc.")
+    shown = subprocess.run(
+        ["scontrol", "show", "hostnames", told], capture_output=True, text=True, check=True
+    )
+    return shown.stdout.split(), by_srun, "srun --overlap --nodelist"
+
+
+def gather(names: Sequence[str], reach: Reach, folder: Path, measures: bool = True) -> ClusterFacts:
+    """Returns what the nodes say of themselves, of their links and of the folder they share.
+
+    Args:
+        names: of the nodes.
+        reach: how.
+        folder: where runs are written.
+        measures: whether products, copies and links are timed.
+    """
+    asked = [Conversation(name, reach(name, PROGRAM), folder) for name in names]
+    lost: dict[str, str] = {}
+
+    def each(talk: Callable[[Conversation], Any]) -> dict[str, Any]:
+        """Asks all nodes that are left at once; those that fail are lost."""
+        there = [node for node in asked if node.node not in lost]
+
+        def one(node: Conversation) -> Any:
+            try:
+                return talk(node)
+            except NodeLost as error:
+                lost[node.node] = str(error)
+                return None
+
+        with ThreadPoolExecutor(min(64, len(there) or 1)) as pool:
+            answers = list(pool.map(one, there))
+        pairs = zip(there, answers, strict=True)
+        return {node.node: answer for node, answer in pairs if node.node not in lost}
+
+    try:
+        clocks = each(_clock)
+        told = each(lambda node: node.ask("facts", peers=list(names), measures=measures))
+        nodes = [
+            replace(
+                NodeFacts.from_json(facts), clock_ahead_s=clocks[n][0], clock_error_s=clocks[n][1]
+            )
+            for n, facts in told.items()
+        ]
+        shared = _shared_folder(each, list(told))
+        unreachable = dict(lost)
+        pairs, all_reduce = _links(each, lost, nodes, measures)
+    finally:
+        with ThreadPoolExecutor(min(64, len(asked))) as pool:
+            list(pool.map(Conversation.close, asked))
+    return ClusterFacts(nodes, unreachable, pairs, all_reduce, shared)
+
+
+Each = Callable[[Callable[[Conversation], Any]], dict[str, Any]]
+
+
+def _clock(node: Conversation) -> tuple[float, float]:
+    """Returns how far a node's clock is ahead, and the error of that: half of the quickest turn."""
+    best = (0.0, float("inf"))
+    node.ask("clock", START_S)  # the first answer comes when Python has started there
+    for _ in range(CLOCKS):
+        before = time.time()
+        told = float(node.ask("clock"))
+        after = time.time()
+        if (after - before) / 2 < best[1]:
+            best = (told - (before + after) / 2, (after - before) / 2)
+    return best
+
+
+def _shared_folder(each: Each, names: list[str]) -> list[SharedFacts]:
+    """Every node writes a file and reads all; then each writes its file anew."""
+    token = secrets.token_hex(4)
+    wrote = each(lambda node: node.ask("write", token=token, version=1))
+    able = [name for name in names if name in wrote and not wrote[name]["fault"]]
+    seen = each(lambda node: node.ask("read", token=token, version=1, peers=able))
+    both = [name for name in able if not any(name in one["unseen"] for one in seen.values())]
+    each(lambda node: node.ask("write", token=token, version=2) if node.node in both else None)
+    again = each(lambda node: node.ask("read", token=token, version=2, peers=both))
+    found = []
+    for name in wrote:
+        facts = SharedFacts(**wrote[name])
+        if name in again and name in able:
+            differing = sorted({*seen[name]["differing"], *again[name]["differing"]})
+            facts = replace(facts, unseen=seen[name]["unseen"], differing=differing)
+        found.append(facts)
+    return found
+
+
+def _links(
+    each: Each, lost: Mapping[str, str], nodes: Sequence[NodeFacts], measures: bool
+) -> tuple[list[PairFacts], list[tuple[str, float | None, str]]]:
+    """Connects every pair, and where all connect measures them."""
+    places = {node.node: node.address for node in nodes if node.address}
+    if len(nodes) > 1 and places:
+        ports = each(
+            lambda node: node.ask("listen", address=places[node.node]) if node.node in places else 0
+        )
+        targets = {name: (places[name], ports[name]) for name in places if ports.get(name)}
+
+        def connect(node: Conversation) -> Any:
+            peers = {name: to for name, to in targets.items() if name != node.node}
+            return node.ask("connect", peers=peers)
+
+        told = each(connect)
+        failed = {
+            tuple(sorted((name, peer))): f"from {name}: {fault}"
+            for name, answers in told.items()
+            for peer, fault in answers.items()
+            if fault
+        }
+        if failed:
+            pairs = [PairFacts(a, b, "tcp", None, fault) for (a, b), fault in failed.items()]
+            return pairs, []
+    if not measures or (len(nodes) > 1 and len(places) < len(nodes)):
+        return [], []
+    first, port = (places.get(nodes[0].node, "127.0.0.1") if nodes else ""), any_port()
+    numbers = {node.node: index for index, node in enumerate(nodes)}
+    facts = {node.node: node for node in nodes}
+
+    def measured(node: Conversation) -> Any:
+        own = facts[node.node]
+        return node.ask(
+            "links",
+            index=numbers[node.node],
+            count=len(nodes),
+            address=first,
+            port=port,
+            interface=own.interface or "lo",
+            num_gpus=own.num_torch_gpus,
+        )
+
+    before = dict(lost)
+    answers = each(measured)
+    names = [node.node for node in nodes]
+    pairs = [
+        PairFacts(names[a], names[b], backend, rate)
+        for answer in answers.values()
+        for a, b, backend, rate in answer["pairs"]
+    ]
+    pairs += [
+        PairFacts(f"{name} gpu {a}", f"{name} gpu {b}", "copy", rate)
+        for name, answer in answers.items()
+        for a, b, rate in answer["local"]
+    ]
+    sums = [tuple(one) for answer in list(answers.values())[:1] for one in answer["all_reduce"]]
+    failed_here = {name: text for name, text in lost.items() if name not in before}
+    sums += [("gloo", None, f"{name}: {text}") for name, text in failed_here.items()]
+    return pairs, sums  # type: ignore[return-value]
+
+
+def report(facts: ClusterFacts, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Returns the object of `--json`: ok, findings, facts."""
+    found = [asdict(finding) for finding in findings]
+    return {"ok": not findings, "findings": found, "facts": facts.as_json()}
+
+
+def text(facts: ClusterFacts, findings: Sequence[Finding]) -> str:
+    """Returns what people read: a line for each node and pair, then the findings."""
+    lines = []
+    for node in facts.nodes:
+        gpus = f"{len(node.gpus)} x {node.gpus[0].name}" if node.gpus else "no GPU"
+        link = f"{node.link_gbit_per_s:g} Gbit/s" if node.link_gbit_per_s else "rate not known"
+        where = f"{node.interface or 'no interface to others'} ({link})"
+        lines.append(
+            f"node     {node.node}: hybridrl {node.hybridrl}, Python {node.python}, torch "
+            f"{node.packages.get('torch')}, {gpus}, {where}, clock {node.clock_ahead_s:+.3f} s"
+        )
+    for pair in facts.pairs:
+        rate = f"{pair.gb_per_s:.3g} GB/s" if pair.gb_per_s is not None else pair.fault
+        lines.append(f"link     {pair.first} - {pair.second}: {pair.backend} {rate}")
+    for backend, gb_per_s, fault in facts.all_reduce:
+        lines.append(f"sum      all-reduce by {backend}: {fault or f'{gb_per_s:.3g} GB/s'}")
+    for shared in facts.shared:
+        if shared.write_mb_per_s is not None and shared.read_mb_per_s is not None:
+            rates = f"{shared.write_mb_per_s:.0f} MB/s written, {shared.read_mb_per_s:.0f} read"
+            lines.append(f"files    {shared.node}: {shared.folder}: {rates}")
+    for finding in findings:
+        lines.append(f"problem  {finding.where}: {finding.found}  [{finding.kind}]")
+        lines.append(f"         fix: {finding.remedy}")
+    lines.append("ok" if not findings else f"{len(findings)} problems")
+    return "\n".join(lines)
+
+
+def command(hostfile: Path | None, slurm: bool, ssh: str, folder: Path, as_json: bool) -> int:
+    """Asks the nodes, prints what they say and what is to be mended; returns the exit code.
+
+    Args:
+        hostfile: of the nodes; None: those of the allocation, or this host alone.
+        slurm: whether the nodes are those of the allocation.
+        ssh: the program for hosts, with its options.
+        folder: where runs are written, on the file system that nodes share.
+        as_json: whether one JSON object is printed instead of text.
+    """
+    names, reach, reached_by = nodes_of(hostfile, slurm, shlex.split(ssh))
+    facts = gather(names, reach, folder)
+    findings = judge(facts, reached_by)
+    print(json.dumps(report(facts, findings)) if as_json else text(facts, findings))
+    return 1 if findings else 0
+
+
+def refuse_without_cluster(hostfile: Path | None, slurm: bool) -> None:
+    """Raises a UserError for what means nothing without --cluster."""
+    for name, given in (("--hostfile", hostfile), ("--slurm", "" if not slurm else "given")):
+        if given:
+            raise UserError(name, given, "nothing without --cluster", "Add it.")
