@@ -53,7 +53,11 @@ __all__ = [
 
 
 def vocab_stats(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, temperature: float
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    target_T: torch.Tensor,
+    temperature: float,
+    cap: float = 0.0,
 ) -> VocabStats:
     """Computes the softmax statistics of one vocabulary shard without keeping its logits.
 
@@ -62,8 +66,8 @@ def vocab_stats(
     if hidden_TD.is_cuda:
         from hybridrl.kernels import token_logprobs  # torch's CUDA builds bring triton
 
-        return token_logprobs.vocab_stats(hidden_TD, weight_VD, target_T, temperature)
-    return reference.vocab_stats(hidden_TD, weight_VD, target_T, temperature)
+        return token_logprobs.vocab_stats(hidden_TD, weight_VD, target_T, temperature, cap)
+    return reference.vocab_stats(hidden_TD, weight_VD, target_T, temperature, cap)
 
 
 def vocab_backward(
@@ -77,13 +81,14 @@ def vocab_backward(
     grad_logp_T: torch.Tensor,
     grad_entropy_T: torch.Tensor | None,
     grad_weight_VD: torch.Tensor | None,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes this shard's part of the gradients of log-probability and entropy.
 
     Args and returns: as of `reference.vocab_backward`.
     """
     stats, grads = (max_T, log_sum_T, entropy_T), (grad_logp_T, grad_entropy_T, grad_weight_VD)
-    arguments = hidden_TD, weight_VD, target_T, temperature, *stats, *grads
+    arguments = hidden_TD, weight_VD, target_T, temperature, *stats, *grads, cap
     if hidden_TD.is_cuda:
         from hybridrl.kernels import token_logprobs
 

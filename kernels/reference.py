@@ -42,7 +42,11 @@ class VocabStats(NamedTuple):
 
 
 def vocab_stats(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, temperature: float
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    target_T: torch.Tensor,
+    temperature: float,
+    cap: float = 0.0,
 ) -> VocabStats:
     """Computes the softmax statistics of one vocabulary shard without keeping its logits.
 
@@ -51,6 +55,7 @@ def vocab_stats(
         weight_VD: output weights of this shard, padding columns removed.
         target_T: the target's column in this shard, -1 where another shard holds it; int64.
         temperature: divides the logits.
+        cap: bound c of logits, which are c tanh(product / c) before the temperature; 0: none.
     """
     if 0 in (hidden_TD.size(0), weight_VD.size(0)):
         zeros = torch.zeros(hidden_TD.size(0), device=hidden_TD.device)
@@ -59,7 +64,7 @@ def vocab_stats(
     for hidden, target in zip(
         hidden_TD.split(CHUNK_TOKENS), target_T.split(CHUNK_TOKENS), strict=True
     ):
-        logits = hidden.float() @ weight.T / temperature
+        logits = _capped(hidden.float() @ weight.T, cap) / temperature
         largest = logits.amax(-1)
         chosen = logits.gather(1, target.clamp(min=0)[:, None])[:, 0] * (target >= 0)
         shifted = logits - largest[:, None]
@@ -79,6 +84,7 @@ def vocab_backward(
     grad_logp_T: torch.Tensor,
     grad_entropy_T: torch.Tensor | None,
     grad_weight_VD: torch.Tensor | None,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes this shard's part of the gradients of log-probability and entropy.
 
@@ -86,7 +92,7 @@ def vocab_backward(
     dH / dz_j = -p_j (log p_j + H).
 
     Args:
-        hidden_TD, weight_VD, target_T, temperature: as of `vocab_stats`.
+        hidden_TD, weight_VD, target_T, temperature, cap: as of `vocab_stats`.
         max_T, log_sum_T, entropy_T: over all shards, fp32: the largest logit, the logarithm of
             sum of exp(logit - max), the entropy. log p is logit - max - log_sum in this order,
             which loses nothing where logits are large.
@@ -105,13 +111,17 @@ def vocab_backward(
     for start in range(0, hidden_TD.size(0) if weight.size(0) else 0, CHUNK_TOKENS):
         rows = slice(start, start + CHUNK_TOKENS)
         hidden, target = hidden_TD[rows].float(), target_T[rows]
-        log_p = hidden @ weight.T / temperature - max_T[rows, None] - log_sum_T[rows, None]
+        products = hidden @ weight.T
+        logits = _capped(products, cap) / temperature
+        log_p = logits - max_T[rows, None] - log_sum_T[rows, None]
         p = log_p.exp()
         grad = -p * grad_logp_T[rows, None]
         if grad_entropy_T is not None:
             grad -= p * (log_p + entropy_T[rows, None]) * grad_entropy_T[rows, None]
         mine = (target >= 0).to(grad.dtype) * grad_logp_T[rows]
         grad.scatter_add_(1, target.clamp(min=0)[:, None], mine[:, None])
+        if cap:
+            grad *= _slope(products, cap)
         grad /= temperature
         grad_hidden[rows] = (grad @ weight).to(grad_hidden.dtype)
         grad_weight += grad.T @ hidden
@@ -125,7 +135,8 @@ def vocab_top(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Finds each token's largest logits in one vocabulary shard.
 
-    Products are in the tensors' own type: of columns that it does not tell apart, any is taken.
+    Products are in the tensors' own type, and without a cap, which keeps their order: of columns
+    that they do not tell apart, any is taken.
 
     Args:
         hidden_TD: last hidden states.
@@ -148,18 +159,23 @@ def vocab_top(
 
 
 def vocab_chosen(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, columns_TK: torch.Tensor, temperature: float
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    columns_TK: torch.Tensor,
+    temperature: float,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Returns the logits of given columns, (T, K) fp32.
 
     Args:
-        hidden_TD, weight_VD, temperature: as of `vocab_stats`.
+        hidden_TD, weight_VD, temperature, cap: as of `vocab_stats`.
         columns_TK: columns in this shard; -1, whose logit is 0, where another shard holds one.
     """
     logits_TK = torch.zeros(columns_TK.shape, device=hidden_TD.device)
     for rows in _chosen_chunks(columns_TK, weight_VD):
         weight_NKD = weight_VD[columns_TK[rows].clamp(min=0)].float()
-        logits_TK[rows] = (weight_NKD @ hidden_TD[rows].float()[..., None])[..., 0]
+        products_NK = (weight_NKD @ hidden_TD[rows].float()[..., None])[..., 0]
+        logits_TK[rows] = _capped(products_NK, cap)
     return logits_TK.masked_fill_(columns_TK < 0, 0.0) / temperature
 
 
@@ -170,11 +186,12 @@ def vocab_chosen_backward(
     temperature: float,
     grad_TK: torch.Tensor,
     grad_weight_VD: torch.Tensor | None,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes this shard's part of the gradients of `vocab_chosen`; no atomics.
 
     Args:
-        hidden_TD, weight_VD, columns_TK, temperature: as of `vocab_chosen`.
+        hidden_TD, weight_VD, columns_TK, temperature, cap: as of `vocab_chosen`.
         grad_TK: of the loss, fp32.
         grad_weight_VD: as of `vocab_backward`.
 
@@ -188,12 +205,25 @@ def vocab_chosen_backward(
     for rows in _chosen_chunks(columns_TK, weight_VD):
         columns_NK, grad_NK = columns_TK[rows].clamp(min=0), grad_TK[rows]
         weight_NKD = weight_VD[columns_NK].float()
+        if cap:
+            products_NK = (weight_NKD @ hidden_TD[rows].float()[..., None])[..., 0]
+            grad_NK = grad_NK * _slope(products_NK, cap)
         grad_hidden[rows] = (grad_NK[:, None] @ weight_NKD)[:, 0].to(grad_hidden.dtype)
         parts_ND = (grad_NK[..., None] * hidden_TD[rows].float()[:, None]).flatten(0, 1)
         grad_weight.index_put_((columns_NK.flatten(),), parts_ND, accumulate=True)
     if grad_weight_VD is None:
         grad_weight = grad_weight.to(weight_VD.dtype)
     return grad_hidden, grad_weight
+
+
+def _capped(products: torch.Tensor, cap: float) -> torch.Tensor:
+    """Returns the logits that a soft cap makes of products."""
+    return cap * torch.tanh(products / cap) if cap else products
+
+
+def _slope(products: torch.Tensor, cap: float) -> torch.Tensor:
+    """Returns the derivative of `_capped` with a cap."""
+    return 1 - torch.tanh(products / cap).square()
 
 
 def _chosen_chunks(columns_TK: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:

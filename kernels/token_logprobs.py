@@ -32,11 +32,15 @@ COLUMNS_PER_WARP = 1024
 
 
 def vocab_stats(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, temperature: float
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    target_T: torch.Tensor,
+    temperature: float,
+    cap: float = 0.0,
 ) -> VocabStats:
     """Computes the softmax statistics of one vocabulary shard; arguments as of the reference."""
     if 0 in (hidden_TD.size(0), weight_VD.size(0)):
-        return reference.vocab_stats(hidden_TD, weight_VD, target_T, temperature)
+        return reference.vocab_stats(hidden_TD, weight_VD, target_T, temperature, cap)
     num_tokens, width = hidden_TD.size(0), _width(hidden_TD.size(0), weight_VD.size(0))
     logits = hidden_TD.new_empty(num_tokens, width, dtype=torch.float32)
     stats = torch.zeros(4, num_tokens, dtype=torch.float32, device=hidden_TD.device)
@@ -51,6 +55,8 @@ def vocab_stats(
             first,
             columns,
             1 / temperature,
+            cap,
+            HAS_CAP=cap > 0,
             WIDTH=width,
             num_warps=_warps(width),
         )
@@ -68,6 +74,7 @@ def vocab_backward(
     grad_logp_T: torch.Tensor,
     grad_entropy_T: torch.Tensor | None,
     grad_weight_VD: torch.Tensor | None,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes this shard's part of the gradients; arguments and result as of the reference.
 
@@ -99,6 +106,8 @@ def vocab_backward(
             first,
             columns,
             1 / temperature,
+            cap,
+            HAS_CAP=cap > 0,
             HAS_ENTROPY=grad_entropy_T is not None,
             WIDTH=width,
             num_warps=_warps(width),
@@ -110,15 +119,37 @@ def vocab_backward(
 
 
 @triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    # By an exponential that cannot overflow; near 0, where it cancels, by the series.
+    square = x * x
+    near = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    power = tl.exp(-2 * tl.abs(x))
+    far = (1 - power) / (1 + power)
+    return tl.where(square < 0.0225, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
 def _add_columns(  # type: ignore[no-untyped-def]  # Triton's types are not Python's
-    logits, targets, stats, num_tokens, first, columns, scale, WIDTH: tl.constexpr
+    logits,
+    targets,
+    stats,
+    num_tokens,
+    first,
+    columns,
+    scale,
+    cap,
+    HAS_CAP: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     # stats has the rows of VocabStats; zeros at first. A program is a token.
     row = tl.program_id(0)
     place = tl.arange(0, WIDTH)
     is_column = place < columns
     logits += row.to(tl.int64) * WIDTH
-    logit = tl.load(logits + place, mask=is_column, other=float("-inf")) * scale
+    logit = tl.load(logits + place, mask=is_column, other=0.0)
+    if HAS_CAP:
+        logit = cap * _tanh(logit / cap)
+    logit = tl.where(is_column, logit * scale, float("-inf"))
     stats += row
     total = tl.load(stats + num_tokens)
     weighted = tl.load(stats + 2 * num_tokens)
@@ -135,8 +166,10 @@ def _add_columns(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
     tl.store(stats + 2 * num_tokens, weighted)
     column = tl.load(targets + row) - first
     is_here = (column >= 0) & (column < columns)
-    target = tl.load(logits + column, mask=is_here, other=0.0) * scale
-    tl.store(stats + 3 * num_tokens, target, mask=is_here)
+    target = tl.load(logits + column, mask=is_here, other=0.0)
+    if HAS_CAP:
+        target = cap * _tanh(target / cap)
+    tl.store(stats + 3 * num_tokens, target * scale, mask=is_here)
 
 
 @triton.jit
@@ -152,6 +185,8 @@ def _logit_gradients(  # type: ignore[no-untyped-def]
     first,
     columns,
     scale,
+    cap,
+    HAS_CAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -159,14 +194,19 @@ def _logit_gradients(  # type: ignore[no-untyped-def]
     place = tl.arange(0, WIDTH)
     is_column = place < columns
     start = row.to(tl.int64) * WIDTH
-    logit = tl.load(logits + start + place, mask=is_column, other=0.0) * scale
-    log_p = logit - tl.load(largest + row) - tl.load(log_sum + row)
+    logit = tl.load(logits + start + place, mask=is_column, other=0.0)
+    if HAS_CAP:
+        bent = _tanh(logit / cap)
+        logit = cap * bent
+    log_p = logit * scale - tl.load(largest + row) - tl.load(log_sum + row)
     own = tl.load(grad_logp + row)
     slope = own
     if HAS_ENTROPY:
         slope = own + tl.load(grad_entropy + row) * (log_p + tl.load(entropy + row))
     grad = -tl.exp(log_p) * slope
     grad += tl.where(place == tl.load(targets + row) - first, own, 0.0)
+    if HAS_CAP:
+        grad *= 1 - bent * bent
     tl.store(grads + start + place, (grad * scale).to(grads.dtype.element_ty), mask=is_column)
 
 

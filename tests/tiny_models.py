@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,10 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GraniteConfig,
@@ -76,6 +81,17 @@ GRANITE = {
     "logits_scaling": 2.5,
     "residual_multiplier": 0.22,
 }
+# Caps that bend: products and logits of tiny models are near them.
+GEMMA = {
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 2.0,
+}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 # Attention heads of 32 or more, which vLLM's kernels have on CPU.
 WIDE = {"hidden_size": 128}
 
@@ -117,9 +133,10 @@ def tiny_model(
     """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size, YaRN),
     windowed (qwen2 whose last layers attend within 5 tokens), olmo, mistral (windows, own head
     size), smollm3 (layers without positions), granite (multipliers), phi3
-    (fused on disk), olmo2 (norms afterwards), glm4 (a part of each head turns), qwen3_moe (with
-    `dense_layers` among those with experts), mixtral, or deepseek_v3 (latent attention, scaled
-    rope, a dense first layer, experts in groups).
+    (fused on disk), olmo2 (norms afterwards), glm4 (a part of each head turns), gemma2 (soft
+    caps, windows in turn), gemma3_text (two kinds of positions), qwen3_moe (with `dense_layers`
+    among those with experts), mixtral, or deepseek_v3 (latent attention, scaled rope, a dense first
+    layer, experts in groups).
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -158,6 +175,13 @@ def tiny_model(
     elif name == "glm4":
         own = {"head_dim": 64 if wide else 24, "rms_norm_eps": 1e-5, "attention_bias": True}
         model = Glm4ForCausalLM(Glm4Config(**sizes, **own))
+    elif name == "gemma2":
+        own = GEMMA | {"head_dim": 64 if wide else 24}
+        model = Gemma2ForCausalLM(Gemma2Config(**sizes, **own))
+    elif name == "gemma3_text":
+        own = {"head_dim": 64 if wide else 24, "rope_parameters": copy.deepcopy(TWO_ROPES)}
+        own |= {"sliding_window": 7, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2}
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **own))
     elif name == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS))
     else:
@@ -165,7 +189,8 @@ def tiny_model(
     generator = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = noise * 0.1 + (1.0 if "norm" in parameter_name else 0.0)
+        is_plain_norm = "norm" in parameter_name and not name.startswith("gemma")
+        parameter.data = noise * 0.1 + (1.0 if is_plain_norm else 0.0)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)

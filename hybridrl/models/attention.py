@@ -32,9 +32,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
+from torch.utils.checkpoint import checkpoint
 
 from hybridrl.errors import ModelError
 from hybridrl.models.replay import RoutedExperts
+
+# Products of queries and keys that are in memory at once where they have a soft cap: 0.5 GB, fp32.
+CAPPED_PRODUCTS = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -268,6 +272,7 @@ class PackedAttention(MegatronModule):
         self.num_before = int(config.window_size[0]) if is_windowed else None
         if self.num_before is not None and self.num_before < 0:  # Megatron's "no bound"
             self.num_before = None
+        self.soft_cap = 0.0  # build.py has the model's
         self.cp_group: dist.ProcessGroup | None = (
             pg_collection.cp
             if pg_collection is not None and config.context_parallel_size > 1
@@ -330,7 +335,7 @@ class PackedAttention(MegatronModule):
         query_position_NQ: torch.Tensor | None,
     ) -> torch.Tensor:
         mask = None
-        if query_position_NQ is not None or self.num_before is not None:
+        if query_position_NQ is not None or self.num_before is not None or self.soft_cap:
             column_K = torch.arange(key.size(2))
             # Without positions of their own queries and keys coincide.
             position_NQ = column_K[None] if query_position_NQ is None else query_position_NQ
@@ -339,16 +344,84 @@ class PackedAttention(MegatronModule):
             if self.num_before is not None:
                 mask &= position_N1Q1 - self.num_before <= column_K
             mask = mask.to(query.device)
+        dropout = self.dropout if self.training else 0.0
+        if self.soft_cap:
+            return capped_attention(query, key, value, mask, self.scale, self.soft_cap, dropout)
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
             is_causal=mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
             scale=self.scale,
             enable_gqa=query.size(1) != key.size(1),
         )
+
+
+def set_soft_cap(model: torch.nn.Module, cap: float) -> None:
+    """Gives attention of a model its bound of products; raises ModelError if it knows of none."""
+    for part in model.modules():
+        attention = getattr(part, "core_attention", None)
+        if isinstance(attention, PackedAttention):
+            attention.soft_cap = cap
+        elif attention is not None:
+            raise ModelError(
+                "attention_cap of the family's shape",
+                cap,
+                f"0 with {type(attention).__name__}",
+                "Give the family's layers hybridrl's PackedAttention.",
+            )
+
+
+def capped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    cap: float,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attends with scaled products p of queries and keys bounded to cap * tanh(p / cap), fp32.
+
+    Some queries at a time, whose products are made anew in the backward pass, so that those of long
+    sequences are never all in memory.
+
+    Args:
+        query: [n, heads, q, d].
+        key, value: [n, KV heads, k, d].
+        mask: whether a query attends to a key; bool, broadcast to [n, 1, q, k].
+        scale, cap: of products.
+        dropout: share of the weights that is dropped.
+
+    Returns:
+        [n, heads, q, d], with the d of values.
+    """
+    num_kv, num_queries = key.size(1), query.size(2)
+    grouped = query.unflatten(1, (num_kv, -1))
+    mask = mask[:, :, None].expand(-1, -1, -1, num_queries, -1)
+
+    def attend(some: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        products = (some @ key[:, :, None].transpose(-1, -2)).float() * scale
+        products = (cap * torch.tanh(products / cap)).masked_fill(~mask, float("-inf"))
+        weights = F.dropout(products.softmax(-1), dropout) if dropout else products.softmax(-1)
+        return weights.to(value.dtype) @ value[:, :, None]
+
+    rows = query.size(0) * query.size(1) * key.size(2)
+    step = max(CAPPED_PRODUCTS // max(rows, 1), 1)
+    if step >= num_queries:
+        return attend(grouped, mask).flatten(1, 2)
+    parts = [
+        checkpoint(
+            attend,
+            grouped[..., at : at + step, :],
+            mask[..., at : at + step, :],
+            use_reentrant=False,
+        )
+        for at in range(0, num_queries, step)
+    ]
+    return torch.cat(parts, -2).flatten(1, 2)
 
 
 class GatherKeys(torch.autograd.Function):

@@ -9,7 +9,9 @@ seed (`init.py`), so they do not depend on the layout.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,6 +24,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from hybridrl.models.attention import set_soft_cap
 from hybridrl.models.family import Family, Scales
 from hybridrl.models.heads import LanguageModel, ValueModel
 from hybridrl.models.layers import KEYWORDS, LayerKind, layer_specs
@@ -36,8 +39,12 @@ ROUTER_BIAS = ".mlp.router.expert_bias"
 
 Recompute = Literal["none", "selective", "full"]
 
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
 FIXED_KEYWORDS: dict[str, Any] = {
-    "activation_func": torch.nn.functional.silu,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     # Megatron marks parameters as tensor-parallel while it initialises them; the gradient norm
@@ -85,12 +92,15 @@ def transformer_config(
         fp8: 'hybrid' multiplies in FP8 (forward E4M3, backward E5M2), scaled by each tensor's own
             largest element; parameters stay in `dtype`.
     """
-    has_experts = family.shape(hf_config).moe is not None
+    shape = family.shape(hf_config)
+    has_experts = shape.moe is not None
     keywords: dict[str, Any] = {
         **FIXED_KEYWORDS,
+        "activation_func": ACTIVATIONS[shape.activation],
+        "layernorm_zero_centered_gamma": shape.centered_norms,
         **KEYWORDS[layers],
         **(_expert_keywords(layout, layers) if has_experts else {}),
-        **_layout_keywords(layout, family.shape(hf_config).num_layers, platform),
+        **_layout_keywords(layout, shape.num_layers, platform),
         "params_dtype": dtype,
         "pipeline_dtype": torch.float32 if fp32_residual else dtype,
         "fp32_residual_connection": fp32_residual,
@@ -170,7 +180,7 @@ def build_chunks(
     spec = layer_specs(layers, family, config, recompute, shape)
     of_family = family.model_keywords(hf_config)
     rotary = of_family.pop("rotary", None)  # Megatron computes a family's that has none
-    scales = of_family.pop("scales", Scales())
+    scales = _in_type(of_family.pop("scales", Scales()), config.params_dtype)
     chunks: list[torch.nn.Module] = []
     for chunk in range(num_chunks or 1):
         vp_stage = chunk if num_chunks else None
@@ -195,6 +205,7 @@ def build_chunks(
             chunks.append(
                 LanguageModel(
                     num_tokens=shape.vocab_size,
+                    logits_cap=shape.logits_cap,
                     share_embeddings_and_output_weights=shape.tied_embeddings,
                     **keywords,
                 )
@@ -202,8 +213,17 @@ def build_chunks(
         if rotary is not None:
             set_rotary(chunks[-1], rotary)
         chunks[-1].scales = scales  # type: ignore[assignment]  # a plain attribute
+        if shape.attention_cap:
+            set_soft_cap(chunks[-1], shape.attention_cap)
     _reduce_experts_apart(chunks)
     return chunks
+
+
+def _in_type(scales: Scales, dtype: torch.dtype) -> Scales:
+    """Returns what the model multiplies by, rounded where it rounds."""
+    if not scales.is_rounded:
+        return scales
+    return replace(scales, embedding=float(torch.tensor(scales.embedding).to(dtype)))
 
 
 def _reduce_experts_apart(chunks: Sequence[torch.nn.Module]) -> None:

@@ -96,6 +96,7 @@ class Rotary:
             and above which they are kept.
         share: of a head's dimensions that turn.
         mscale, mscale_all_dim: of YaRN's magnitude; 0 leaves `mscale_all_dim` out.
+        local: how they turn in windowed layers (Gemma 3); None: as in the others.
     """
 
     base: float
@@ -107,6 +108,7 @@ class Rotary:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     share: float = 1.0
+    local: Rotary | None = None
 
     @property
     def magnitude(self) -> float:
@@ -133,11 +135,13 @@ class Scales:
         embedding: times the embeddings.
         residual: times what attention and the feed-forward layer add to the stream.
         logits: divides them.
+        is_rounded: whether the embeddings' number is rounded to their type first (Gemma).
     """
 
     embedding: float = 1.0
     residual: float = 1.0
     logits: float = 1.0
+    is_rounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,11 @@ class ModelShape:
         norms_after: whether norms come after attention and the feed-forward layer: "no", "only" or
             "also".
         whole_qk_norm: whether queries and keys are normalised over all heads together.
+        centered_norms: whether norms multiply by 1 + their weight.
+        activation: of the gated feed-forward layer; gelu_tanh is GELU's approximation by tanh.
+        attention_cap: bound c of scaled products of queries and keys, which become
+            c tanh(product / c); 0: none.
+        logits_cap: the same of logits, before a temperature divides them.
     """
 
     num_layers: int
@@ -177,10 +186,18 @@ class ModelShape:
     window: int | None = None
     norms_after: Literal["no", "only", "also"] = "no"
     whole_qk_norm: bool = False
+    centered_norms: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    attention_cap: float = 0.0
+    logits_cap: float = 0.0
 
     @property
     def torch_only(self) -> str:
         """What transformer-engine's layers are not known to compute, in words; empty: nothing."""
+        if self.attention_cap:
+            return "it has a soft cap of products of queries and keys"
+        if self.centered_norms or self.activation != "silu":
+            return "its norms multiply by 1 + a weight, or it gates by GELU"
         if self.norms_after != "no":
             return "it has norms after attention and the feed-forward layer"
         return "" if self.window is None else f"it attends within {self.window} positions"
@@ -259,7 +276,7 @@ class Family:
         architectures: HF `architectures` entries that the family describes.
         shape: reads the sizes out of an HF config; raises ModelError for what is not supported.
         transformer_config: keywords of Megatron's TransformerConfig that the model fixes, but for
-            `activation_func`, a torch function, which build.py sets to silu.
+            `activation_func`, a torch function, which build.py sets by `ModelShape.activation`.
         model_keywords: keywords of Megatron's GPTModel for positions: rotary embedding, longest
             sequence; and for build.py `rotary`, a Rotary, and `scales`, Scales.
         rows: the weight table.

@@ -71,11 +71,12 @@ class _TokenStatsFunction(torch.autograd.Function):
         target_N: torch.Tensor,
         rows_N: torch.Tensor,
         temperature: float,
+        cap: float,
         num_columns: int,
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
-        local = ops.vocab_stats(hidden_ND, shard_VD, target_N, temperature)
+        local = ops.vocab_stats(hidden_ND, shard_VD, target_N, temperature, cap)
         largest = local.max_T.clone()
         is_shared = group.size() > 1 and rows_N.numel() > 0  # all of the group have the same rows
         if is_shared:
@@ -91,7 +92,7 @@ class _TokenStatsFunction(torch.autograd.Function):
         log_sum = total.log()
         entropy = log_sum - weighted / total
         ctx.save_for_backward(hidden_ND, weight_VD, target_N, rows_N, largest, log_sum, entropy)
-        ctx.temperature, ctx.num_columns = temperature, num_columns
+        ctx.temperature, ctx.cap, ctx.num_columns = temperature, cap, num_columns
         ctx.num_positions = hidden_SD.size(0)
         ctx.set_materialize_grads(False)
         logp = target_logit - largest - log_sum
@@ -118,11 +119,12 @@ class _TokenStatsFunction(torch.autograd.Function):
             torch.zeros_like(entropy) if grad_logp is None else grad_logp,
             grad_entropy,
             None if main_grad_VD is None else main_grad_VD[: ctx.num_columns],
+            ctx.cap,
         )
         is_added = main_grad_VD is not None
         grad_weight = _placeholder(weight_VD) if is_added else _padded(grad_shard, weight_VD)
         grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 class _ChosenLogits(torch.autograd.Function):
@@ -138,15 +140,16 @@ class _ChosenLogits(torch.autograd.Function):
         columns_NK: torch.Tensor,
         rows_N: torch.Tensor,
         temperature: float,
+        cap: float,
         num_columns: int,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
         hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
-        logits_NK = ops.vocab_chosen(hidden_ND, shard_VD, columns_NK, temperature)
+        logits_NK = ops.vocab_chosen(hidden_ND, shard_VD, columns_NK, temperature, cap)
         if group.size() > 1 and rows_N.numel() > 0:
             dist.all_reduce(logits_NK, group=group)
         ctx.save_for_backward(hidden_ND, weight_VD, columns_NK, rows_N)
-        ctx.temperature, ctx.num_columns = temperature, num_columns
+        ctx.temperature, ctx.cap, ctx.num_columns = temperature, cap, num_columns
         ctx.num_positions = hidden_SD.size(0)
         return logits_NK
 
@@ -163,11 +166,12 @@ class _ChosenLogits(torch.autograd.Function):
             ctx.temperature,
             grad_NK,
             None if main_grad_VD is None else main_grad_VD[: ctx.num_columns],
+            ctx.cap,
         )
         grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
         # Of a gradient that is in the main one, autograd hears from the targets' statistics alone.
         grad_weight = None if main_grad_VD is not None else _padded(grad_shard, weight_VD)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _padded(grad_shard: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
@@ -240,14 +244,15 @@ class LanguageModel(PackedModel):
     Args:
         num_tokens: size of the real vocabulary; the padded columns beyond it are left out of the
             softmax.
+        logits_cap: as of `ModelShape`.
         **kwargs: of GPTModel.
 
     Attributes: `num_top`, how many of the likeliest tokens of each position to find.
     """
 
-    def __init__(self, *, num_tokens: int, **kwargs: Any) -> None:
+    def __init__(self, *, num_tokens: int, logits_cap: float = 0.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.num_tokens = num_tokens
+        self.num_tokens, self.logits_cap = num_tokens, logits_cap
         self.num_top = 0
 
     def output_weight(self) -> torch.Tensor:
@@ -273,7 +278,10 @@ class LanguageModel(PackedModel):
         start = group.rank() * weight.size(0)
         num_columns = min(max(self.num_tokens - start, 0), weight.size(0))
         temperature = labels.temperature * self.scales.logits
-        hidden_SD, head = hidden_states.flatten(0, 1), (temperature, num_columns, group)
+        hidden_SD, head = (
+            hidden_states.flatten(0, 1),
+            (temperature, self.logits_cap, num_columns, group),
+        )
         tokens_NC = labels.tokens.view(hidden_SD.size(0), -1).index_select(0, rows_N)
         if self.num_top:
             top_NK = self._likeliest(hidden_SD.detach()[rows_N], weight.detach()[:num_columns])

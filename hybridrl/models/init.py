@@ -26,6 +26,7 @@ def init_weights(
     tensors: Mapping[str, torch.Tensor],
     hf_config: Mapping[str, Any],
     seed: int,
+    norm_weight: float = 1.0,
 ) -> None:
     """Fills this rank's tensors with a model drawn from `seed`.
 
@@ -39,6 +40,7 @@ def init_weights(
         hf_config: `initializer_range` is the standard deviation (0.02 where absent),
             `num_hidden_layers` scales the residual outputs.
         seed: of the run.
+        norm_weight: of norms, which leaves what they normalise as it is.
     """
     std = float(hf_config.get("initializer_range", 0.02))
     residual_std = std / (2 * int(hf_config["num_hidden_layers"])) ** 0.5
@@ -49,7 +51,7 @@ def init_weights(
         regions.setdefault(region.hf, []).append(region)
     for name, held in regions.items():
         device = tensors[held[0].local].device
-        full = _draw(name, hf_shapes[name], std, residual_std, seed, device)
+        full = _draw(name, hf_shapes[name], std, residual_std, seed, device, norm_weight)
         for region in held:
             source = full[tuple(slice(start, stop) for start, stop in region.hf_box)]
             target = tensors[region.local][tuple(slice(a, b) for a, b in region.local_box)]
@@ -63,10 +65,10 @@ def _draw(
     residual_std: float,
     seed: int,
     device: torch.device,
+    norm_weight: float,
 ) -> torch.Tensor:
     if len(shape) == 1:
-        fill = torch.zeros if name.endswith("bias") else torch.ones
-        return fill(shape, device=device)
+        return torch.full(shape, 0.0 if name.endswith("bias") else norm_weight, device=device)
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     # On the device: a host would take a minute for 7 billion numbers.
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))

@@ -16,14 +16,37 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from hybridrl.errors import ModelError
 
 
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float | None, is_centered: bool = False
+) -> torch.Tensor:
+    """Returns x, (..., width), divided by the root of its mean square, times the weight, (width,).
+
+    Args:
+        x, weight: x may have the wider type.
+        eps: added to the mean square.
+        is_centered: whether it is times 1 + the weight, both in float32, as Gemma does it: in 16
+            bit a small weight would be lost in the sum.
+    """
+    if not is_centered:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+    whole = 1.0 + weight.float()
+    return torch.nn.functional.rms_norm(x.float(), weight.shape, whole, eps).to(x.dtype)
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """torch's, for inputs that are wider than the weight as well."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x normalised, in its own type."""
-        return torch.nn.functional.rms_norm(
-            x, self.normalized_shape, self.weight.to(x.dtype), self.eps
-        )
+        return rms_norm(x, self.weight, self.eps)
+
+
+class CenteredNorm(torch.nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + its weight (Gemma), for wider inputs as well."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x normalised, in its own type."""
+        return rms_norm(x, self.weight, self.eps, is_centered=True)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -49,15 +72,18 @@ class TorchNorm:
     def __new__(  # type: ignore[misc]  # a ModuleSpec names a class; what it builds is the torch module
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> torch.nn.Module:
-        if config.layernorm_zero_centered_gamma:
+        is_centered = config.layernorm_zero_centered_gamma
+        if is_centered and config.normalization != "RMSNorm":
             raise ModelError(
                 "layernorm_zero_centered_gamma of the family's transformer_config",
                 "true",
-                "false with layers of torch",
+                "false with normalization LayerNorm and layers of torch",
                 "Give the family a layer_spec whose norms have it.",
             )
         kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-        norm = kind(
+        if is_centered:
+            kind = CenteredNorm
+        norm: torch.nn.Module = kind(
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
         )
         for parameter in norm.parameters():

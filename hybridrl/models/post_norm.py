@@ -19,21 +19,36 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 
 from hybridrl.models.family import ModelShape
-from hybridrl.models.norm import TorchNorm
+from hybridrl.models.norm import TorchNorm, rms_norm
+from hybridrl.models.rotary import angles_of_layer
 
 
 class NormedAttention(SelfAttention):
     """Self-attention whose output is normalised before it is added to the stream."""
 
+    # Whether it turns by the local of two kinds of angles; None: there is one kind.
+    is_local: bool | None = None
+
     def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any) -> None:
         super().__init__(config, *args, **keywords)
         self.post_layernorm = PostNorm(config)
 
+    def turn_by_window(self) -> None:
+        """Takes the local of two kinds of angles if the layer has a window, else the other."""
+        window, skipped = self.config.window_size, self.config.window_attn_skip_freq
+        self.is_local = is_layer_window_attention(window, skipped, self.layer_number)
+
     def forward(self, *args: Any, **keywords: Any) -> tuple[torch.Tensor, None]:
         """Returns the normalised output, and no bias."""
+        if self.is_local is not None:
+            both = keywords["rotary_pos_emb"]
+            keywords["rotary_pos_emb"] = angles_of_layer(both, self.is_local)
         return self.post_layernorm(*super().forward(*args, **keywords)), None
 
 
@@ -60,8 +75,8 @@ class PostNorm(MegatronModule):
     def forward(self, output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns the output with its bias, normalised."""
         whole = output if bias is None else output + bias
-        eps, weight = self.config.layernorm_epsilon, self.weight.to(whole.dtype)
-        return torch.nn.functional.rms_norm(whole, weight.shape, weight, eps)
+        eps, is_centered = self.config.layernorm_epsilon, self.config.layernorm_zero_centered_gamma
+        return rms_norm(whole, self.weight, eps, is_centered)
 
 
 class WholeNorm(MegatronModule):

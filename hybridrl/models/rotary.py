@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hybridrl.errors import ModelError
 from hybridrl.models.family import Rotary
 
 
@@ -63,12 +64,38 @@ def _yarn(rotary: Rotary, powers: torch.Tensor) -> torch.Tensor:
 
 
 def set_rotary(model: Any, rotary: Rotary) -> None:
-    """Gives a GPTModel its frequencies, and attention that turns a part of each head the magnitude
-    of sines and cosines; other attention has it in its softmax's scale.
+    """Gives a GPTModel its frequencies, those of windowed layers too where they are others, and
+    attention that turns a part of each head the magnitude of sines and cosines; other attention has
+    it in its softmax's scale.
     """
     embedding = model.rotary_pos_emb
-    frequencies = rotary_frequencies(rotary, 2 * embedding.inv_freq.numel())
-    embedding.inv_freq = frequencies.to(embedding.inv_freq.device)
+    size, device = 2 * embedding.inv_freq.numel(), embedding.inv_freq.device
+    frequencies = rotary_frequencies(rotary, size)
+    if rotary.local is not None:
+        frequencies = torch.cat((frequencies, rotary_frequencies(rotary.local, size)))
+        _give_layers_their_kind(model)
+    embedding.inv_freq = frequencies.to(device)
     for part in model.modules():
         if hasattr(part, "rotary_magnitude"):
             part.rotary_magnitude = rotary.magnitude
+
+
+def angles_of_layer(both: torch.Tensor, is_local: bool) -> torch.Tensor:
+    """Returns (..., size) of the angles (..., 2 size) that Megatron makes of two kinds of
+    frequencies after one another, which it writes twice.
+    """
+    kinds = both.unflatten(-1, (2, 2, -1))
+    return kinds[..., int(is_local), :].flatten(-2)
+
+
+def _give_layers_their_kind(model: Any) -> None:
+    for part in model.modules():
+        if hasattr(part, "turn_by_window"):
+            part.turn_by_window()
+        elif hasattr(part, "core_attention"):
+            raise ModelError(
+                "rotary.local of the family's model_keywords",
+                "other angles of windowed layers",
+                f"none with {type(part).__name__}, whose layers all turn alike",
+                "Give the family's layers hybridrl's NormedAttention.",
+            )

@@ -19,6 +19,14 @@ from hybridrl.models.config_keys import NEUTRAL_KEYS
 from hybridrl.models.directory import read_config
 from hybridrl.models.family import is_kept_in_fp32
 
+# Keys whose null is not the default of every architecture: as many as heads, no window, no cap.
+NULL_IS_A_VALUE = (
+    "num_key_value_heads",
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+
 
 def transformers_model(
     model_config: str | Path | Mapping[str, Any],
@@ -43,11 +51,11 @@ def transformers_model(
         model_config = read_config(model_config)
     named = model_config.get("architectures")
     # Without what changes no number: labels, defaults of generation, forms of the output. A null
-    # means "not set", which transformers does not take everywhere; in one place it means a value.
+    # means "not set", which transformers does not take everywhere; of some keys it is a value.
     fields = {
         key: value
         for key, value in model_config.items()
-        if key not in NEUTRAL_KEYS and (value is not None or key == "num_key_value_heads")
+        if key not in NEUTRAL_KEYS and (value is not None or key in NULL_IS_A_VALUE)
     }
     cuda = [device.index or 0] if device.type == "cuda" else []
     try:

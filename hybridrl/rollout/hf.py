@@ -74,6 +74,8 @@ class HfEngine:
             model_config = read_config(model_config)
         self._model = transformers_model(model_config, dtype, self._device, "sdpa")
         _refuse_undecodable(self._model.config)
+        if getattr(self._model.config, "attn_logit_softcapping", None) is not None:
+            self._model.set_attn_implementation("eager")  # its sdpa leaves the cap out (5.19)
         self._masks = _Masks(self._model.config)
         self._max_batch = max_batch
         self._chosen = ChosenExperts(self._model) if records_experts else None
@@ -388,10 +390,14 @@ class _Masks:
                 "Use another rollout engine, or another model.",
             )
         self._is_mixed = WINDOWED in kinds
+        # transformers' eager attention adds its mask to the products.
+        self._is_added = config._attn_implementation == "eager"
+        self._dtype: torch.dtype = config.dtype
         self._window: int | None = window if self._is_mixed or not kinds else None
 
     def of(self, position_BQ: Tensor, num_keys: int) -> Tensor | dict[str, Tensor]:
-        """Returns masks (B, 1, Q, K), true where a key is attended to; by kind where there are two.
+        """Returns masks (B, 1, Q, K), true, or 0, where a key is attended to, else false, or the
+        least number; by kind where there are two.
 
         Args:
             position_BQ: of the queries; keys lie at positions from 0 on.
@@ -401,9 +407,16 @@ class _Masks:
         key_K = torch.arange(num_keys, device=position_BQ.device)
         full_B1QK = (key_K <= query_BQ1)[:, None]
         if self._window is None:
-            return full_B1QK
-        near_B1QK = full_B1QK & (key_K > query_BQ1 - self._window)[:, None]
-        return {FULL: full_B1QK, WINDOWED: near_B1QK} if self._is_mixed else near_B1QK
+            return self._mask(full_B1QK)
+        near_B1QK = self._mask(full_B1QK & (key_K > query_BQ1 - self._window)[:, None])
+        return {FULL: self._mask(full_B1QK), WINDOWED: near_B1QK} if self._is_mixed else near_B1QK
+
+    def _mask(self, is_seen_B1QK: Tensor) -> Tensor:
+        """Returns the mask in the form that the attention takes."""
+        if not self._is_added:
+            return is_seen_B1QK
+        added = torch.zeros_like(is_seen_B1QK, dtype=self._dtype)
+        return added.masked_fill_(~is_seen_B1QK, torch.finfo(self._dtype).min)
 
 
 def _refuse_undecodable(config: Any) -> None:
@@ -417,9 +430,6 @@ def _refuse_undecodable(config: Any) -> None:
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
         if rope.get("rope_type") in ("dynamic", "longrope"):
             raise _undecodable("rope_parameters.rope_type", rope["rope_type"], "a fixed scaling")
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap is not None:  # transformers' sdpa passes over it
-        raise _undecodable("attn_logit_softcapping", softcap, "null")
 
 
 def _undecodable(key: str, value: object, allowed: str) -> ModelError:

@@ -43,7 +43,9 @@ def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> 
             load_weights(model, config.model, missing_ok={VALUE_HEAD} if head == "value" else ())
         elif mesh.is_member:
             shapes = hf_shapes(source.family, source.shape, head)
-            init_weights(model.layout(), shapes, model.weights(), source.hf_config, config.run.seed)
+            tensors, norm_weight = model.weights(), float(not source.shape.centered_norms)
+            seed = config.run.seed
+            init_weights(model.layout(), shapes, tensors, source.hf_config, seed, norm_weight)
     return model
 
 

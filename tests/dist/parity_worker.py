@@ -135,12 +135,18 @@ def logits_of(model: ParallelModel, inputs) -> list[torch.Tensor]:
     name = "0/embedding.word_embeddings.weight" if tied else "0/output_layer.weight"
     head = model.weights()[name][: model.source.shape.vocab_size]
     divisor = model.chunks[0].scales.logits
-    return [(hidden @ head.T / divisor).cpu() for hidden in found]
+    logits, cap = (
+        [(hidden @ head.T / divisor).cpu() for hidden in found],
+        model.source.shape.logits_cap,
+    )
+    return [cap * torch.tanh(one / cap) for one in logits] if cap else logits
 
 
 def check_against_transformers(folder: Path, model, batch, inputs, logp_T, gradients) -> None:
     """Compares logits, log-probabilities and gradients with the HF model's, sample by sample."""
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if model.source.shape.attention_cap:  # which its default attention leaves out
+        oracle.set_attn_implementation("eager")
     logits = logits_of(model, inputs)
     loss, worst = torch.zeros(()), 0.0
     expected_T = torch.zeros(batch.num_tokens)

@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     Glm4Config,
     GraniteConfig,
     LlamaConfig,
@@ -71,6 +73,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "smollm3": SmolLM3Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, pad_token_id=0),
     "granite": GraniteConfig(**SIZES),
     "phi3": Phi3Config(**SIZES, pad_token_id=0),
+    "gemma2": Gemma2Config(**SIZES),
+    "gemma3_text": Gemma3TextConfig(**SIZES),
     "glm4": Glm4Config(**SIZES, pad_token_id=0),
     # Norms of all heads together are cut by heads: no more ranks than key-value heads.
     "olmo2": Olmo2Config(**(SIZES | {"num_key_value_heads": 4})),

@@ -242,6 +242,14 @@ def test_family_reads_new_and_old_rope_keys() -> None:
         ("glm4", {"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
         ("glm4", {"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor"),
         ("glm4", {"rope_scaling": YARN}, "rope_type: got yarn; allowed: default"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation: got gelu"),
+        ("gemma2", {"layer_types": ["sliding_attention"]}, "layer_types"),
+        ("gemma2", {"sliding_window": None}, "sliding_window: got nothing"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+        ("gemma2", {"rope_scaling": YARN}, "rope_type: got yarn"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: got 50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
         ("qwen3_moe", {"num_experts": 0}, "num_experts"),
         ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, "num_local_experts"),
         ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok"),
@@ -271,6 +279,31 @@ def test_family_mistral_has_a_window_unless_the_config_says_null() -> None:
         # Megatron counts the positions before the query's own, transformers with it.
         window = mistral.transformer_config({**SIZES, **said}).get("window_size")
         assert window == (size and (size - 1, 0))
+
+
+def test_family_gemma3_reads_both_forms_of_its_positions() -> None:
+    gemma, scaled = resolve_family("gemma3_text", {}), {"rope_type": "linear", "factor": 8.0}
+    older = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": scaled}
+    newer = {
+        "rope_parameters": {
+            "full_attention": {**scaled, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    }
+    for said in (older, newer):
+        rotary = gemma.model_keywords({**SIZES, **said})["rotary"]
+        assert (rotary.kind, rotary.base, rotary.factor) == ("linear", 1e6, 8.0)
+        assert (rotary.local.kind, rotary.local.base) == ("default", 1e4)
+    keywords = gemma.transformer_config({**SIZES, "num_hidden_layers": 7, **older})
+    assert keywords["window_attn_skip_freq"] == [1, 1, 1, 1, 1, 0, 1]
+
+
+def test_family_gemma2_without_caps_where_the_config_says_null() -> None:
+    gemma = resolve_family("gemma2", {})
+    none = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    for said, caps in (({}, (50.0, 30.0)), (none, (0.0, 0.0))):
+        shape = gemma.shape({**SIZES, **said})
+        assert (shape.attention_cap, shape.logits_cap) == caps and shape.torch_only
 
 
 def test_family_olmo2_is_not_cut_inside_a_key_head() -> None:

@@ -12,5 +12,7 @@ FAMILIES: dict[str, str] = {
     "phi3": "hybridrl.models.families.phi3:FAMILY",
     "olmo2": "hybridrl.models.families.olmo2:FAMILY",
     "glm4": "hybridrl.models.families.glm4:FAMILY",
+    "gemma2": "hybridrl.models.families.gemma2:FAMILY",
+    "gemma3_text": "hybridrl.models.families.gemma3:FAMILY",
     "mixtral": "hybridrl.models.families.mixtral:FAMILY",
 }

@@ -1,0 +1,152 @@
+"""Gemma 2, and what Gemma 3 has of it: norms that multiply by 1 + their weight, before and after
+attention and the feed-forward layer, GELU, embeddings times the root of their width, layers with
+windows in turn with others; soft caps of products of queries and keys and of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hybridrl.models.config_keys import DECODER_KEYS
+from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
+from hybridrl.models.families.reading import number, refusal, require, size
+from hybridrl.models.families.rotary import rope_keywords
+from hybridrl.models.family import Family, HfConfig, ModelShape, Row, Scales
+
+LOCAL, HF = "decoder.layers.{L}.", "model.layers.{L}."
+WINDOWED, FULL = "sliding_attention", "full_attention"
+GELU = "gelu_pytorch_tanh"
+# Of transformers' Gemma2Config; Gemma 3 has them too. Whether caps are null is Gemma 2's to say.
+DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+LARGEST_CAP = 1e6
+# YaRN's magnitude would be in the softmax's scale, which the family's own key gives.
+ROPES = ("default", "linear", "llama3")
+# What norms are called on disk, where another family's name means another place.
+PLACES = {
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "self_attention.post_layernorm": "post_attention_layernorm",
+    "mlp.post_layernorm": "post_feedforward_layernorm",
+}
+GEMMA_KEYS = DECODER_KEYS | {
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "hidden_activation",
+    "query_pre_attn_scalar",
+    "sliding_window",
+}
+
+
+def filled(hf_config: HfConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config with the family's defaults where a key is absent; a null stays."""
+    return {**DEFAULTS, **defaults, **hf_config}
+
+
+def gemma_shape(hf_config: HfConfig, every: int, **own: Any) -> ModelShape:
+    """Reads the sizes of a Gemma 2 or 3.
+
+    Args:
+        hf_config: with the family's defaults.
+        every: one layer in so many has no window, unless `layer_types` says otherwise.
+        **own: of `decoder_shape`.
+    """
+    require(hf_config, "hidden_activation", GELU, (GELU,))
+    require(hf_config, "hidden_act", GELU, (GELU,))  # nothing reads it
+    answered = ("hidden_act", "sliding_window", "layer_types", "use_sliding_window")
+    plain = {key: value for key, value in hf_config.items() if key not in answered}
+    has_windows = WINDOWED in layer_kinds(hf_config, every)
+    return replace(
+        decoder_shape(plain, **own),
+        window=size(hf_config, "sliding_window") if has_windows else None,
+        norms_after="also",
+        centered_norms=True,
+        activation="gelu_tanh",
+        logits_cap=cap(hf_config, "final_logit_softcapping"),
+    )
+
+
+def cap(hf_config: HfConfig, key: str) -> float:
+    """Returns the bound at `key`; 0 where it is null: there is none."""
+    least = 1e-3
+    return 0.0 if hf_config.get(key) is None else number(hf_config, key, 0, least, LARGEST_CAP)
+
+
+def layer_kinds(hf_config: HfConfig, every: int) -> list[str]:
+    """Returns of each layer whether it attends within a window."""
+    num_layers, kinds = size(hf_config, "num_hidden_layers"), hf_config.get("layer_types")
+    if kinds is None:
+        return [WINDOWED if (layer + 1) % every else FULL for layer in range(num_layers)]
+    is_list = isinstance(kinds, list | tuple) and all(one in (WINDOWED, FULL) for one in kinds)
+    if not is_list or len(kinds) != num_layers:
+        raise refusal("layer_types", kinds, f"{num_layers} of {FULL} and {WINDOWED}, or null")
+    return list(kinds)
+
+
+def gemma_config(hf_config: HfConfig, shape: ModelShape, every: int) -> dict[str, Any]:
+    """Returns the keywords of TransformerConfig; arguments as of `gemma_shape`, and its result."""
+    scalar = number(hf_config, "query_pre_attn_scalar", 0, 1e-6, 1e9)
+    # Its kinds of positions are judged by themselves.
+    plain = {key: value for key, value in hf_config.items() if not key.startswith("rope_")}
+    keywords = decoder_config(plain, shape, scalar**-0.5)
+    if shape.window is not None:
+        windowed = [int(kind == WINDOWED) for kind in layer_kinds(hf_config, every)]
+        keywords["window_attn_skip_freq"] = windowed  # 1 where there is a window, despite the name
+    return keywords
+
+
+def embedding_scale(hf_config: HfConfig) -> Scales:
+    """Returns what embeddings are multiplied by: the root of their width, in their own type."""
+    return Scales(embedding=size(hf_config, "hidden_size") ** 0.5, is_rounded=True)
+
+
+def gemma_rows(shape: ModelShape) -> tuple[Row, ...]:
+    """Returns the weight table."""
+    named = {f"{LOCAL}{local}.weight": (f"{HF}{hf}.weight",) for local, hf in PLACES.items()}
+    plain = [
+        replace(row, parts=named.pop(row.megatron)) if row.megatron in named else row
+        for row in decoder_rows(shape)
+    ]
+    sizes = ((shape.hidden_size,),)
+    after = [Row(megatron, parts, sizes, "replicated") for megatron, parts in named.items()]
+    return (*plain, *after)
+
+
+EVERY = 2  # of Gemma 2's layers the second has no window
+
+
+def shape(hf_config: HfConfig) -> ModelShape:
+    """Reads the sizes; defaults are those of transformers' Gemma2Config."""
+    whole = filled(hf_config, CAPS)
+    bound = cap(whole, "attn_logit_softcapping")
+    return replace(gemma_shape(whole, EVERY), attention_cap=bound)
+
+
+def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
+    """Returns the keywords of TransformerConfig."""
+    return gemma_config(filled(hf_config, CAPS), shape(hf_config), EVERY)
+
+
+def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
+    """Returns the keywords of GPTModel for positions, and what embeddings are multiplied by."""
+    whole = {"max_position_embeddings": 8192, **hf_config}
+    return rope_keywords(whole, ROPES) | {"scales": embedding_scale(hf_config)}
+
+
+FAMILY = Family(
+    "gemma2",
+    ("Gemma2ForCausalLM",),
+    shape,
+    transformer_config,
+    model_keywords,
+    gemma_rows,
+    config_keys=GEMMA_KEYS,
+    is_served_fused=False,  # vLLM has code for it, not yet compared with transformers
+)

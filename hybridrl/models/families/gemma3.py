@@ -1,0 +1,97 @@
+"""Gemma 3 (text): Gemma 2 with norms of queries and keys in place of a soft cap, and two kinds of
+positions, one of the layers with windows and one, which may be scaled, of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hybridrl.models.families.gemma2 import (
+    FULL,
+    GEMMA_KEYS,
+    ROPES,
+    WINDOWED,
+    embedding_scale,
+    filled,
+    gemma_config,
+    gemma_rows,
+    gemma_shape,
+)
+from hybridrl.models.families.reading import number, refusal, require, size
+from hybridrl.models.families.rotary import read_rotary, rope_keywords, rope_parameters
+from hybridrl.models.family import Family, HfConfig, ModelShape
+
+NO_DEFAULTS: Mapping[str, Any] = {}
+GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4  # of transformers' Gemma3TextConfig
+PATTERN = "sliding_window_pattern"
+
+
+def _every(hf_config: HfConfig) -> int:
+    # transformers writes what it was with an underscore, beside the `layer_types` that came of it.
+    return size(hf_config, PATTERN, 6)
+
+
+def shape(hf_config: HfConfig) -> ModelShape:
+    """Reads the sizes; defaults are those of transformers' Gemma3TextConfig."""
+    # transformers and engines compute without this cap, whatever it is.
+    require(hf_config, "attn_logit_softcapping", None, (None,))
+    require(hf_config, "use_bidirectional_attention", False, (False,))
+    return gemma_shape(filled(hf_config, NO_DEFAULTS), _every(hf_config), qk_norm=True)
+
+
+def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
+    """Returns the keywords of TransformerConfig."""
+    whole = filled(hf_config, NO_DEFAULTS)
+    return gemma_config(whole, shape(hf_config), _every(hf_config))
+
+
+def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
+    """Returns the keywords of GPTModel for both kinds of positions, and what embeddings are
+    multiplied by.
+    """
+    of_all, of_windowed = _both_ropes(hf_config)
+    keywords = rope_keywords(of_all, ROPES)
+    local = read_rotary(of_windowed, ROPES)
+    keywords["rotary"] = replace(keywords["rotary"], local=local)
+    return keywords | {"scales": embedding_scale(hf_config)}
+
+
+def _both_ropes(hf_config: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns, as a config of one kind of positions each, what layers without windows have and what
+    those with windows have: either of transformers 5's two objects in `rope_parameters`, or of the
+    older `rope_theta`, `rope_scaling` and `rope_local_base_freq`, where scaling is not of windows.
+    """
+    plain = {key: value for key, value in hf_config.items() if not key.startswith("rope_")}
+    plain.setdefault("max_position_embeddings", 131_072)
+    theta = number(hf_config, "rope_theta", GLOBAL_BASE, 1, 1e15)
+    local = number(hf_config, "rope_local_base_freq", LOCAL_BASE, 1, 1e15)
+    given = hf_config.get("rope_parameters")
+    if not isinstance(given, Mapping) or not {FULL, WINDOWED} & set(given):
+        rope, key = rope_parameters(hf_config)
+        if key == "rope_parameters" and rope:
+            raise refusal(key, rope, f"one with {FULL} and {WINDOWED}, or rope_scaling")
+        scaled = {**plain, "rope_theta": theta, "rope_scaling": rope or None}
+        return scaled, {**plain, "rope_theta": local}
+    if hf_config.get("rope_scaling"):
+        raise refusal("rope_scaling", hf_config["rope_scaling"], "null beside rope_parameters")
+    for key in sorted(given):
+        if key not in (FULL, WINDOWED):
+            raise refusal(f"rope_parameters.{key}", given[key], f"{FULL} and {WINDOWED} alone")
+    return (
+        {**plain, "rope_theta": theta, "rope_parameters": given.get(FULL)},
+        {**plain, "rope_theta": local, "rope_parameters": given.get(WINDOWED)},
+    )
+
+
+FAMILY = Family(
+    "gemma3_text",
+    ("Gemma3ForCausalLM",),
+    shape,
+    transformer_config,
+    model_keywords,
+    gemma_rows,
+    config_keys=GEMMA_KEYS | {PATTERN, "rope_local_base_freq", "use_bidirectional_attention"},
+    is_served_fused=False,  # vLLM has code for it, not yet compared with transformers
+)
