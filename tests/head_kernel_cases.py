@@ -36,6 +36,7 @@ class Head(NamedTuple):
     temperature: float
     grad_logp_T: torch.Tensor
     grad_entropy_T: torch.Tensor | None
+    cap: float = 0.0
 
 
 class Found(NamedTuple):
@@ -57,8 +58,8 @@ def draw(rng: random.Random, dtype: torch.dtype, num_tokens: int, num_columns: i
     target = torch.randint(0, num_columns, (num_tokens,)).to(DEVICE)
     grads = [torch.randn(num_tokens).to(DEVICE) for _ in range(2)]
     grads[0][rng.randrange(num_tokens)] = 0
-    temperature = rng.choice([1.0, 0.6, 1.7])
-    return Head(*tensors, target, temperature, grads[0], rng.choice([None, grads[1]]))
+    temperature, cap = rng.choice([1.0, 0.6, 1.7]), rng.choice([0.0, 0.0, 30.0])
+    return Head(*tensors, target, temperature, grads[0], rng.choice([None, grads[1]]), cap)
 
 
 def combined(shards: list[VocabStats]) -> tuple[torch.Tensor, ...]:
@@ -84,7 +85,7 @@ def ours(head: Head, cuts: list[int], main_grad_VD: torch.Tensor | None) -> Foun
         targets.append((head.target_T - span.start).masked_fill(~is_mine, -1))
     hidden, weight = head.hidden_TD, head.weight_VD
     shards = [
-        token_logprobs.vocab_stats(hidden, weight[span], target, head.temperature)
+        token_logprobs.vocab_stats(hidden, weight[span], target, head.temperature, head.cap)
         for span, target in zip(spans, targets, strict=True)
     ]
     largest, log_sum, logp, entropy = combined(shards)
@@ -100,6 +101,7 @@ def ours(head: Head, cuts: list[int], main_grad_VD: torch.Tensor | None) -> Foun
             head.grad_logp_T,
             head.grad_entropy_T,
             None if main_grad_VD is None else main_grad_VD[span],
+            head.cap,
         )
         for span, target in zip(spans, targets, strict=True)
     ]
@@ -116,7 +118,10 @@ def plain(head: Head, dtype: torch.dtype, logits_dtype: torch.dtype) -> Found:
     """
     hidden = head.hidden_TD.to(dtype).detach().requires_grad_()
     weight = head.weight_VD.to(dtype).detach().requires_grad_()
-    log_p = ((hidden @ weight.T).to(logits_dtype) / head.temperature).log_softmax(-1)
+    logits = (hidden @ weight.T).to(logits_dtype)
+    if head.cap:
+        logits = head.cap * torch.tanh(logits / head.cap)
+    log_p = (logits / head.temperature).log_softmax(-1)
     logp = log_p.gather(1, head.target_T[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     loss = (logp * head.grad_logp_T.to(logits_dtype)).sum()

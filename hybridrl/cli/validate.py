@@ -425,8 +425,7 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
                 "rollout.engine",
                 name,
                 f"hf with models of family {family.name}",
-                f"{name} has no code of its own, or none that was verified, for the family. "
-                "Set rollout.engine=hf.",
+                f"{name} has no code of its own for the family. Set rollout.engine=hf.",
             )
         yield from package.model_rules(shape, is_cpu)
 

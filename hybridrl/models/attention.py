@@ -345,7 +345,7 @@ class PackedAttention(MegatronModule):
                 mask &= position_N1Q1 - self.num_before <= column_K
             mask = mask.to(query.device)
         dropout = self.dropout if self.training else 0.0
-        if self.soft_cap:
+        if self.soft_cap and mask is not None:  # as it is with a cap
             return capped_attention(query, key, value, mask, self.scale, self.soft_cap, dropout)
         return F.scaled_dot_product_attention(
             query,

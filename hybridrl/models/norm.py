@@ -80,9 +80,9 @@ class TorchNorm:
                 "false with normalization LayerNorm and layers of torch",
                 "Give the family a layer_spec whose norms have it.",
             )
-        kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-        if is_centered:
-            kind = CenteredNorm
+        kind: type[torch.nn.RMSNorm | torch.nn.LayerNorm] = LayerNorm
+        if config.normalization == "RMSNorm":
+            kind = CenteredNorm if is_centered else RMSNorm
         norm: torch.nn.Module = kind(
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
         )

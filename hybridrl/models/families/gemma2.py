@@ -148,5 +148,4 @@ FAMILY = Family(
     model_keywords,
     gemma_rows,
     config_keys=GEMMA_KEYS,
-    is_served_fused=False,  # vLLM has code for it, not yet compared with transformers
 )

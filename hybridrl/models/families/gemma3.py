@@ -93,5 +93,4 @@ FAMILY = Family(
     model_keywords,
     gemma_rows,
     config_keys=GEMMA_KEYS | {PATTERN, "rope_local_base_freq", "use_bidirectional_attention"},
-    is_served_fused=False,  # vLLM has code for it, not yet compared with transformers
 )
