@@ -2,7 +2,7 @@
 
 The interpreter and the packages often lie in folders that only root may enter, such as /root. In a
 mount namespace of the new process these folders are covered by empty ones, in which nothing but
-what the code needs is placed again.
+what the code needs is placed again: of a folder that is itself closed the folders in it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ def check(done):
     if done: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 def mount(source, target, kind, flags, options=b""):
     check(libc.mount(source.encode(), target.encode(), kind, ctypes.c_ulong(flags), options))
+def open_to_all(path):
+    if os.stat(path).st_mode & 1:
+        return [path]
+    inside = [entry.path for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)]
+    return [each for one in inside for each in open_to_all(one)]
+paths = sorted({each for path in paths for each in open_to_all(path)})
 check(libc.unshare(0x20000))
 mount("none", "/", None, 16384 | 1 << 18)
 files, closed = {path: os.open(path, os.O_PATH) for path in paths}, set()

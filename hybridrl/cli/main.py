@@ -24,18 +24,17 @@ from hybridrl import __version__
 from hybridrl.checkpoint.folders import FileFormat
 from hybridrl.cli import starting
 from hybridrl.cli.cluster import InAllocation, NodesFile, OfCluster, RunsFolder, Ssh, launch_command
-from hybridrl.cli.elastic import ElasticLaunch
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import (
     STOP_CODES,
     die_with_launcher,
     is_rank,
-    launch_run,
     launch_without_run,
 )
 from hybridrl.cli.options import ConfigFile, Json, Overrides, World
-from hybridrl.cli.pinning import fits_on, laid_out, with_commits
+from hybridrl.cli.pinning import laid_out, with_commits
 from hybridrl.cli.rank_log import log_to, write_stacks_on_signal
+from hybridrl.cli.training import launch_training
 from hybridrl.cli.validate import (
     validate_conversion,
     validate_evaluation,
@@ -191,17 +190,8 @@ def train(
         from hybridrl.loop.run import train_rank
 
         raise typer.Exit(train_rank(loaded, resume))
-    world_size = world or default_world_size(loaded, num_local_gpus())
-    asked = loaded
-    loaded, laid = laid_out(asked, world_size)
-    validate_training(loaded, world_size, resume)
     arguments = ["train", str(config), *(overrides or []), "--resume", resume]
-    where = world_size, run_folder(loaded)
-    if not loaded.run.max_restarts:
-        raise typer.Exit(launch_run([*arguments, *laid], *where))
-    # What was chosen is not handed on: fewer ranks choose anew.
-    again = ElasticLaunch(loaded.run.max_restarts, lambda size: fits_on(asked, size))
-    raise typer.Exit(launch_run(arguments, *where, again))
+    raise typer.Exit(launch_training(loaded, arguments, world, resume))
 
 
 @app.command("eval")
