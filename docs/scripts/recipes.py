@@ -1,7 +1,9 @@
-"""Writes examples/recipes/*.yaml and docs/recipes.md: layouts of `plan --search`, with predictions.
+"""Writes examples/recipes/*.yaml and docs/recipes.md: layouts of `plan --search`, predictions of
+`plan`.
 
-`python docs/scripts/recipes.py` writes the page from the headers; `--search` also looks for every
-layout anew, for an H100 80 GB, 8 to a node, and writes the recipes. Needs no GPU and no network.
+`python docs/scripts/recipes.py` writes the page from the headers; `--plan` first plans every recipe
+as it stands and writes its header anew; `--search` looks for every layout anew, for H100 80 GB, 8
+to a node, and writes the recipes. Needs no GPU and no network.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from typing import Any
 
 import yaml
 
+from hybridrl.cli.plan import plan_report
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
 from hybridrl.planning.choose import search
 from hybridrl.planning.cluster import ClusterFile, Host
 from hybridrl.planning.search import Candidate
@@ -62,18 +66,30 @@ def best(config: Config, num_gpus: int) -> Candidate | None:
     return found.best[0] if found.best else None
 
 
-def figures(one: Candidate) -> tuple[str, str]:
-    """Returns the memory of the fullest GPU, GiB, and the step's time, seconds, as headers say."""
-    return f"{one.found.most_bytes / 2**30:.1f}", f"{one.step_s:.1f}"
+def planned(config: Config, num_gpus: int) -> tuple[str, str]:
+    """Returns the memory of the fullest GPU, GiB, and the step's time, seconds, as headers say and
+    `plan --json` has them.
+
+    Raises:
+        ConfigError: it breaks a rule.
+        SystemExit: it does not fit.
+    """
+    report, violations = plan_report(config, num_gpus, H100, Host())
+    if violations:
+        raise ConfigError(violations)
+    if not report["fits"]:
+        sys.exit(report["verdict"]["summary"])
+    memory = report["verdict"]["estimate_bytes"] / 2**30
+    return f"{memory:.1f}", f"{report['step']['predicted_s']:.1f}"
 
 
-def header(model: str, num_gpus: int, one: Candidate) -> str:
+def header(model: str, num_gpus: int, found: tuple[str, str]) -> str:
     """Returns a recipe's first lines."""
-    memory, step = figures(one)
+    memory, step = found
     return (
         f"# GRPO of {NAMES[model][0]} on {num_gpus} H100 80 GB.\n"
         f"# predicted, not measured: memory {memory} GiB of the fullest GPU, step {step} s with the\n"
-        "# longest responses. `hybridrl plan FILE --search` says the same. model.path has sizes only:\n"
+        "# longest responses, as `hybridrl plan FILE --json` says. model.path has sizes only:\n"
         "# set it to the directory of the real weights and tokenizer, data.prompts to your data.\n"
     )
 
@@ -91,9 +107,25 @@ def write(model: str, num_gpus: int) -> None:
     for key, value in one.changes.items():
         section, _, name = key.partition(".")
         recipe[section][name] = value
-    text = header(model, num_gpus, one) + yaml.safe_dump(recipe, sort_keys=False)
-    (FOLDER / f"{model}_{num_gpus}gpu.yaml").write_text(text, encoding="utf-8")
-    print(model, num_gpus, *figures(one), one.changes, flush=True)
+    text = yaml.safe_dump(recipe, sort_keys=False)
+    found = planned(load_config_dict(recipe, []), num_gpus)
+    path(model, num_gpus).write_text(header(model, num_gpus, found) + text, encoding="utf-8")
+    print(model, num_gpus, *found, one.changes, flush=True)
+
+
+def path(model: str, num_gpus: int) -> Path:
+    """Returns a recipe's file."""
+    return FOLDER / f"{model}_{num_gpus}gpu.yaml"
+
+
+def plan_again(model: str, num_gpus: int) -> None:
+    """Writes a recipe's header anew."""
+    file = path(model, num_gpus)
+    text = file.read_text(encoding="utf-8")
+    found = planned(load_config(file, []), num_gpus)
+    body = text[text.index("run:") :]
+    file.write_text(header(model, num_gpus, found) + body, encoding="utf-8")
+    print(model, num_gpus, *found, flush=True)
 
 
 def page() -> str:
@@ -111,7 +143,7 @@ def page() -> str:
     ]
     for model, (name, sizes) in NAMES.items():
         for num_gpus in sizes:
-            file = FOLDER / f"{model}_{num_gpus}gpu.yaml"
+            file = path(model, num_gpus)
             found = FIGURES.search(file.read_text(encoding="utf-8"))
             config = load_config(file, [])
             train, engine = config.train, config.rollout
@@ -123,11 +155,13 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+WAYS = {"--search": write, "--plan": plan_again}
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--search"]:
+    if ways := [way for name, way in WAYS.items() if name in sys.argv[1:2]]:
         for model, (_, sizes) in NAMES.items():
             for num_gpus in sizes:
                 if not sys.argv[2:] or model in sys.argv[2:]:
-                    write(model, num_gpus)
+                    ways[0](model, num_gpus)
     if not sys.argv[2:]:
         PAGE.write_text(page(), encoding="utf-8")

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hybridrl.cli.plan_text import order_reason
 from hybridrl.cli.validate import model_violations
 from hybridrl.config.engines import ENGINES
-from hybridrl.config.placement import Machines
+from hybridrl.config.placement import Machines, Placement
 from hybridrl.config.roles import RunModels
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
@@ -26,6 +27,7 @@ from hybridrl.hybrid_engine.pieces import join
 from hybridrl.hybrid_engine.plan import Plan, PlannedOps, plan_reshard
 from hybridrl.models.family import read_model
 from hybridrl.planning.cluster import Assumptions, ClusterFile, Host, assume, merged
+from hybridrl.planning.estimate import estimate
 from hybridrl.planning.fit import cpu_verdict, gpu_verdict
 from hybridrl.planning.memory import (
     RankMemory,
@@ -43,7 +45,7 @@ CPU_COPY_BYTES_PER_S = 8e9
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
 SECTIONS = ("train", "rollout", "reshard", "memory")
 # Keys beside the sections, and the violations.
-ADDED = ("fits", "verdict", "gpu_memory_bytes", "order", "ranks", "assumptions", "cluster")
+ADDED = ("fits", "verdict", "step", "gpu_memory_bytes", "order", "ranks", "assumptions", "cluster")
 
 
 def plan_report(
@@ -128,6 +130,7 @@ def _report(
     return {
         "fits": verdict["fits"],
         "verdict": verdict,
+        "step": _step(config, roles, placement, assumed),
         "gpu_memory_bytes": assumed.gpu_memory_bytes if assumed else None,
         "train": {axis: getattr(laid.layout, axis) for axis in (*SIZES, *expert_axes)},
         "order": {
@@ -162,6 +165,18 @@ def _report(
         "cluster": _cluster_report(laid, plan, assumed),
         "violations": [],
     }
+
+
+def _step(
+    config: Config, roles: Sequence[RoleModel], placement: Placement, assumed: Assumptions | None
+) -> dict[str, Any] | None:
+    """Returns the predicted time of a step whose responses are the longest; None where it is not
+    modelled: on CPU, and where roles have ranks of their own.
+    """
+    if assumed is None or not placement.is_shared:
+        return None
+    times = estimate(config, roles, placement.num_ranks, assumed).times
+    return {"predicted_s": times.step, "phases_s": asdict(times)}
 
 
 def empty_report(error: ConfigError) -> dict[str, Any]:
