@@ -114,6 +114,9 @@ def _sources(config: Config) -> Iterator[tuple[Place, str]]:
         for key in ("prompts", "validation", "eval_prompts"):
             for number, text in enumerate(getattr(data, key) or ()):
                 yield (*place, key, number), text
+    for name, one in config.eval.sets.items():
+        for number, text in enumerate(one.path or ()):
+            yield ("eval", "sets", name, "path", number), text
 
 
 def names_to_json(names: Mapping[Place, HubName]) -> str:

@@ -5,6 +5,7 @@ generation_config.json says.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hybridrl.config.generation import (
     on_policy_rules,
     with_generation_config,
 )
-from hybridrl.config.hub import hub_names
+from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, ModelError
@@ -129,3 +130,21 @@ def test_held_out_rows_of_the_hub_are_named_by_their_commit_too() -> None:
     data = asked.data.model_copy(update={"validation": ("datasets:org/rows:test",)})
     names = hub_names(asked.model_copy(update={"data": data}))
     assert str(names["data", "validation", 0]) == "datasets:org/rows:test"
+
+
+def test_evaluation_sets_of_the_hub_are_named_by_their_commit_too() -> None:
+    asked = load_config_dict(
+        {
+            "run": {"name": "evaluated"},
+            "model": {"path": "org/model"},
+            "algorithm": {"name": "sft"},
+            "eval": {"sets": {"sums": {"form": "gsm8k", "path": "datasets:org/sums:main:test"}}},
+        },
+        [],
+    )
+    names = hub_names(asked)
+    place = ("eval", "sets", "sums", "path", 0)
+    assert str(names[place]) == "datasets:org/sums:main:test"
+    commit = "0123456789" * 4
+    pinned = with_names(asked, {place: replace(names[place], revision=commit)})
+    assert pinned.eval.sets["sums"].path == (f"datasets:org/sums@{commit}:main:test",)
