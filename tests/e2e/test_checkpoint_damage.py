@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from hybridrl import Trainer
 from hybridrl.checkpoint.folders import newest_checkpoint, open_checkpoint
 from hybridrl.checkpoint.manifest import MANIFEST, MANIFEST_DIGEST, entry_of, read_manifest
-from hybridrl.cli import main
+from hybridrl.cli import main, training
 from hybridrl.cli.validate import validate_conversion
 from hybridrl.errors import CheckpointError, UserError
 
@@ -321,7 +321,7 @@ def test_the_command_line_refuses_damage_before_ranks_start(
     own(folder / "checkpoints" / "step_6" / MANIFEST).write_text("{}")
     launched: list[list[str]] = []
     monkeypatch.setattr(
-        main, "launch_run", lambda arguments, *others: launched.append(arguments) or 0
+        training, "launch_run", lambda arguments, *others: launched.append(arguments) or 0
     )
     command = ["train", str(QUICKSTART / "grpo.yaml"), *SMALL, f"run.dir={tmp_path}", *STEPS]
     refused = CliRunner().invoke(main.app, command)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from command_line import QUICKSTART
 
-from hybridrl.cli import main
+from hybridrl.cli import main, training
 from hybridrl.errors import UserError
 
 U, A = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -123,7 +123,7 @@ SMALL = (
 def test_forty_malformed_rows_are_refused_by_file_and_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "launch_run", lambda *_: 0)
+    monkeypatch.setattr(training, "launch_run", lambda *_: 0)
     path, wrong = tmp_path / "rows.jsonl", {}
     for name, (algorithm, row, expected) in ROWS.items():
         second = row if isinstance(row, str) else json.dumps(row)

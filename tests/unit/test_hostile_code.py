@@ -14,7 +14,7 @@ from command_line import QUICKSTART
 from small_runs import SMALL, small_run
 from test_rewards_pool import Words
 
-from hybridrl.cli import main
+from hybridrl.cli import main, training
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.own_code import contained
 from hybridrl.config.reward import ScorerConfig
@@ -150,7 +150,7 @@ EXITS = {
 
 @pytest.mark.parametrize("override", EXITS)
 def test_a_module_that_ends_the_process_is_named(override: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(main, "launch_run", lambda *_: 0)
+    monkeypatch.setattr(training, "launch_run", lambda *_: 0)
     environment = ["environment.max_turns=2"] if "environment" in override else []
     with pytest.raises(UserError) as caught:
         command = ["train", str(QUICKSTART / "grpo.yaml"), *SMALL, override, *environment]

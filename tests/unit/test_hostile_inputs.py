@@ -14,7 +14,7 @@ import pytest
 from command_line import QUICKSTART
 from pyarrow import parquet
 
-from hybridrl.cli import main
+from hybridrl.cli import main, training
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.prompts import load_prompts
@@ -69,7 +69,7 @@ def message(*arguments: str) -> str:
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "launch_run", lambda *_: 0)
+    monkeypatch.setattr(training, "launch_run", lambda *_: 0)
 
 
 @pytest.mark.parametrize("name", FILES)
