@@ -25,6 +25,7 @@ RowKind = Literal["vocab", "replicated", "column", "heads", "kv_heads", "row", "
 Stage = Literal["first", "layer", "last"]
 
 VOCAB_MULTIPLE = 128
+CAUSAL = "ForCausalLM"  # the end of most architectures' names
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 # Ends of the names of HF tensors that are float32 beside weights of any type, as in transformers
@@ -399,9 +400,10 @@ def _family_of(hf_config: HfConfig, architectures: tuple[str, ...]) -> Family:
     model_type = hf_config.get("model_type")
     if not architectures and isinstance(model_type, str) and model_type in known:
         return known[model_type]
-    allowed = ", ".join(
-        architecture for family in known.values() for architecture in family.architectures
-    )
+    names = [name for family in known.values() for name in family.architectures]
+    short = [name.removesuffix(CAUSAL) for name in names if name.endswith(CAUSAL)]
+    others = [name for name in names if not name.endswith(CAUSAL)]
+    allowed = ", ".join((f"...{CAUSAL} of {', '.join(short)}", *others))
     asked = _listed(architectures) or f"none (model_type {shown(model_type)})"
     raise ModelError(
         "config.json: architectures",

@@ -85,7 +85,7 @@ def train_through(
 
         trainer.train_step = note  # type: ignore[method-assign]
         if name not in SAVED:
-            trainer.save_checkpoint = lambda: None  # type: ignore[assignment, method-assign]
+            trainer.save_checkpoint = lambda waits=True: None  # type: ignore[assignment, method-assign]
         trainer.fit(until=steps)
         if name in SAVED:
             for role, model in trainer.trained.items():

@@ -43,7 +43,13 @@ PLAN_KEYS = {
         "messages",
         "predicted_ms",
     },
-    "memory": {"train_peak_bytes", "rollout_peak_bytes", "staging_bytes", "router_replay"},
+    "memory": {
+        "train_peak_bytes",
+        "rollout_peak_bytes",
+        "staging_bytes",
+        "checkpoint_copy_bytes",
+        "router_replay",
+    },
 }
 METRICS = {
     "step",
@@ -143,7 +149,8 @@ def plan(folder: Path, *arguments: str) -> dict[str, Any]:
     before = files_below(folder)
     report: dict[str, Any] = json.loads(succeed(folder, "plan", *arguments, "--json"))
     assert files_below(folder) == before
-    added = {"fits", "verdict", "gpu_memory_bytes", "order", "ranks", "assumptions", "cluster"}
+    added = {"fits", "verdict", "step", "gpu_memory_bytes", "order", "ranks", "assumptions"}
+    added.add("cluster")
     assert report.keys() == {*PLAN_KEYS, *added, "violations"}
     assert all(report[section].keys() == keys for section, keys in PLAN_KEYS.items())
     assert report["violations"] == []

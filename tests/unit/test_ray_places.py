@@ -25,7 +25,13 @@ def test_ranks_of_a_node_are_consecutive_and_in_the_order_of_gpus() -> None:
     assert rank_variables(on_cpu, 1) == {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-@pytest.mark.parametrize("address", ["ray://host:10001", "local", "", "127.0.0.1:1"])
+@pytest.mark.parametrize("address", ["ray://host:10001", "local", ""])
 def test_addresses_of_no_cluster_are_refused_at_once(address: str) -> None:
     with pytest.raises(UserError, match="--ray.*ray start --head"):
         connect(address)
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(UserError, match="--ray.*ray start --head"):
+        connect("127.0.0.1:1")
