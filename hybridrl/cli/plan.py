@@ -30,6 +30,7 @@ from hybridrl.planning.cluster import Assumptions, ClusterFile, Host, assume, me
 from hybridrl.planning.estimate import estimate
 from hybridrl.planning.fit import cpu_verdict, gpu_verdict
 from hybridrl.planning.memory import (
+    Memory,
     RankMemory,
     RoleModel,
     estimate_memory,
@@ -126,7 +127,6 @@ def _report(
         verdict = cpu_verdict(found)
     expert_axes = ("etp", "edp") if shape.moe else ()
     order, layout, memories = laid.layout.order, laid.best.layout, [one.memory for one in found]
-    replay = memories[0].replay
     return {
         "fits": verdict["fits"],
         "verdict": verdict,
@@ -153,17 +153,22 @@ def _report(
             "choices": choices(config.train.order, laid, node, itemsize),
         },
         "reshard": _reshard(config, laid, plan, assumed),
-        "memory": {
-            "train_peak_bytes": max(memory.train for memory in memories),
-            "rollout_peak_bytes": max(memory.rollout for memory in memories),
-            "staging_bytes": memories[0].staging,
-            "checkpoint_copy_bytes": max(memory.checkpoint for memory in memories),
-            "router_replay": replay.as_json() if replay else None,
-        },
+        "memory": _peaks(memories),
         "ranks": [one.as_json() for one in found],
         "assumptions": assumed and {key: v._asdict() for key, v in assumed.values.items()},
         "cluster": _cluster_report(laid, plan, assumed),
         "violations": [],
+    }
+
+
+def _peaks(memories: Sequence[Memory]) -> dict[str, Any]:
+    replay = memories[0].replay
+    return {
+        "train_peak_bytes": max(memory.train for memory in memories),
+        "rollout_peak_bytes": max(memory.rollout for memory in memories),
+        "staging_bytes": memories[0].staging,
+        "checkpoint_copy_bytes": max(memory.checkpoint for memory in memories),
+        "router_replay": replay.as_json() if replay else None,
     }
 
 
