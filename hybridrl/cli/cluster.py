@@ -209,7 +209,8 @@ def _on_hosts(
 def _on_ray(run: _Run, address: str, world: int | None, has_gpus: bool) -> int:
     job = RayJob(address, world, has_gpus, default_world_size(run.config, 0))
     try:
-        validate_training(run.config, job.world_size, run.resume, counts(job.places))
+        laid, _ = laid_out(run.config, job.world_size)  # the run's own is of rank 0
+        validate_training(laid, job.world_size, run.resume, counts(job.places))
 
         def start(
             arguments: Sequence[str], _: int, logs: Path, environment: Mapping[str, str]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from hybridrl.cli import cluster
 from hybridrl.cli.ray_launch import Place, connect, counts, in_order, rank_variables
 from hybridrl.errors import UserError
 
@@ -35,3 +40,20 @@ def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
     pytest.importorskip("ray")
     with pytest.raises(UserError, match="--ray.*ray start --head"):
         connect("127.0.0.1:1")
+
+
+def test_the_layout_that_is_judged_on_ray_is_the_one_that_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    places = [place("1"), place("2")]
+    job = SimpleNamespace(world_size=2, places=places, close=lambda: None)
+    judged: list[Any] = []
+    monkeypatch.setattr(cluster, "RayJob", lambda *_: job)
+    monkeypatch.setattr(cluster, "default_world_size", lambda *_: 2)
+    monkeypatch.setattr(cluster, "laid_out", lambda config, size: ((config, size), []))
+    monkeypatch.setattr(cluster, "validate_training", lambda config, *_: judged.append(config))
+    monkeypatch.setattr(cluster, "run_folder", lambda _: tmp_path)
+    monkeypatch.setattr(cluster, "launch_run", lambda *_: 0)
+    run: Any = SimpleNamespace(config="asked", resume="newest", arguments=[])
+    assert cluster._on_ray(run, "auto", None, False) == 0
+    assert judged == [("asked", 2)]
