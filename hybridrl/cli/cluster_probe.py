@@ -15,7 +15,6 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ import psutil
 from hybridrl import __version__
 from hybridrl.cli import environment
 from hybridrl.cli.cluster_facts import UNLIMITED, GpuFacts, NodeFacts, SharedFacts, SpaceFacts
+from hybridrl.cli.gpus import queried
 from hybridrl.config.packages import REQUIRED
 from hybridrl.errors import said
 
@@ -226,21 +226,11 @@ def has_gpu_hardware() -> bool:
 
 def gpu_list() -> tuple[str, list[GpuFacts]]:
     """Returns the driver's version and the GPUs of nvidia-smi; nothing where it does not work."""
-    keys = "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
-    try:
-        told = subprocess.run(
-            ["nvidia-smi", f"--query-gpu=driver_version,{keys}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return "", []
+    ecc = "ecc.errors.uncorrected.volatile.total"
     driver, found = "", []
-    for line in told.splitlines():
-        driver, index, name, total, used, ecc = (part.strip() for part in line.split(","))
-        counted = int(ecc) if ecc.isdecimal() else None
+    for one in queried("driver_version", "index", "name", "memory.total", "memory.used", ecc):
+        driver, index, name, total, used, errors = one
+        counted = int(errors) if errors.isdecimal() else None
         found.append(GpuFacts(int(index), name, int(total) << 20, int(used) << 20, counted))
     return driver, found
 

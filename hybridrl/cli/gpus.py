@@ -72,12 +72,13 @@ def local_gpu_names() -> tuple[str, ...] | None:
     return tuple(found) or None
 
 
-def _listed() -> list[list[str]]:
-    """Returns what nvidia-smi says of each GPU of this host; nothing where it does not work."""
-    keys = "index,uuid,name,memory.total,memory.reserved"
+def queried(*keys: str) -> list[list[str]]:
+    """Returns what nvidia-smi says of each GPU of this host, by keys of its --query-gpu; nothing
+    where it does not work.
+    """
     try:
         told = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={keys}", "--format=csv,noheader,nounits"],
+            ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             check=True,
@@ -86,6 +87,10 @@ def _listed() -> list[list[str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [[field.strip() for field in line.split(",")] for line in told.splitlines()]
+
+
+def _listed() -> list[list[str]]:
+    return queried("index", "uuid", "name", "memory.total", "memory.reserved")
 
 
 def _split(visible: str) -> list[str]:
