@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,31 +20,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.planning.choose import search
 from hybridrl.planning.cluster import ClusterFile, Host
 
-MODELS = Path(__file__).parent / "models"
-LLAMA_70B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-}
-QWEN3_235B = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "moe_intermediate_size": 1536,
-    "intermediate_size": 12288,
-}
+MODELS = Path(__file__).parents[1] / "examples" / "recipes" / "models"
 # Layouts of recipes, read on 2026-11-25, with where they stand; sizes that are not named are free.
 RECIPES = {
     "llama3-70b": {},
@@ -63,6 +38,7 @@ RECIPES = {
     },
 }
 WORLDS = {"llama3-70b": 64, "qwen3-235b-a22b": 256}
+FOLDERS = {"llama3-70b": "llama-3.1-70b", "qwen3-235b-a22b": "qwen3-235b-a22b"}
 
 
 def main() -> int:
@@ -70,17 +46,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split()))
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
-    qwen = json.loads((MODELS / "qwen3-30b-a3b.json").read_text()) | QWEN3_235B
-    contents = {"llama3-70b": LLAMA_70B, "qwen3-235b-a22b": qwen}
     cases = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in contents.items():
-            file = Path(folder) / f"{name}.json"
-            file.write_text(json.dumps(content))
-            for gpu in ("H100", "H200"):
-                cases.append(judged(name, file, gpu, {}) | {"layout_of": "layout: auto"})
-                for recipe, keys in RECIPES[name].items():
-                    cases.append(judged(name, file, gpu, keys) | {"layout_of": recipe})
+    for name in WORLDS:
+        for gpu in ("H100", "H200"):
+            cases.append(judged(name, gpu, {}) | {"layout_of": "layout: auto"})
+            for recipe, keys in RECIPES[name].items():
+                cases.append(judged(name, gpu, keys) | {"layout_of": recipe})
     notes = [
         "Predicted, not measured: 5,120 tokens a sample (prompts of 1,024), 8 samples of a prompt, "
         "8 (70B) and 4 (235B) prompts a rank, GRPO with a reference, vLLM, nodes of 8 GPUs.",
@@ -93,13 +64,13 @@ def main() -> int:
     return 0 if all(case["seconds"] <= 60 for case in cases) else 1
 
 
-def judged(name: str, file: Path, gpu: str, keys: dict[str, Any]) -> dict[str, Any]:
+def judged(name: str, gpu: str, keys: dict[str, Any]) -> dict[str, Any]:
     """Searches with some keys pinned and returns the best, and how long it took."""
     world = WORLDS[name]
     config = load_config_dict(
         {
             "run": {"name": "choices"},
-            "model": {"init": str(file)},
+            "model": {"init": str(MODELS / FOLDERS[name])},
             "algorithm": {"name": "grpo", "kl_coef": 0.001},
             "rollout": {"engine": "vllm", "max_new_tokens": 4096},
             "data": {"max_prompt_tokens": 1024},
