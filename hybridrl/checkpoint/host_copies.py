@@ -18,11 +18,6 @@ class HostCopies:
     def __init__(self) -> None:
         self._kept: dict[Hashable, torch.Tensor] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        """How much memory they take."""
-        return sum(copy.numel() * copy.itemsize for copy in self._kept.values())
-
     def take(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy on the host that is all of its storage; `finish` before it is read.
 

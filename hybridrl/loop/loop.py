@@ -441,7 +441,7 @@ class Trainer:
         # The optimizer's state may be away, and the engine holds memory.
         self.enter_training(frees_memory=True)
         with self.journal.timer.phase("checkpoint"):
-            waits = waits or self.config.checkpoint.export_hf
+            waits = waits or self.config.checkpoint.export_hf  # of these weights
             folder = self.store.save(self.step, self.trained, state, self.source.files, waits)
             self.exports.write(folder, self.trained, self.evaluations.by_step)
         self._saved_step = self.step

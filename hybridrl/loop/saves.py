@@ -53,11 +53,10 @@ class SaveClock:
         return bool(self._world.broadcast_object(is_over, 0))
 
     def waits(self, step: int, last: int) -> bool:
-        """Whether training waits until the checkpoint after this step is complete: the last one,
-        and one of which an HF directory is exported, from the weights of that step.
+        """Whether training waits until the checkpoint after this step is complete: the last one
+        is, and all where it is asked for.
         """
-        section = self._section
-        return step == last or not section.asynchronous or section.export_hf
+        return step == last or not self._section.asynchronous
 
 
 def when_saved(section: CheckpointConfig, num_steps: int) -> str:
