@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridrl import ops
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.view import View
 from hybridrl.rollout.groups import over_layout, replica_members
 from hybridrl.rollout.process_state import keep_generators, ranks_in_environment, replaced
-from hybridrl.rollout.sampling import draw_seeds
+from hybridrl.rollout.sampling import uniforms
 from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.vllm_arguments import engine_arguments
 from hybridrl.rollout.vllm_experts import compute_with_live_experts
@@ -316,24 +317,31 @@ def _after_caching(listen: Callable[[torch.nn.Module, Any], None]) -> Iterator[N
 
 
 def _draw_by_seed_and_position(runner: Any) -> None:
-    """Makes a token's randomness a function of its request's seed and its position.
+    """Makes a token's randomness a function of its request's seed and its position, and draws all
+    rows at once.
 
-    vLLM's second model runner (GPUs) draws that way. The first one keeps a generator a request,
-    whose state a request that continues elsewhere has lost; so it is seeded anew for every token.
+    vLLM's second model runner (GPUs; of mixtures of experts only some) draws that way. The first
+    one keeps a generator a request, whose state a request that continues elsewhere has lost, and
+    draws a row at a time: with 512 requests that is 512 launches a token.
     """
-    sampler = runner.sampler.topk_topp_sampler
-    draw = sampler.forward
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     def forward(
-        logits: torch.Tensor,
+        logits_BV: torch.Tensor,
         generators: dict[int, torch.Generator],
-        k: torch.Tensor | None,
-        p: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = [runner.requests[runner.input_batch.req_ids[row]] for row in generators]
-        seeds = draw_seeds([r.sampling_params.seed for r in rows], [r.num_tokens for r in rows])
-        for generator, seed in zip(generators.values(), seeds.tolist(), strict=True):
-            generator.manual_seed(seed)
-        return draw(logits, generators, k, p)
+        k_B: torch.Tensor | None,
+        p_B: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        device, rows = logits_BV.device, list(generators)  # others are greedy: vLLM's to replace
+        requests = [runner.requests[runner.input_batch.req_ids[row]] for row in rows]
+        seeds = [request.sampling_params.seed for request in requests]
+        drawn = uniforms(seeds, [request.num_tokens for request in requests])
+        uniform_B = torch.zeros(
+            len(logits_BV), dtype=torch.float64, pin_memory=device.type != "cpu"
+        )
+        uniform_B[rows] = torch.from_numpy(drawn)
+        kept_BV = apply_top_k_top_p(logits_BV, k_B, p_B)
+        logp_BV = kept_BV.log_softmax(-1, dtype=torch.float32)
+        return ops.invert_rows(logp_BV, uniform_B.to(device, non_blocking=True)), logp_BV
 
-    sampler.forward = forward
+    runner.sampler.topk_topp_sampler.forward = forward
