@@ -160,7 +160,8 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines of a table."""
     yield (
         f"{'case':16} {'way':>8} {'step s':>8} {'gain':>7} {'decoded s':>9} {'beside s':>8} "
-        f"{'shares':>7} {'beside':>7} {'decode/s':>9} {'train/s':>8} {'GiB':>6} {'differs':>8}"
+        f"{'shares':>7} {'slowed':>7} {'beside':>7} "
+        f"{'decode/s':>9} {'train/s':>8} {'GiB':>6} {'differs':>8}"
     )
     for case in report["cases"]:
         for way, found in case.get("ways", {}).items():
@@ -170,9 +171,9 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
             yield (
                 f"{case['case']:16} {way:>8} {found['step_s']:8.3f} {100 * found['gain']:6.1f}% "
                 f"{found['decoded_s']:9.3f} {found['beside_s']:8.3f} {found['sum_of_shares']:7.2f} "
-                f"{100 * found['trained_beside']:6.1f}% {found['decoded_tokens_per_s']:9.0f} "
-                f"{found['trained_tokens_per_s']:8.0f} {found['device_bytes'] / GIB:6.1f} "
-                f"{found['gradients']['difference']:8.1e}"
+                f"{found['decoding_slowed']:7.2f} {100 * found['trained_beside']:6.1f}% "
+                f"{found['decoded_tokens_per_s']:9.0f} {found['trained_tokens_per_s']:8.0f} "
+                f"{found['device_bytes'] / GIB:6.1f} {found['gradients']['difference']:8.1e}"
             )
         if "error" in case:
             yield f"{case['case']:16} {case['error']}"

@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 from bench_overlap import Way
-from plain_engines import PLAIN
-from reshard_clock import attempted
+from reshard_clock import NotInstalledError, attempted
 from sm_partition import stream_without
 from step_case import LEARNING_RATE, Case, used_bytes
 
@@ -41,7 +40,7 @@ HIGH_PRIORITY = -1
 # Of the norm of the gradients: what another order of sums, and denominators of another size, make
 # of them in each format.
 MAX_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
-MOST_COMPARED = 1 << 28  # elements of a rank's gradients, evenly spaced
+MOST_COMPARED = 1 << 26  # elements of a rank's gradients, evenly spaced
 ADAM_EPSILON = 1e-8
 
 
@@ -67,6 +66,7 @@ class Decoding:
         whole: groups of which all samples here are finished, in order.
         num_left: samples that are not.
         tokens: of finished samples, by number.
+        steps: when each step of the engine ended, by `time.perf_counter`.
         ended: when the last token came, by `time.perf_counter`.
         error: what ended the thread, if anything did.
     """
@@ -77,6 +77,7 @@ class Decoding:
         self.whole: list[int] = []
         self.num_left, self.ended = len(requests), 0.0
         self.tokens: dict[int, tuple[int, ...]] = {}
+        self.steps: list[float] = []
         self.error: BaseException | None = None
         engine.submit(requests)
 
@@ -87,6 +88,7 @@ class Decoding:
                 while self._engine.has_unfinished:
                     self._engine.step()  # returns with the tokens
                     self._take(self._engine.collect())
+                    self.steps.append(time.perf_counter())
         except BaseException as error:
             self.error = error
             raise
@@ -137,6 +139,8 @@ class OverlapCase(Case):
     def training(self, free_sms: int) -> AbstractContextManager[Any]:
         """Returns a context in which work goes to a stream that leaves multiprocessors free."""
         if not self.is_gpu:
+            if free_sms:
+                raise NotInstalledError("a GPU, whose multiprocessors could be left free")
             return nullcontext()
         if free_sms not in self._streams:
             device = self.trainer.platform.device
@@ -226,10 +230,11 @@ class OverlapCase(Case):
             RuntimeError: too far.
         """
         engine, job = self.trainer.engine, self.job
-        kind = self.trainer.config.rollout.engine
         engine.clear()
-        if kind in PLAIN:
-            PLAIN[kind].forget(self.trainer)  # prompts of the pass before
+        if self.trainer.config.rollout.engine == "vllm" and not (
+            engine._live.llm.reset_prefix_cache()
+        ):
+            raise RuntimeError("vLLM kept the prompts of the pass before")
         self.pieces: list[tuple[float, int]] = []
         self.waited_s = self.waited_beside_s = 0.0
         with self.training(0 if way is None else way.free_sms):
@@ -363,9 +368,10 @@ class OverlapCase(Case):
             self.waited_beside_s,
             float(used_bytes()),
             float(torch.cuda.max_memory_allocated() if self.is_gpu else 0),
+            self._slowed(decoding),
         )
         found = [max(column) for column in zip(*world.gather_objects(own), strict=True)]
-        step_s, decoded_s, began_s, waited_s, waited_beside_s, device_bytes, peak_bytes = found
+        step_s, decoded_s, began_s, waited_s, waited_beside_s, *held, slowed = found
         beside_s = max(0.0, decoded_s - began_s - waited_beside_s)
         responses, all_tokens = self.scored.response_lengths_B, self.scored.lengths_B
         trained_s = step_s - began_s - (waited_beside_s if way else 0.0)
@@ -379,12 +385,27 @@ class OverlapCase(Case):
             "pieces": len(self.pieces),
             "decoded_tokens_per_s": int(responses.sum()) / decoded_s,
             "trained_tokens_per_s": int(all_tokens.sum()) / trained_s,
-            "device_bytes": int(device_bytes),
-            "peak_bytes": int(peak_bytes),
+            "decoding_slowed": slowed,
+            "device_bytes": int(held[0]),
+            "peak_bytes": int(held[1]),
             "samples_that_differ": sum(world.gather_objects(differ)),
             "grad_norm": norm,
             "gradients": self._compare(way),
         }
+
+    def _slowed(self, decoding: Decoding) -> float:
+        """Returns how many times as long this rank's steps of decoding took beside training as
+        without, from when training began on; 1 where there are none.
+        """
+        if not self.pieces:
+            self._alone_steps = decoding.steps
+        first = self.pieces[0][0] if self.pieces else math.inf
+        steps = decoding.steps[: len(self._alone_steps)]
+        begun = next((i for i, ended in enumerate(steps) if ended > first), len(steps))
+        if begun + 1 >= len(steps):
+            return 1.0
+        alone = self._alone_steps[len(steps) - 1] - self._alone_steps[begun]
+        return (steps[-1] - steps[begun]) / alone
 
     def _compare(self, way: Way | None) -> dict[str, float]:
         """Compares the gradients with those of the first serial pass.

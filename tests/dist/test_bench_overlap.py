@@ -45,7 +45,7 @@ def test_training_beside_decoding_gives_the_gradients_of_a_step(tmp_path: Path) 
         assert found["samples_that_differ"] == 0
         assert found["gradients"]["difference"] < 1e-5  # fp32, another order of sums
         assert found["grad_norm"] == pytest.approx(serial["grad_norm"], rel=1e-5)
-        assert found["step_s"] >= found["decoded_s"]
+        assert found["step_s"] >= found["decoded_s"] and found["decoding_slowed"] > 0
         assert found["gain"] == pytest.approx(1 - found["step_s"] / serial["step_s"])
 
 
