@@ -121,8 +121,6 @@ class OverlapCase(Case):
         if self.is_gpu and not captured:
             raise RuntimeError("vLLM has captured its graphs on another stream: of which priority?")
         self.decode_stream = captured[0] if captured else None
-        if self.is_gpu:
-            forget_stream(self.trainer.engine)
         self.policy, self.model = self.trainer.policy, self.trainer.policy.model
         self._streams: dict[int, Any] = {}
         self._warm: int | None = None  # whose stream has the memory of passes
@@ -480,14 +478,6 @@ def captured_at_high_priority() -> Iterator[list[Any]]:
 
     with replaced(vllm_start, "_make_engine", make_engine):
         yield streams
-
-
-def forget_stream(engine: Any) -> None:
-    """Lets vLLM's second model runner ask anew which stream it computes on: it keeps the first one
-    (0.26 to 0.32), lets copies of tokens wait for that, and makes it the current one.
-    """
-    core = engine._live.llm.engine_core.engine_core
-    vars(core.model_executor.driver_worker.worker.model_runner).pop("main_stream", None)
 
 
 @contextmanager

@@ -114,7 +114,9 @@ def start(
     _check_groups(rank, members)
     group = parallel_state.get_tp_group()
     runner = llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    if not llm.vllm_config.use_v2_model_runner:
+    if llm.vllm_config.use_v2_model_runner:
+        compute_on_current_stream(type(runner))
+    else:
         _draw_by_seed_and_position(runner)
     return LiveEngine(llm, runner.model, group.cpu_group, version)
 
@@ -314,6 +316,21 @@ def _after_caching(listen: Callable[[torch.nn.Module, Any], None]) -> Iterator[N
 
     with replaced(Worker, "initialize_from_config", initialize_and_listen):
         yield
+
+
+def compute_on_current_stream(runner: type) -> None:
+    """Lets vLLM's second model runner compute on the stream that is current.
+
+    It keeps the stream of its first step as `main_stream` (0.26, 0.32), whose work alone the copies
+    of tokens wait for, and makes it current after each step. A step in another thread, on a stream
+    of its own (generation/beside.py), would have tokens copied before they are drawn.
+
+    Args:
+        runner: its class.
+    """
+    if hasattr(runner, "main_stream"):
+        current = property(lambda own: torch.cuda.current_stream(own.device))
+        runner.main_stream = current  # type: ignore[attr-defined]
 
 
 def _draw_by_seed_and_position(runner: Any) -> None:

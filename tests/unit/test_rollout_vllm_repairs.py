@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.family import LatentShape
 from hybridrl.rollout.vllm_experts import deal_experts
 from hybridrl.rollout.vllm_latent import check_latent
+from hybridrl.rollout.vllm_start import compute_on_current_stream
 
 
 def mixture(**maps: Any) -> torch.nn.Module:
@@ -89,3 +92,29 @@ def test_latent_attention_of_other_names_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match="vllm 1") as caught:
         check_latent(latent_model(3, without=name), LATENT, 3, "vllm 1")
     assert ("W_UK_T" if name.startswith("W") else "norm") in str(caught.value)
+
+
+def test_a_step_on_another_stream_is_waited_for_where_its_tokens_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Runner:  # as vLLM's
+        device = "cuda"
+
+        @functools.cached_property
+        def main_stream(self) -> Any:
+            return torch.cuda.current_stream(self.device)  # type: ignore[arg-type]
+
+    streams = iter(["of the main thread", "beside", "beside too"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+    runner = Runner()
+    assert [runner.main_stream, runner.main_stream] == ["of the main thread"] * 2
+    compute_on_current_stream(Runner)
+    assert [runner.main_stream, runner.main_stream] == ["beside", "beside too"]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")
+def test_the_stream_of_a_step_has_the_name_that_is_looked_for() -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    assert "main_stream" in vars(GPUModelRunner)
