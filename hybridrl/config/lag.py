@@ -27,6 +27,15 @@ def num_in_flight(config: Config) -> int:
     return per_step + (per_step + 1) // 2 if given is None else given
 
 
+def requests_under_way(config: Config, num_replicas: int) -> int:
+    """Returns the samples that an engine replica has at most at a time, if they are dealt evenly:
+    those of a step's prompts, or with a lag of all that are under way.
+    """
+    steps = config.steps
+    prompts = num_in_flight(config) if steps.max_policy_lag else steps.prompts_per_step
+    return -(-prompts * steps.samples_per_prompt // num_replicas)
+
+
 def generates_ahead(config: Config, placement: Placement) -> bool:
     """Returns whether engines generate while the policy trains: there is a lag, and no model of the
     run is on a rank with an engine.

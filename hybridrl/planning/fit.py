@@ -15,6 +15,7 @@ from itertools import islice, product
 from typing import Any
 
 from hybridrl.config.engines import ENGINES
+from hybridrl.config.lag import requests_under_way
 from hybridrl.config.placement import Machines, Placement, shown
 from hybridrl.config.rules import check
 from hybridrl.config.rules_placement import placed
@@ -98,6 +99,8 @@ def gpu_verdict(
             f"; the KV cache holds {room} of the {cache.num_requests} longest requests of "
             "rollout.max_batch, others wait"
         )
+    if spare >= 0 and config.steps.max_policy_lag:
+        summary += _waiting(config, sum(len(one.ranks) for one in found if one.memory.has_engine))
     return {
         "fits": spare >= 0,
         "summary": summary,
@@ -110,6 +113,23 @@ def gpu_verdict(
         "kv_cache_requests": room,
         "remedies": remedies,
     }
+
+
+def _waiting(config: Config, num_ranks: int) -> str:
+    """Says that with a lag a replica has more requests under way than it decodes together.
+
+    Args:
+        num_ranks: with an engine.
+    """
+    most = config.rollout.max_batch
+    requests = requests_under_way(config, num_ranks // config.rollout.tp)
+    if requests <= most:
+        return ""
+    return (
+        f"; of {requests} requests that a replica has under way with "
+        f"steps.max_policy_lag={config.steps.max_policy_lag} rollout.max_batch={most} are decoded "
+        "together, others wait"
+    )
 
 
 def num_requests(memory: Memory, gpu: int) -> int:

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from hybridrl.config.engines import ENGINES
+from hybridrl.config.lag import requests_under_way
 from hybridrl.config.placement import REWARD, Place
 from hybridrl.config.roles import RunModels
 from hybridrl.config.schema import Config
@@ -280,8 +281,7 @@ def _num_requests(config: Config, num_ranks: int) -> int:
     most = config.rollout.max_batch
     if ENGINES[config.rollout.engine].has_fixed_kv_cache:
         return most
-    samples = config.steps.prompts_per_step * config.steps.samples_per_prompt
-    return min(most, -(-samples // num_ranks))
+    return min(most, requests_under_way(config, num_ranks))
 
 
 def _gpu_bytes(config: Config, world_size: int, held: Held, transport: str) -> int:

@@ -152,6 +152,26 @@ def test_a_small_kv_cache_fits_and_is_said() -> None:
     assert f"holds {num_requests} of the 4096 longest requests" in first_line(report)
 
 
+def test_that_requests_under_way_with_a_lag_wait_is_said() -> None:
+    """Of 64 prompts 96 are under way, with 8 samples each, on two replicas."""
+    lag = ("steps.max_policy_lag=1", "steps.prompts_per_step=64", "steps.samples_per_prompt=8")
+    for batch, waits in ((383, True), (384, False)):
+        small = MODELS / "qwen2.5-0.5b.json"
+        line = first_line(plan(config_of(small, *lag, f"rollout.max_batch={batch}"), 2))
+        said = "of 384 requests that a replica has under way with steps.max_policy_lag=1"
+        assert (f"{said} rollout.max_batch={batch} are decoded together" in line) is waits
+
+
+def test_the_cache_of_hf_grows_with_what_a_lag_keeps_under_way() -> None:
+    small, sizes = MODELS / "qwen2.5-0.5b.json", ("steps.prompts_per_step=8",)
+    sizes += ("steps.samples_per_prompt=4",)
+    found = [
+        plan(config_of(small, *sizes, f"steps.max_policy_lag={lag}", engine="hf"), 2)["verdict"]
+        for lag in (0, 1)
+    ]
+    assert [one["max_requests"] for one in found] == [16, 24]
+
+
 def test_a_kv_cache_repeats_heads_for_ranks_beyond_them(tmp_path: Path) -> None:
     """Each of 16 ranks has one of the 8 key-value heads."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA3_70B))
