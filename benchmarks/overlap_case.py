@@ -14,7 +14,6 @@ import statistics
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 from bench_overlap import Way
+from decoding_thread import Decoding, captured_at_high_priority
 from reshard_clock import NotInstalledError, attempted
 from sm_partition import stream_without
 from step_case import LEARNING_RATE, Case, used_bytes
@@ -29,14 +29,10 @@ from step_case import LEARNING_RATE, Case, used_bytes
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.models.heads import TokenStats
 from hybridrl.parallel.schedule import finalize_summed_gradients, forward_backward
-from hybridrl.rollout import vllm_start
-from hybridrl.rollout.engine import Request
-from hybridrl.rollout.process_state import replaced
 from hybridrl.training.model import _forward
 from hybridrl.training.update import detached
 
 POLL_S = 0.005  # how often training asks for whole groups while it has none
-HIGH_PRIORITY = -1
 # Of the norm of the gradients: what another order of sums, and denominators of another size, make
 # of them in each format.
 MAX_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
@@ -57,57 +53,6 @@ def run_case(job: Mapping[str, Any]) -> None:
     case.clock.line_up()
     sys.stdout.flush()
     os._exit(0)  # the system frees memory faster than vLLM and NCCL end
-
-
-class Decoding:
-    """Decodes this rank's share of the samples.
-
-    Attributes:
-        whole: groups of which all samples here are finished, in order.
-        num_left: samples that are not.
-        tokens: of finished samples, by number.
-        steps: when each step of the engine ended, by `time.perf_counter`.
-        ended: when the last token came, by `time.perf_counter`.
-        error: what ended the thread, if anything did.
-    """
-
-    def __init__(self, engine: Any, requests: Sequence[Request], samples: int) -> None:
-        self._engine, self._samples = engine, samples
-        self._left = Counter(request.request_id // samples for request in requests)
-        self.whole: list[int] = []
-        self.num_left, self.ended = len(requests), 0.0
-        self.tokens: dict[int, tuple[int, ...]] = {}
-        self.steps: list[float] = []
-        self.error: BaseException | None = None
-        engine.submit(requests)
-
-    def run(self, stream: AbstractContextManager[Any]) -> None:
-        """Decodes all of it on a stream."""
-        try:
-            with stream:
-                while self._engine.has_unfinished:
-                    self._engine.step()  # returns with the tokens
-                    self._take(self._engine.collect())
-                    self.steps.append(time.perf_counter())
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            self.ended = time.perf_counter()
-
-    def state(self) -> tuple[int, list[int], str]:
-        """Returns how many samples are unfinished, the groups that are whole, and what failed."""
-        num_left = self.num_left  # first: once it is 0 all groups are whole
-        return num_left, list(self.whole), "" if self.error is None else repr(self.error)
-
-    def _take(self, finished: Sequence[Any]) -> None:
-        for done in finished:
-            self.tokens[done.request_id] = done.tokens
-            group = done.request_id // self._samples
-            self._left[group] -= 1
-            if self._left[group] == 0:
-                self.whole.append(group)
-            self.num_left -= 1
 
 
 class OverlapCase(Case):
@@ -453,31 +398,6 @@ class OverlapCase(Case):
         # Of the speeds that decoding and training keep while they share the GPU.
         found["sum_of_shares"] = 1 + gained_s / beside_s if beside_s else 1.0
         return {**found, "of_passes": len(passes), "steps_s": [one["step_s"] for one in passes]}
-
-
-@contextmanager
-def captured_at_high_priority() -> Iterator[list[Any]]:
-    """Lets vLLM capture CUDA graphs on a stream of high priority; yields a list that gets it.
-
-    A kernel in a graph has the priority of the stream that it was captured on.
-    """
-    make, streams = vllm_start._make_engine, list[Any]()
-
-    def make_engine(*arguments: Any) -> Any:
-        from vllm.distributed import parallel_state
-
-        context = parallel_state.GraphCaptureContext
-
-        def on_stream(_: Any) -> Any:
-            if not streams:
-                streams.append(torch.cuda.Stream(priority=HIGH_PRIORITY))
-            return context(streams[0])
-
-        with replaced(parallel_state, "GraphCaptureContext", on_stream):
-            return make(*arguments)
-
-    with replaced(vllm_start, "_make_engine", make_engine):
-        yield streams
 
 
 @contextmanager

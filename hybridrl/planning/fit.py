@@ -94,13 +94,9 @@ def gpu_verdict(
         search = _Search(config, models, hf_config, assumed)
         remedies = search.remedies(sum(len(one.ranks) for one in found))
         summary += f"; it fits with {remedies[0]}" if remedies else "; no larger layout tried fits"
-    elif spare >= 0 and room < cache.num_requests:
-        summary += (
-            f"; the KV cache holds {room} of the {cache.num_requests} longest requests of "
-            "rollout.max_batch, others wait"
-        )
-    if spare >= 0 and config.steps.max_policy_lag:
-        summary += _waiting(config, sum(len(one.ranks) for one in found if one.memory.has_engine))
+    elif spare >= 0:
+        num_ranks = sum(len(one.ranks) for one in found if one.memory.has_engine)
+        summary += _waiting(config, cache, room, num_ranks)
     return {
         "fits": spare >= 0,
         "summary": summary,
@@ -115,21 +111,29 @@ def gpu_verdict(
     }
 
 
-def _waiting(config: Config, num_ranks: int) -> str:
-    """Says that with a lag a replica has more requests under way than it decodes together.
+def _waiting(config: Config, cache: Memory, room: int, num_ranks: int) -> str:
+    """Says which requests wait, if any do: those that the KV cache has no room for, and with a lag
+    those that a replica has under way beyond what it decodes together.
 
     Args:
+        config: of the run.
+        cache: of a rank with an engine.
+        room: requests that it holds.
         num_ranks: with an engine.
     """
-    most = config.rollout.max_batch
+    said, lag, most = "", config.steps.max_policy_lag, config.rollout.max_batch
+    if room < cache.num_requests:
+        said = (
+            f"; the KV cache holds {room} of the {cache.num_requests} longest requests of "
+            "rollout.max_batch, others wait"
+        )
     requests = requests_under_way(config, num_ranks // config.rollout.tp)
-    if requests <= most:
-        return ""
-    return (
-        f"; of {requests} requests that a replica has under way with "
-        f"steps.max_policy_lag={config.steps.max_policy_lag} rollout.max_batch={most} are decoded "
-        "together, others wait"
-    )
+    if lag and requests > most:
+        said += (
+            f"; of {requests} requests that a replica has under way with "
+            f"steps.max_policy_lag={lag} rollout.max_batch={most} are decoded together, others wait"
+        )
+    return said
 
 
 def num_requests(memory: Memory, gpu: int) -> int:
