@@ -37,6 +37,7 @@ REPEAT = {
     "reshard_h200": "python benchmarks/bench_reshard_gpu.py OUT.json CASE",
     "rollout_h200": "python benchmarks/bench_rollout.py --out OUT.json CASE",
     "step_h200": "python benchmarks/bench_step.py --out OUT.json CASE",
+    "step_h100_lag": "python benchmarks/bench_step.py --out OUT.json CASE",
     "train_h200": "python benchmarks/bench_train.py --out OUT.json CASE",
     "train_moe_h100": "python benchmarks/bench_train.py --out OUT.json CASE",
     "train_moe_h200": "python benchmarks/bench_train.py --out OUT.json CASE",
