@@ -92,6 +92,9 @@ TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
+# The longest sequence that models with longrope are computed for: beyond phi35's original length,
+# within phi4mini's.
+LONGEST = 96
 # Attention heads of 32 or more, which vLLM's kernels have on CPU.
 WIDE = {"hidden_size": 128}
 
@@ -127,16 +130,31 @@ LATENT = {
 WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
+def longrope(num_pairs: int) -> dict[str, object]:
+    """Returns the scaling of a config, with other short and long factors for each pair."""
+    short, long = ([1 + step * i for i in range(num_pairs)] for step in (0.05, 1.5))
+    return {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+
+
+def as_long(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the tokens, padded at their end to LONGEST for a model with longrope: transformers
+    turns all positions of a forward by its longest row.
+    """
+    ropes = getattr(model.config, "rope_parameters", None) or {}
+    missing = LONGEST - len(tokens) if ropes.get("rope_type") == "longrope" else 0
+    return torch.nn.functional.pad(tokens, (0, missing))
+
+
 def tiny_model(
     name: str, seed: int = 0, wide: bool = False, dense_layers: Sequence[int] = (1,)
 ) -> torch.nn.Module:
     """Returns llama (tied, scaled rope), qwen2 (biases), qwen3 (q/k norm, own head size, YaRN),
     windowed (qwen2 whose last layers attend within 5 tokens), olmo, mistral (windows, own head
-    size), smollm3 (layers without positions), granite (multipliers), phi3
-    (fused on disk), olmo2 (norms afterwards), glm4 (a part of each head turns), gemma2 (soft
-    caps, windows in turn), gemma3_text (two kinds of positions), qwen3_moe (with `dense_layers`
-    among those with experts), mixtral, or deepseek_v3 (latent attention, scaled rope, a dense first
-    layer, experts in groups).
+    size), smollm3 (layers without positions), granite (multipliers), phi3 (fused on disk), phi35
+    (longrope), phi4mini (the same of a part of each head, tied), olmo2 (norms afterwards), glm4 (a
+    part of each head turns), gemma2 (soft caps, windows in turn), gemma3_text (two kinds of
+    positions), qwen3_moe (with `dense_layers` among those with experts), mixtral, or deepseek_v3
+    (latent attention, scaled rope, a dense first layer, experts in groups).
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -170,6 +188,14 @@ def tiny_model(
         model = GraniteForCausalLM(GraniteConfig(**sizes, **GRANITE, tie_word_embeddings=True))
     elif name == "phi3":
         model = Phi3ForCausalLM(Phi3Config(**sizes, sliding_window=9))
+    elif name in ("phi35", "phi4mini"):
+        pairs = (32 if wide else 16) // 2
+        own = {"sliding_window": 262144, "original_max_position_embeddings": 16}
+        if name == "phi4mini":
+            pairs = pairs * 3 // 4
+            own |= {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}
+            own["original_max_position_embeddings"] = 128
+        model = Phi3ForCausalLM(Phi3Config(**sizes, **own, rope_parameters=longrope(pairs)))
     elif name == "olmo2":
         model = Olmo2ForCausalLM(Olmo2Config(**sizes))
     elif name == "glm4":

@@ -25,6 +25,7 @@ from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.cluster import planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.pieces import join
 from hybridrl.hybrid_engine.plan import Plan, PlannedOps, plan_reshard
+from hybridrl.models.families.by_length import said_of_length
 from hybridrl.models.family import read_model
 from hybridrl.planning.cluster import Assumptions, ClusterFile, Host, assume, merged
 from hybridrl.planning.estimate import estimate
@@ -46,7 +47,17 @@ CPU_COPY_BYTES_PER_S = 8e9
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
 SECTIONS = ("train", "rollout", "reshard", "memory")
 # Keys beside the sections, and the violations.
-ADDED = ("fits", "verdict", "step", "gpu_memory_bytes", "order", "ranks", "assumptions", "cluster")
+ADDED = (
+    "fits",
+    "verdict",
+    "step",
+    "gpu_memory_bytes",
+    "positions",
+    "order",
+    "ranks",
+    "assumptions",
+    "cluster",
+)
 
 
 def plan_report(
@@ -132,6 +143,7 @@ def _report(
         "verdict": verdict,
         "step": _step(config, roles, placement, assumed),
         "gpu_memory_bytes": assumed.gpu_memory_bytes if assumed else None,
+        "positions": said_of_length(hf_config, config.longest_sequence()),
         "train": {axis: getattr(laid.layout, axis) for axis in (*SIZES, *expert_axes)},
         "order": {
             "axes": order,

@@ -62,6 +62,8 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
     for remedy in verdict["remedies"][1:]:
         yield f"         or with {remedy}"
     yield "train    " + " ".join(f"{axis}{size}" for axis, size in train.items())
+    if report["positions"]:
+        yield f"position {report['positions']}"
     yield f"order    {report['order']['axes']}: {report['order']['reason']}"
     replicas = rollout["replicas"]
     yield (

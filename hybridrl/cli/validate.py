@@ -42,6 +42,7 @@ from hybridrl.data.forms import Kind, formed_rows, kind_of, validate_file
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.directory import read_config
+from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.headers import HfHeaders
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
@@ -80,6 +81,7 @@ def model_violations(
         try:
             content = read_model_config(config.model)
             family, shape = read_model(config.model.family, content)
+            at_length(content, config.longest_sequence())
             hf_config = content
             is_fused = ENGINES[rollout.engine].has_fused_parameters
             if is_fused and not check(config, world_size, hf_config, machines=machines):
@@ -231,7 +233,9 @@ def _common(
         directory = Path(os.path.expanduser(model.path))
         if os.path.isdir(directory):
             try:
-                check_weights(directory, model.family, read_model_config(model), head)
+                content = read_model_config(model)
+                check_weights(directory, model.family, content, head)
+                at_length(content, config.longest_sequence())
             except UserError as error:
                 found.append(error)
     return [*found, *_tokenizer(config.model), *_engine(config, hf_config), *_own_code(config)]
@@ -293,6 +297,7 @@ def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
     try:
         if not found and (hf_config := read_teacher(config)) is not None:
             read_model(None, hf_config)
+            at_length(hf_config, config.longest_sequence())
     except UserError as error:  # the policy has a config.json too
         yield UserError(
             f"algorithm.teacher: {error.name}", error.value, error.allowed, error.remedy

@@ -269,3 +269,15 @@ class Config(Section):
     def terms(self) -> dict[str, TermConfig]:
         """Returns the terms of the section `mix` that have a weight."""
         return {name: term for name, term in self.mix.items() if term.weight > 0}
+
+    def longest_sequence(self) -> int:
+        """Returns the most tokens that a sequence of the run may have, prompt and response: in
+        training, in evaluations and in terms of the loss.
+        """
+        asked = self.rollout.max_new_tokens
+        responses = self.eval.most_new_tokens(asked), self.data.longest_response(asked)
+        terms = [
+            term.data.max_prompt_tokens + term.data.longest_response(asked)
+            for term in self.terms().values()
+        ]
+        return max(self.data.max_prompt_tokens + max(responses), *terms, 0)

@@ -43,7 +43,7 @@ def reference_streams(
     with world.all_agree("building the reference"):
         if world.rank == 0:
             cpu = torch.device("cpu")
-            reference = transformers_model(source.hf_config, "float32", cpu, "eager")
+            reference = transformers_model(source.computed_config, "float32", cpu, "eager")
             live = checkpoint_tensors(reference, source.hf_config, source.family)
             _check_parameters(live, shapes)
     layouts = [model.layout_of(rank) for rank in range(world.size)]

@@ -73,7 +73,7 @@ def _to_megatron(
         family, _ = read_model(family_key, hf_config)
         dtypes = HfCheckpoint(source).dtypes
         dtype = next(dtype for name, dtype in dtypes.items() if not is_kept_in_fp32(name))
-        model_source = ModelSource(family, hf_config, dtype, family_key or family.name, source)
+        model_source = ModelSource(family, hf_config, dtype, family_key or family.name, source, 0)
     mesh = _mesh(world, *sizes, model_source.shape)
     model = ParallelModel(mesh, model_source, "lm", TrainConfig())
     shapes = hf_shapes(family, model_source.shape)
@@ -93,7 +93,7 @@ def _to_hf(
         check_family(state.family, family_key, checkpoint.folder)
         family, _ = read_model(state.family, hf_config)
     dtype = getattr(torch, state.dtype)
-    model_source = ModelSource(family, hf_config, dtype, state.family, folder / HF_FILES)
+    model_source = ModelSource(family, hf_config, dtype, state.family, folder / HF_FILES, 0)
     # A reward model's checkpoint has no policy.
     head: Head = "lm" if (folder / "policy").is_dir() else "value"
     mesh = _mesh(world, *sizes, model_source.shape)

@@ -131,7 +131,7 @@ def build_engine(
     return build(
         EngineInputs(
             rollout,
-            source.hf_config,
+            source.computed_config,
             source.family,
             source.dtype,
             layout,

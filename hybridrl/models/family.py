@@ -90,18 +90,19 @@ class Rotary:
 
     Args:
         base: of the frequencies.
-        kind: of their scaling: default (none), linear, llama3 or yarn.
+        kind: of their scaling: default (none), linear, llama3, yarn or longrope.
         factor: by how much the context grew.
-        original_length: positions before it grew; of llama3 and yarn.
+        original_length: positions before it grew; of llama3, yarn and longrope.
         low, high: turns over the original length below which frequencies are divided by the factor,
             and above which they are kept.
         share: of a head's dimensions that turn.
+        divisors: of each pair's frequency; of longrope.
         mscale, mscale_all_dim: of YaRN's magnitude; 0 leaves `mscale_all_dim` out.
         local: how they turn in windowed layers (Gemma 3); None: as in the others.
     """
 
     base: float
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     original_length: int = 0
     low: float = 1.0
@@ -109,11 +110,14 @@ class Rotary:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     share: float = 1.0
+    divisors: tuple[float, ...] = ()
     local: Rotary | None = None
 
     @property
     def magnitude(self) -> float:
         """What sines and cosines are multiplied by."""
+        if self.kind == "longrope":  # Ding et al. 2024, "LongRoPE", as Phi-3 has it
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
         if self.kind != "yarn":
             return 1.0
         return self._yarn_magnitude(self.mscale) / self.magnitude_of_all

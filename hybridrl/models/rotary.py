@@ -26,6 +26,8 @@ def rotary_frequencies(rotary: Rotary, size: int) -> torch.Tensor:
         return _llama3(rotary, plain)
     if rotary.kind == "yarn":
         return _yarn(rotary, powers)
+    if rotary.kind == "longrope":
+        return 1.0 / (torch.tensor(rotary.divisors, dtype=torch.float32) * powers)
     return plain
 
 
@@ -65,8 +67,8 @@ def _yarn(rotary: Rotary, powers: torch.Tensor) -> torch.Tensor:
 
 def set_rotary(model: Any, rotary: Rotary) -> None:
     """Gives a GPTModel its frequencies, those of windowed layers too where they are others, and
-    attention that turns a part of each head the magnitude of sines and cosines; other attention has
-    it in its softmax's scale.
+    attention that turns a part of each head the magnitude of sines and cosines; attention that
+    turns whole heads has it in its softmax's scale.
     """
     embedding = model.rotary_pos_emb
     size, device = 2 * embedding.inv_freq.numel(), embedding.inv_freq.device
@@ -78,6 +80,18 @@ def set_rotary(model: Any, rotary: Rotary) -> None:
     for part in model.modules():
         if hasattr(part, "rotary_magnitude"):
             part.rotary_magnitude = rotary.magnitude
+        elif rotary.share < 1 and hasattr(part, "core_attention"):
+            _multiply_turned(part.config, rotary.magnitude)
+
+
+def _multiply_turned(config: Any, magnitude: float) -> None:
+    """Lets Megatron's attention multiply the part of queries and keys that turns.
+
+    It makes that number of attributes that a TransformerConfig has for YaRN alone (0.16.1,
+    _yarn_get_concentration_factor_from_config): 0.1 * mscale * log(factor) + 1.
+    """
+    config.yarn_rotary_scaling_factor = math.e
+    config.yarn_mscale, config.yarn_mscale_all_dim = 10 * (magnitude - 1), 0.0
 
 
 def angles_of_layer(both: torch.Tensor, is_local: bool) -> torch.Tensor:

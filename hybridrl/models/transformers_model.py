@@ -60,6 +60,7 @@ def transformers_model(
     cuda = [device.index or 0] if device.type == "cuda" else []
     try:
         config = AutoConfig.for_model(model_config.get("model_type"), **fields)
+        config.pad_token_id = None  # an architecture's own, of which small vocabularies have none
         with torch.random.fork_rng(devices=cuda), device:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=attention

@@ -13,6 +13,7 @@ from hybridrl.config.rules_placement import cut_rules
 from hybridrl.config.schema import Config, ModelConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.errors import UserError
+from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import read_model
 
 
@@ -51,6 +52,7 @@ def _reward_model_rules(config: Config, scorer: str, served: ModelConfig) -> Ite
     try:
         content = read_model_config(served)
         read_model(served.family, content)
+        at_length(content, config.longest_sequence())
         errors = list(cut_rules(config, REWARD + scorer, content))
     except UserError as error:
         errors = [error]

@@ -76,7 +76,7 @@ def make_reward_models(
                 "Use grpo or rloo.",
             )
         mesh = meshes.of(REWARD + name)
-        source = model_source(section, mesh.platform)
+        source = model_source(section, mesh.platform, policy.longest)
         _check_vocabulary(str(section.path), source.hf_config, policy.hf_config)
         models[f"reward {name}"] = model = ParallelModel(mesh, source, "value", config.train)
         with mesh.world.all_agree("loading the reward model"):

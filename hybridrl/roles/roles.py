@@ -26,6 +26,7 @@ from hybridrl.metrics.flops import (
     generate_flops,
     train_flops,
 )
+from hybridrl.models.families.by_length import said_of_length
 from hybridrl.models.family import ModelShape
 from hybridrl.models.weights import Head
 from hybridrl.parallel.exchange import bring
@@ -232,7 +233,8 @@ def make_roles(
     terms = make_auxiliary_losses(config) if terms is None else terms
     _check_terms(terms, algorithm)
     held = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
-    source, chosen = model_source(config.model, world.platform), config.algorithm
+    longest, chosen = config.longest_sequence(), config.algorithm
+    source = model_source(config.model, world.platform, longest)
     warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
     # The length of each model's learning-rate schedule: the updates that it takes itself.
     num_updates = config.steps.num_steps * config.steps.updates_per_step
@@ -240,6 +242,8 @@ def make_roles(
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
     models["policy"] = model = _build(meshes, "policy", source, config)
     notify(model.layers.said)
+    if said := said_of_length(source.hf_config, longest):
+        notify(f"positions: {said}")
     if held.trains_policy:
         model.make_trainable(config.train.learning_rate, peer_weights(config, world, notify))
     else:

@@ -84,7 +84,7 @@ def make_teacher(
             "an algorithm whose section names the teacher that it needs",
             "Use on_policy_distillation, distillation or gkd.",
         )
-    source = model_source(section, mesh.platform)
+    source = model_source(section, mesh.platform, config.longest_sequence())
     models["teacher"] = model = ParallelModel(mesh, source, "lm", config.train)
     with mesh.world.all_agree("loading the teacher"):
         load_weights(model, section)

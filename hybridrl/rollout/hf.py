@@ -428,7 +428,8 @@ def _refuse_undecodable(config: Any) -> None:
     ropes = getattr(config, "rope_parameters", None) or {}
     # Other angles for longer sequences: rows of one batch, whose lengths differ, would share them.
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
-        if rope.get("rope_type") in ("dynamic", "longrope"):
+        is_settled = rope.get("short_factor", ()) == rope.get("long_factor")
+        if rope.get("rope_type") in ("dynamic", "longrope") and not is_settled:
             raise _undecodable("rope_parameters.rope_type", rope["rope_type"], "a fixed scaling")
 
 

@@ -20,15 +20,22 @@ from hybridrl.training.model import ModelSource, ParallelModel
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def model_source(config: ModelConfig, platform: Platform) -> ModelSource:
-    """Reads the model's config.json and finds its family."""
+def model_source(
+    config: ModelConfig, platform: Platform, longest: int | None = None
+) -> ModelSource:
+    """Reads the model's config.json and finds its family.
+
+    Args:
+        longest: as of `ModelSource`.
+    """
     hf_config = read_model_config(config)
     dtype = platform.default_dtype() if config.dtype == "auto" else DTYPES[config.dtype]
     family, _ = read_model(config.family, hf_config)
     directory = model_directory(config, weights=False)
     if config.tokenizer is not None and Path(config.tokenizer).is_dir():
         directory = Path(config.tokenizer)
-    return ModelSource(family, hf_config, dtype, config.family or family.name, directory)
+    name = config.family or family.name
+    return ModelSource(family, hf_config, dtype, name, directory, longest)
 
 
 def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> ParallelModel:

@@ -21,6 +21,7 @@ from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.hybrid_engine.engine import gather_layouts
 from hybridrl.hybrid_engine.owned import owned_layout
 from hybridrl.models.build import build_chunks, named_weights, transformer_config, weight_buffers
+from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.layers import choose_layers, shares_prompts
 from hybridrl.models.replay import check_layers, replay_metrics
@@ -62,6 +63,8 @@ class ModelSource:
         dtype: that it trains in.
         family_key: what `model.family` has to say to find the family.
         directory: where its tokenizer files may lie.
+        longest: tokens of the longest sequence that is computed, by which some positions go; None:
+            a model that has such positions cannot be computed.
     """
 
     family: Family
@@ -69,6 +72,12 @@ class ModelSource:
     dtype: torch.dtype
     family_key: str
     directory: Path
+    longest: int | None = None
+
+    @property
+    def computed_config(self) -> Mapping[str, Any]:
+        """The config.json of what is computed, by the trainer, engines and transformers alike."""
+        return at_length(self.hf_config, self.longest)
 
     @property
     def files(self) -> ModelFiles:
@@ -133,7 +142,7 @@ class ParallelModel:
         with self.mesh.active(), self.mesh.platform.megatron_phase():
             self.config = transformer_config(
                 source.family,
-                source.hf_config,
+                source.computed_config,
                 self.mesh.layout,
                 source.dtype,
                 self.mesh.platform,
@@ -142,7 +151,7 @@ class ParallelModel:
                 kind,
                 train.fp8,
             )
-            parts = source.family, source.hf_config, self.config, self.head
+            parts = source.family, source.computed_config, self.config, self.head
             return build_chunks(*parts, kind, train.recompute)
 
     def replay_experts(self) -> None:

@@ -33,9 +33,11 @@ from engine_cases import (
     write_weights,
 )
 from packaged import CLASSES, needs
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.config import engines as registry
 from hybridrl.errors import ModelError, UserError
+from hybridrl.models.families.by_length import at_length
 from hybridrl.models.weights import check_layout
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
@@ -384,6 +386,31 @@ def test_hf_engine_refuses_what_it_would_decode_wrongly(
 ) -> None:
     with pytest.raises(ModelError, match=expected):
         HfEngine({**TINY, "model_type": "llama", **change})
+
+
+def test_hf_engine_takes_longrope_whose_factors_are_settled() -> None:
+    """Rows of one batch on both sides of the original length turn by the same angles, as
+    transformers turns those of a long forward.
+    """
+    rope = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.4, 2.0]}
+    fields = {**TINY, "model_type": "phi3", "original_max_position_embeddings": 16}
+    fields["rope_parameters"] = {**rope, "long_factor": [1.0, 3.0, 5.0, 8.0]}
+    with pytest.raises(ModelError, match="rope_type: got longrope"):
+        HfEngine(fields)
+    engine = HfEngine(at_length(fields, 40))
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    write_weights(engine, reference, 0)
+    greedy = SamplingParams(temperature=0, max_new_tokens=20)
+    requests = make_requests(5, greedy)
+    for request, done in zip(requests, generate(engine, requests), strict=True):
+        whole = torch.tensor(request.prompt + done.tokens)
+        with torch.no_grad():
+            padded = torch.nn.functional.pad(whole, (0, 40 - len(whole)))[None]
+            logp = reference(padded).logits[0, len(request.prompt) - 1 : len(whole) - 1]
+        assert tuple(logp.argmax(-1).tolist()) == done.tokens
+        expected = logp.log_softmax(-1)[range(20), list(done.tokens)]
+        assert np.allclose(expected.numpy(), done.logps, atol=LOGP_TOLERANCE)
 
 
 def test_hf_engine_needs_no_key_that_changes_no_number() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from packaged import engine_class
+from tiny_models import LONGEST, as_long
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.schema import TrainConfig
@@ -51,7 +52,11 @@ CASES = {
 OF_ENGINE = {
     # Prompts and responses are longer than mistral's window.
     "vllm": [
-        (name, PAIRS) for name in ("mistral", "granite", "phi3", "glm4", "gemma2", "gemma3_text")
+        (name, PAIRS)
+        for name in (
+            *("mistral", "granite", "phi3", "phi35", "phi4mini", "glm4", "gemma2"),
+            "gemma3_text",
+        )
     ],
     "sglang": [("granite", PAIRS), ("glm4", PAIRS)],
 }
@@ -80,7 +85,8 @@ def check_greedy(oracle: torch.nn.Module, asked: list[Request], done: list[Compl
         oracle.set_attn_implementation("eager")  # its default leaves the cap out
     for request, completion in zip(asked, done, strict=True):
         with torch.no_grad():
-            logits = oracle(torch.tensor([request.prompt + completion.tokens])).logits[0]
+            tokens = torch.tensor(request.prompt + completion.tokens)
+            logits = oracle(as_long(oracle, tokens)[None]).logits[0, : len(tokens)]
         logp = logits.float().log_softmax(-1)[len(request.prompt) - 1 : -1]
         assert logp.argmax(-1).tolist() == list(completion.tokens), request.request_id
         expected = logp[range(len(completion.tokens)), list(completion.tokens)]
@@ -131,9 +137,11 @@ def run(engine_name: str, folder: Path, name: str, layout: RolloutLayout, mesh: 
     rank = mesh.world.rank
     hf_config = json.loads((folder / f"{name}_0" / "config.json").read_text())
     family = resolve_family(None, hf_config)
-    source = ModelSource(family, hf_config, torch.float32, family.name, folder / f"{name}_0")
+    parts = family, hf_config, torch.float32, family.name, folder / f"{name}_0"
+    source = ModelSource(*parts, LONGEST)
     model = ParallelModel(mesh, source, "lm", TrainConfig(micro_batch_tokens=48))
-    settings = EngineSettings(hf_config, family.architectures, "float32", 4, 96)
+    # Of longrope as it is on disk: the engine chooses factors as it would to serve the directory.
+    settings = EngineSettings(hf_config, family.architectures, "float32", 4, LONGEST)
     torch.manual_seed(rank)
     before = generators()
     shard = TrainingShard(model.layout(), model.weights())

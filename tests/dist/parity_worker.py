@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
-from tiny_models import chosen_by
+from tiny_models import LONGEST, as_long, chosen_by
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -163,9 +163,9 @@ def check_against_transformers(folder: Path, model, batch, inputs, logp_T, gradi
                 experts_TLK = experts_TK.unflatten(1, (-1, oracle.config.num_experts_per_tok))
             asked = {"output_router_logits": True} if has_losses else {}
             with replaying(oracle, experts_TLK):
-                output = oracle(tokens[None], **asked)
+                output = oracle(as_long(oracle, tokens)[None], **asked)
             routed.append(output.router_logits if has_losses else ())
-            full = output.logits[0]
+            full = output.logits[0, : len(tokens)]
             ours = found[starts[index] : starts[index] + prompt + response]
             worst = max(worst, float((full - ours).abs().max()))
             log_p = full.log_softmax(-1)
@@ -300,7 +300,7 @@ def run(
     platform.seed(1)
     hf_config = json.loads((folder / "config.json").read_text())
     resolved = resolve_family(family, hf_config)
-    source = ModelSource(resolved, hf_config, torch.float32, resolved.name, folder)
+    source = ModelSource(resolved, hf_config, torch.float32, resolved.name, folder, LONGEST)
     model = ParallelModel(
         mesh, source, "lm", TrainConfig(micro_batch_tokens=48, recompute=recompute, moe=moe)
     )

@@ -19,7 +19,7 @@ EXPERT_CASES = [
     for cases in ("some", "latent", "more")
     if cases != "latent" or "deepseek_v3" not in REFUSED_MODELS[engine]
 ]
-OTHERS = ("mistral", "granite", "phi3", "glm4", "gemma2", "gemma3_text")
+OTHERS = ("mistral", "granite", "phi3", "phi35", "phi4mini", "glm4", "gemma2", "gemma3_text")
 WORKER = str(Path(__file__).with_name("packaged_worker.py"))
 
 

@@ -14,7 +14,10 @@ from tiny_models import FAMILIES, WITH_EXPERTS, save_tiny_models
 WORKER = str(Path(__file__).with_name("parity_worker.py"))
 NAMES = (*FAMILIES, "olmo")
 # Each with one thing of its own; two layouts show what a cut does to it.
-OTHERS = ("mistral", "smollm3", "granite", "phi3", "olmo2", "glm4", "gemma2", "gemma3_text")
+OTHERS = (
+    *("mistral", "smollm3", "granite", "phi3", "phi35", "phi4mini", "olmo2", "glm4", "gemma2"),
+    "gemma3_text",
+)
 # windowed: qwen2, and windows. The others are on four ranks too.
 WITH_WINDOWS = (("windowed", "olmo"), pytest.param(("llama", "qwen3"), marks=pytest.mark.full))
 ORDER = "tp-cp-ep-dp-pp"

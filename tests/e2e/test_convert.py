@@ -33,7 +33,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         name
         if name in ("qwen2", "olmo2", "deepseek_v3")
         else pytest.param(name, marks=pytest.mark.full)
-        for name in (*FAMILIES, "phi3", "olmo2", "glm4", *WITH_EXPERTS)
+        for name in (*FAMILIES, "phi3", "phi4mini", "olmo2", "glm4", *WITH_EXPERTS)
     ],
 )
 def test_convert_there_and_back_is_bitwise_the_input(name: str, tmp_path: Path) -> None:

@@ -149,7 +149,8 @@ def plan(folder: Path, *arguments: str) -> dict[str, Any]:
     before = files_below(folder)
     report: dict[str, Any] = json.loads(succeed(folder, "plan", *arguments, "--json"))
     assert files_below(folder) == before
-    added = {"fits", "verdict", "step", "gpu_memory_bytes", "order", "ranks", "assumptions"}
+    added = {"fits", "verdict", "step", "gpu_memory_bytes", "positions", "order", "ranks"}
+    added |= {"assumptions"}
     added.add("cluster")
     assert report.keys() == {*PLAN_KEYS, *added, "violations"}
     assert all(report[section].keys() == keys for section, keys in PLAN_KEYS.items())

@@ -153,8 +153,8 @@ def test_family_of_ones_own_answers_for_the_keys_that_it_names() -> None:
 
 
 def test_plan_and_train_and_ranks_refuse_alike(tmp_path: Path) -> None:
-    dynamic = {"rope_type": "dynamic", "factor": 4.0}
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN2, "rope_scaling": dynamic}))
+    scaling = {"rope_type": "ntk", "factor": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN2, "rope_scaling": scaling}))
     config = load_config_dict(
         {
             "run": {"name": "a", "dir": str(tmp_path)},
@@ -163,12 +163,12 @@ def test_plan_and_train_and_ranks_refuse_alike(tmp_path: Path) -> None:
             "steps": {"samples_per_prompt": 2},
         }
     )
-    said = "rope_scaling.rope_type: got dynamic; allowed: default, linear, llama3, yarn"
+    said = "rope_scaling.rope_type: got ntk; allowed: default, linear, dynamic, llama3, yarn"
     report, violations = plan_report(config, 1)
     assert report["train"] is None and said in str(violations[0])
-    with pytest.raises(ConfigError, match="got dynamic"):
+    with pytest.raises(ConfigError, match="got ntk"):
         validate_training(config, 1)
-    with pytest.raises(ModelError, match="got dynamic"):
+    with pytest.raises(ModelError, match="got ntk"):
         model_source(ModelConfig(init=str(tmp_path)), Platform.detect())
 
 

@@ -244,9 +244,9 @@ FAULTS: dict[str, tuple[Damage, str]] = {
         config(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
         "rope_scaling.original_max_position_embeddings: got nothing; allowed: a number",
     ),
-    "rope dynamic": (
-        config(rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
-        "rope_scaling.rope_type: got dynamic; allowed: default, linear, llama3",
+    "rope of no kind": (
+        config(rope_scaling={"rope_type": "ntk", "factor": 4.0}),
+        "rope_scaling.rope_type: got ntk; allowed: default, linear, dynamic, llama3",
     ),
     "rope type number": (config(rope_parameters={"rope_type": 3}), "rope_type: got 3"),
     "rope twice": (

@@ -21,6 +21,7 @@ from hybridrl.models.family import (
     LatentShape,
     ModelShape,
     MoeShape,
+    Rotary,
     Row,
 )
 
@@ -87,7 +88,10 @@ def decoder_shape(
 
 
 def decoder_config(
-    hf_config: HfConfig, shape: ModelShape, scale: float | None = None
+    hf_config: HfConfig,
+    shape: ModelShape,
+    scale: float | None = None,
+    rotary: Rotary | None = None,
 ) -> dict[str, Any]:
     """Returns the keywords of Megatron's TransformerConfig that the model fixes.
 
@@ -95,12 +99,15 @@ def decoder_config(
         hf_config: the content of config.json.
         shape: its sizes; of windows all layers have one, unless the family says otherwise.
         scale: of products of queries and keys; None: 1 / the root of the head's size.
+        rotary: how positions turn; None: read from the config.
     """
-    # Queries and keys have YaRN's magnitude both: it is one of their products.
-    magnitude = read_rotary(hf_config).magnitude
+    rotary = rotary or read_rotary(hf_config)
     own: dict[str, Any] = {} if scale is None else {"softmax_scale": scale}
-    if magnitude != 1:
-        own["softmax_scale"] = magnitude**2 * (scale or shape.head_dim**-0.5)
+    if rotary.magnitude != 1 and rotary.share < 1:
+        own["apply_rope_fusion"] = False  # its kernel has no magnitude, which set_rotary gives
+    elif rotary.magnitude != 1:
+        # Queries and keys have it both: it is one of their products.
+        own["softmax_scale"] = rotary.magnitude**2 * (scale or shape.head_dim**-0.5)
     if shape.window is not None:  # Megatron counts the positions before the query's own
         own["window_size"] = (shape.window - 1, 0)
     return {

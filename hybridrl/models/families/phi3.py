@@ -9,38 +9,55 @@ from typing import Any
 
 from hybridrl.models.config_keys import DECODER_KEYS
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
-from hybridrl.models.families.reading import number, size
-from hybridrl.models.families.rotary import read_rotary, rope_keywords
+from hybridrl.models.families.reading import number, refusal, size
+from hybridrl.models.families.rotary import (
+    read_rotary,
+    rope_keywords,
+    rope_kind,
+    rope_parameters,
+)
 from hybridrl.models.family import Family, HfConfig, ModelShape, Row
 
 DEFAULTS = {"rms_norm_eps": 1e-5}  # of transformers' Phi3Config
-# transformers computes longrope wherever the config names another.
-ROPES = ("default",)
+# transformers computes longrope wherever the config names another than these.
+ROPES = ("default", "longrope")
+WHOLE = 1.0  # of each head turns where the config does not say it; Phi-4-mini: 0.75
 FUSED = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
-# Where the code that came with the model was, and the length that longrope goes by.
-WITHOUT_EFFECT = frozenset({"auto_map", "original_max_position_embeddings"})
+# Where the code that came with the model was; beside it, the length that longrope goes by.
+OWN_KEYS = frozenset({"auto_map", "original_max_position_embeddings"})
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes; a window is of all layers."""
+    """Reads the sizes; a window is of all layers.
+
+    Phi-3.5 and Phi-4-mini have one that is longer than the longest sequence. With longrope, which
+    has no longer ones, it is none.
+    """
     has_window = hf_config.get("sliding_window") is not None
     window = size(hf_config, "sliding_window") if has_window else None
     kinds = {"sliding_attention" if window else "full_attention"}
     plain = {key: value for key, value in hf_config.items() if key != "sliding_window"}
-    return decoder_shape(plain, window=window, kinds=kinds)
+    found = decoder_shape(plain, window=window, kinds=kinds)
+    is_long = window is not None and window >= size(hf_config, "max_position_embeddings")
+    if is_long and rope_kind(rope_parameters(hf_config)[0]) == "longrope":
+        return replace(found, window=None)
+    return found
 
 
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
     """Returns the keywords of TransformerConfig."""
     for key in ("resid_pdrop", "embd_pdrop"):
         number(hf_config, key, 0, 0, 0)
-    return decoder_config({**DEFAULTS, **hf_config}, shape(hf_config))
+    found, rotary = shape(hf_config), read_rotary(hf_config, ROPES, WHOLE)
+    if int(found.head_dim * rotary.share) % 2:
+        allowed = f"a share of head_dim = {found.head_dim} that is an even number"
+        raise refusal("partial_rotary_factor", rotary.share, allowed)
+    return decoder_config({**DEFAULTS, **hf_config}, found, rotary=rotary)
 
 
 def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
     """Returns the keywords of GPTModel for positions."""
-    read_rotary(hf_config, ROPES)
-    return rope_keywords(hf_config)
+    return rope_keywords(hf_config, ROPES, WHOLE)
 
 
 def rows(shape: ModelShape) -> tuple[Row, ...]:
@@ -60,5 +77,5 @@ FAMILY = Family(
     transformer_config,
     model_keywords,
     rows,
-    config_keys=DECODER_KEYS | WITHOUT_EFFECT | {"embd_pdrop", "resid_pdrop", "sliding_window"},
+    config_keys=DECODER_KEYS | OWN_KEYS | {"embd_pdrop", "resid_pdrop", "sliding_window"},
 )

@@ -6,6 +6,7 @@ models/rotary.py computes the frequencies, for every family alike.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isclose
 from typing import Any
 
 from hybridrl.config.files import shown
@@ -13,25 +14,34 @@ from hybridrl.models.families.reading import number, refusal, size
 from hybridrl.models.family import HfConfig, Rotary
 
 DEFAULT_ROPE_THETA = 10000.0
+DEFAULT_ORIGINAL_LENGTH = 4096  # of transformers' Phi3Config
+SHORT, LONG, ORIGINAL = "short_factor", "long_factor", "original_max_position_embeddings"
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-# What each kind of scaling must say besides, and what it may; other kinds are refused: `dynamic`
-# and `longrope` change the angles with the length of what is computed.
+# What each kind of scaling must say besides, and what it may; other kinds are refused.
 NEEDED: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
     "llama3": frozenset(
         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     ),
     "yarn": frozenset({"factor", "original_max_position_embeddings"}),
+    "longrope": frozenset({SHORT, LONG}),
 }
 OPTIONAL: Mapping[str, frozenset[str]] = {
-    "yarn": frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+    "yarn": frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
+    "longrope": frozenset({"attention_factor", "factor", ORIGINAL}),
 }
+# Of llama-shaped families; of Phi-3's alone, longrope takes two keys that stand beside it.
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+OTHER_NAMES = {"su": "longrope"}  # of early configs
+# What goes by the length of what is computed; by_length.py settles it for a run.
+VARYING = ("dynamic", "longrope")
 
 
 def rope_keywords(
     hf_config: HfConfig,
-    kinds: tuple[str, ...] = tuple(NEEDED),
+    kinds: tuple[str, ...] = KINDS,
     default_share: float | None = None,
 ) -> dict[str, Any]:
     """Returns the keywords of Megatron's GPTModel that say how positions enter, with `rotary`, by
@@ -51,7 +61,7 @@ def rope_keywords(
 
 def read_rotary(
     hf_config: HfConfig,
-    kinds: tuple[str, ...] = tuple(NEEDED),
+    kinds: tuple[str, ...] = KINDS,
     default_share: float | None = None,
 ) -> Rotary:
     """Reads transformers 5's `rope_parameters` as well as the older `rope_theta` and
@@ -68,9 +78,9 @@ def read_rotary(
             of a part of each head.
     """
     rope, prefix = rope_parameters(hf_config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope_kind(rope)
     if kind not in kinds:
-        raise refusal(f"{prefix}.rope_type", kind, ", ".join(kinds))
+        raise refusal(f"{prefix}.rope_type", said_kind(rope), ", ".join(kinds))
     known = ROPE_KEYS | NEEDED[kind] | OPTIONAL.get(kind, frozenset())
     for key in rope:
         if key not in known and rope[key] is not None:
@@ -85,9 +95,13 @@ def read_rotary(
         return number(rope, key, default, least, most, f"{prefix}.")
 
     base = read("rope_theta", theta, 1, 1e15)
+    if kind == "longrope":
+        return _longrope(hf_config, rope, prefix, base, share)
     if kind == "default":
         return Rotary(base, share=share)
     factor = read("factor", 1, 1, 1e6)
+    if kind == "dynamic":  # within max_position_embeddings, beyond which by_length.py refuses it
+        return Rotary(base, share=share)
     if kind == "linear":
         return Rotary(base, kind, factor)
     length = size(rope, "original_max_position_embeddings", prefix=f"{prefix}.")
@@ -107,6 +121,60 @@ def read_rotary(
         mscale=read("mscale", 1, 0, 1e3) if both else 1.0,
         mscale_all_dim=read("mscale_all_dim", 0, 0, 1e3) if both else 0.0,
     )
+
+
+def said_kind(rope: Mapping[str, Any]) -> Any:
+    """Returns the kind of scaling as it is written."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def rope_kind(rope: Mapping[str, Any]) -> Any:
+    """Returns the kind of scaling by its name of today."""
+    kind = said_kind(rope)
+    return OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
+
+
+def _longrope(
+    hf_config: HfConfig, rope: Mapping[str, Any], prefix: str, base: float, share: float
+) -> Rotary:
+    """Ding et al. 2024, "LongRoPE": a divisor of each pair's frequency, one list for sequences
+    within the original length, one for others; here the former.
+
+    transformers takes the original length from beside the scaling, and magnitude and factor from
+    within it; vLLM makes both of the lengths. So they must agree.
+    """
+    original = size(hf_config, ORIGINAL, DEFAULT_ORIGINAL_LENGTH)
+    most = size(hf_config, "max_position_embeddings")
+    if rope.get(ORIGINAL) not in (None, original):
+        allowed = f"what the config says outside of {prefix}, {original}"
+        raise refusal(f"{prefix}.{ORIGINAL}", rope[ORIGINAL], allowed)
+    if not 1 < original <= most:
+        allowed = f"from 2 to max_position_embeddings = {most}"
+        raise refusal(ORIGINAL, original, allowed)
+    factors = {key: _divisors(hf_config, rope, key, prefix, share) for key in (SHORT, LONG)}
+    rotary = Rotary(
+        base, "longrope", most / original, original, share=share, divisors=factors[SHORT]
+    )
+    for key, value in (("factor", rotary.factor), ("attention_factor", rotary.magnitude)):
+        said = number(rope, key, value, 1, 1e6, f"{prefix}.")
+        if not isclose(said, value, rel_tol=1e-6):
+            allowed = f"what follows from {ORIGINAL} and max_position_embeddings, {value:.8g}"
+            raise refusal(f"{prefix}.{key}", rope[key], allowed)
+    return rotary
+
+
+def _divisors(
+    hf_config: HfConfig, rope: Mapping[str, Any], key: str, prefix: str, share: float
+) -> tuple[float, ...]:
+    heads = size(hf_config, "num_attention_heads")
+    head_dim = size(hf_config, "head_dim", size(hf_config, "hidden_size") // heads)
+    count, given = int(head_dim * share) // 2, rope[key]
+    allowed = f"a list of {count} numbers above 0, one of each pair of dimensions that turn"
+    if not isinstance(given, list) or len(given) != count:
+        found = f"{len(given)} numbers" if isinstance(given, list) else given
+        raise refusal(f"{prefix}.{key}", found, allowed)
+    indexed = {str(index): value for index, value in enumerate(given)}
+    return tuple(number(indexed, i, 0, 1e-6, 1e6, f"{prefix}.{key}.") for i in indexed)
 
 
 def _has_mscales(rope: Mapping[str, Any], prefix: str) -> bool:
