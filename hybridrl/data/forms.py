@@ -20,6 +20,8 @@ from hybridrl.config.files import has_utf8, plain
 from hybridrl.config.needs import Feedback
 from hybridrl.data.messages import ASSISTANT, Message, chat, tools_of
 from hybridrl.data.rows import Row, half_pair, raw_rows
+from hybridrl.data.trees import SAID as TREES
+from hybridrl.data.trees import unfolded
 from hybridrl.errors import DataError, short
 
 Kind = Literal["prompts", "demonstrations", "pairs", "labels"]
@@ -66,7 +68,8 @@ def formed_rows(
     Raises:
         DataError: names the file and line of the first thing that is wrong.
     """
-    for row in raw_rows(source):
+    rows = raw_rows(source)
+    for row in rows if _has_own_keys(config, kind) else unfolded(rows, kind):
         found = formed(row, config, kind)
         for name in required:
             if found.columns.get(name) is None:
@@ -106,17 +109,6 @@ def formed(row: Row, config: DataConfig, kind: Kind) -> Row:
     return replace(row, columns={**others, **dict(zip(names, parts, strict=True))})
 
 
-def has_form(row: Row, config: DataConfig, kind: Kind) -> bool:
-    """Whether a row has the keys that rows of this kind have."""
-    columns = {key: value for key, value in row.columns.items() if value is not None}
-    names = text_columns(config, kind)
-    is_chat = not isinstance(columns.get(names[0], ""), str)
-    absent = [name for name in names if name not in columns]
-    if not absent or (is_chat and absent == [config.response_key]):
-        return True
-    return not _has_own_keys(config, kind) and _form(columns, kind) is not None
-
-
 def missing(row: Row, name: str) -> DataError:
     """Returns the error of a row without a column."""
     present = sorted(map(str, row.columns))
@@ -145,6 +137,7 @@ def _parts(row: Row, config: DataConfig, kind: Kind, columns: Mapping[str, objec
         if has_own:
             raise error
         forms = "; ".join(one.text() for one in FORMS if kind in one.parts)
+        forms += "" if kind == "labels" else f"; {TREES}"
         raise DataError(row.place, error.value, f"{error.allowed}, or {forms}", error.remedy)
     return form.parts[kind](row, config, columns)
 

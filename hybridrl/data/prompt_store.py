@@ -52,7 +52,17 @@ _CHOOSES = {
     "max_response_tokens",  # stands beside the section
 }
 _READERS = (
-    *("prompts", "prompt_file", "prompt_store", "rows", "forms", "messages", "chats", "encoding"),
+    *(
+        "prompts",
+        "prompt_file",
+        "prompt_store",
+        "rows",
+        "forms",
+        "trees",
+        "messages",
+        "chats",
+        "encoding",
+    ),
     *("feedback", "sets"),
 )
 

@@ -1,4 +1,4 @@
-"""Rows of ten published data sets load by their keys alone, and what is learned of each is what
+"""Rows of twelve published data sets load by their keys alone, and what is learned of each is what
 transformers marks, or, without marks in the template, what bytes say.
 """
 
@@ -34,6 +34,8 @@ KINDS = {
     "ultrafeedback_binarized": "pairs",
     "hh_rlhf": "pairs",
     "dpo_mix": "pairs",
+    "openassistant_trees": "demonstrations",
+    "openassistant_messages": "demonstrations",
 }
 LIMIT = 10_000
 
@@ -64,6 +66,15 @@ def said_by_assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+# Of the trees' conversations, to the assistant's last message.
+BEST_REPLIES = (
+    (
+        *("Why is the sky blue?", "Air scatters blue light most.", "And red at dusk?"),
+        "The light's path is longer then.",
+    ),
+    ("Name a colour.", "Blue.", "Another.", "Green."),
+    ("Dime un color.", "Azul."),
+)
 WEATHER = {"name": "get_weather"}
 
 
@@ -75,6 +86,10 @@ def expected_chats(name: str) -> Iterator[tuple[list[list[dict[str, Any]]], Any]
     """The messages of each row, both sides of pairs, and the tools: written for each set, not by
     the code that is tested.
     """
+    if name.startswith("openassistant_") and "guanaco" not in name:
+        for texts in BEST_REPLIES:
+            yield [[(user, said_by_assistant)[i % 2](text) for i, text in enumerate(texts)]], None
+        return
     names = {"human": "user", "gpt": "assistant", "system": "system"}
     for number, row in enumerate(rows(name)):
         tools = None
@@ -160,7 +175,7 @@ def side_of(prompt: Prompt, is_rejected: bool) -> tuple[list[int], list[bool]]:
 
 @pytest.mark.parametrize("template", ["marked", "plain"])
 @pytest.mark.parametrize("name", KINDS)
-def test_ten_published_forms_are_learned_as_transformers_marks_them(
+def test_published_forms_are_learned_as_transformers_marks_them(
     tokenizers: dict[str, Any], name: str, template: str
 ) -> None:
     tokenizer = tokenizers[template]
@@ -181,6 +196,115 @@ def test_ten_published_forms_are_learned_as_transformers_marks_them(
             a, b = (side_of(prompt, side)[0] for side in (False, True))
             start = len(prompt.tokens)
             assert a[:start] == b[:start]
+
+
+TREES = ("openassistant_trees", "openassistant_messages")
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_give_a_pair_for_each_message_whose_replies_were_ranked_apart(
+    tokenizers: dict[str, Any], name: str
+) -> None:
+    """The best reply against the worst, after all that was said before them; where nobody ranked
+    there is none, nor with what was deleted.
+    """
+    tokenizer = tokenizers["plain"]
+    found = load(ROWS / f"{name}.jsonl", tokenizer, "pairs").prompts
+    (sky, blue, dusk, longer), _, (colour, azul) = BEST_REPLIES
+    expected = [
+        ([user(sky)], blue, "It mirrors the sea."),
+        (
+            [user(sky), said_by_assistant(blue), user(dusk)],
+            longer,
+            "It is the sun's colour.",
+        ),
+        ([user(colour)], azul, "No."),
+    ]
+    assert len(found) == 3
+    for prompt, (messages, better, worse) in zip(found, expected, strict=True):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert prompt.text == text
+        sides = prompt.response_tokens, prompt.rejected_tokens
+        assert [tokenizer.decode(one) for one in sides] == [
+            f"{better}<|im_end|>",
+            f"{worse}<|im_end|>",
+        ]
+        assert not prompt.response_gaps and not prompt.rejected_gaps
+    asked = load(ROWS / f"{name}.jsonl", tokenizer, "prompts").prompts
+    assert [one.columns["messages"] for one in asked] == [[user(t[0])] for t in BEST_REPLIES]
+    assert all(one.columns["lang"] == "en" and one.columns["message_tree_id"] for one in asked)
+
+
+def damaged(**change: Any) -> list[dict[str, Any]]:
+    """The flat rows, the fourth of which (a reply in the first tree) has other columns."""
+    given = rows("openassistant_messages")
+    given[3] |= change
+    return given
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (damaged(parent_id="nobody"), r"prompts\[3\]: got parent_id = 'nobody'; allowed: the mess"),
+        (damaged(parent_id=None), r"prompts\[3\]: got parent_id = None"),
+        (damaged(parent_id=7), r"prompts\[3\]: got parent_id = 7"),
+        (damaged(message_id=None), r"prompts\[3\]: got message_id = None"),
+        (damaged(rank="best"), r"prompts\[3\]: got rank = 'best'; allowed: a number, or null"),
+        (damaged(role="judge"), r"prompts\[3\]: got text has the role 'judge'"),
+        (damaged(text=None), r"prompts\[3\]: got text has"),
+        (damaged(message_tree_id="other"), r"prompts\[3\]: got parent_id ="),
+        ([*rows("openassistant_messages")[:2]] * 2, r"prompts\[2\]: got message_id = .*one row"),
+        (rows("openassistant_messages")[1:3], r"prompts\[0\]: got parent_id ="),
+        (
+            [{"prompt": {"text": "a", "role": "prompter", "replies": "none"}}],
+            r"prompts\[0\]: got replies = 'none'; allowed: a list of messages",
+        ),
+        (
+            [{"prompt": {"text": "a", "role": "prompter", "replies": []}}],
+            r"prompts\[0\]: got messages has no message of the assistant",
+        ),
+    ],
+)
+def test_rows_that_are_no_tree_are_refused_by_place(
+    tokenizers: dict[str, Any], given: list[dict[str, Any]], said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        load_prompts(DataConfig(), tokenizers["plain"], given, max_response_tokens=LIMIT)
+
+
+def test_messages_that_reply_to_each_other_are_no_tree(tokenizers: dict[str, Any]) -> None:
+    given = rows("openassistant_messages")[:4]
+    given[2]["parent_id"], given[3]["parent_id"] = given[3]["message_id"], given[2]["message_id"]
+    with pytest.raises(DataError, match=r"prompts\[2\]: got parent_id = "):
+        load_prompts(DataConfig(), tokenizers["plain"], given, max_response_tokens=LIMIT)
+
+
+def test_trees_without_a_pair_are_told_once(tokenizers: dict[str, Any]) -> None:
+    unranked = rows("openassistant_trees")[1:2]
+    with pytest.raises(DataError, match=r"trees that give no pairs; allowed: two replies"):
+        load_prompts(
+            DataConfig(), tokenizers["plain"], unranked, max_response_tokens=9, feedback="pairs"
+        )
+    both = [*unranked, *rows("openassistant_trees")]
+    found = load_prompts(
+        DataConfig(), tokenizers["plain"], both, max_response_tokens=LIMIT, feedback="pairs"
+    )
+    assert len(found.prompts) == 3
+    deleted = [{"prompt": {**unranked[0]["prompt"], "deleted": True}}]
+    with pytest.raises(DataError, match="give no prompts; allowed: a first message that is not"):
+        load_prompts(DataConfig(), tokenizers["plain"], deleted)
+
+
+def test_columns_of_ones_own_are_no_trees(tokenizers: dict[str, Any]) -> None:
+    """Nor are rows that have a label each."""
+    given = [{**row, "a": "b"} for row in rows("openassistant_messages")]
+    config = DataConfig(prompt_key="text", response_key="a")
+    found = load_prompts(config, tokenizers["plain"], given, max_response_tokens=LIMIT)
+    assert len(found.prompts) == len(given)
+    with pytest.raises(DataError, match="no column 'prompt'"):
+        load_prompts(
+            DataConfig(), tokenizers["plain"], given, max_response_tokens=9, feedback="labels"
+        )
 
 
 def test_turns_before_a_pair_parts_are_not_learned(tokenizers: dict[str, Any]) -> None:
