@@ -100,13 +100,23 @@ def formed(row: Row, config: DataConfig, kind: Kind) -> Row:
         _checked(row, name, part)
         for name, part in zip(names, _parts(row, config, kind, columns), strict=True)
     ]
-    others = dict(row.columns)
+    others = {**_answer(config, columns), **columns}
+    others |= {key: None for key in row.columns if key not in others}
     if config.chat_template or not all(isinstance(part, str) for part in parts):
         for key in _CHATS:  # what a chat of the prompt is kept as has the first of these names
             others.pop(key, None)
         tools = tools_of(row.place, config.tools_key, others.pop(config.tools_key, None))
         others |= {} if tools is None else {config.tools_key: tools}
     return replace(row, columns={**others, **dict(zip(names, parts, strict=True))})
+
+
+def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the answer of a row that has it in a column of its own, as verl's data sets do."""
+    rule = columns.get("reward_model")
+    is_default = config.answer_key == DataConfig.model_fields["answer_key"].default
+    if not is_default or not isinstance(rule, Mapping) or rule.get("ground_truth") is None:
+        return {}
+    return {config.answer_key: rule["ground_truth"]}
 
 
 def missing(row: Row, name: str) -> DataError:

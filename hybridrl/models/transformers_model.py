@@ -26,6 +26,8 @@ NULL_IS_A_VALUE = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
+# Else they are an architecture's own, of which a small vocabulary has none.
+NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 def transformers_model(
@@ -59,8 +61,7 @@ def transformers_model(
     }
     cuda = [device.index or 0] if device.type == "cuda" else []
     try:
-        config = AutoConfig.for_model(model_config.get("model_type"), **fields)
-        config.pad_token_id = None  # an architecture's own, of which small vocabularies have none
+        config = AutoConfig.for_model(model_config.get("model_type"), **fields, **NO_TOKENS)
         with torch.random.fork_rng(devices=cuda), device:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=attention

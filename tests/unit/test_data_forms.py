@@ -364,6 +364,22 @@ def test_prompts_of_the_same_forms_are_asked_without_their_responses(tokenizers:
     assert "56." in three and "60." not in three  # earlier turns are part of the prompt
 
 
+def test_answers_beside_the_rule_that_judges_them_are_found(tokenizers: dict[str, Any]) -> None:
+    """As in DAPO-Math and other sets that were made for verl."""
+    rule = {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}
+    row = {"data_source": "math_dapo", "prompt": [user("3 * 4 + 22?")], "reward_model": rule}
+    given = [row, {**row, "answer": "own"}, {**row, "answer": None}]
+    asked = DataConfig(), tokenizers["plain"]
+    found = load_prompts(*asked, given, required=["answer"]).prompts
+    assert [prompt.columns["answer"] for prompt in found] == ["34", "own", "34"]
+    for other in ({**row, "reward_model": "rule"}, {**row, "reward_model": {"style": "rule"}}):
+        with pytest.raises(DataError, match="no column 'answer'"):
+            load_prompts(*asked, [other], required=["answer"])
+    with pytest.raises(DataError, match="no column 'solution'"):
+        named = DataConfig(answer_key="solution")
+        load_prompts(named, tokenizers["plain"], given, required=["solution"])
+
+
 def test_keys_of_the_config_go_before_forms(tokenizers: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     row = {"messages": [user("a"), said_by_assistant("b")], "q": "ask", "r": "tell"}
