@@ -104,6 +104,27 @@ ROWS: dict[str, tuple[str, Any, str]] = {
         pair("\n\nHuman: a\n\nAssistant: b", "\n\nHuman: c\n\nAssistant: d"),
         "chosen and rejected that differ before the last turn",
     ),
+    "a tree of messages without a reply": (
+        "sft",
+        {"prompt": {"role": "prompter", "text": "a", "replies": []}},
+        "messages has no message of the assistant",
+    ),
+    "a tree whose replies are a text": (
+        "sft",
+        {"prompt": {"role": "prompter", "text": "a", "replies": "b"}},
+        "replies = 'b'; allowed: a list of messages",
+    ),
+    "a message of a tree whose parent is elsewhere": (
+        "sft",
+        {
+            "message_id": "b",
+            "parent_id": "a",
+            "message_tree_id": "a",
+            "role": "assistant",
+            "text": "x",
+        },
+        "parent_id = 'a'; allowed: the message_id of another row of its tree",
+    ),
     "a label that is a word": ("kto", {**GOOD["kto"], "label": "yes"}, "label = 'yes'"),
     "labels without": ("kto", {"prompt": "p", "completion": "c"}, "no column 'label'"),
     "prompts of the assistant alone": ("grpo", chat(A, answer="a"), "messages of the assistant"),

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from hybridrl.cli import main
 from hybridrl.cli.validate import validate_training
 from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ConfigError, UserError
@@ -66,18 +68,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def judge(place: Path, **others: Any) -> None:
-    """Does what the parent of a run does before ranks start."""
-    sections = {
+def sections(place: Path) -> dict[str, Any]:
+    """Returns the configuration of a run with the model there."""
+    return {
         "run": {"name": "mine", "dir": str(place / "runs")},
         "model": {"path": str(place / "model")},
         "algorithm": {"name": "grpo"},
         "data": {"prompts": str(place / "prompts.jsonl"), "max_prompt_tokens": 4},
         "steps": {"samples_per_prompt": 2},
         "rollout": {"max_new_tokens": 4},
-        **others,
     }
-    validate_training(load_config_dict(sections), 1)
+
+
+def judge(place: Path, **others: Any) -> None:
+    """Does what the parent of a run does before ranks start."""
+    validate_training(load_config_dict(sections(place) | others), 1)
 
 
 def config(**changes: Any) -> Damage:
@@ -156,6 +161,19 @@ def twice(folder: Path) -> None:
     tensors = load_file(other)
     name = next(iter(load_file(folder / SHARD)))
     save_file({**tensors, name: torch.zeros(2)}, other, {"format": "pt"})
+
+
+def retyped(folder: Path) -> None:
+    tensors = load_file(folder / SHARD)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, folder / SHARD, {"format": "pt"})
+
+
+def reshaped(folder: Path) -> None:
+    tensors = load_file(folder / SHARD)
+    name = next(iter(tensors))
+    tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, folder / SHARD, {"format": "pt"})
 
 
 FAULTS: dict[str, tuple[Damage, str]] = {
@@ -324,6 +342,8 @@ FAULTS: dict[str, tuple[Damage, str]] = {
         "damaged file",
     ),
     "header type": (header(lambda h: first(h).update(dtype="F99")), "damaged file"),
+    "tensor of INT8": (retyped, "got I8; allowed: F32, F16, BF16"),
+    "tensor of another shape": (reshaped, "shape ("),
     "header integers": (header(lambda h: first(h).update(dtype="I32")), "got I32; allowed: F32"),
     "header shape negative": (header(lambda h: first(h).update(shape=[-40, 16])), "damaged file"),
     "header shape huge": (
@@ -421,6 +441,41 @@ def test_model_directory_faults_are_refused_in_one_line(
             wrong[name] = [line[:300] for line in said], round(took, 1)
     assert wrong == {}
     assert len(FAULTS) > 100
+
+
+# Of each kind of fault some, each by a command as a user would give it.
+BY_COMMAND = (
+    *("config missing", "config cut", "layers zero", "sizes of another model", "a layer too many"),
+    *("architecture unknown", "rope of no kind", "no weights", "weights in PyTorch's form"),
+    *("index parent", "index absolute", "index missing file", "index tensor nowhere"),
+    *("shard broken link", "shard garbage", "tensor of INT8", "tensor of another shape"),
+    *("tensor in two files", "tokenizer empty", "tokens beyond", "template broken"),
+)
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_fifteen_malformed_directories_end_a_command_with_code_2_and_one_message(
+    command: str,
+    spoiled: Callable[[Damage], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    wrong = {}
+    for name in BY_COMMAND:
+        damage, expected = FAULTS[name]
+        place = spoiled(damage)
+        config_file = place / "c.yaml"
+        config_file.write_text(yaml.safe_dump(sections(place)))
+        more = ["--prompts", str(place / "prompts.jsonl")] if command == "eval" else []
+        monkeypatch.setattr("sys.argv", ["hybridrl", command, str(config_file), *more])
+        with pytest.raises(SystemExit) as end:
+            main.main()
+        out, told = capfd.readouterr()
+        is_one = told.count("\n") == 1 and "Traceback" not in told and "allowed: " in told
+        if end.value.code != 2 or out or not is_one or expected not in told:
+            wrong[name] = end.value.code, out, told
+    assert wrong == {}
+    assert len(BY_COMMAND) >= 15
 
 
 def as_in_the_hubs_cache(folder: Path) -> None:
