@@ -42,7 +42,7 @@ from hybridrl.data.forms import Kind, formed_rows, kind_of, validate_file
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.directory import read_config
-from hybridrl.models.families.by_length import at_length
+from hybridrl.models.families.by_length import at_length, engine_rule
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.headers import HfHeaders
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
@@ -83,8 +83,11 @@ def model_violations(
             family, shape = read_model(config.model.family, content)
             at_length(content, config.longest_sequence())
             hf_config = content
-            is_fused = ENGINES[rollout.engine].has_fused_parameters
-            if is_fused and not check(config, world_size, hf_config, machines=machines):
+            traits = ENGINES[rollout.engine]
+            found += engine_rule(content, rollout.engine, traits.takes_longrope)
+            if traits.has_fused_parameters and not check(
+                config, world_size, hf_config, machines=machines
+            ):
                 # The rules know no vocabulary.
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)

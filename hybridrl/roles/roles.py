@@ -233,17 +233,15 @@ def make_roles(
     terms = make_auxiliary_losses(config) if terms is None else terms
     _check_terms(terms, algorithm)
     held = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
-    longest, chosen = config.longest_sequence(), config.algorithm
-    source = model_source(config.model, world.platform, longest)
+    source = model_source(config.model, world.platform, config.longest_sequence())
+    chosen = config.algorithm
     warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
     # The length of each model's learning-rate schedule: the updates that it takes itself.
     num_updates = config.steps.num_steps * config.steps.updates_per_step
     num_policy_updates = max(num_updates - warmup * config.steps.updates_per_step, 0)
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
     models["policy"] = model = _build(meshes, "policy", source, config)
-    notify(model.layers.said)
-    if said := said_of_length(source.hf_config, longest):
-        notify(f"positions: {said}")
+    _tell(model, config.longest_sequence(), notify)
     if held.trains_policy:
         model.make_trainable(config.train.learning_rate, peer_weights(config, world, notify))
     else:
@@ -265,6 +263,12 @@ def make_roles(
     if held.has_teacher and has_reference:
         teacher = make_teacher(config, meshes.of("teacher"), source, models, needs, temperature)
     return Roles(source, policy, reference, critic, trained, warmup, reward_models, terms, teacher)
+
+
+def _tell(model: ParallelModel, longest: int, notify: Callable[[str], None]) -> None:
+    notify(model.layers.said)
+    if said := said_of_length(model.source.hf_config, longest):
+        notify(f"positions: {said}")
 
 
 def _build(meshes: Meshes, role: str, source: ModelSource, config: Config) -> ParallelModel:

@@ -78,16 +78,7 @@ def read_rotary(
             of a part of each head.
     """
     rope, prefix = rope_parameters(hf_config)
-    kind = rope_kind(rope)
-    if kind not in kinds:
-        raise refusal(f"{prefix}.rope_type", said_kind(rope), ", ".join(kinds))
-    known = ROPE_KEYS | NEEDED[kind] | OPTIONAL.get(kind, frozenset())
-    for key in rope:
-        if key not in known and rope[key] is not None:
-            raise refusal(f"{prefix}.{key}", rope[key], f"nothing with rope_type {kind}")
-    for key in sorted(NEEDED[kind]):
-        if rope.get(key) is None:
-            raise refusal(f"{prefix}.{key}", "nothing", "a number")
+    kind = _checked_kind(rope, prefix, kinds)
     share = _share(hf_config, rope, prefix, default_share)
     theta = number(hf_config, "rope_theta", DEFAULT_ROPE_THETA, 1, 1e15)
 
@@ -121,6 +112,21 @@ def read_rotary(
         mscale=read("mscale", 1, 0, 1e3) if both else 1.0,
         mscale_all_dim=read("mscale_all_dim", 0, 0, 1e3) if both else 0.0,
     )
+
+
+def _checked_kind(rope: Mapping[str, Any], prefix: str, kinds: tuple[str, ...]) -> Any:
+    """Returns the kind of scaling, one of `kinds`, that has all that it needs and nothing else."""
+    kind = rope_kind(rope)
+    if kind not in kinds:
+        raise refusal(f"{prefix}.rope_type", said_kind(rope), ", ".join(kinds))
+    known = ROPE_KEYS | NEEDED[kind] | OPTIONAL.get(kind, frozenset())
+    for key in rope:
+        if key not in known and rope[key] is not None:
+            raise refusal(f"{prefix}.{key}", rope[key], f"nothing with rope_type {kind}")
+    for key in sorted(NEEDED[kind]):
+        if rope.get(key) is None:
+            raise refusal(f"{prefix}.{key}", "nothing", "a number")
+    return kind
 
 
 def said_kind(rope: Mapping[str, Any]) -> Any:
