@@ -126,7 +126,8 @@ def begin_sharded(
         copies: take what is to be written, which may change afterwards; None: it is written from
             where it lies.
     """
-    writer, planned = _FileWriter(folder, copies), []
+    writer = _FileWriter(folder, copies)
+    planned: list[Any] = []
 
     def plan(sharded: ShardedStateDict) -> None:
         named, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, True)

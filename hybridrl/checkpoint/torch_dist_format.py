@@ -57,8 +57,11 @@ def save(
     Raises:
         CheckpointingException: parts of a tensor overlap, or are missing.
     """
-    nothing = None if compares_plain_values else lambda _: {}
-    sharded, plain = save_preprocess(state, True, nothing)
+
+    def compared(values: StateDict) -> StateDict:
+        return values if compares_plain_values else {}
+
+    sharded, plain = save_preprocess(state, True, compared)
     is_writer = torch.distributed.get_rank() == 0
     if is_writer:
         torch.save(plain, folder / COMMON_FILE)
