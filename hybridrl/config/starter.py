@@ -114,6 +114,7 @@ def starter_text(start: Start) -> str:
         f"# Trains {start.model} with {start.task}. See whether it fits: hybridrl plan FILE",
         "# Any knob can be set on the command line too: hybridrl train FILE train.tp=2",
         "# Knobs that are not here have defaults; the documentation has all of them.",
+        "# To have sizes chosen write `layout: auto`, and remove tp, pp and micro_batch_tokens.",
     ]
     for name, knobs in values.items():
         lines.append(f"{name}:")
