@@ -34,7 +34,7 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# What megatron-core 0.16.1 asks for in its own metadata.
+# What megatron-core 0.16.1 asks for in its own metadata; 0.19.2 asks for no version.
 TRANSFORMER_ENGINE_VERSIONS = SpecifierSet(">=2.9.0a0,<2.12.0")
 # cuDNN's attention over packed sequences with grouped queries; transformer-engine's other way
 # without flash-attn makes the whole matrix of scores.

@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hybridrl.checkpoint import torch_dist_format
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.manifest import Manifest, damaged, read_listed
 from hybridrl.checkpoint.opening import Notify, damage_is_told
 from hybridrl.checkpoint.optimizer_state import hand_out, own_shares
 from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failure
+from hybridrl.checkpoint.torch_dist_format import COMMON_FILE, FORMAT_FILE
 from hybridrl.config.files import parse_json
 from hybridrl.errors import CheckpointError
 from hybridrl.parallel.groups import World
@@ -33,7 +35,6 @@ from hybridrl.parallel.mesh import Mesh
 # The end of the names of get_extra_state's results: torch's, and of experts that are multiplied at
 # once transformer-engine's, which numbers them.
 EXTRA_STATE = re.compile(r"_extra_state\d*$")
-FORMAT_FILE, COMMON_FILE = "metadata.json", "common.pt"  # of a sharded part, read by every rank
 
 
 class Saved(Protocol):
@@ -80,7 +81,7 @@ def load_model(
             "Was it saved by this algorithm?",
         )
     with damage_is_told(world, f"verifying {folder / part}", folder, notify):
-        _check_common_files(folder, part, manifest)
+        plain = _plain_values(folder, part, manifest)
         reader = ShardedReader(folder, part, manifest)
     with (
         damage_is_told(world, f"loading {folder / part}", folder, notify, is_unbounded=True),
@@ -88,9 +89,8 @@ def load_model(
         world.platform.megatron_phase(),
     ):
         try:
-            loaded = dist_checkpointing.load(
-                sharded_state(model, is_loading=True), str(folder / part), sharded_strategy=reader
-            )
+            asked = sharded_state(model, is_loading=True)
+            loaded = torch_dist_format.load(asked, plain, reader.load)
         except (CheckpointingException, CheckpointException) as error:
             met = first_failure(error) if isinstance(error, CheckpointException) else error
             if isinstance(met, CheckpointError):
@@ -104,8 +104,8 @@ def load_model(
             _separate_step_counts(model.optimizer)
 
 
-def _check_common_files(folder: Path, part: str, manifest: Manifest) -> None:
-    """Checks the files that Megatron reads on every rank; raises CheckpointError."""
+def _plain_values(folder: Path, part: str, manifest: Manifest) -> dict[str, Any]:
+    """Returns what is no sharded tensor, which every rank reads; raises CheckpointError."""
     content = read_listed(folder, f"{part}/{FORMAT_FILE}", manifest)
     try:
         backends = [parse_json(content)[f"{kind}_backend"] for kind in ("sharded", "common")]
@@ -116,10 +116,13 @@ def _check_common_files(folder: Path, part: str, manifest: Manifest) -> None:
         raise damaged(file, f"backends {backends}", "torch_dist and torch, Megatron's format")
     content = read_listed(folder, f"{part}/{COMMON_FILE}", manifest)
     try:
-        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        found: dict[str, Any] = torch.load(
+            io.BytesIO(content), map_location="cpu", weights_only=True
+        )
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
         first = str(error).splitlines()[0][:200]
         raise damaged(folder / part / COMMON_FILE, first, "plain values and tensors") from None
+    return found
 
 
 def _other_model(part: Path, error: BaseException) -> CheckpointError:

@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_finalize,
@@ -56,6 +54,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from hybridrl.checkpoint import torch_dist_format
 from hybridrl.checkpoint.host_copies import HostCopies
 from hybridrl.checkpoint.manifest import (
     DigestingFile,
@@ -127,18 +126,25 @@ def begin_sharded(
         copies: take what is to be written, which may change afterwards; None: it is written from
             where it lies.
     """
-    writer, all_have_a_part = _Writer(copies), len(ranks) == world.size
-    dist_checkpointing.save(
-        state if ranks[0] == 0 else _with_plain_values(state, ranks[0], world),
-        str(folder),
-        sharded_strategy=writer,
-        # Megatron compares the plain values of all ranks; some have none.
-        preprocess_common_before_consistancy_check=None if all_have_a_part else lambda _: {},
-    )
+    writer = _FileWriter(folder, copies)
+    planned: list[Any] = []
+
+    def plan(sharded: ShardedStateDict) -> None:
+        named, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, True)
+        planned[:], *_ = save_state_dict_async_plan(
+            torch_dist.mcore_to_pyt_state_dict(named, False),
+            writer,
+            planner=torch_dist.MCoreSavePlanner(
+                dedup_replicated_tensors=False, flatten_state_dict=False
+            ),
+        )
+
+    own = state if ranks[0] == 0 else _with_plain_values(state, ranks[0], world)
+    # Plain values of all ranks are compared; some have none.
+    torch_dist_format.save(own, folder, plan, compares_plain_values=len(ranks) == world.size)
     if copies is not None:
         copies.finish()
-    assert writer.begun is not None
-    return writer.begun
+    return BegunFiles(writer, tuple(planned))
 
 
 class BegunFiles:
@@ -176,33 +182,7 @@ def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> Sha
     return plain if world.rank == 0 else state
 
 
-class _Writer(SaveShardedStrategy):
-    """How `dist_checkpointing.save` writes sharded tensors."""
-
-    def __init__(self, copies: HostCopies | None) -> None:
-        super().__init__("torch_dist", 1)
-        self._copies = copies
-        self.begun: BegunFiles | None = None
-
-    def can_handle_sharded_objects(self) -> bool:
-        """Whether objects that are no tensors can be written too."""
-        return True
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Plans to write a state: `begun`."""
-        named, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        writer = _FileWriter(checkpoint_dir, self._copies)
-        planned, *_ = save_state_dict_async_plan(
-            torch_dist.mcore_to_pyt_state_dict(named, False),
-            writer,
-            planner=torch_dist.MCoreSavePlanner(
-                dedup_replicated_tensors=False, flatten_state_dict=False
-            ),
-        )
-        self.begun = BegunFiles(writer, planned)
-
-
-class ShardedReader(torch_dist.TorchDistLoadShardedStrategy):
+class ShardedReader:
     """Reads sharded tensors and verifies what it reads.
 
     Args:
@@ -215,17 +195,16 @@ class ShardedReader(torch_dist.TorchDistLoadShardedStrategy):
     """
 
     def __init__(self, folder: Path, part: str, manifest: Manifest) -> None:
-        super().__init__()
         self._reader = _FileReader(folder, part, manifest, load_index(folder, part, manifest))
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
-        """Reads what the state asks for: Megatron 0.16.1's method of this name over our reader.
+    def load(self, asked: ShardedStateDict) -> StateDict:
+        """Reads what a state asks for: Megatron's TorchDistLoadShardedStrategy.load (0.16.1, 0.19)
+        over our reader.
 
         Raises:
             CheckpointError: on all ranks, naming a file that is damaged.
         """
-        tensors = [x for x in nested_values(sharded_state_dict) if isinstance(x, ShardedTensor)]
-        asked = sharded_state_dict
+        tensors = [x for x in nested_values(asked) if isinstance(x, ShardedTensor)]
         named, flat, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(asked)
         state: dict[str, Any] = torch_dist.mcore_to_pyt_state_dict(named, True)
         planner = torch_dist.MCoreLoadPlanner(

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.config.engines import ENGINES, engine_package
-from hybridrl.config.packages import PYTHON, REQUIRED
+from hybridrl.config.packages import MEGATRON_CORE, PYTHON, REQUIRED
 from hybridrl.errors import UserError
 
 OPTIONAL = ("transformer-engine",)
@@ -72,7 +72,8 @@ def _packages() -> Iterator[Item]:
         elif not SpecifierSet(wanted, prereleases=True).contains(found):
             yield Item(name, "problem", f"{found}, not {wanted}", fix)
         else:
-            yield Item(name, "ok", found)
+            where = MEGATRON_CORE.get(found) if name == "megatron-core" else None
+            yield Item(name, "ok", f"{found}, tested on {where}" if where else found)
     for name in OPTIONAL:
         found = _version(name)
         yield Item(name, "ok" if found else "absent", found or "not installed, optional")

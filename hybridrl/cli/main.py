@@ -291,7 +291,9 @@ def convert(
     validate_conversion(source, target, to, tp, pp, family)
     arguments = ["convert", str(source), str(target), "--to", to, "--tp", str(tp), "--pp", str(pp)]
     arguments += ["--family", family] if family else []
-    raise typer.Exit(launch_without_run(arguments, tp * pp))
+    if (code := launch_without_run(arguments, tp * pp)) == 0:
+        typer.echo(f"wrote {target}")
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -4,7 +4,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -18,17 +18,21 @@ PHASES = ("generation", "scoring", "update", "reshard", "offload")
 MOST_RULES = 4
 
 
-def search_report(result: Result, assumed: Assumptions, seconds: float) -> dict[str, Any]:
+def search_report(
+    result: Result, assumed: Assumptions, seconds: float, kept: Iterable[str]
+) -> dict[str, Any]:
     """Returns what a search came to, for --json.
 
     Args:
         result: of the search.
         assumed: of the cluster.
         seconds: that it took.
+        kept: keys that the configuration writes, which the search leaves as they are.
     """
     best = result.best[:MOST]
     return {
         "seconds": seconds,
+        "kept": sorted(kept),
         "best": [_as_json(one, best[0]) for one in best],
         "fitting": len(result.best),
         "too_large": result.num_large,
@@ -83,6 +87,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f"judged {judged} layouts in {report['seconds']:.1f} s: {report['fitting']} fit, "
         f"{report['too_large']} are too large, {report['refused']} break a rule"
     )
+    if report["kept"]:
+        yield f"kept as written: {', '.join(report['kept'])}; the search chooses the others"
     if best:
         yield "   " + _head()
     for number, one in enumerate(best, 1):

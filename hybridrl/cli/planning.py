@@ -17,6 +17,7 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.planning.choose import search, with_layout
 from hybridrl.planning.cluster import ClusterFile, Host, load_cluster, merged
+from hybridrl.planning.search import pinned_keys
 
 Emit = Callable[[object], None]
 Outcome = tuple[str, list[UserError]]
@@ -66,7 +67,8 @@ def run_search(
     except ConfigError as error:
         emit({"violations": error.as_json()})
         return "", error.violations
-    report = search_report(result, assumed, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    report = search_report(result, assumed, seconds, pinned_keys(config))
     emit(report)
     return search_text(report), []
 

@@ -15,7 +15,7 @@ import typer
 import hybridrl
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.config.engines import ENGINES, usual_engine
-from hybridrl.config.starter import Start, has_template, starter_text
+from hybridrl.config.starter import Start, has_template, known_positions, starter_text
 from hybridrl.errors import UserError
 
 
@@ -51,7 +51,8 @@ def init(
         remedy = "`hybridrl check` says which are installed."
         raise UserError("--engine", used, ", ".join(ENGINES), remedy)
     is_chat = has_template(model) if chat is None else chat
-    text = starter_text(Start(task, model, prompts, used, name, teacher, is_chat))
+    start = Start(task, model, prompts, used, name, teacher, is_chat, known_positions(model))
+    text = starter_text(start)
     file = output or Path(f"{task}.yaml")
     _refuse_existing(file, "--output")
     file.parent.mkdir(parents=True, exist_ok=True)

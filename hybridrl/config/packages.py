@@ -7,13 +7,24 @@ Lower bounds: versions with which, all of them at once but for torch's, a model 
 converted on CPU and the unit tests of configuration, models and data passed. Upper bounds: of
 torch, megatron-core and transformers the next version that was not tested, of others the next major
 one.
+
+Megatron-Core's versions differ in what hybridrl calls of them. What adapts to that:
+checkpoint/torch_dist_format.py (files of a checkpoint), models/megatron_specs.py (parts of a layer)
+and platform.py (CPU).
 """
 
 PYTHON = ">=3.11"
 
+# Versions of megatron-core, and where the tests have run with each. Python 3.11 gets 0.16.1 alone:
+# 0.17 and later ask for 3.12.
+MEGATRON_CORE = {
+    "0.16.1": "CPU, H100, H200",
+    "0.19.2": "CPU",
+}
+
 REQUIRED = {
     "torch": ">=2.11,<2.14",  # tensors and collectives; the range that the tests have run on
-    "megatron-core": "==0.16.1",  # training; platform.py adapts this very version to CPU
+    "megatron-core": ">=0.16.1,!=0.17.*,!=0.18.*,<0.20",  # training; MEGATRON_CORE says more
     "numpy": ">=2.0,<3",  # token data; imported by megatron-core
     "packaging": ">=24.2,<27",  # versions of packages; imported by megatron-core
     # Whether the process that holds a run folder still runs; used by megatron-core, undeclared.

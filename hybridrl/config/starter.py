@@ -17,12 +17,16 @@ from typing import Any
 from pydantic import BaseModel
 
 from hybridrl.config.algorithm import ALGORITHM_NAMES, AlgorithmConfig, GrpoConfig
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.needs import Needs
 from hybridrl.errors import ConfigError, UserError
 
 COMMENT_COLUMNS = 100
+ON_CPU = "Few, so that steps on a CPU take no minutes; raise it on GPUs."
 EXPORTED = "hf"  # the folder below a run's that documentation converts its weights to
+USUAL_PROMPT, USUAL_RESPONSE = 512, 1024  # tokens
+CPU_RESPONSE = 64  # tokens, of which a step of a small model takes seconds to minutes on a CPU
 ASKED_FORM = "Think step by step, then end with a line of the form Answer: 42"
 
 
@@ -38,6 +42,8 @@ class Start:
         name: of the run; None: the task's.
         teacher: HF directory or hub name, for algorithms that learn from one.
         chat: whether prompts become chats by the tokenizer's template.
+        positions: of the model; prompt and response together have at most as many tokens. None: not
+            known.
     """
 
     task: str
@@ -47,6 +53,24 @@ class Start:
     name: str | None = None
     teacher: str | None = None
     chat: bool = True
+    positions: int | None = None
+
+    @property
+    def runs_on_gpus(self) -> bool:
+        """Whether the engine takes GPUs for granted, so that steps may be large."""
+        return ENGINES[self.engine].runs_on_gpus
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt: the usual, or half of what a short model reads."""
+        return min(USUAL_PROMPT, (self.positions or 2 * USUAL_PROMPT) // 2)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The longest response, for which the model has positions after the longest prompt."""
+        usual = USUAL_RESPONSE if self.runs_on_gpus else CPU_RESPONSE
+        left = usual if self.positions is None else self.positions - self.max_prompt_tokens
+        return min(usual, left)
 
 
 def has_template(model: str) -> bool:
@@ -65,6 +89,18 @@ def has_template(model: str) -> bool:
         return False
 
 
+def known_positions(model: str) -> int | None:
+    """Returns how many positions a model's directory says that it has; None: it says nothing, or
+    is a hub name, of which nothing is read.
+    """
+    try:
+        file = Path(model).expanduser() / "config.json"
+        found = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):  # the command that reads it says what is wrong
+        return None
+    return found if isinstance(found, int) and found > 1 else None
+
+
 def starter_text(start: Start) -> str:
     """Returns the YAML text.
 
@@ -78,6 +114,7 @@ def starter_text(start: Start) -> str:
         f"# Trains {start.model} with {start.task}. See whether it fits: hybridrl plan FILE",
         "# Any knob can be set on the command line too: hybridrl train FILE train.tp=2",
         "# Knobs that are not here have defaults; the documentation has all of them.",
+        "# To have sizes chosen write `layout: auto`, and remove tp, pp and micro_batch_tokens.",
     ]
     for name, knobs in values.items():
         lines.append(f"{name}:")
@@ -115,7 +152,7 @@ def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
         }
     else:
         found["rollout"] |= {"engine": (start.engine, "Generates evaluations only.")}
-    found["steps"] = _steps(needs)
+    found["steps"] = _steps(start, needs)
     if isinstance(algorithm, GrpoConfig) and algorithm.cov_kl_fraction:
         found["steps"]["updates_per_step"] = (2, "Its term is 0 at the first update of a step.")
     found["checkpoint"] = {"every": (20, "What a lost machine may cost."), "keep": (2, "")}
@@ -152,11 +189,12 @@ def _train(needs: Needs) -> Knobs:
 def _rollout(start: Start, needs: Needs) -> Knobs:
     if not needs.rollouts:
         return {}
+    reason = "Room for worked reasoning." if start.runs_on_gpus else ON_CPU
     return {
         "engine": (start.engine, "vllm is the fast one on GPUs: pip install 'hybridrl[vllm]'."),
         "tp": (1, ""),
         "temperature": (1.0, ""),
-        "max_new_tokens": (1024, "Room for worked reasoning."),
+        "max_new_tokens": (start.max_new_tokens, reason),
     }
 
 
@@ -174,7 +212,8 @@ def _data(start: Start, needs: Needs) -> Knobs:
     if needs.feedback == "labels":
         found["label_key"] = ("label", "")
     why = "False for a base model." if start.chat else ""
-    found |= {"chat_template": (start.chat, why), "max_prompt_tokens": (512, "")}
+    found["chat_template"] = (start.chat, why)
+    found["max_prompt_tokens"] = (start.max_prompt_tokens, "")
     if needs.rollouts and start.chat and not needs.has_teacher:
         found["system_prompt"] = (ASKED_FORM, "What reward.extract looks for.")
     if needs.rollouts and not needs.has_teacher:
@@ -182,11 +221,12 @@ def _data(start: Start, needs: Needs) -> Knobs:
     return found
 
 
-def _steps(needs: Needs) -> Knobs:
+def _steps(start: Start, needs: Needs) -> Knobs:
     is_compared = needs.rollouts and not needs.values and not needs.has_teacher
     samples = (8, "Enough that most groups have better and worse ones.") if is_compared else (1, "")
+    is_short = needs.rollouts and not start.runs_on_gpus
     return {
-        "prompts_per_step": (64, ""),
+        "prompts_per_step": (8, ON_CPU) if is_short else (64, ""),
         "samples_per_prompt": samples,
         "num_steps": (100, ""),
         "eval_every": (20 if needs.rollouts and not needs.has_teacher else 0, ""),

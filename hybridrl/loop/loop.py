@@ -418,7 +418,7 @@ class Trainer:
 
     def _evaluate_and_keep(self) -> dict[str, float]:
         """Evaluates and notes what was found for this step; returns its metrics."""
-        return self.evaluations.keep(self.step, self.evaluate(), self.journal.notify)
+        return self.evaluations.keep(self.step, self.evaluate, self.journal.notify)
 
     def save_checkpoint(self, waits: bool = True) -> Path:
         """Writes `checkpoints/step_N` with everything that the run needs to go on.

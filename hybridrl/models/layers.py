@@ -35,6 +35,7 @@ from hybridrl.errors import UserError
 from hybridrl.models.attention import GatherKeys, PackedAttention
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.latent_attention import LatentAttention, LatentSubmodules
+from hybridrl.models.megatron_specs import module_of, submodules_of, with_module
 from hybridrl.models.norm import TorchNorm
 from hybridrl.models.post_norm import norm_after
 from hybridrl.models.replay import ReplayingLayer
@@ -164,7 +165,7 @@ def layer_specs(
     if recompute == "selective":
         mlp = layer.submodules.mlp
         is_own = with_experts is not None and family.layer_spec is not None
-        if getattr(mlp, "module", None) is not MLP or is_own or not _is_swiglu(config):
+        if module_of(mlp) is not MLP or is_own or not _is_swiglu(config):
             raise UserError(
                 "train.recompute",
                 "selective",
@@ -172,12 +173,12 @@ def layer_specs(
                 "all Megatron's MLP with SwiGLU",
                 "Set train.recompute=full, or none.",
             )
-        layer.submodules.mlp = lean_mlp(mlp.submodules)
+        layer.submodules.mlp = lean_mlp(submodules_of(mlp))
         if with_experts is not None:
-            parts = with_experts.submodules.mlp.submodules
-            parts.shared_experts.module = LeanSharedExperts
+            parts = submodules_of(with_experts.submodules.mlp)
+            parts.shared_experts = with_module(parts.shared_experts, LeanSharedExperts)
             if not config.moe_grouped_gemm:
-                parts.experts.module = LeanExperts
+                parts.experts = with_module(parts.experts, LeanExperts)
     return layer, with_experts, final_norm
 
 
@@ -267,7 +268,7 @@ def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
     layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-    layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+    submodules_of(layer.mlp).linear_fc1 = TEColumnParallelLinear
     layer.sharded_state_dict_keys_map = get_gpt_layer_local_spec(
         normalization=config.normalization
     ).submodules.sharded_state_dict_keys_map
@@ -286,7 +287,7 @@ def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleS
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
     )
-    layer.mlp.submodules.router = Router
+    submodules_of(layer.mlp).router = Router
     spec.module = ReplayingLayer
     _keep_name(spec, "pre_mlp_layernorm.")
     if kind == "transformer_engine":
@@ -387,7 +388,9 @@ def lean_mlp(submodules: MLPSubmodules) -> type:
     """Returns a ModuleSpec piece that builds a LeanMlp of these linear layers."""
 
     class Lean:
-        def __new__(cls, config: TransformerConfig) -> LeanMlp:  # type: ignore[misc]  # as TorchNorm
+        def __new__(  # type: ignore[misc]  # as TorchNorm
+            cls, config: TransformerConfig, **_: object
+        ) -> LeanMlp:
             return LeanMlp(config, submodules, ffn_hidden_size=config.ffn_hidden_size)
 
     return Lean

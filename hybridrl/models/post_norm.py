@@ -25,6 +25,7 @@ from megatron.core.transformer.utils import (
 )
 
 from hybridrl.models.family import ModelShape
+from hybridrl.models.megatron_specs import with_module
 from hybridrl.models.norm import TorchNorm, rms_norm
 from hybridrl.models.rotary import angles_of_layer
 
@@ -151,7 +152,8 @@ def norm_after(spec: ModuleSpec, shape: ModelShape) -> None:
     if shape.norms_after == "only":
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
     if shape.norms_after != "no":
-        layer.self_attention.module, layer.mlp.module = NormedAttention, NormedMlp
+        layer.self_attention = with_module(layer.self_attention, NormedAttention)
+        layer.mlp = with_module(layer.mlp, NormedMlp)
     if not shape.whole_qk_norm:
         return
     layer.self_attention.submodules = dataclasses.replace(

@@ -150,9 +150,9 @@ def cpu_verdict(found: Sequence[RankMemory]) -> dict[str, Any]:
     cache = next(one.memory for one in found if one.memory.has_engine)
     world_size = sum(len(one.ranks) for one in found)
     total = sum(len(one.ranks) * peak for one, peak in zip(found, peaks, strict=True))
-    ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
+    ranks = f"{world_size} ranks take" if world_size > 1 else "1 rank takes"
     summary = (
-        f"no verdict on CPU, where ranks share the host's memory: {ranks} take about "
+        f"no verdict on CPU, where ranks share the host's memory: {ranks} about "
         f"{memory_size(total)}, beside what Python's libraries take"
     )
     phase = "training" if memory.train >= memory.rollout else "rollout"

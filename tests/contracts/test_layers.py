@@ -27,6 +27,7 @@ from hybridrl.hybrid_engine.alias import TrainingShard, shared_names, shared_vie
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.layers import torch_layer_spec
+from hybridrl.models.megatron_specs import with_module
 from hybridrl.models.weights import TE_NAMES, fused_layout, hf_shapes
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.training.model import ModelSource, ParallelModel
@@ -160,7 +161,7 @@ class HalvedMlp(MLP):
 
 def halved_spec(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     layer, norm = torch_layer_spec(config)
-    layer.submodules.mlp.module = HalvedMlp
+    layer.submodules.mlp = with_module(layer.submodules.mlp, HalvedMlp)
     return layer, norm
 
 

@@ -7,12 +7,11 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from hybridrl.checkpoint import model_state, sharded_files
+from hybridrl.checkpoint import model_state, sharded_files, torch_dist_format
 from hybridrl.training import optimizer as trainer_optimizer
 
 
@@ -41,7 +40,7 @@ def written_bytes() -> Iterator[dict[str, int]]:
 def read_bytes() -> Iterator[dict[str, int]]:
     """Counts the bytes of the optimizer's state that a rank asks of a checkpoint."""
     sizes = {"asked": 0}
-    load = dist_checkpointing.load
+    load = torch_dist_format.load
 
     def watched_load(state: Any, *args: Any, **kwargs: Any) -> Any:
         for part in nested_values(state["optimizer"]):
@@ -49,11 +48,11 @@ def read_bytes() -> Iterator[dict[str, int]]:
                 sizes["asked"] += part.data.nbytes
         return load(state, *args, **kwargs)
 
-    dist_checkpointing.load = watched_load
+    torch_dist_format.load = watched_load
     try:
         yield sizes
     finally:
-        dist_checkpointing.load = load
+        torch_dist_format.load = load
 
 
 @contextmanager

@@ -6,6 +6,7 @@ by PYTHONPATH, so that nothing is fetched.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -87,6 +88,7 @@ def test_distributions_hold_what_their_users_need(distributions: dict[str, Path]
     assert "License-Expression: Apache-2.0" in described or "License: Apache-2.0" in described
     with tarfile.open(distributions["sdist"]) as sdist:
         inner = {name.partition("/")[2] for name in sdist.getnames()}
+    assert [name for name in shipped if name.startswith("hybridrl/examples/recipes/")]
     wanted = [n for n in tracked if n.startswith(("csrc/", "kernels/", "examples/", "hybridrl/"))]
     assert set(wanted) - inner == set()
 
@@ -107,6 +109,21 @@ def test_wheel_trains_in_an_environment_of_its_own(installed: Path, tmp_path: Pa
     assert (tmp_path / "runs" / "quickstart-sft" / "summary.json").exists()
     run([hybridrl, "init", "sft", "examples/quickstart/model"], tmp_path, **libraries)
     run([hybridrl, "plan", "sft.yaml"], tmp_path, **libraries)
+
+
+@pytest.mark.parametrize(("recipe", "world"), [("qwen2.5-7b_8gpu", 8), ("deepseek-v3_256gpu", 256)])
+def test_recipes_of_the_wheel_are_planned(
+    installed: Path, tmp_path: Path, recipe: str, world: int
+) -> None:
+    """Their paths lead from the folder that `hybridrl examples` writes into."""
+    libraries = {"PYTHONPATH": sysconfig.get_path("purelib")}
+    run([installed / "hybridrl", "examples"], tmp_path, **libraries)
+    file = f"examples/recipes/{recipe}.yaml"
+    nodes = f"{world // 8}x8xH100"
+    command = [installed / "hybridrl", "plan", file, "--cluster", nodes, "--json"]
+    planned = json.loads(run(command, tmp_path, **libraries))
+    assert planned["fits"] and planned["violations"] == []
+    assert sum(len(part["ranks"]) for part in planned["ranks"]) == world
 
 
 @pytest.mark.parametrize("extra", ["data", "math", "docs", "test"])

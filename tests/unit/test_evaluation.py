@@ -15,8 +15,9 @@ from hybridrl.config.evaluation import EvalConfig
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rules import check
+from hybridrl.config.schema import StepsConfig
 from hybridrl.errors import ConfigError, UserError
-from hybridrl.loop.evaluate import EvaluationSet, evaluate, summarized
+from hybridrl.loop.evaluate import Evaluation, Evaluations, EvaluationSet, evaluate, summarized
 from hybridrl.rollout.engine import SamplingParams
 
 
@@ -212,3 +213,18 @@ def test_a_folder_that_is_no_model_is_refused_with_what_to_give(tmp_path: Path) 
     assert config.model.path == str(tmp_path) and config.eval.temperature == 0.5
     told = evaluated_config(tmp_path, ["rollout.temperature=0.3"])
     assert told.eval.temperature == 0.3
+
+
+def test_the_first_evaluation_of_a_run_says_what_it_waits_for() -> None:
+    prompts: Any = [object()] * 5
+    sets = {"mine": EvaluationSet(prompts[:2], RewardConfig(function="exact_match"), 4)}
+    own = EvaluationSet(prompts, RewardConfig(function="exact_match"))
+    kept, said = Evaluations(StepsConfig(), EvalConfig(), own, sets), []
+
+    def measured() -> Evaluation:
+        said.append("generated")
+        return Evaluation(1.0, 1.0, {}, 5, 5)
+
+    for step in (0, 20):
+        kept.keep(step, measured, said.append)
+    assert said == ["evaluating after step 0: 13 responses are generated", "generated", "generated"]

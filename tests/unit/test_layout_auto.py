@@ -148,8 +148,8 @@ def test_235b_on_256_ranks_is_searched_within_a_minute() -> None:
     seconds = time.process_time() - started
     assert seconds < 60  # the bound that searches are judged by; some 4 s of an idle core
     assert result.best and result.num_large
-    text = search_text(search_report(result, assumed, seconds))
-    assert text.startswith("fits: ") and "lost by memory" in text
+    text = search_text(search_report(result, assumed, seconds, ()))
+    assert text.startswith("fits: ") and "lost by memory" in text and "kept" not in text
 
 
 def test_plan_prints_the_best_ten_with_phases_and_why_others_lost(tmp_path: Path) -> None:
@@ -184,3 +184,14 @@ def test_usual_lengths_change_times_and_not_the_memory_that_is_counted() -> None
         report, _ = plan_report(changed(usual, one.changes), 2, H200)
         assert report["fits"] is True
     assert search(usual, 2, Host(), H200)[0].best[0].step_s < longest.step_s
+
+
+def test_a_search_says_which_keys_it_keeps(tmp_path: Path) -> None:
+    """A starter writes train.tp and others, which leaves one layout to judge."""
+    model = ROOT / "examples" / "recipes" / "models" / "qwen2.5-7b"
+    file = tmp_path / "grpo.yaml"
+    start = ["init", "grpo", str(model), "--engine", "vllm", "--output", str(file)]
+    assert CliRunner().invoke(app, start).exit_code == 0
+    arguments = ["plan", str(file), "--cluster", "8xH200", "--search"]
+    kept = ["rollout.tp", "train.micro_batch_tokens", "train.pp", "train.tp"]
+    assert f"kept as written: {', '.join(kept)};" in CliRunner().invoke(app, arguments).stdout

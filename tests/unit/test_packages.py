@@ -20,7 +20,7 @@ from hybridrl import __version__
 from hybridrl.cli import environment
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.load import load_config_dict
-from hybridrl.config.packages import PYTHON, REQUIRED
+from hybridrl.config.packages import MEGATRON_CORE, PYTHON, REQUIRED
 from hybridrl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,22 @@ def test_setup_asks_for_the_table(metadata: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", REQUIRED)
 def test_package_has_a_lower_and_an_upper_bound(name: str) -> None:
     operators = {bound.operator for bound in SpecifierSet(REQUIRED[name])}
-    assert operators in ({">=", "<"}, {"=="})
+    assert operators - {"!="} == {">=", "<"}
+
+
+def test_versions_of_megatron_are_those_that_were_tested() -> None:
+    bounds = SpecifierSet(REQUIRED["megatron-core"])
+    assert all(bounds.contains(version) for version in MEGATRON_CORE)
+    minors = {version.rpartition(".")[0] for version in MEGATRON_CORE}
+    between = [f"0.{minor}" for minor in range(10, 30)]
+    assert {minor for minor in between if bounds.contains(f"{minor}.1")} == minors
+
+
+def test_check_says_where_megatron_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {item.name: item.found.split(",")[0] for item in environment._packages()}
+    monkeypatch.setattr(environment, "_version", {**installed, "megatron-core": "0.19.2"}.get)
+    (found,) = (item for item in environment._packages() if item.name == "megatron-core")
+    assert (found.status, found.found) == ("ok", "0.19.2, tested on CPU")
 
 
 def test_whatever_is_imported_is_asked_for() -> None:
@@ -107,7 +122,7 @@ def test_other_files_repeat_the_table() -> None:
 def test_check_judges_every_package(
     monkeypatch: pytest.MonkeyPatch, name: str, version: str, status: str
 ) -> None:
-    installed = {item.name: item.found for item in environment._packages()}
+    installed = {item.name: item.found.split(",")[0] for item in environment._packages()}
     monkeypatch.setattr(environment, "_version", {**installed, name: version}.get)
     items = {item.name: item for item in environment._packages()}
     assert items.keys() >= REQUIRED.keys()

@@ -121,6 +121,34 @@ def test_starter_names_the_run_after_its_model(model: str, name: str) -> None:
     assert yaml.safe_load(text)["run"]["name"] == name
 
 
+def knobs_of(model: str, engine: str) -> tuple[int, ...]:
+    """Returns the sizes of a written starter: prompt and response tokens, prompts a step."""
+    arguments = ["init", "grpo", model, "--engine", engine, "--output", f"{engine}.yaml"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    found = load_config(f"{engine}.yaml")
+    Path(f"{engine}.yaml").unlink()
+    lengths = found.data.max_prompt_tokens, found.rollout.max_new_tokens
+    return *lengths, found.steps.prompts_per_step
+
+
+def test_starter_of_a_cpu_has_short_steps(here: Path) -> None:
+    assert knobs_of("model", "vllm") == (512, 1024, 64)
+    assert knobs_of("model", "hf") == (512, 64, 8)
+    assert knobs_of("organisation/name", "hf") == (512, 64, 8)
+
+
+@pytest.mark.parametrize(("positions", "lengths"), [(1024, (512, 512)), (256, (128, 128))])
+def test_starter_keeps_to_the_positions_of_the_model(
+    here: Path, positions: int, lengths: tuple[int, int]
+) -> None:
+    config = {**QWEN25_7B, "max_position_embeddings": positions}
+    (here / "model" / "config.json").write_text(json.dumps(config))
+    assert knobs_of("model", "vllm") == (*lengths, 64)
+    CliRunner().invoke(app, ["init", "grpo", "model", "--engine", "vllm"])
+    _, violations = plan_report(load_config("grpo.yaml"), 8)
+    assert violations == []
+
+
 @pytest.mark.parametrize(("num_gpus", "engine"), [(0, "hf"), (8, "vllm")])
 def test_starter_takes_the_engine_that_fits_the_host(
     here: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, engine: str

@@ -124,7 +124,7 @@ def decoder_config(
         "gated_linear_unit": True,
         "add_bias_linear": shape.linear_bias,
         "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
+        "qk_layernorm": shape.qk_norm or shape.whole_qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }

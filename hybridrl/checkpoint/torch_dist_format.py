@@ -1,0 +1,96 @@
+"""Megatron's checkpoint format `torch_dist`: what stands beside the sharded tensors, and the order
+of the parts of a save and of a load.
+
+Plain values lie in `common.pt` and the names of the format in `metadata.json`, as Megatron-Core
+0.16.1 writes them and all later versions read them. `dist_checkpointing.save` of 0.19 has no such
+file: it pickles plain values into the tensors' own files. What is called here are the parts that
+`save` and `load` of all supported versions are made of, so that a checkpoint has the same files
+whichever version wrote it. Collective over the world, as those are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    StateDict,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.utils import (
+    extract_sharded_base,
+    force_all_tensors_to_non_fp8,
+)
+from megatron.core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
+
+FORMAT_FILE, COMMON_FILE = "metadata.json", "common.pt"  # of a sharded part, read by every rank
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def save(
+    state: ShardedStateDict,
+    folder: Path,
+    save_tensors: Callable[[ShardedStateDict], None],
+    compares_plain_values: bool = True,
+) -> None:
+    """Saves a state; its plain values are those of rank 0.
+
+    Args:
+        state: this rank's part.
+        folder: where to.
+        save_tensors: writes the sharded tensors; collective.
+        compares_plain_values: they must be the same on all ranks.
+
+    Raises:
+        CheckpointingException: parts of a tensor overlap, or are missing.
+    """
+
+    def compared(values: StateDict) -> StateDict:
+        return values if compares_plain_values else {}
+
+    sharded, plain = save_preprocess(state, True, compared)
+    is_writer = torch.distributed.get_rank() == 0
+    if is_writer:
+        torch.save(plain, folder / COMMON_FILE)
+    save_tensors(sharded)
+    if is_writer:
+        (folder / FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
+    torch.distributed.barrier()
+
+
+def load(
+    state: ShardedStateDict,
+    plain: StateDict,
+    load_tensors: Callable[[ShardedStateDict], StateDict],
+) -> StateDict:
+    """Returns what a state asks for: plain values and loaded tensors, by its names.
+
+    Args:
+        state: this rank's part, with tensors to load into.
+        plain: what `common.pt` holds; taken over.
+        load_tensors: returns the sharded tensors of a state, filled; collective.
+
+    Raises:
+        CheckpointingException: parts of a tensor overlap, or are missing.
+    """
+    force_all_tensors_to_non_fp8(state)
+    sharded, own, factories = load_preprocess(state)
+    merge(plain, own)
+    sharded, _ = extract_sharded_base(sharded)
+    validate_sharding_integrity(determine_global_metadata(sharded)[1])
+    merge(plain, load_tensors(sharded))
+    loaded: StateDict = apply_factory_merges(plain, factories)
+    return loaded
