@@ -45,13 +45,8 @@ class HangWatch:
         self._told: Hang | None = None
         self._told_idle_s = 0.0
 
-    def look(self, beats: Sequence[Beat], silent: Sequence[int] = ()) -> Hang | None:
-        """Takes in the latest beat of every rank; returns a hang that it has not yet told.
-
-        Args:
-            beats: of all ranks.
-            silent: those that have not beaten for long, whose processes run.
-        """
+    def look(self, beats: Sequence[Beat]) -> Hang | None:
+        """Takes in the latest beat of every rank; returns a hang that it has not yet told."""
         for rank, beat in enumerate(beats):
             before = self._before.get(rank, beat)
             if beat.idle_s < before.idle_s and not _is_waiting(before):
@@ -61,7 +56,7 @@ class HangWatch:
         still = {
             rank
             for rank, beat in enumerate(beats)
-            if not beat.has_left and (beat.idle_s >= self.bound_s(beat) or rank in silent)
+            if not beat.has_left and beat.idle_s >= self.bound_s(beat)
         }
         if self._told is not None:
             return None
@@ -101,7 +96,12 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
     of_others = {other for rank in still for other in awaited[rank] & still}
     elsewhere = sorted(rank for rank in of_others if not _is_waiting(beats[rank]))
     if elsewhere:
-        return Hang(elsewhere, _elsewhere_text(elsewhere, beats, awaited))
+        waiting = [  # also those that have not yet waited for long
+            rank
+            for rank in range(len(beats))
+            if _awaited(rank, beats, still) & set(elsewhere) and _is_waiting(beats[rank])
+        ]
+        return Hang(elsewhere, _elsewhere_text(elsewhere, beats, waiting))
     places: dict[str, list[int]] = {}
     for rank in sorted(still - waits_for_slow):
         if _is_waiting(beats[rank]) and (awaited[rank] or rank in of_others):
@@ -117,7 +117,7 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
 
 
 def _awaited(rank: int, beats: Sequence[Beat], still: set[int]) -> set[int]:
-    """Returns for whom a rank that stands still waits, as far as that is known."""
+    """Returns for whom a rank waits, as far as that is known."""
     beat, found = beats[rank], set[int]()
     if beat.wait is not None:
         found |= set(missing_ranks(beat.wait, beats))
@@ -171,9 +171,7 @@ def _place(beat: Beat) -> str:
     return f"{beat.wait.what} of {beat.wait.group}" if beat.wait is not None else beat.at
 
 
-def _elsewhere_text(
-    suspects: Sequence[int], beats: Sequence[Beat], awaited: Mapping[int, set[int]]
-) -> str:
+def _elsewhere_text(suspects: Sequence[int], beats: Sequence[Beat], waiting: Sequence[int]) -> str:
     named = "; ".join(
         f"rank {rank} on host {beats[rank].host} has made no progress for "
         f"{beats[rank].idle_s:.0f} s, {beats[rank].where}"
@@ -181,7 +179,6 @@ def _elsewhere_text(
     )
     if len(suspects) > MAX_NAMED:
         named += f"; and {len(suspects) - MAX_NAMED} more"
-    waiting = [rank for rank in sorted(awaited) if awaited[rank] & set(suspects)]
     first = beats[waiting[0]]
     where = f" in {_place(first)}" if any(not call.is_over for call in first.latest) else ""
     after = f" after {first.wait.what!r}" if first.wait is not None else ""

@@ -24,12 +24,13 @@ import torch.distributed as dist
 
 from hybridrl.parallel import failure, progress
 from hybridrl.parallel.collectives import latest_calls, num_called
-from hybridrl.parallel.hang_page import HANGS, HangPage, RankReport
+from hybridrl.parallel.hang_page import HANGS, HangPage, RankReport, newest_page
 from hybridrl.parallel.stacks import process_state, stacks_by_signal, stacks_of_threads
 from hybridrl.parallel.watch import Beat, Call
 
 GATHER_S = 5.0  # two beats, and ANSWER_S of stacks.py
 FILES_S = 2.0  # for the files of other ranks to come, where there is no store
+RECENT_S = 10.0  # before: what ranks have left then is of the same hang
 CALLS_S = 0.5  # for the flight recorder, which asks the device
 POLL_S = 0.1
 STEP = re.compile(r"step (\d+)")
@@ -38,14 +39,18 @@ STEP = re.compile(r"step (\d+)")
 class IdleClock:
     """How long nothing has changed that counts a rank's work, and in which calls it is meanwhile.
 
+    Time in which nobody looked, because the process was stopped or its Python held up, counts for
+    one look at most: others know of it, and the rank goes on.
+
     Args:
         note_after_s: from then on its calls are noted.
+        every_s: between two looks; more of them do no harm.
     """
 
-    def __init__(self, note_after_s: float) -> None:
-        self._note_after_s = note_after_s
+    def __init__(self, note_after_s: float, every_s: float) -> None:
+        self._note_after_s, self._every_s = note_after_s, every_s
         self._seen: tuple[object, ...] = ()
-        self._since = time.monotonic()
+        self._idle_s, self._looked = 0.0, time.monotonic()
         self._noting: threading.Thread | None = None
         self._latest: Sequence[Call] = ()
 
@@ -56,12 +61,14 @@ class IdleClock:
             work: anything that changes with the rank's work, besides calls and rounds.
         """
         seen = (num_called(), progress.num_rounds(), *work)
+        now = time.monotonic()
+        self._idle_s += min(now - self._looked, 2 * self._every_s)
+        self._looked = now
         if seen != self._seen:
-            self._seen, self._since, self._latest = seen, time.monotonic(), ()
-        idle_s = time.monotonic() - self._since
-        if idle_s >= self._note_after_s:
+            self._seen, self._idle_s, self._latest = seen, 0.0, ()
+        if self._idle_s >= self._note_after_s:
             self._note()
-        return idle_s, self._latest
+        return self._idle_s, self._latest
 
     def calls(self) -> Sequence[Call]:
         """Returns the rank's calls, as far as they can be had in CALLS_S."""
@@ -178,8 +185,7 @@ class HangReports:
         """
         if self.folder is None:
             return None
-        step, began = step_of(first), time.time()
-        parts, page = self.folder / f"step_{step}.parts", self.folder / f"step_{step}.html"
+        began, parts = time.time(), self.folder / "parts"
         report = self._report(suspects)
         try:
             parts.mkdir(parents=True, exist_ok=True)
@@ -190,17 +196,19 @@ class HangReports:
             reports = {
                 int(file.stem.removeprefix("rank_")): RankReport.from_json(file.read_bytes())
                 for file in parts.glob("rank_*.json")
-                if file.stat().st_mtime > began - 2 * FILES_S
+                if file.stat().st_mtime > began - RECENT_S
             }
-            if self._rank != min(reports):
-                return page
-            for file in parts.glob("rank_*"):
-                file.unlink()
-            parts.rmdir()
-        except OSError:
+        except OSError:  # of a full disk
             return None
-        beats = {rank: report.beat for rank, report in reports.items()} | {0: first}
-        return self._write(HangPage(step, message, suspects, beats, reports))
+        if self._rank == min(reports, default=self._rank):
+            beats = {rank: report.beat for rank, report in reports.items()} | {0: first}
+            step = max(map(step_of, beats.values()))
+            return self._write(HangPage(step, message, suspects, beats, reports))
+        page, deadline = None, time.monotonic() + FILES_S
+        while page is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            page = newest_page(self.folder.parent, began - RECENT_S)
+        return None if page is None else page[0]
 
     def _report(self, silent: Sequence[int]) -> RankReport:
         mates = dict(self.mates)

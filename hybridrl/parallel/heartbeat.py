@@ -87,7 +87,7 @@ class Heartbeat:
         self._count, self._num_answers = 0, 0
         self._is_complete = False  # what this rank reads is in the store
         self._first: Beat | None = None  # of rank 0, the latest
-        self._idle = IdleClock(HANG_S / 2)
+        self._idle = IdleClock(HANG_S / 2, BEAT_S)
         self._hangs = HangWatch(HANG_S, START_HANG_S)
         self._host, self._host_id = socket.gethostname(), host_id()
         self._ending, self._was_raised = threading.Event(), False
@@ -281,6 +281,9 @@ class Heartbeat:
         if self._rank and not self.watch.is_silent(0):
             return None
         silent = [rank for rank in range(self._size) if self.watch.is_silent(rank)]
+        for rank in silent:
+            idle_s = beats[rank].idle_s + self.watch.silent_for_s(rank)
+            beats[rank] = replace(beats[rank], idle_s=idle_s)
         if verdict is None:
             self._tell(beats, silent)
             return None
@@ -296,7 +299,7 @@ class Heartbeat:
     def _tell(self, beats: Sequence[Beat], silent: Sequence[int]) -> None:
         """Tells who is waited for, and of ranks without progress."""
         said = [self._hangs.over(beats), self.watch.notice(beats)]
-        if (hang := self._hangs.look(beats, silent)) is not None:
+        if (hang := self._hangs.look(beats)) is not None:
             page = self.reports.gather(hang.message, hang.suspects, beats, silent)
             said.append(with_page(hang.message, page))
         for text in filter(None, said):

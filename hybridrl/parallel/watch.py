@@ -188,7 +188,11 @@ class Watch:
 
     def is_silent(self, rank: int) -> bool:
         """Whether a rank has not beaten for so long that it needs an explanation."""
-        return self._silent.get(rank, 0) * self.every_s >= self.silent_s
+        return self.silent_for_s(rank) >= self.silent_s
+
+    def silent_for_s(self, rank: int) -> float:
+        """Returns the seconds since a rank's last beat."""
+        return self._silent.get(rank, 0) * self.every_s
 
     def notice(self, beats: Sequence[Beat]) -> str | None:
         """Returns who waits for whom, once a minute while somebody waits for longer than that."""

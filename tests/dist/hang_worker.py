@@ -25,8 +25,6 @@ from hybridrl.parallel import heartbeat, progress
 from hybridrl.parallel.groups import PeerError, World
 from hybridrl.platform import Platform
 
-BUSY_S = 6.0
-
 
 class Case:
     """The step that this rank says to be in, and the page of it."""
@@ -94,7 +92,9 @@ def cases(case: Case) -> None:
 def first(case: Case) -> None:
     is_first = case.world.rank == 0
     if is_first:
-        ctypes.PyDLL(None).usleep(int(BUSY_S * 1e6))
+        time.sleep(5 * heartbeat.BEAT_S)  # the others have read its step
+        until_page = f"for i in $(seq 300); do sleep 0.1; [ -e {case.page} ] && exit; done"
+        ctypes.PyDLL(None).system(until_page.encode())  # PyDLL: holds the interpreter
     case.world.arrive("a rank in native code")
     case.begin(2)
     try:
@@ -104,6 +104,8 @@ def first(case: Case) -> None:
         case.world.arrive("a stopped rank")
     except PeerError as error:
         (case.folder / f"said_{case.world.rank}").write_text(str(error))
+        time.sleep(heartbeat.GRACE_S)  # the other one says it too
+        raise
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ def test_the_rank_that_judges_is_named_by_another(
     assert "hang_worker.py" in stacks and "in first" in stacks  # got by a signal
 
     text, _ = pages(tmp_path, 2)
-    assert text.splitlines()[3].startswith("rank 0, which keeps the job's store,"), text
+    assert text.splitlines()[3].startswith("rank 0 on host "), text
     assert "gave no sign of life for 1.6 s: its process is stopped" in text
     assert "rank 2 on host" in text and "in arrive" in text.split("=== stacks of ")[2]
     said = [(tmp_path / f"said_{rank}").read_text() for rank in (1, 2)]
