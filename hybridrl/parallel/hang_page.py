@@ -18,6 +18,7 @@ from hybridrl.parallel.watch import Beat, Call, ranks_text
 
 HANGS = "hangs"  # the folder of pages, in that of the run
 MESSAGE_LINE = 3  # of the text
+INNERMOST = "Stacks begin with the innermost line."
 STYLE = """
 :root { color-scheme: light dark; --line: #8885; --soft: #8882; --bad: #c0392b; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1200px; padding: 16px; }
@@ -154,7 +155,7 @@ class HangPage:
             else:
                 got = [r.stacks_of[rank] for r in self.reports.values() if rank in r.stacks_of]
                 if got:
-                    stacks = {"all threads, innermost line first": got[0]}
+                    stacks = {"all threads, by a signal": got[0]}
             key = json.dumps([rank in self.suspects, rank in self.reports, stacks])
             found.setdefault(key, ([], stacks))[0].append(rank)
         return list(found.values())
@@ -171,7 +172,7 @@ class HangPage:
 
     def text(self) -> str:
         """Returns the text file."""
-        lines = [self.title, _clock(self.time), "", self.message, ""]
+        lines = [self.title, _clock(self.time), "", self.message, "", INNERMOST, ""]
         for rank in self.ranks():
             beat, mark = self.beat(rank), " (suspected)" if rank in self.suspects else ""
             lines += [
@@ -202,7 +203,7 @@ class HangPage:
             "<h2>Ranks</h2>",
             *self._table(),
             *self._group_tables(),
-            "<h2>Stacks</h2>",
+            f"<h2>Stacks</h2><p>{INNERMOST}</p>",
         ]
         for ranks, stacks in self.stacks():
             is_open = " open" if ranks[0] in self.suspects else ""

@@ -337,8 +337,9 @@ class Heartbeat:
                 if not self._threads[0].is_alive():
                     return
                 verdict = self._without_store()
-                if verdict.culprit == 0 and self._first is not None:
-                    page = self.reports.leave_in_files(verdict.message, [0], self._first)
+                if verdict.culprit == 0:
+                    first = self._first or Beat(0, "of the job's store", "")
+                    page = self.reports.leave_in_files(verdict.message, [0], first)
                     verdict = replace(verdict, message=with_page(verdict.message, page))
                 self._take(verdict)
             if self.verdict is not None:

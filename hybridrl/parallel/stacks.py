@@ -69,7 +69,7 @@ def position(thread: int, own: str) -> tuple[str, bool, bool]:
 
 
 def stacks_of_threads(main: int) -> dict[str, str]:
-    """Returns the stack of each thread, innermost line last, by its name.
+    """Returns the stack of each thread, innermost line first, by its name.
 
     Args:
         main: `get_ident` of the one that comes first.
@@ -85,7 +85,7 @@ def stacks_of_threads(main: int) -> dict[str, str]:
         while name in found:
             name += "'"
         lines = traceback.extract_stack(frames[ident], limit=MOST_FRAMES)
-        found[name] = "".join(traceback.StackSummary.from_list(lines).format()).rstrip()
+        found[name] = "".join(traceback.format_list(lines[::-1])).rstrip()
     return found
 
 

@@ -95,7 +95,7 @@ def test_the_rank_that_judges_is_named_by_another(
     assert message.startswith("rank 0 on host "), text
     assert "did not answer: its process runs, its Python does not answer, state " in text
     stacks = text.split("=== stacks of ")[1]
-    assert stacks.startswith("rank 0\n--- all threads, innermost line first"), text
+    assert stacks.startswith("rank 0\n--- all threads, by a signal"), text
     assert "hang_worker.py" in stacks and "in first" in stacks  # got by a signal
 
     text, _ = pages(tmp_path, 2)
