@@ -32,9 +32,13 @@ def num_called() -> int:
 
 
 def latest_calls() -> list[Call]:
-    """Returns the calls that are not over and the last call in each group, oldest first."""
+    """Returns the calls that are not over and the last call in each group, oldest first; none of
+    groups of one rank.
+    """
     ranks: dict[str, Sequence[int]] = {
-        str(group.group_name): dist.get_process_group_ranks(group) for group in _groups()
+        str(group.group_name): _even(dist.get_process_group_ranks(group))
+        for group in _groups()
+        if group.size() > 1
     }
     latest: list[Call] = []
     for dump in _dumps():
@@ -70,7 +74,7 @@ def calls_of(entries: Iterable[dict[str, Any]], ranks: dict[str, Sequence[int]])
             group=name if description in ("", "undefined") else f"{name} {description}",
             number=number,
             what=_text(entry),
-            ranks=list(ranks[name]),
+            ranks=ranks[name],
             is_over=is_over,
             is_p2p=is_p2p,
             peer=None if peer is None else ranks[name][int(peer[1])],
@@ -87,6 +91,12 @@ def _text(entry: dict[str, Any]) -> str:
     ]
     more = f" and {len(tensors) - 2} more" if len(tensors) > 2 else ""
     return f"{name} of {', '.join(tensors[:2])}{more}" if tensors else str(name)
+
+
+def _even(ranks: Sequence[int]) -> Sequence[int]:
+    """Returns ranks as a range where they are one: most groups of a mesh are."""
+    found = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
+    return found if list(found) == list(ranks) else ranks
 
 
 def _groups() -> list[dist.ProcessGroup]:

@@ -89,7 +89,8 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
         beats: of all ranks.
         still: the ranks that stand still.
     """
-    awaited = {rank: _awaited(rank, beats, still) for rank in still}
+    calls = _Calls(beats, still)
+    awaited = {rank: _awaited(rank, beats, still, calls) for rank in still}
     waits_for_slow = {rank for rank in still if awaited[rank] - still}
     while grown := {rank for rank in still - waits_for_slow if awaited[rank] & waits_for_slow}:
         waits_for_slow |= grown
@@ -99,7 +100,7 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
         waiting = [  # also those that have not yet waited for long
             rank
             for rank in range(len(beats))
-            if _awaited(rank, beats, still) & set(elsewhere) and _is_waiting(beats[rank])
+            if _awaited(rank, beats, still, calls) & set(elsewhere) and _is_waiting(beats[rank])
         ]
         return Hang(elsewhere, _elsewhere_text(elsewhere, beats, waiting))
     places: dict[str, list[int]] = {}
@@ -116,38 +117,55 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
     return Hang(suspects, _different_text(suspects, places, beats))
 
 
-def _awaited(rank: int, beats: Sequence[Beat], still: set[int]) -> set[int]:
+class _Calls:
+    """The calls of ranks that stand still, by their group."""
+
+    def __init__(self, beats: Sequence[Beat], still: set[int]) -> None:
+        self._of_groups: dict[tuple[str, int, int], dict[int, Call]] = {}
+        self._behind: dict[tuple[str, int, int, int, str], set[int]] = {}
+        self._still = still
+        for rank in still:
+            for call in beats[rank].latest:
+                if not call.is_p2p:
+                    theirs = self._of_groups.setdefault(self._group(call), {})
+                    if rank not in theirs or theirs[rank].number <= call.number:
+                        theirs[rank] = call
+
+    @staticmethod
+    def _group(call: Call) -> tuple[str, int, int]:
+        return call.group, call.ranks[0], len(call.ranks)
+
+    def behind(self, call: Call) -> set[int]:
+        """Returns the ranks that keep a call from ending: those that have not come to it, or to
+        another one under its number. Of a rank that makes progress it is not known.
+        """
+        if call.is_p2p:
+            return set() if call.peer is None else {call.peer}
+        key = (*self._group(call), call.number, call.what)
+        if key not in self._behind:
+            theirs = self._of_groups.get(self._group(call), {})
+            self._behind[key] = {
+                rank
+                for rank in self._still.intersection(call.ranks)
+                if (one := theirs.get(rank)) is None
+                or one.number < call.number
+                or (one.number == call.number and _differ(one, call))
+            }
+        return self._behind[key]
+
+
+def _awaited(rank: int, beats: Sequence[Beat], still: set[int], calls: _Calls) -> set[int]:
     """Returns for whom a rank waits, as far as that is known."""
     beat, found = beats[rank], set[int]()
     if beat.wait is not None:
         found |= set(missing_ranks(beat.wait, beats))
     for call in beat.latest:
         if not call.is_over:
-            found |= _behind(call, beats, still)
+            found |= calls.behind(call)
     if not found and beat.is_in_collective and beat.wait is None:
         # A send or a receive that is not recorded: for somebody who does something else.
         found |= {other for other in still if not _is_waiting(beats[other])}
     return {other for other in found - {rank} if not beats[other].has_left}
-
-
-def _behind(call: Call, beats: Sequence[Beat], still: set[int]) -> set[int]:
-    """Returns the ranks that keep a call from ending: those that have not come to it, or to another
-    one under its number. Of a rank that makes progress it is not known.
-    """
-    if call.is_p2p:
-        return set() if call.peer is None else {call.peer}
-    found = set()
-    for other in set(call.ranks) & still:
-        theirs = [
-            one
-            for one in beats[other].latest
-            if one.group == call.group and one.ranks == call.ranks and not one.is_p2p
-        ]
-        number = max((one.number for one in theirs), default=0)
-        is_other = any(one.number == call.number and _differ(one, call) for one in theirs)
-        if number < call.number or is_other:
-            found.add(other)
-    return found
 
 
 def _differ(one: Call, other: Call) -> bool:

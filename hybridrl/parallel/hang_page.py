@@ -7,11 +7,12 @@ Everything in it that a rank or a user has said is escaped.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import html
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridrl.parallel.watch import Beat, Call, ranks_text
@@ -63,13 +64,14 @@ class RankReport:
 
     def to_json(self) -> str:
         """Returns the report as text."""
-        return json.dumps(asdict(self))
+        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return json.dumps({**fields, "beat": self.beat.to_json()})
 
     @staticmethod
     def from_json(text: str | bytes) -> RankReport:
         """Returns the report of `to_json`."""
         fields = json.loads(text)
-        beat = Beat.from_json(json.dumps(fields["beat"]))
+        beat = Beat.from_json(fields["beat"])
         states, stacks_of = (
             {int(rank): said for rank, said in fields[name].items()}
             for name in ("states", "stacks_of")

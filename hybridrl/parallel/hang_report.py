@@ -83,7 +83,8 @@ class IdleClock:
             self._noting.start()
 
     def _read(self) -> None:
-        with contextlib.suppress(RuntimeError):  # of a device that has failed
+        # Of a device that has failed; of a group that goes meanwhile.
+        with contextlib.suppress(RuntimeError, KeyError, ValueError):
             self._latest = tuple(latest_calls())
 
 

@@ -113,7 +113,7 @@ class Beat:
 
     def to_json(self) -> str:
         """Returns the beat as text."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=_range_ends)
 
     @staticmethod
     def from_json(text: str | bytes) -> Beat:
@@ -121,7 +121,9 @@ class Beat:
         fields: dict[str, Any] = json.loads(text)
         wait = fields.pop("wait")
         found = {int(rank): state for rank, state in fields.pop("found").items()}
-        latest = tuple(Call(**call) for call in fields.pop("latest"))
+        latest = tuple(
+            Call(**{**call, "ranks": _ranks_of(call["ranks"])}) for call in fields.pop("latest")
+        )
         own = None if wait is None else Wait(**wait)
         return Beat(**fields, wait=own, found=found, latest=latest)
 
@@ -295,6 +297,15 @@ def missing_ranks(wait: Wait, beats: Sequence[Beat]) -> list[int]:
     """Returns the ranks that have not entered what a rank waits in."""
     ranks = range(len(beats)) if wait.ranks is None else wait.ranks
     return [rank for rank in ranks if beats[rank].entered.get(wait.group, 0) < wait.number]
+
+
+def _range_ends(ranks: range) -> dict[str, tuple[int, int, int]]:
+    """Returns what stands in JSON for the ranks of a group, of which there may be thousands."""
+    return {"range": (ranks.start, ranks.stop, ranks.step)}
+
+
+def _ranks_of(found: Any) -> Sequence[int]:
+    return range(*found["range"]) if isinstance(found, dict) else found
 
 
 def ranks_text(ranks: Collection[int]) -> str:
