@@ -107,6 +107,9 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
     for rank in sorted(still - waits_for_slow):
         if _is_waiting(beats[rank]) and (awaited[rank] or rank in of_others):
             places.setdefault(_place(beats[rank]), []).append(rank)
+    for rank, beat in enumerate(beats):  # who waits there too, and not yet for long
+        if rank not in still and _is_waiting(beat) and (place := _place(beat)) in places:
+            places[place] = sorted([*places[place], rank])
     if len(places) < 2:  # all in the same: the network's fault, whose bound is another
         return None
     fewest = min(len(ranks) for ranks in places.values())

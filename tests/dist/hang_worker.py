@@ -110,7 +110,7 @@ def first(case: Case) -> None:
 
 def main() -> None:
     gloo_thread.part()
-    heartbeat.BEAT_S, heartbeat.SILENT_S, heartbeat.HANG_S = 0.2, 1.6, 1.5
+    heartbeat.BEAT_S, heartbeat.SILENT_S, heartbeat.HANG_S = 0.2, 1.6, 2.5
     heartbeat.GRACE_S = 4.0
     write_stacks_on_signal()
     platform = Platform.detect()

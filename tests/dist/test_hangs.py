@@ -11,7 +11,7 @@ from launch import run_ranks
 from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, Failure
 
 WORKER = str(Path(__file__).with_name("hang_worker.py"))
-NAMED_S = 15.0  # with limits of 1.5 s, on a busy host
+NAMED_S = 15.0  # with limits of 2.5 s, on a busy host
 
 
 def run(folder: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -108,6 +108,14 @@ def test_ranks_in_different_collectives_are_named_the_fewest_first() -> None:
     assert "; ranks 0-1, 3 in all_reduce of float [2], #5 of group g(0, 1, 2, 3)" in hang.message
 
 
+def test_a_rank_that_has_just_come_to_a_collective_counts_there() -> None:
+    whole, pair = waits_in(call(5)), waits_in(call(3, (0, 2)), call(4, is_over=True))
+    late = {**whole, "idle_s": 20.0}
+    over = call(2, (0, 2), is_over=True)
+    hang = found(beats(r0=waits_in(call(5), over), r1=late, r2=pair, r3=late))
+    assert hang is not None and hang.suspects == [2] and "; ranks 0-1, 3 in all" in hang.message
+
+
 def test_two_ranks_in_different_collectives_are_both_named() -> None:
     """Nobody can tell which of the two is wrong."""
     those = beats(
