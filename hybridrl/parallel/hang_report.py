@@ -30,6 +30,7 @@ from hybridrl.parallel.watch import Beat, Call
 
 GATHER_S = 5.0  # two beats, and ANSWER_S of stacks.py
 FILES_S = 2.0  # for the files of other ranks to come, where there is no store
+PAGE_S = 6.0  # for the page that another rank makes of them
 RECENT_S = 10.0  # before: what ranks have left then is of the same hang
 CALLS_S = 0.5  # for the flight recorder, which asks the device
 POLL_S = 0.1
@@ -205,7 +206,7 @@ class HangReports:
             beats = {rank: report.beat for rank, report in reports.items()} | {0: first}
             step = max(map(step_of, beats.values()))
             return self._write(HangPage(step, message, suspects, beats, reports))
-        page, deadline = None, time.monotonic() + FILES_S
+        page, deadline = None, time.monotonic() + PAGE_S
         while page is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
             page = newest_page(self.folder.parent, began - RECENT_S)

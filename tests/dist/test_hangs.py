@@ -86,6 +86,7 @@ def test_ranks_without_progress_are_named_with_a_page_and_slow_ones_are_not(
 
 @pytest.mark.dist
 @pytest.mark.waits
+@pytest.mark.full
 def test_the_rank_that_judges_is_named_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
