@@ -68,6 +68,7 @@ from hybridrl.checkpoint.manifest import (
     verify_piece,
 )
 from hybridrl.errors import CheckpointError
+from hybridrl.parallel import progress
 from hybridrl.parallel.groups import World
 
 INDEX = ".metadata"
@@ -279,6 +280,7 @@ class _FileWriter(FileSystemWriter):
                 piece = file.end_piece()
                 place = _StorageInfo(name, piece.offset, piece.length)
                 results.append(WriteResult(item.index, piece.length, place))
+                progress.advance()
             os.fsync(stream.fileno())
         self.entries[name] = file.entry()
         return results

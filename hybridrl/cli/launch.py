@@ -30,6 +30,7 @@ from hybridrl.checkpoint.run_lock import LOCK_TOKEN, RunLock
 from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, RUNNING, STORE_FD, Failure, is_launched
+from hybridrl.parallel.stacks import STACKS_SIGNAL, process_status, writes_stacks
 
 POLL_S = 0.1
 GRACE_S = 3.0  # after the first failure: time for the others to report the same mistake themselves
@@ -40,7 +41,6 @@ SAME_SIGNAL_S = 1.0  # between two signals that count as two
 STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that saved and ended
 PR_SET_PDEATHSIG = 1
 LOCAL = "127.0.0.1"
-STACKS_SIGNAL = signal.SIGUSR2  # a rank writes its Python stacks to its log
 STACKS_S = 0.5  # time for that
 
 
@@ -430,13 +430,13 @@ def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
     """
     alive = [rank for rank in ranks if rank.process.poll() is None]
     if not received and any(rank.failed and rank.process.returncode != 2 for rank in ranks):
-        asked = [rank for rank in alive if _writes_stacks(rank.process.pid)]
+        asked = [rank for rank in alive if writes_stacks(rank.process.pid)]
         for rank in asked:
             rank.process.send_signal(STACKS_SIGNAL)
         if asked:
             time.sleep(STACKS_S)
     for rank in alive:
-        if received or _status(rank.process.pid).get("State", "").startswith("T"):
+        if received or process_status(rank.process.pid).get("State", "").startswith("T"):
             rank.process.kill()
         else:
             rank.process.terminate()
@@ -449,18 +449,3 @@ def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
         with suppress(ProcessLookupError):  # nothing is left of the group: the usual case
             os.killpg(rank.process.pid, signal.SIGKILL)
         rank.process.wait()
-
-
-def _writes_stacks(pid: int) -> bool:
-    """Whether a process has a handler of STACKS_SIGNAL, which would end it without one."""
-    caught = int(_status(pid).get("SigCgt", "0"), 16)
-    return bool(caught >> (STACKS_SIGNAL - 1) & 1)
-
-
-def _status(pid: int) -> dict[str, str]:
-    """Returns what the kernel says of a process; nothing on systems without /proc."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

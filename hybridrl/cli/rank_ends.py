@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybridrl.parallel.failure import Failure
+from hybridrl.parallel.hang_page import newest_page
 
 LOG_LINES_SHOWN = 20
 
@@ -133,6 +135,9 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
         message = f"rank {first.index} on host {first.host} {how} in phase '{first.phase}'"
         message += f": {failure.message}" if failure is not None else ""
     log = _log_of(blamed, ranks, log_dir)
+    page = newest_page(log_dir.parent, _phase_began(log))
+    if page is not None and str(page[0].name) not in message:
+        message += f"; stacks of all ranks, from before: {page[0]}"
     message = f"hybridrl: {message}; the other ranks were ended. Its log is {log}"
     others = [rank for rank in outcome.ranks if rank.index != blamed]
     found = {outcome.fault, *(_append(rank, message) for rank in others)}
@@ -148,6 +153,12 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
 def _log_of(index: int, ranks: Mapping[int, EndedRank], log_dir: Path) -> str:
     """Returns a rank's log, which may be of another machine's launcher."""
     return ranks[index].log if index in ranks else str(log_dir / f"rank_{index}.log")
+
+
+def _phase_began(log: str) -> float:
+    """Returns when a rank began the phase that it ended in: pages of before tell of others."""
+    file = Path(log).with_suffix(".phase")
+    return file.stat().st_mtime if file.exists() else time.time()
 
 
 def _order(code: int, failure: Failure | None) -> tuple[bool, bool, float]:

@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from hybridrl.cli.launch import STACKS_SIGNAL
 from hybridrl.parallel.failure import LOG_DIR, rank_file
+from hybridrl.parallel.stacks import STACKS_SIGNAL
 
 _COPIERS: list[subprocess.Popen[bytes]] = []  # nobody waits for them
 # It outlives the rank, whatever signals come to both, and ends when nobody writes any more.

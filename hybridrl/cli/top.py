@@ -21,6 +21,7 @@ from hybridrl.checkpoint.run_lock import holder
 from hybridrl.errors import UserError
 from hybridrl.metrics.sinks import read_records
 from hybridrl.metrics.values import Record
+from hybridrl.parallel.hang_page import newest_page
 
 METRICS = "metrics.jsonl"
 
@@ -52,6 +53,7 @@ class RunNow:
         num_steps: the last step; None where it is not known.
         last: metrics of the last finished step; empty before.
         ranks: by their number.
+        hang: ranks without progress, and the page with their stacks; "" once a step was taken.
     """
 
     name: str
@@ -59,6 +61,7 @@ class RunNow:
     num_steps: int | None
     last: Record
     ranks: Sequence[RankNow]
+    hang: str = ""
 
 
 def read_run(folder: Path) -> RunNow:
@@ -81,7 +84,9 @@ def read_run(folder: Path) -> RunNow:
     steps = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
     num_steps = steps.get("steps", {}).get("num_steps")
     last = records[-1] if records else {}
-    return RunNow(folder.resolve().name, state, num_steps, last, _ranks(logs))
+    page = newest_page(folder, file.stat().st_mtime if file.exists() else 0.0)
+    hang = "" if page is None else f"{page[1]}; stacks of all ranks: {page[0]}"
+    return RunNow(folder.resolve().name, state, num_steps, last, _ranks(logs), hang)
 
 
 def watch(folder: Path, every_s: float) -> None:
@@ -141,6 +146,8 @@ def run_text(run: RunNow) -> str:
         shortest, longest = (choose(rank.since_s for rank in ranks) for choose in (min, max))
         since = f"{longest:.0f} s" if longest - shortest < 1 else f"{shortest:.0f}-{longest:.0f} s"
         lines.append(f"  {phase}: {_numbers([rank.index for rank in ranks])} for {since}")
+    if run.hang:
+        lines.append(run.hang)
     if not run.ranks:
         lines.append("  no rank has begun")
     return "\n".join(lines)

@@ -45,6 +45,7 @@ from hybridrl.generation.idle import Clock, busy_of_replicas
 from hybridrl.generation.saved_rollouts import SavedRollouts, digest_of, joined, rollout_state
 from hybridrl.metrics.flops import GeneratedLengths, num_generated
 from hybridrl.metrics.values import GENERATED_TOKENS
+from hybridrl.parallel import progress
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.replica import ReplicaGroup
@@ -283,6 +284,7 @@ class Sampler:
             began = time.perf_counter()
             self.engine.step()  # returns with the tokens, so the device is done
             self._busy_s += time.perf_counter() - began
+            progress.advance()
         finished = self._take_turns(self.engine.collect())
         self._done |= {done.request_id: done for done in finished}
         self._begin_scoring(finished)

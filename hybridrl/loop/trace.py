@@ -28,6 +28,7 @@ from hybridrl.parallel.clock import clock_offset
 from hybridrl.parallel.groups import World
 
 BARRIER, CLOCK = "barrier", "hybridrl clock"
+MARKS = 8  # CLOCK events of a part; the shortest counts, so that waiting for a core does not
 UNPROFILED = ("generate",)
 PIDS = 100  # process numbers of a rank in the trace: its phases, the host, devices
 
@@ -98,17 +99,23 @@ class StepTraces:
         self._world.arrive("a traced step")
         return Span(BARRIER, began, self._now())
 
-    def _profiled(self, parts: Sequence[tuple[profile, float]], shift_s: float) -> Iterator[Event]:
-        """Yields what the profiler saw, part by part; only one part is in memory at a time."""
+    def _profiled(
+        self, parts: Sequence[tuple[profile, int, float]], shift_s: float
+    ) -> Iterator[Event]:
+        """Yields what the profiler saw, part by part; only one part is in memory at a time. Of the
+        CLOCK events the one that the part's time is of stays.
+        """
         pids: dict[object, int] = {}
         file = self._part("profile")
-        for number, (profiler, marked) in enumerate(parts):
+        for number, (profiler, tightest, marked) in enumerate(parts):
             profiler.export_chrome_trace(str(file))
             events: list[Event] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
             file.unlink()
-            marks = (e for e in events if e.get("name") == CLOCK and "dur" in e)
-            if (mark := next(marks, None)) is None:
-                raise RuntimeError(f"torch.profiler lost the event {CLOCK!r}")
+            marks = sorted(filter(_is_mark, events), key=lambda event: float(event["ts"]))
+            if len(marks) != MARKS:
+                raise RuntimeError(f"torch.profiler has {len(marks)} of {MARKS} events {CLOCK!r}")
+            mark = marks[tightest]
+            events = [event for event in events if event is mark or not _is_mark(event)]
             shift_us = (marked + shift_s) * 1e6 - (mark["ts"] + mark["dur"] / 2)
             yield from self._moved(events, shift_us, pids, number)
 
@@ -178,11 +185,11 @@ class StepTraces:
 
 class _Parts:
     """What torch.profiler saw of a step before, between and after UNPROFILED phases; each part is
-    a profile and this rank's time in the middle of its CLOCK event.
+    a profile, the number of one of its CLOCK events and this rank's time in the middle of it.
     """
 
     def __init__(self, is_cpu: bool, now: Callable[[], float]) -> None:
-        self.done: list[tuple[profile, float]] = []
+        self.done: list[tuple[profile, int, float]] = []
         self._now, self._running = now, False
         self._activities = [ProfilerActivity.CPU]
         if not is_cpu:
@@ -192,10 +199,14 @@ class _Parts:
         profiler = profile(activities=self._activities)
         profiler.start()
         self._running = True
-        began = self._now()
-        with record_function(CLOCK):
-            pass
-        self.done.append((profiler, (began + self._now()) / 2))
+        ends = []
+        for _ in range(MARKS):
+            began = self._now()
+            with record_function(CLOCK):
+                pass
+            ends.append((began, self._now()))
+        tightest = min(range(MARKS), key=lambda number: ends[number][1] - ends[number][0])
+        self.done.append((profiler, tightest, sum(ends[tightest]) / 2))
 
     def stop(self) -> None:
         if self._running:
@@ -211,6 +222,10 @@ class _Parts:
         self.stop()
         yield
         self.start()  # unless the phase raised
+
+
+def _is_mark(event: Event) -> bool:
+    return event.get("name") == CLOCK and "dur" in event
 
 
 def _moved_span(span: Span, shift_s: float) -> tuple[str, float, float]:

@@ -2,8 +2,9 @@
 
 Each rank of a job of several has two threads. One writes the rank's `Beat` to the store every
 BEAT_S and reads whether there is a verdict; rank 0's also reads all beats (one request for all of
-them, 3 ms for 1,000) and publishes what watch.py finds. The other ends the process when there is a
-verdict, or when the store itself does not answer any more.
+them, 3 ms for 1,000) and publishes what watch.py finds; rank 1's does while rank 0 is silent. What
+hang.py finds is told, with a page (hang_report.py), and ends nothing. The other ends the process
+when there is a verdict, or when the store itself does not answer any more.
 
 Who waits for whom: `wait` waits for others to enter the same collective, as long as all beat, and
 raises PeerError on a verdict. A rank whose main thread is elsewhere, in a kernel or a collective
@@ -16,7 +17,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import faulthandler
 import itertools
 import os
 import socket
@@ -25,12 +25,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch.distributed as dist
 
 from hybridrl.parallel import failure
 from hybridrl.parallel.failure import Failure, PeerError
+from hybridrl.parallel.hang import HangWatch
+from hybridrl.parallel.hang_report import HangReports, IdleClock, with_calls, with_page
+from hybridrl.parallel.stacks import host_id, position, print_stacks, why_dead
 from hybridrl.parallel.watch import Beat, Verdict, Wait, Watch
 
 # A rank is given up 30 s after its last beat: many times what a busy host delays a thread, and 15
@@ -41,8 +43,11 @@ POLL_S = 0.25  # how often the main thread looks up while it waits
 # thread comes back from torch's code in its last moments, and a run that is done would fail.
 LEAVE_S = 10.0
 GRACE_S = 1.0  # for the main thread to raise a verdict itself
-NUM_FRAMES = 3  # of the main thread, in a beat
-COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+# Without progress, of a rank that others wait for: it is told then, and nobody is ended. With
+# beats and looks, and the page's making, a rank is named within 40 s. Before the first step models
+# are read and engines started, which ranks do for minutes.
+HANG_S, START_HANG_S = 25.0, 300.0
+DEPUTY = 1  # judges while rank 0 is silent
 _NUMBERS = itertools.count()  # of the heartbeats of this process, the same on all ranks
 _CURRENT: list[Heartbeat] = []
 
@@ -82,9 +87,16 @@ class Heartbeat:
         self._count, self._num_answers = 0, 0
         self._is_complete = False  # what this rank reads is in the store
         self._first: Beat | None = None  # of rank 0, the latest
+        self._idle = IdleClock(HANG_S / 2, BEAT_S)
+        self._hangs = HangWatch(HANG_S, START_HANG_S)
         self._host, self._host_id = socket.gethostname(), host_id()
         self._ending, self._was_raised = threading.Event(), False
         self._threads: list[threading.Thread] = []
+
+        def full_beat() -> Beat:
+            return with_calls(self._beat(), self._idle)
+
+        self.reports = HangReports(store, rank, size, full_beat, self._main, self._mates)
 
     def start(self) -> None:
         """Begins to beat, if there are other ranks."""
@@ -92,6 +104,7 @@ class Heartbeat:
             return
         if self._rank == 0:
             self._store.set("verdict", "")
+            self._store.set("ask", "")
         self._store.set(f"beat/{self._rank}", self._beat().to_json())
         for work in (self._beat_on, self._guard):
             self._threads.append(threading.Thread(target=work, name=work.__name__, daemon=True))
@@ -102,17 +115,18 @@ class Heartbeat:
         if self._ending.is_set() or os.getpid() != self._pid:  # in a fork it is the parent's
             return
         self._ending.set()
-        for thread in self._threads:
+        threads = [*self._threads, *filter(None, [self.reports.thread])]
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(LEAVE_S)  # one that waits for a store that does not answer stays
-        if self._store is None or any(thread.is_alive() for thread in self._threads):
+        if self._store is None or any(thread.is_alive() for thread in threads):
             return
         with contextlib.suppress(dist.DistError):  # the store went with rank 0
             self._store.set(f"beat/{self._rank}", replace(self._beat(), has_left=True).to_json())
 
     def know_mates(self, places: Sequence[tuple[str, int]]) -> None:
         """Takes in the `host_id` and the process number of every rank, in order."""
-        self._mates = {
+        self._mates = self.reports.mates = {
             rank: pid
             for rank, (where, pid) in enumerate(places)
             if where == self._host_id and rank != self._rank
@@ -183,19 +197,23 @@ class Heartbeat:
         self._count += 1
         now, since = time.monotonic(), self._within_since
         waits = min(list(self._waits.values()), key=lambda one: one[4], default=None)
-        at, is_in_collective = _position(self._main)
-        parts = list(self._parts)
+        at, is_in_collective, compiles = position(self._main, __file__)
+        parts, phase, entered = list(self._parts), self.phase(), dict(self._entered)
+        work = phase, parts, entered, now if compiles else 0.0
+        idle_s, latest = self._idle.look(*work)
         return Beat(
             count=self._count,
             host=self._host,
             host_id=self._host_id,
-            phase=self.phase(),
+            phase=phase,
             part=parts[-1] if parts else "",
             at=at,
-            entered=dict(self._entered),
+            entered=entered,
             wait=None if waits is None else Wait(*waits[:4], seconds=now - waits[4]),
             within=None if since is None else now - since,
             is_in_collective=is_in_collective,
+            idle_s=idle_s,
+            latest=latest,
             found={m: why for m, pid in self._mates.items() if (why := why_dead(pid)) is not None},
             stop_signal=self.stop_signal,
             stop_epoch=self._stop_epoch,
@@ -220,8 +238,8 @@ class Heartbeat:
     def _have_all_begun(self) -> bool:
         """Whether there is all that this rank reads: a key that is missing would be waited for."""
         assert self._store is not None
-        ranks = range(self._size) if self._rank == 0 else [0]
-        keys = ["verdict", *(f"beat/{rank}" for rank in ranks)]
+        ranks = range(self._size) if self._rank <= DEPUTY else [0]
+        keys = ["verdict", "ask", *(f"beat/{rank}" for rank in ranks)]
         self._is_complete = self._is_complete or self._store.check(keys)
         return self._is_complete
 
@@ -241,40 +259,67 @@ class Heartbeat:
     def _told(self) -> Verdict | None:
         """Returns the verdict of rank 0, if there is one; rank 0 will know that it came."""
         assert self._store is not None
-        told, first = self._store.multi_get(["verdict", "beat/0"])
+        told, asked, first = self._store.multi_get(["verdict", "ask", "beat/0"])
         self._first = Beat.from_json(first)
         self._hear_of_stop([self._first])
+        self.reports.answer(asked.decode())
         if not told:
-            return None
+            return self._judged() if self._rank == DEPUTY else None
         self._store.set(f"beat/{self._rank}", replace(self._beat(), knows=True).to_json())
         return Verdict.from_json(told)
 
     def _judged(self) -> Verdict | None:
-        """Looks at all beats; publishes a verdict, if there is one, and waits until it is known."""
+        """Looks at all beats; tells of hangs; publishes a verdict, if there is one, and waits until
+        it is known. A deputy only looks, as long as rank 0 beats.
+        """
         assert self._store is not None
         keys = [f"beat/{rank}" for rank in range(self._size)]
         beats = [Beat.from_json(text) for text in self._store.multi_get(keys)]
-        self._hear_of_stop(beats)
+        if self._rank == 0:
+            self._hear_of_stop(beats)
         verdict = self.watch.look(beats)
+        if self._rank and not self.watch.is_silent(0):
+            return None
+        silent = [rank for rank in range(self._size) if self.watch.is_silent(rank)]
+        for rank in silent:
+            idle_s = beats[rank].idle_s + self.watch.silent_for_s(rank)
+            beats[rank] = replace(beats[rank], idle_s=idle_s)
         if verdict is None:
-            if (notice := self.watch.notice(beats)) is not None:
-                with contextlib.suppress(OSError):  # nobody reads it; ranks are still watched
-                    print(f"hybridrl: {notice}", file=sys.stderr, flush=True)
+            self._tell(beats, silent)
             return None
         phase = _phase_file(verdict.culprit)
         if phase is not None and f"'{phase}'" not in verdict.message:
             verdict = replace(verdict, message=f"{verdict.message}; its phase file says {phase!r}")
+        suspects = [] if verdict.culprit is None else [verdict.culprit]
+        page = self.reports.gather(verdict.message, suspects, beats, silent)
+        verdict = replace(verdict, message=with_page(verdict.message, page))
+        self._publish(verdict)
+        return verdict
+
+    def _tell(self, beats: Sequence[Beat], silent: Sequence[int]) -> None:
+        """Tells who is waited for, and of ranks without progress."""
+        said = [self._hangs.over(beats), self.watch.notice(beats)]
+        if (hang := self._hangs.look(beats)) is not None:
+            page = self.reports.gather(hang.message, hang.suspects, beats, silent)
+            said.append(with_page(hang.message, page))
+        for text in filter(None, said):
+            with contextlib.suppress(OSError):  # nobody reads it; ranks are still watched
+                print(f"hybridrl: {text}", file=sys.stderr, flush=True)
+
+    def _publish(self, verdict: Verdict) -> None:
+        """Lets all ranks know of the verdict; waits until those that beat do."""
+        assert self._store is not None
         self._store.set("verdict", verdict.to_json())
+        others = [rank for rank in range(self._size) if rank != self._rank]
         deadline = time.monotonic() + 3 * BEAT_S
         while time.monotonic() < deadline:
-            texts = self._store.multi_get(keys[1:])
+            texts = self._store.multi_get([f"beat/{rank}" for rank in others])
             if all(
                 beat.knows or beat.has_left or self.watch.is_silent(rank)
-                for rank, beat in enumerate(map(Beat.from_json, texts), start=1)
+                for rank, beat in zip(others, map(Beat.from_json, texts), strict=True)
             ):
                 break
             time.sleep(POLL_S)
-        return verdict
 
     def _take(self, verdict: Verdict) -> None:
         """Writes this rank's stacks, then lets its main thread know."""
@@ -288,10 +333,15 @@ class Heartbeat:
         while not self._ending.wait(every_s):
             silent = silent + 1 if num_answers == self._num_answers else 0
             num_answers = self._num_answers
-            if self.verdict is None and silent * every_s > SILENT_S + 2 * BEAT_S:
+            if self.verdict is None and silent * every_s > SILENT_S + BEAT_S:
                 if not self._threads[0].is_alive():
                     return
-                self._take(self._without_store())
+                verdict = self._without_store()
+                if verdict.culprit == 0:
+                    first = self._first or Beat(0, "of the job's store", "")
+                    page = self.reports.leave_in_files(verdict.message, [0], first)
+                    verdict = replace(verdict, message=with_page(verdict.message, page))
+                self._take(verdict)
             if self.verdict is not None:
                 self._end(self.verdict)
                 return
@@ -365,40 +415,6 @@ def is_done_within(work: dist.Work, seconds: float) -> bool:
     return True
 
 
-def print_stacks() -> None:
-    """Writes the Python stacks of all threads to this rank's log, or to stderr if it has none."""
-    file = failure.rank_file(".log")
-    try:
-        with file.open("a") if file is not None else contextlib.nullcontext(sys.stderr) as out:
-            faulthandler.dump_traceback(out, all_threads=True)
-    except (OSError, ValueError):  # a full disk, or a stderr without a descriptor
-        return
-
-
-def host_id() -> str:
-    """Returns what two processes have in common if one can see the other's state in /proc."""
-    parts = [socket.gethostname()]
-    for file in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        with contextlib.suppress(OSError):  # another system than Linux
-            found = os.readlink(file) if "ns" in file else Path(file).read_text()
-            parts.append(found.strip())
-    return "/".join(parts)
-
-
-def why_dead(pid: int) -> str | None:
-    """Returns why a process of this host cannot go on; None if it can."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return "its process is gone"
-    except OSError:
-        return None
-    state = stat.rpartition(")")[2].split()[0]
-    if state in "Tt":
-        return "its process is stopped (by SIGSTOP or a debugger)"
-    return "its process has ended" if state in "ZX" else None
-
-
 def _phase_file(rank: int | None) -> str | None:
     """Returns what a rank wrote last of its phase, newer than its last beat, where it can be read
     here.
@@ -409,17 +425,3 @@ def _phase_file(rank: int | None) -> str | None:
     except (OSError, UnicodeError):  # it has none
         return None
     return text or None
-
-
-def _position(thread: int) -> tuple[str, bool]:
-    """Returns the innermost lines of a thread, and whether it is in a call of torch.distributed."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code.co_filename == __file__:  # it waits, or tells this
-        frame = frame.f_back
-    is_in_collective = frame is not None and frame.f_code.co_filename.endswith(COLLECTIVES)
-    lines: list[str] = []
-    while frame is not None and len(lines) < NUM_FRAMES:
-        code = frame.f_code
-        lines.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}")
-        frame = frame.f_back
-    return " < ".join(lines), is_in_collective

@@ -14,6 +14,8 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from hybridrl.parallel import progress
+
 Item = TypeVar("Item")
 Forward = Callable[[torch.nn.Module, Item], Any]
 
@@ -38,6 +40,7 @@ def forward_backward(
     """
 
     def step(data: Iterator[Item], chunk: torch.nn.Module) -> tuple[Any, Callable[[Any], Any]]:
+        progress.advance()
         work = next(data)
 
         def loss_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -61,6 +64,8 @@ def forward_only(
     """
 
     def step(data: Iterator[Item], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+        progress.advance()
+
         def output_itself(output: Any, non_loss_data: bool = True) -> Any:
             return output
 

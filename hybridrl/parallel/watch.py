@@ -41,6 +41,34 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A call of torch.distributed by a rank.
+
+    Args:
+        group: torch's name of the process group, and its description.
+        number: of the call in the group; sends and receives have numbers of their own.
+        what: operation, dtype and shape.
+        ranks: the group's.
+        is_over: whether it has ended.
+        is_p2p: whether it is a send or a receive.
+        peer: the other rank of such a call; None: not known.
+    """
+
+    group: str
+    number: int
+    what: str
+    ranks: Sequence[int]
+    is_over: bool = False
+    is_p2p: bool = False
+    peer: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+        return f"{self.what}, #{self.number} of group {self.group} ({ranks_text(self.ranks)})"
+
+
+@dataclass(frozen=True)
 class Beat:
     """What a rank says of itself every few seconds.
 
@@ -61,6 +89,8 @@ class Beat:
         knows: whether it has read the verdict.
         stop_epoch: how many times it has forgotten such signals; others count only in the same.
         stop_signal: the signal that asked it, or for rank 0 any rank, to save and end; 0: none.
+        idle_s: seconds for which nothing that counts its work has changed.
+        latest: if it is idle: its calls that are not over, and the last one in each group.
     """
 
     count: int
@@ -78,10 +108,12 @@ class Beat:
     knows: bool = False
     stop_signal: int = 0
     stop_epoch: int = 0
+    idle_s: float = 0.0
+    latest: Sequence[Call] = ()
 
     def to_json(self) -> str:
         """Returns the beat as text."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=_range_ends)
 
     @staticmethod
     def from_json(text: str | bytes) -> Beat:
@@ -89,7 +121,11 @@ class Beat:
         fields: dict[str, Any] = json.loads(text)
         wait = fields.pop("wait")
         found = {int(rank): state for rank, state in fields.pop("found").items()}
-        return Beat(**fields, wait=None if wait is None else Wait(**wait), found=found)
+        latest = tuple(
+            Call(**{**call, "ranks": _ranks_of(call["ranks"])}) for call in fields.pop("latest")
+        )
+        own = None if wait is None else Wait(**wait)
+        return Beat(**fields, wait=own, found=found, latest=latest)
 
     @property
     def where(self) -> str:
@@ -154,7 +190,11 @@ class Watch:
 
     def is_silent(self, rank: int) -> bool:
         """Whether a rank has not beaten for so long that it needs an explanation."""
-        return self._silent.get(rank, 0) * self.every_s >= self.silent_s
+        return self.silent_for_s(rank) >= self.silent_s
+
+    def silent_for_s(self, rank: int) -> float:
+        """Returns the seconds since a rank's last beat."""
+        return self._silent.get(rank, 0) * self.every_s
 
     def notice(self, beats: Sequence[Beat]) -> str | None:
         """Returns who waits for whom, once a minute while somebody waits for longer than that."""
@@ -168,14 +208,14 @@ class Watch:
             return None
         self._told_s = longest
         waiting = max(beats, key=lambda beat: beat.wait.seconds if beat.wait else -1.0).wait
-        if waiting is not None and (missing := _missing(waiting, beats)):
+        if waiting is not None and (missing := missing_ranks(waiting, beats)):
             said = f"for {waiting.seconds:.0f} s ranks wait after {waiting.what!r} for "
-            return said + self._described(missing, beats)
+            return said + self.described(missing, beats)
         if withins:
             part = next(beat.part for beat in beats if beat.within == max(withins))
             others = [rank for rank, beat in enumerate(beats) if not beat.is_in_collective]
             said = f"ranks have been in {part!r} for {max(withins):.0f} s"
-            return said + (f": {self._described(others, beats)}" if others else "")
+            return said + (f": {self.described(others, beats)}" if others else "")
         return None
 
     def _lost(self, beats: Sequence[Beat]) -> Verdict | None:
@@ -186,11 +226,11 @@ class Watch:
         first = min(lost)
         alike = [rank for rank in lost if beats[rank].host_id == beats[first].host_id]
         message = (
-            f"{_ranks(alike)} on host {beats[first].host} gave no sign of life for "
+            f"{ranks_text(alike)} on host {beats[first].host} gave no sign of life for "
             f"{self.silent_s:g} s: {lost[first]}. Last heard of {beats[first].where}"
         )
         if others := [rank for rank in lost if rank not in alike]:
-            message += f"; {_ranks(others)} on other hosts are silent too"
+            message += f"; {ranks_text(others)} on other hosts are silent too"
         return Verdict(message, first)
 
     def _why_lost(self, rank: int, beats: Sequence[Beat]) -> str | None:
@@ -211,12 +251,12 @@ class Watch:
         bound = f"run.stall_timeout_s={self.stall_timeout_s:g}"
         for beat in beats:
             if beat.wait is not None and beat.wait.seconds > self.stall_timeout_s:
-                if missing := _missing(beat.wait, beats):
+                if missing := missing_ranks(beat.wait, beats):
                     waited = f"others wait after {beat.wait.what!r} for longer than {bound}"
-                    return Verdict(f"{self._described(missing, beats)}; {waited}", missing[0])
+                    return Verdict(f"{self.described(missing, beats)}; {waited}", missing[0])
             elif beat.within is not None and beat.within > self.stall_timeout_s:
                 others = [rank for rank, one in enumerate(beats) if not one.is_in_collective]
-                named = self._described(others, beats) if others else "all ranks wait"
+                named = self.described(others, beats) if others else "all ranks wait"
                 culprit = others[0] if others else None
                 return Verdict(f"{named}; {beat.part!r} took longer than {bound}", culprit)
         return None
@@ -228,7 +268,7 @@ class Watch:
             for beat in beats
             if (wait := beat.wait) is not None
         }
-        entered = {key: wait for key, wait in waits.items() if not _missing(wait, beats)}
+        entered = {key: wait for key, wait in waits.items() if not missing_ranks(wait, beats)}
         looks = {key: self._entered_by_all.get(key, 0) + 1 for key in entered}
         self._entered_by_all = looks
         for key, count in looks.items():
@@ -241,7 +281,8 @@ class Watch:
                 return Verdict(message, None)
         return None
 
-    def _described(self, ranks: Sequence[int], beats: Sequence[Beat]) -> str:
+    def described(self, ranks: Sequence[int], beats: Sequence[Beat]) -> str:
+        """Says where ranks are; names MAX_NAMED."""
         named = [
             f"rank {rank} on host {beats[rank].host}"
             + (" (its Python does not answer, its process runs)" if self.is_silent(rank) else "")
@@ -252,12 +293,22 @@ class Watch:
         return "; ".join(named) + more
 
 
-def _missing(wait: Wait, beats: Sequence[Beat]) -> list[int]:
+def missing_ranks(wait: Wait, beats: Sequence[Beat]) -> list[int]:
+    """Returns the ranks that have not entered what a rank waits in."""
     ranks = range(len(beats)) if wait.ranks is None else wait.ranks
     return [rank for rank in ranks if beats[rank].entered.get(wait.group, 0) < wait.number]
 
 
-def _ranks(ranks: Collection[int]) -> str:
+def _range_ends(ranks: range) -> dict[str, tuple[int, int, int]]:
+    """Returns what stands in JSON for the ranks of a group, of which there may be thousands."""
+    return {"range": (ranks.start, ranks.stop, ranks.step)}
+
+
+def _ranks_of(found: Any) -> Sequence[int]:
+    return range(*found["range"]) if isinstance(found, dict) else found
+
+
+def ranks_text(ranks: Collection[int]) -> str:
     """Returns "rank 3" or "ranks 0-3, 7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

@@ -26,6 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from hybridrl.config.files import parse_json
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.errors import UserError
+from hybridrl.parallel import progress
 from hybridrl.rewards.outcome import WHERE, Noted, Outcome, ScorerFailure, failed
 
 START_S = 120.0
@@ -99,6 +100,7 @@ class Pool(Generic[R]):
             try:
                 run = run or self._make()
                 future.set_result(run(job))
+                progress.advance()
             except BaseException as error:  # goes to whom waits for the future
                 future.set_exception(error)
         if isinstance(run, Worker):

@@ -50,36 +50,50 @@ def after_each_step(trainer: Trainer, look: Callable[[int], None]) -> None:
     trainer.train_step = step  # type: ignore[method-assign]
 
 
+def found_in(folder: Path) -> dict[str, tuple[list[str], list[int]]]:
+    """Returns the tensors and the lineage of each checkpoint of a run, all of whose bytes are as
+    they were written.
+    """
+    found = {}
+    for name in names(folder):
+        checkpoint = Checkpoint.open(folder / NAME / "checkpoints" / name)
+        verify_all(checkpoint.folder, checkpoint.manifest)
+        lineage = [ancestor.step for ancestor in checkpoint.manifest.lineage]
+        found[name] = tensors(checkpoint), lineage
+    return found
+
+
 def test_what_is_written_meanwhile_is_what_waiting_would_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digests: list[Any] = []
-    for way in ("false", "true"):
-        with small_run(tmp_path / way, *KNOBS, f"checkpoint.asynchronous={way}") as trainer:
-            trainer.fit()
-        found = {}
-        for name in names(tmp_path / way):
-            checkpoint = Checkpoint.open(tmp_path / way / NAME / "checkpoints" / name)
-            verify_all(checkpoint.folder, checkpoint.manifest)
-            lineage = [ancestor.step for ancestor in checkpoint.manifest.lineage]
-            found[name] = tensors(checkpoint), lineage
-        digests.append(found)
-    assert list(digests[0]) == ["step_1", "step_2", "step_3", "step_4"]
-    assert digests[0] == digests[1]
-    assert len({str(pieces) for pieces, _ in digests[0].values()}) == 4  # weights changed
+    with small_run(tmp_path / "waits", *KNOBS, "checkpoint.asynchronous=false") as trainer:
+        trainer.fit()
+    waited = found_in(tmp_path / "waits")
+    assert {name: lineage for name, (_, lineage) in waited.items()} == {
+        "step_1": [],
+        "step_2": [1],
+        "step_3": [2, 1],
+        "step_4": [3, 2, 1],
+    }
+    assert len({str(pieces) for pieces, _ in waited.values()}) == 4  # weights changed
 
     # A disk that takes its time: steps go on, and the folder has its name when all is written.
-    is_free, seen, write = threading.Event(), {}, _FileWriter.write
+    # The next checkpoint waits for it.
+    are_free, seen, write = [threading.Event() for _ in range(3)], {}, _FileWriter.write
+    remaining = list(are_free)
 
     def slow(writer: _FileWriter) -> None:
-        assert is_free.wait(60)
+        assert remaining.pop(0).wait(60)
         write(writer)
 
     def look(step: int) -> None:
         seen[step] = names(tmp_path / "slow") if step > 1 else []
         if step == 3:
-            is_free.set()
+            are_free[0].set()
             trainer.store._pending.writing.join()  # type: ignore[union-attr]
+        if step == 4:
+            are_free[2].set()
+            threading.Timer(1.0, are_free[1].set).start()
 
     monkeypatch.setattr(_FileWriter, "write", slow)
     slow_knobs = ("checkpoint.every=0", "checkpoint.every_s=0.001")
@@ -87,26 +101,41 @@ def test_what_is_written_meanwhile_is_what_waiting_would_have_written(
         after_each_step(trainer, look)
         real, due = trainer._saves.is_due, []
         trainer._saves.is_due = lambda step, last: (  # type: ignore[method-assign]
-            due.append(real(step, last)) or (due[-1] and step in (1, 4))
+            due.append(real(step, last)) or (due[-1] and step in (1, 3, 4))
         )
         trainer.fit()
     assert due == [True] * 4  # by the clock
-    assert seen == {1: [], 2: ["step_1.partial"], 3: ["step_1.partial"], 4: ["step_1"]}
-    first = Checkpoint.open(tmp_path / "slow" / NAME / "checkpoints" / "step_1")
-    assert tensors(first) == digests[0]["step_1"][0]
-    assert names(tmp_path / "slow") == ["step_1", "step_4"]
+    now = ["step_1", "step_3.partial"]
+    assert seen == {1: [], 2: ["step_1.partial"], 3: ["step_1.partial"], 4: now}
+    written = found_in(tmp_path / "slow")
+    assert [lineage for _, lineage in written.values()] == [[], [1], [3, 1]] and not remaining
+    for name in ("step_1", "step_3", "step_4"):
+        assert written[name][0] == waited[name][0]
 
 
-def test_a_full_disk_is_told_at_the_next_step_and_leaves_the_checkpoint_before(
-    tmp_path: Path,
+def test_a_full_disk_is_told_at_the_next_step_and_a_file_stops_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with small_run(tmp_path, *KNOBS) as trainer:
+    monkeypatch.setattr(stopping, "LOOK_S", 0.02)
+    with small_run(tmp_path, *KNOBS, "log.console=true") as trainer:
         trainer.fit(until=1)
         with files_of_at_most(10_000), pytest.raises(CheckpointError, match="step_2"):
             trainer.fit()
-        assert names(tmp_path) == ["step_1"] and not trainer.store.is_writing
-        trainer.fit()
-    assert names(tmp_path)[0] == "step_1" and names(tmp_path)[-1] == "step_4"
+        assert names(tmp_path) == ["step_1"] and not trainer.store.is_writing  # it stays
+        first = trainer.step + 1
+        assert first < 4
+
+        def ask(step: int) -> None:
+            (tmp_path / NAME / "stop").touch()
+            time.sleep(0.2)
+
+        after_each_step(trainer, ask)
+        with pytest.raises(SystemExit) as ended:
+            trainer.fit()
+        assert ended.value.code == 143 and not (tmp_path / NAME / "stop").exists()
+        said = f"stopped by SIGTERM after step {first} of 4: saved to"
+        assert said in capsys.readouterr().out
+    assert names(tmp_path)[0] == "step_1" and names(tmp_path)[-1] == f"step_{first}"
 
 
 def test_never_is_said() -> None:
@@ -123,24 +152,10 @@ def small_config(*knobs: str) -> Any:
     return load_config(QUICKSTART / "grpo.yaml", ["checkpoint.every=0", *knobs]).checkpoint
 
 
-def test_a_file_stops_a_run_and_a_phase_that_does_not_end_ends_unsaved(
+def test_a_phase_that_does_not_end_after_a_signal_ends_unsaved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stopping, "LOOK_S", 0.02)
-    knobs = ("steps.num_steps=4", "log.console=true")
-    with small_run(tmp_path, *knobs) as trainer:
-
-        def ask(step: int) -> None:
-            if step == 2:
-                (tmp_path / NAME / "stop").touch()
-                time.sleep(0.2)
-
-        after_each_step(trainer, ask)
-        with pytest.raises(SystemExit) as ended:
-            trainer.fit()
-        assert ended.value.code == 143 and not (tmp_path / NAME / "stop").exists()
-        assert "stopped by SIGTERM after step 2 of 4: saved to" in capsys.readouterr().out
-
     codes: list[int] = []
     is_saving = threading.Event()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.cli.elastic import ElasticLaunch
+from hybridrl.parallel.failure import Failure
 
 # A start is one line of `starts`; what its rank 1 does is the start's letter in the argument.
 PROGRAM = """
@@ -23,7 +24,11 @@ if rank == "0":
     if what == "s":  # takes a step, and saves it
         step = number + 1
         (folder / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\\n")
-    if what in "sk":
+    if what in "xl":  # says an error of its own and is killed; says that rank 1 is silent
+        (logs / "rank_0.error").write_text(Path(__file__).with_name(what).read_text())
+    if what == "l":
+        sys.exit(1)
+    if what in "skx":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "e":
         sys.exit(1)
@@ -44,6 +49,8 @@ if rank == "0":
         ("st", [4, 4], 143),
         ("m", [4], 2),
         ("e", [4], 1),
+        ("x", [4], 1),
+        ("ld", [4, 2], 0),
     ],
 )
 def test_ranks_that_are_lost_are_started_again(
@@ -51,6 +58,8 @@ def test_ranks_that_are_lost_are_started_again(
 ) -> None:
     program = tmp_path / "ranks.py"
     program.write_text(PROGRAM)
+    Failure("error", "RuntimeError: own").write(tmp_path / "x")
+    Failure("lost", "rank 1 is silent", culprit=1).write(tmp_path / "l")
     launch = ElasticLaunch(3, lambda size: size == 2, [str(program)])
     assert launch([plan, "--resume", "previous"], 4, tmp_path / "logs") == code
     starts = (tmp_path / "starts").read_text().splitlines()

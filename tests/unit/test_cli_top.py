@@ -13,6 +13,8 @@ from hybridrl.cli.top import read_run, run_text, watch
 from hybridrl.errors import UserError
 from hybridrl.metrics.sinks import JsonlSink
 from hybridrl.metrics.timing import PhaseTimer
+from hybridrl.parallel.hang_page import HangPage
+from hybridrl.parallel.watch import Beat
 
 
 @pytest.fixture
@@ -86,3 +88,15 @@ def test_top_reads_a_run_that_has_just_begun(
 def test_top_refuses_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a run folder"):
         read_run(tmp_path)
+
+
+def test_top_tells_of_ranks_without_progress_until_a_step_is_taken(folder: Path) -> None:
+    beat = Beat(1, "a", "a/1", "update, step 3")
+    page = HangPage(3, "rank 0 stands still", [0], {0: beat}, {}).write(folder / "hangs")
+    before = time.time() - 60
+    os.utime(folder / "metrics.jsonl", (before, before))
+    lines = run_text(read_run(folder)).splitlines()
+    assert lines[-1] == f"rank 0 stands still; stacks of all ranks: {page}"
+    after = time.time() + 60
+    os.utime(folder / "metrics.jsonl", (after, after))
+    assert "stands still" not in run_text(read_run(folder))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.parallel.heartbeat import Heartbeat
-from hybridrl.parallel.watch import Beat, Verdict, Wait, Watch
+from hybridrl.parallel.watch import Beat, Call, Verdict, Wait, Watch
 
 HOSTS = ("a", "a", "b", "b")
 EVERY_S, SILENT_S = 2.0, 30.0
@@ -50,6 +50,10 @@ def test_beats_travel_as_text() -> None:
         4, "a", "a/1", "p", "q", "r", {"world": 2}, wait, 0.5, True, {3: "gone"}, True, True
     )
     assert Beat.from_json(beat.to_json()) == beat
+    calls = (Call("g", 3, "barrier", range(0, 4096, 8)), Call("h", 1, "barrier", [1, 2, 5], True))
+    beat = replace(beat, latest=calls, idle_s=3.0)
+    assert Beat.from_json(beat.to_json()) == beat
+    assert len(beat.to_json()) < 700  # not a number for each of 512 ranks
     verdict = Verdict("x", 3)
     assert Verdict.from_json(verdict.to_json()) == verdict
 

@@ -1,0 +1,111 @@
+"""What this process has called of torch.distributed, as torch's flight recorder has it.
+
+The recorder keeps the last 2,000 calls over NCCL and over gloo, of this project, Megatron and
+engines alike; it costs nothing to leave it on, and it may be read from any thread, also while a
+collective hangs. It does not know gloo's sends and receives. Where the user has turned it off
+(TORCH_FR_BUFFER_SIZE=0, TORCH_NCCL_TRACE_BUFFER_SIZE=0) nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.parallel.watch import Call
+
+PEER = re.compile(r"(?:send|recv) \d+(?:->|<-)(\d+)")
+
+
+def num_called() -> int:
+    """Returns how many calls this process has made in all of its groups; cheap."""
+    total = 0
+    for group in _groups():
+        with contextlib.suppress(RuntimeError):  # a backend that does not count
+            total += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return total
+
+
+def latest_calls() -> list[Call]:
+    """Returns the calls that are not over and the last call in each group, oldest first; none of
+    groups of one rank.
+    """
+    ranks: dict[str, Sequence[int]] = {
+        str(group.group_name): _even(dist.get_process_group_ranks(group))
+        for group in _groups()
+        if group.size() > 1
+    }
+    latest: list[Call] = []
+    for dump in _dumps():
+        latest += calls_of(json.loads(dump(True, False))["entries"], ranks)
+    return latest
+
+
+def calls_of(entries: Iterable[dict[str, Any]], ranks: dict[str, Sequence[int]]) -> list[Call]:
+    """Returns of a recorder's entries those that are not over and the last of each group.
+
+    Args:
+        entries: of the recorder's JSON, oldest first.
+        ranks: of each group that there is, by torch's name.
+    """
+    found: dict[tuple[str, bool, int], Call] = {}
+    last: dict[str, int] = {}  # collective of each group
+    for entry in entries:
+        name, description = entry["process_group"]
+        if name not in ranks:  # it is no more
+            continue
+        is_p2p = bool(entry["is_p2p"])
+        number = int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"])
+        is_over = bool(entry["retired"]) or entry["state"] == "completed"
+        before = last.get(name)
+        if before is not None and not is_p2p and found[name, False, before].is_over:
+            del found[name, False, before]
+        if is_p2p and is_over:
+            continue
+        if not is_p2p:
+            last[name] = number
+        peer = PEER.search(entry["profiling_name"]) if is_p2p else None
+        found[name, is_p2p, number] = Call(
+            group=name if description in ("", "undefined") else f"{name} {description}",
+            number=number,
+            what=_text(entry),
+            ranks=ranks[name],
+            is_over=is_over,
+            is_p2p=is_p2p,
+            peer=None if peer is None else ranks[name][int(peer[1])],
+        )
+    return list(found.values())
+
+
+def _text(entry: dict[str, Any]) -> str:
+    """Returns "all_reduce of float [3, 4]"."""
+    name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    tensors = [
+        f"{kind.lower()} {size}"
+        for kind, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    ]
+    more = f" and {len(tensors) - 2} more" if len(tensors) > 2 else ""
+    return f"{name} of {', '.join(tensors[:2])}{more}" if tensors else str(name)
+
+
+def _even(ranks: Sequence[int]) -> Sequence[int]:
+    """Returns ranks as a range where they are one: most groups of a mesh are."""
+    found = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
+    return found if list(found) == list(ranks) else ranks
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """Returns the groups of this process, which another thread may be making."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _dumps() -> list[Callable[[bool, bool], str]]:
+    """Returns what gives the entries of each recorder that this torch has; NCCL's has its own."""
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    library = vars(torch._C._distributed_c10d)
+    return [library[name] for name in names if name in library]

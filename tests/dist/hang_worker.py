@@ -1,0 +1,124 @@
+"""One rank of the test of hangs: who is slow, who stands still, and who waits somewhere else.
+
+hang_worker.py FOLDER CASE. `cases`: rank 1 is slow, then in an endless loop until it is told of,
+twice, then in another collective than the others, then stopped. `first`: rank 0, which judges and
+keeps the store, is busy in native code that holds the interpreter, then stopped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import gloo_thread
+import torch
+import torch.distributed as dist
+
+from hybridrl.cli.rank_log import write_stacks_on_signal
+from hybridrl.parallel import heartbeat, progress
+from hybridrl.parallel.groups import PeerError, World
+from hybridrl.platform import Platform
+
+
+class Case:
+    """The step that this rank says to be in, and the page of it."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world, self.folder, self.step = world, folder, 1
+        world.heartbeat.phase = lambda: f"testing, step {self.step}"
+
+    @property
+    def page(self) -> Path:
+        return self.folder / "hangs" / f"step_{self.step}.html"
+
+    def begin(self, step: int) -> None:
+        self.world.arrive("the case before")
+        self.step = step
+        if self.world.rank == 0:
+            (self.folder / f"began_{step}").touch()
+
+
+def slow(case: Case) -> None:
+    """A rank whose rounds are counted is waited for, twice as long as one that stands still."""
+    if case.world.rank == 1:
+        for _ in range(20):
+            time.sleep(heartbeat.HANG_S / 10)
+            progress.advance()
+    case.world.arrive("a slow rank")
+    assert not case.page.parent.exists(), "a slow rank was told of"
+
+
+def spin(page: Path) -> None:
+    while not page.exists():
+        pass
+
+
+def stop_after(case: Case) -> None:
+    """Stops this process once its waiting has been told of."""
+    while not case.page.exists():
+        time.sleep(0.1)
+    case.step += 1
+    (case.folder / f"began_{case.step}").touch()
+    time.sleep(3 * heartbeat.BEAT_S)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def cases(case: Case) -> None:
+    is_odd = case.world.rank == 1
+    slow(case)
+    case.begin(2)
+    if is_odd:
+        spin(case.page)
+    case.world.arrive("a rank in an endless loop")
+    groups = [dist.new_group(backend="gloo", group_desc=name) for name in ("GRADS", "EXPERTS")]
+    dist.all_reduce(torch.ones(2), group=groups[0])
+    case.begin(3)
+    if is_odd:
+        spin(case.page)
+    dist.all_reduce(torch.ones(3, 4), group=groups[0])
+    case.begin(4)
+    if is_odd:
+        threading.Thread(target=stop_after, args=[case]).start()
+        dist.broadcast(torch.ones(7, dtype=torch.int64), 0, group=groups[1])
+    dist.all_reduce(torch.ones(5, 6), group=groups[0])
+
+
+def first(case: Case) -> None:
+    is_first = case.world.rank == 0
+    if is_first:
+        time.sleep(5 * heartbeat.BEAT_S)  # the others have read its step
+        until_page = f"for i in $(seq 300); do sleep 0.1; [ -e {case.page} ] && exit; done"
+        ctypes.PyDLL(None).system(until_page.encode())  # PyDLL: holds the interpreter
+    case.world.arrive("a rank in native code")
+    case.begin(2)
+    try:
+        if is_first:
+            time.sleep(5 * heartbeat.BEAT_S)  # the others have read its step
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case.world.arrive("a stopped rank")
+    except PeerError as error:
+        (case.folder / f"said_{case.world.rank}").write_text(str(error))
+        time.sleep(heartbeat.GRACE_S)  # the other one says it too
+        raise
+
+
+def main() -> None:
+    gloo_thread.part()
+    heartbeat.BEAT_S, heartbeat.SILENT_S, heartbeat.HANG_S = 0.2, 1.6, 2.5
+    heartbeat.GRACE_S = 4.0
+    write_stacks_on_signal()
+    platform = Platform.detect()
+    platform.activate()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    case = Case(World(platform, 120.0), Path(sys.argv[1]))
+    {"cases": cases, "first": first}[sys.argv[2]](case)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Hangs that explain themselves: who is named, and what the page says; see hang_worker.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+
+from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, Failure
+
+WORKER = str(Path(__file__).with_name("hang_worker.py"))
+NAMED_S = 15.0  # with limits of 2.5 s, on a busy host
+
+
+def run(folder: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs three ranks, one of which is stopped in the end; returns the end of their output."""
+    logs = folder / "logs"
+    logs.mkdir()
+    monkeypatch.setenv(LOG_DIR, str(logs))
+    monkeypatch.setenv(LAUNCHER_PID, str(os.getpid()))
+    for rank in range(3):
+        (logs / f"rank_{rank}.log").touch()
+    with pytest.raises(AssertionError) as ended:
+        run_ranks(3, WORKER, [str(folder), case], timeout_s=240)
+    return str(ended.value)
+
+
+def pages(folder: Path, step: int) -> tuple[str, str]:
+    """Returns the text and the page of a step, which came within NAMED_S."""
+    page = folder / "hangs" / f"step_{step}.html"
+    began = folder / f"began_{step}"
+    if began.exists():
+        assert page.stat().st_mtime - began.stat().st_mtime < NAMED_S
+    return page.with_suffix(".txt").read_text(), page.read_text()
+
+
+@pytest.mark.dist
+@pytest.mark.waits
+def test_ranks_without_progress_are_named_with_a_page_and_slow_ones_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = run(tmp_path, "cases", monkeypatch)
+    assert not (tmp_path / "hangs" / "step_1.html").exists()
+
+    text, page = pages(tmp_path, 2)
+    message = text.splitlines()[3]
+    assert message.startswith("rank 1 on host "), text
+    assert "has made no progress for" in message and "in phase 'testing, step 2'" in message
+    assert "in spin" in message and "ranks 0, 2 wait after 'a rank in an endless loop'" in message
+    assert "barrier" in message or "all_reduce" in message, message
+    assert "\nrank 1 on host" in text and "(suspected)" in text.split("\nrank 0")[0]
+    stacks = text.split("=== stacks of ")[1:]
+    assert stacks[0].startswith("rank 1\n") and "while not page.exists()" in stacks[0]
+    assert stacks[1].startswith("ranks 0, 2\n") or stacks[2].startswith("rank 2\n"), text
+    assert page.index("rank 1, suspected") < page.index("rank 0")
+    assert f"{tmp_path}/hangs/step_2.html" in output and "rank 1 went on after" in output
+
+    text, page = pages(tmp_path, 3)
+    message = text.splitlines()[3]
+    assert message.startswith("rank 1 on host ") and "in spin" in message
+    assert "ranks 0, 2 wait in all_reduce of float [3, 4], #2 of group " in message
+    assert "GRADS (ranks 0-2)" in message
+    assert "process group " in text and "  rank 1: #1 all_reduce of float [2], over\n" in text
+    assert "<td>ranks 0, 2</td><td>#2 all_reduce of float [3, 4], not over</td>" in page
+
+    text, _ = pages(tmp_path, 4)
+    message = text.splitlines()[3]
+    assert message.startswith("ranks have waited for each other in different collectives for ")
+    assert message.index("rank 1 in broadcast of long [7]") < message.index(
+        "ranks 0, 2 in all_reduce of float [5, 6]"
+    )
+    assert "EXPERTS" in message and "GRADS" in message
+    assert text.index("rank 1 on host") < text.index("rank 0 on host")
+
+    text, page = pages(tmp_path, 5)
+    assert text.splitlines()[3].startswith("rank 1 on host "), text
+    assert "gave no sign of life for 1.6 s: its process is stopped" in text
+    assert "did not answer: its process is stopped (by SIGSTOP or a debugger), state T" in text
+    assert "=== stacks of rank 1\n  none: it did not answer" in text
+    failure = Failure.read(tmp_path / "logs" / "rank_0.error")
+    assert failure is not None and failure.culprit == 1
+    assert failure.message.endswith(f"; stacks of all ranks: {tmp_path}/hangs/step_5.html")
+
+
+@pytest.mark.dist
+@pytest.mark.waits
+@pytest.mark.full
+def test_the_rank_that_judges_is_named_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, "first", monkeypatch)
+    text, _ = pages(tmp_path, 1)
+    message = text.splitlines()[3]
+    assert message.startswith("rank 0 on host "), text
+    assert "did not answer: its process runs, its Python does not answer, state " in text
+    stacks = text.split("=== stacks of ")[1]
+    assert stacks.startswith("rank 0\n--- all threads, by a signal"), text
+    assert "hang_worker.py" in stacks and "in first" in stacks  # got by a signal
+
+    text, _ = pages(tmp_path, 2)
+    assert text.splitlines()[3].startswith("rank 0 on host "), text
+    assert "gave no sign of life for 1.6 s: its process is stopped" in text
+    assert "rank 2 on host" in text and "in arrive" in text.split("=== stacks of ")[2]
+    said = [(tmp_path / f"said_{rank}").read_text() for rank in (1, 2)]
+    assert all(one.endswith(f"stacks of all ranks: {tmp_path}/hangs/step_2.html") for one in said)

@@ -1,0 +1,309 @@
+"""Which ranks without progress are named, and what their page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude
+from hybridrl.parallel.collectives import calls_of
+from hybridrl.parallel.failure import Failure
+from hybridrl.parallel.hang import Hang, HangWatch, find_hang
+from hybridrl.parallel.hang_page import HangPage, RankReport, newest_page
+from hybridrl.parallel.hang_report import IdleClock
+from hybridrl.parallel.stacks import stacks_of_threads
+from hybridrl.parallel.watch import Beat, Call, Wait
+
+ALL = (0, 1, 2, 3)
+
+
+def call(number: int, ranks: tuple[int, ...] = ALL, what: str = "all_reduce", **more: Any) -> Call:
+    return Call(f"g{ranks}", number, f"{what} of float [2]", ranks, **more)
+
+
+def beats(**of_ranks: dict[str, Any]) -> list[Beat]:
+    """Returns four ranks' beats: without progress for 30 s in step 2, unless told otherwise."""
+    plain = Beat(1, "a", "a/1", "update, step 2", at="own.py:3 in f", idle_s=30.0)
+    return [replace(plain, **of_ranks.get(f"r{rank}", {})) for rank in range(4)]
+
+
+def waits_in(*calls: Call) -> dict[str, Any]:
+    return {"latest": calls, "is_in_collective": True}
+
+
+def found(those: list[Beat]) -> Hang | None:
+    return HangWatch(25.0, 300.0).look(those)
+
+
+def test_a_rank_elsewhere_is_named_and_where_the_others_wait() -> None:
+    waiting = waits_in(call(5))
+    hang = found(beats(r0=waiting, r1=waiting, r2={"latest": (call(4, is_over=True),)}, r3=waiting))
+    assert hang is not None and hang.suspects == [2]
+    assert hang.message == (
+        "rank 2 on host a has made no progress for 30 s, in phase 'update, step 2', at own.py:3 in "
+        "f; ranks 0-1, 3 wait in all_reduce of float [2], #5 of group g(0, 1, 2, 3) (ranks 0-3)"
+    )
+
+
+def test_ranks_without_progress_for_which_nobody_waits_are_no_hang() -> None:
+    assert found(beats()) is None
+
+
+def test_a_rank_that_makes_progress_is_waited_for() -> None:
+    waiting = waits_in(call(5))
+    assert found(beats(r0=waiting, r1=waiting, r2={"idle_s": 3.0}, r3=waiting)) is None
+    wait = Wait("world", 7, None, "generation", 600.0)
+    of_world = {"wait": wait, "entered": {"world": 7}}
+    slow = {"idle_s": 3.0, "entered": {"world": 6}}
+    assert found(beats(r0=of_world, r1=of_world, r2=slow, r3=of_world)) is None
+    still = {"entered": {"world": 6}}
+    hang = found(beats(r0=of_world, r1=of_world, r2=still, r3=of_world))
+    assert hang is not None and hang.suspects == [2]
+    assert hang.message.endswith("; ranks 0-1, 3 wait after 'generation'")
+
+
+def test_who_waits_for_a_slow_rank_is_not_blamed_by_those_that_wait_for_it() -> None:
+    """Rank 0 waits for the world, rank 1 in its replica for rank 2, which generates."""
+    world = Wait("world", 7, None, "generation", 60.0)
+    replica = Wait("replica", 3, (1, 2), "telling", 60.0)
+    those = beats(
+        r0={"wait": world, "entered": {"world": 7}},
+        r1={"wait": replica, "entered": {"world": 6, "replica": 3}},
+        r2={"idle_s": 1.0, "entered": {"world": 6, "replica": 2}},
+        r3={"wait": world, "entered": {"world": 7}},
+    )
+    assert found(those) is None
+    those[2] = replace(those[2], idle_s=40.0)
+    hang = found(those)
+    assert hang is not None and hang.suspects == [2]
+
+
+def test_a_row_of_ranks_of_which_the_last_waits_for_a_slow_one_is_no_hang() -> None:
+    those = beats(r3={"idle_s": 1.0, "entered": {"c": 1}})
+    for rank, group in enumerate("abc"):
+        wait = Wait(group, 2, (rank, rank + 1), "its turn", 60.0)
+        those[rank] = replace(those[rank], wait=wait, entered={group: 2})
+    assert found(those) is None
+    those[3] = replace(those[3], idle_s=40.0)
+    hang = found(those)
+    assert hang is not None and hang.suspects == [3]
+
+
+def test_ranks_in_different_collectives_are_named_the_fewest_first() -> None:
+    whole, pair = waits_in(call(5)), waits_in(call(3, (0, 2)), call(4, is_over=True))
+    over = call(2, (0, 2), is_over=True)
+    hang = found(beats(r0=waits_in(call(5), over), r1=whole, r2=pair, r3=whole))
+    assert hang is not None and hang.suspects == [2]
+    assert hang.message.startswith(
+        "ranks have waited for each other in different collectives for 30 s: rank 2 in all_reduce "
+        "of float [2], #3 of group g(0, 2) (ranks 0, 2) ("
+    )
+    assert "; ranks 0-1, 3 in all_reduce of float [2], #5 of group g(0, 1, 2, 3)" in hang.message
+
+
+def test_a_rank_that_has_just_come_to_a_collective_counts_there() -> None:
+    whole, pair = waits_in(call(5)), waits_in(call(3, (0, 2)), call(4, is_over=True))
+    late = {**whole, "idle_s": 20.0}
+    over = call(2, (0, 2), is_over=True)
+    hang = found(beats(r0=waits_in(call(5), over), r1=late, r2=pair, r3=late))
+    assert hang is not None and hang.suspects == [2] and "; ranks 0-1, 3 in all" in hang.message
+
+
+def test_two_ranks_in_different_collectives_are_both_named() -> None:
+    """Nobody can tell which of the two is wrong."""
+    those = beats(
+        r0=waits_in(call(2, (0, 1)), call(8, is_over=True)),
+        r1=waits_in(call(9), call(1, (0, 1), is_over=True)),
+        r2={"idle_s": 0.0},
+        r3={"idle_s": 0.0},
+    )
+    hang = found(those)
+    assert hang is not None and hang.suspects == [0, 1]
+
+
+def test_different_operations_of_the_same_number_are_different_collectives() -> None:
+    same, other = waits_in(call(5)), waits_in(call(5, what="barrier"))
+    hang = found(beats(r0=same, r1=other, r2=same, r3=same))
+    assert hang is not None and hang.suspects == [1]
+
+
+def test_all_ranks_in_the_same_collective_are_the_networks_matter() -> None:
+    same = waits_in(call(5))
+    assert found(beats(r0=same, r1=same, r2=same, r3=same)) is None
+
+
+def test_a_receive_is_for_its_sender() -> None:
+    receive = call(3, what="recv 0<-1", is_p2p=True, peer=1)
+    hang = found(beats(r0=waits_in(receive), r1={}, r2={"idle_s": 0.0}, r3={"idle_s": 0.0}))
+    assert hang is not None and hang.suspects == [1]
+    # gloo's are not recorded
+    hang = found(beats(r0={"is_in_collective": True}, r2={"idle_s": 0.0}, r3={"idle_s": 0.0}))
+    assert hang is not None and hang.suspects == [1]
+
+
+def test_ranks_that_took_leave_are_not_waited_for() -> None:
+    waiting = waits_in(call(5))
+    gone = {"has_left": True}
+    assert found(beats(r0=waiting, r1=waiting, r2=gone, r3=waiting)) is None
+
+
+def test_more_time_passes_before_the_first_step() -> None:
+    waiting = {**waits_in(call(5)), "phase": "start"}
+    those = beats(r0=waiting, r1=waiting, r2={"phase": "start"}, r3=waiting)
+    assert found(those) is None
+    assert found([replace(beat, idle_s=301.0) for beat in those]) is not None
+
+
+def test_a_phase_that_once_paused_for_long_is_given_twice_that() -> None:
+    watch, waiting = HangWatch(25.0, 300.0), waits_in(call(5))
+    those = beats(r0=waiting, r1=waiting, r3=waiting)
+    assert watch.look(those) is not None
+    assert watch.look([replace(beat, idle_s=31.0) for beat in those]) is None  # it was told
+    assert watch.over([replace(beat, idle_s=40.0) for beat in those]) is None
+    watch.look([replace(beat, idle_s=40.0) for beat in those])
+    on = beats(r2={"idle_s": 0.0})
+    assert watch.over(on) == "rank 2 went on after 40 s"
+    assert watch.look(on) is None
+    assert watch.over(on) is None
+    again = [replace(beat, idle_s=79.0) for beat in those]
+    assert watch.look(again) is None
+    assert watch.look([replace(beat, idle_s=81.0) for beat in again]) is not None
+
+
+def test_calls_are_read_from_the_flight_recorder() -> None:
+    def entry(number: int, name: str, group: str, **more: Any) -> dict[str, Any]:
+        plain = {
+            "process_group": [group, "GRADS"],
+            "collective_seq_id": number,
+            "p2p_seq_id": 0,
+            "is_p2p": False,
+            "profiling_name": name,
+            "input_sizes": [[3, 4]],
+            "input_dtypes": ["BFloat16"],
+            "retired": True,
+            "state": "scheduled",
+        }
+        return plain | more
+
+    entries = [
+        entry(1, "nccl:all_reduce", "7"),
+        entry(2, "nccl:all_gather", "7", retired=False),
+        entry(1, "nccl:barrier", "gone"),
+        entry(2, "nccl:send 0->1", "7", is_p2p=True, p2p_seq_id=1),
+        entry(2, "nccl:recv 0<-1", "7", is_p2p=True, p2p_seq_id=2, retired=False),
+        entry(3, "nccl:broadcast", "7", retired=False, input_sizes=[], input_dtypes=[]),
+    ]
+    gathered, received, broadcast = calls_of(entries, {"7": [4, 9]})
+    assert gathered.name == "all_gather of bfloat16 [3, 4], #2 of group 7 GRADS (ranks 4, 9)"
+    assert not gathered.is_over and not broadcast.is_over and broadcast.number == 3
+    assert received.is_p2p and received.peer == 9 and received.number == 2
+    [last] = calls_of(entries[:1], {"7": [4, 9]})
+    assert last.is_over and last.number == 1
+
+
+def test_a_rank_that_was_held_up_is_not_idle_for_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("hybridrl.parallel.hang_report.time.monotonic", lambda: now[0])
+    clock = IdleClock(1e9, 2.0)
+    assert clock.look("update")[0] == 0.0
+    for _ in range(10):
+        now[0] += 2.0
+        idle_s, _ = clock.look("update")
+    assert idle_s == pytest.approx(20.0)
+    now[0] += 3600.0
+    assert clock.look("update")[0] == pytest.approx(24.0)
+    assert clock.look("generate")[0] == 0.0
+
+
+def test_stacks_are_of_every_other_thread_with_the_innermost_line_first() -> None:
+    ready, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        ready.set()
+        end.wait(60)
+
+    thread = threading.Thread(target=work, name="<b>work</b>")
+    thread.start()
+    assert ready.wait(10) and thread.ident is not None
+    stacks = stacks_of_threads(thread.ident)
+    end.set()
+    thread.join()
+    assert next(iter(stacks)) == "<b>work</b>" and "MainThread" not in stacks
+    lines = stacks["<b>work</b>"].splitlines()
+    assert "threading.py" in lines[0] and "in _bootstrap" not in lines[0]
+    assert lines[-1].strip().startswith("self._bootstrap_inner(")
+    assert any(line.endswith("in work") for line in lines)
+
+
+@pytest.fixture
+def page() -> HangPage:
+    those = beats(
+        r0=waits_in(call(5)), r1={"at": "<script>alert(1)</script>", "latest": (call(4),)}
+    )
+    stack = {"MainThread": 'File "x.py", line 1, in <module>\n    a < b & "c"'}
+    reports = {
+        rank: RankReport(those[rank], 10 + rank, stack, {1: "its process is <stopped>"})
+        for rank in (0, 2, 3)
+    }
+    return HangPage(2, "rank 1 <hangs>", [1], dict(enumerate(those)), reports, time.time())
+
+
+def test_the_page_escapes_all_that_was_said_and_needs_nothing_from_elsewhere(
+    page: HangPage,
+) -> None:
+    shown = page.html()
+    assert "<script" not in shown and "&lt;script&gt;alert(1)" in shown
+    assert "rank 1 &lt;hangs&gt;" in shown and "is &lt;stopped&gt;" in shown
+    assert "in &lt;module&gt;" in shown and "a &lt; b &amp; &quot;c&quot;" in shown
+    assert not re.search(r"https?:|src=|href=|url\(|@import", shown)
+    tags = re.findall(r"</?([a-z0-9]+)", shown)
+    for tag in {"details", "summary", "pre", "table", "tr", "td", "p", "div", "body", "html"}:
+        assert shown.count(f"</{tag}>") == tags.count(tag) / 2, tag
+
+
+def test_the_page_has_the_suspected_rank_first_and_equal_stacks_once(page: HangPage) -> None:
+    assert page.ranks() == [1, 0, 2, 3]
+    assert [ranks for ranks, _ in page.stacks()] == [[1], [0, 2, 3]]
+    assert page.state(1) == "did not answer: its process is <stopped>"
+    text = page.text()
+    assert text.splitlines()[3] == "rank 1 <hangs>"
+    assert "=== stacks of rank 1\n  none: it did not answer\n" in text
+    assert "  rank 0: #5 all_reduce of float [2], not over\n  rank 1: #4 " in text
+
+
+def test_reports_travel_as_text(page: HangPage) -> None:
+    report = replace(page.reports[0], stacks_of={1: "Thread 0x1"})
+    back = RankReport.from_json(report.to_json())
+    assert back.states == report.states and back.stacks_of == {1: "Thread 0x1"}
+    assert [one.name for one in back.beat.latest] == [one.name for one in report.beat.latest]
+
+
+def test_the_end_of_a_run_points_to_the_page_of_the_phase_it_ended_in(
+    page: HangPage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "rank_0.log").touch()
+    (logs / "rank_0.phase").write_text("update, step 2")
+    Failure("error", "RuntimeError: timed out").write(logs / "rank_0.error")
+    outcome = Outcome([EndedRank(0, 1, str(logs / "rank_0.log"), "a")], [0])
+    os.utime(logs / "rank_0.phase", (1.0, time.time() - 100))
+    written = page.write(tmp_path / "hangs")
+    assert newest_page(tmp_path, time.time() - 50) == (written, "rank 1 <hangs>")
+    assert conclude(outcome, logs) == 1
+    assert f"stacks of all ranks, from before: {written}" in capsys.readouterr().err
+    os.utime(logs / "rank_0.phase", (1.0, time.time() + 100))  # it went on since
+    conclude(outcome, logs)
+    assert "stacks" not in capsys.readouterr().err
+
+
+def test_find_hang_needs_no_call_of_ranks_that_make_progress() -> None:
+    those = beats(r0=waits_in(call(5)), r1={"idle_s": 0.0})
+    assert find_hang(those, {0}) is None
