@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.cli.elastic import ElasticLaunch
+from hybridrl.cli.elastic import ElasticLaunch, LocalJob
 
 # A start is one line of `starts`; what its rank 1 does is the start's letter in the argument.
 PROGRAM = """
@@ -51,7 +51,7 @@ def test_ranks_that_are_lost_are_started_again(
 ) -> None:
     program = tmp_path / "ranks.py"
     program.write_text(PROGRAM)
-    launch = ElasticLaunch(3, lambda size: size == 2, [str(program)])
+    launch = ElasticLaunch(3, LocalJob(4, lambda size: size == 2, [str(program)]))
     assert launch([plan, "--resume", "previous"], 4, tmp_path / "logs") == code
     starts = (tmp_path / "starts").read_text().splitlines()
     assert [int(line.split()[0]) for line in starts] == sizes
