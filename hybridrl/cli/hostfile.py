@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridrl import __version__
-from hybridrl.cli.launch import KILL_AFTER_S, POLL_S, Share
+from hybridrl.cli.launch import GRACE_S, KILL_AFTER_S, POLL_S, Share
 from hybridrl.cli.node import Order, outcome_file
 from hybridrl.cli.rank_ends import Outcome, conclude
 from hybridrl.errors import ConfigError, UserError
@@ -254,7 +254,9 @@ def wait_for_nodes(
         if deadline == float("inf") and any(
             _has_failed(node, log_dir, index) for index, node in enumerate(nodes)
         ):
-            deadline = time.monotonic() + KILL_AFTER_S
+            # What others say of a host that is gone is no news.
+            is_cut_off = any(node.returncode not in (None, 0, 2) for node in nodes)
+            deadline = time.monotonic() + (GRACE_S if is_cut_off else KILL_AFTER_S)
         if time.monotonic() > deadline:
             return
         time.sleep(POLL_S)
