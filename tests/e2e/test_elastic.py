@@ -15,7 +15,6 @@ from command_line import QUICKSTART, exported_weights, run, start
 from test_resume import MODEL, SMALL, rank_process, wait_for
 
 GRPO = (
-    QUICKSTART / "grpo.yaml",
     "model.path=null",
     MODEL,
     *SMALL,
@@ -29,14 +28,13 @@ GRPO = (
     "checkpoint.every=1",
     "checkpoint.keep=2",
 )
+CONFIG = QUICKSTART / "grpo.yaml"
 TWO_BY_TWO = ("train.tp=2", "train.pp=1")
-# tp, pp and all that may be chosen are left out of the quickstart's configuration.
-AUTO = ("layout=auto",)
 KEYS = ("reward/mean", "policy/loss", "policy/kl", "policy/grad_norm")
 
 
-def arguments(folder: Path, *knobs: str) -> list[str | Path]:
-    return ["train", *GRPO, f"run.dir={folder}", *knobs]
+def arguments(folder: Path, *knobs: str, config: Path = CONFIG) -> list[str | Path]:
+    return ["train", config, *GRPO, f"run.dir={folder}", *knobs]
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -62,13 +60,13 @@ def check_same(found: list[dict[str, float]], expected: list[dict[str, float]]) 
         assert max(differences) < 1e-5, key
 
 
-def lose_a_rank(folder: Path, rank: int, *knobs: str) -> tuple[str, float]:
+def lose_a_rank(folder: Path, rank: int, *knobs: str, config: Path = CONFIG) -> tuple[str, float]:
     """Runs four ranks, one of which is killed in step 4 and does not come back. Returns the output
     and how long it took until a step was taken again, seconds.
     """
     broken = folder / "broken"
     process = start(
-        [*arguments(folder, "run.max_restarts=3", *knobs), "--world", "4"],
+        [*arguments(folder, "run.max_restarts=3", *knobs, config=config), "--world", "4"],
         {"LOST_RANKS": str(broken)},
     )
     try:
@@ -106,19 +104,14 @@ def test_a_chosen_layout_is_chosen_anew_for_fewer_ranks(tmp_path: Path) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     for folder in (unbroken, broken):
         folder.mkdir()
-    config = yaml.safe_load((QUICKSTART / "grpo.yaml").read_text())
+    config = yaml.safe_load(CONFIG.read_text())  # without what may be chosen
     for key in ("tp", "pp", "micro_batch_tokens"):
         del config["train"][key]
     del config["rollout"]["tp"]
     file = tmp_path / "auto.yaml"
     file.write_text(yaml.safe_dump(config))
-    global GRPO
-    before, GRPO = GRPO, (file, *GRPO[1:])
-    try:
-        run(*arguments(unbroken, *AUTO), "--world", "4")
-        output, took = lose_a_rank(broken, 3, *AUTO)
-    finally:
-        GRPO = before
+    run(*arguments(unbroken, "layout=auto", config=file), "--world", "4")
+    output, took = lose_a_rank(broken, 3, "layout=auto", config=file)
     assert took < 60 and "3 ranks go on after step" in output, output[-4000:]
     layout = yaml.safe_load((broken / "quickstart-grpo" / "config.yaml").read_text())["layout"]
     assert layout["choose"] == "auto" and layout["chosen_for"] == 3
