@@ -4,7 +4,8 @@ Owns how often, and what counts as a loss. The ranks know nothing of it: they go
 state, as at any start, with the same batches. Only what ends a rank from outside counts, a signal
 that it was not asked by, silence, or the end of its host; an error of its own would come again. A
 start that loses a rank before it has taken a step says that the rank does not come back: the next
-one is without it, with the largest number of ranks below that the layout allows. Where ranks can
+one is without it, with the largest number of ranks below that the layout allows, and only after
+another loss all are tried again. Where ranks can
 run, and how many, is an `ElasticJob`'s: of one host here, of several in hosts_job.py.
 """
 
@@ -19,10 +20,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, Protocol
 
-from hybridrl.checkpoint.folders import newest_checkpoint
 from hybridrl.cli.launch import Share, caught_signals, run_ranks
 from hybridrl.cli.rank_ends import conclude, lost_ranks
-from hybridrl.errors import CheckpointError
+from hybridrl.loop.run_starts import read_starts
 
 PROGRAM = ("-m", "hybridrl.cli.main")
 
@@ -55,7 +55,7 @@ class ElasticJob(Protocol):
         """Chooses the ranks of the next start after a loss; returns whether there are any.
 
         Args:
-            comes_back: whether what was lost is to be tried again.
+            comes_back: whether what was lost is to be tried again, and all that was before.
             received: signals that come meanwhile, which end a wait.
         """
 
@@ -83,14 +83,13 @@ class ElasticLaunch:
         """
         folder, given, num_restarts = log_dir.parent, list(arguments), 0
         while True:
-            begins_with, before = _saved_step(folder), _records(folder)
+            num_starts = len(read_starts(folder))
             end = self._job.run(given, log_dir, environment)
             if end.kind == "over" or (end.kind == "lost" and num_restarts == self._max_restarts):
                 return end.code
             if end.kind == "lost":
                 num_restarts += 1
-                after = _records(folder)
-                comes_back = after != before and _last_step(after) > begins_with
+                comes_back = _has_stepped(folder, num_starts)
                 with caught_signals() as received:
                     if not self._job.settle(comes_back, received):
                         return 128 + received[0] if received else end.code
@@ -98,8 +97,7 @@ class ElasticLaunch:
             given = ["newest" if one == "previous" else one for one in given]
             said = f"restart {num_restarts} of {self._max_restarts} (run.max_restarts)"
             said = said if end.kind == "lost" else "hosts have come back"
-            where = f"{self._job.where} go on after step {_saved_step(folder)}"
-            print(f"hybridrl: {said}: {where}", file=sys.stderr, flush=True)
+            print(f"hybridrl: {said}: {self._job.where} go on", file=sys.stderr, flush=True)
 
 
 class LocalJob:
@@ -114,7 +112,7 @@ class LocalJob:
     def __init__(
         self, size: int, fits: Callable[[int], bool], program: Sequence[str] = PROGRAM
     ) -> None:
-        self._size, self._fits, self._program = size, fits, program
+        self._full, self._size, self._fits, self._program = size, size, fits, program
 
     @property
     def where(self) -> str:
@@ -130,30 +128,23 @@ class LocalJob:
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
         """Chooses the number of ranks of the next start: there is always one."""
-        if not comes_back:
+        if comes_back:
+            self._size = self._full
+        else:
             fewer = range(self._size - 1, 0, -1)
             self._size = next((size for size in fewer if self._fits(size)), self._size)
         return True
 
 
-def _saved_step(folder: Path) -> int:
-    """Returns the step of the newest checkpoint of a run folder; 0: there is none."""
-    with suppress(CheckpointError):
-        newest = newest_checkpoint(folder / "checkpoints")
-        return 0 if newest is None else int(newest.name.rpartition("_")[2])
-    return 0
+def _has_stepped(folder: Path, num_starts: int) -> bool:
+    """Whether a run has recorded a step since it had so many starts."""
+    starts = read_starts(folder)[num_starts:]
+    return bool(starts) and _last_step(folder) > max(int(one["after_step"]) for one in starts)
 
 
-def _records(folder: Path) -> tuple[int, str]:
-    """Returns when a run last recorded a step, in ns, and the last line of its records."""
-    file = folder / "metrics.jsonl"
-    with suppress(OSError, ValueError, IndexError):
-        return file.stat().st_mtime_ns, file.read_text(encoding="utf-8").splitlines()[-1]
-    return 0, ""
-
-
-def _last_step(records: tuple[int, str]) -> int:
-    """Returns the last step of `_records`; 0: there is none, or its line was cut off."""
-    with suppress(ValueError, KeyError, TypeError):
-        return int(json.loads(records[1])["step"])
+def _last_step(folder: Path) -> int:
+    """Returns the step that a run has recorded last; 0: none, or its line was cut off."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        line = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+        return int(json.loads(line)["step"])
     return 0

@@ -40,6 +40,7 @@ from hybridrl.cli.rank_ends import lost_ranks
 # A reboot with the firmware's tests of a large machine takes five to ten minutes.
 BACK_S = 900.0
 ASK_EVERY_S = 10.0
+WAIT_S = 1.0  # between questions while nothing else can be done
 CONNECT_S = 5  # for a host that was lost; ssh takes the first of several values
 
 
@@ -63,7 +64,7 @@ class HostsJob:
         fits: Callable[[int], bool] | None = None,
     ) -> None:
         self._ssh, self._port, self._fits = ssh, port, fits
-        self._hosts, self._down = list(hosts), set[str]()
+        self._given, self._hosts, self._down = list(hosts), list(hosts), set[str]()
         self._used, self._parts = list(hosts[: len(parts)]), list(parts)
         self._full = parts[0].world_size  # no start has more
         self._named = hosts[0].name, parts[0].address
@@ -111,7 +112,9 @@ class HostsJob:
         """Chooses hosts and ranks of the next start; returns False where a signal came, or hosts
         stay away for BACK_S that every layout needs.
         """
-        if not comes_back:  # nor will they at the next start
+        if comes_back:
+            self._hosts = self._given
+        else:
             counts = {name: count for name, count in self._lost if name not in self._down}
             self._hosts = [
                 replace(host, slots=max(host.slots - counts.get(host.name, 0), 0))
@@ -122,6 +125,9 @@ class HostsJob:
             self._ask()
             if self._choose():
                 return True
+            self._hosts = self._given  # rather those that did not come back than none
+            if self._choose():
+                return True
             if received or not self._down or time.monotonic() > deadline:
                 return False
             if not is_told:
@@ -129,7 +135,7 @@ class HostsJob:
                 said = f"hybridrl: no layout fits without {names}: waiting {BACK_S:g} s for them"
                 print(said, file=sys.stderr, flush=True)
                 is_told = True
-            time.sleep(1.0)
+            time.sleep(WAIT_S)
 
     def _ask(self) -> None:
         """Takes in those hosts that were down and answer again."""

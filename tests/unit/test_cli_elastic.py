@@ -20,10 +20,13 @@ if rank == "0":
     with starts.open("a") as file:
         print(size, *sys.argv[2:], file=file)
     what = plan[number]
+    if what != "k":  # gets as far as training
+        noted = json.dumps({"starts": [{"after_step": 0}] * (number + 1)})
+        (folder / "run.json").write_text(noted)
     if what == "s":  # takes a step, and saves it
         step = number + 1
         (folder / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\\n")
-    if what in "sk":
+    if what in "skb":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "e":
         sys.exit(1)
@@ -39,6 +42,7 @@ if rank == "0":
     [
         ("d", [4], 0),
         ("skd", [4, 4, 2], 0),  # comes back, then not: the next smaller that fits
+        ("bksd", [4, 2, 2, 4], 0),  # begins and takes no step: as if it had not; then all again
         ("kkkk", [4, 2, 2, 2], 1),  # nothing smaller fits, and three restarts are all
         ("se", [4, 4], 1),
         ("st", [4, 4], 143),
