@@ -165,6 +165,7 @@ def job_on_nodes(folder: Path, *knobs: str) -> Iterator[Job]:
         try:
             yield job
         finally:
+            job.output.flush()
             job.process.kill()
             job.process.wait()
 

@@ -123,7 +123,7 @@ class MemoryCopies:
                     (folder / name).mkdir(parents=True)
         begun = _BegunCopy(folder, self._world, self._group, self._ring, content)
         begun.begin(self._copies)
-        if self._complete is None and not self._has_room(begun.num_bytes):
+        if self._complete is None and not self._has_room(self._copies.num_bytes):
             return False
         self._begun = begun
         begun.start()
@@ -305,11 +305,6 @@ class _BegunCopy:
             self._random = save_tensors(rng_state())
 
     @property
-    def num_bytes(self) -> int:
-        """Of the tensors of this rank."""
-        return sum(begun.num_bytes for begun in self._begun.values())
-
-    @property
     def is_alive(self) -> bool:
         """Whether the thread works, or waits."""
         return self._thread.is_alive()
@@ -343,8 +338,7 @@ class _BegunCopy:
 
     def _write_and_send(self) -> float:
         """Makes the copy; returns how long it waited for `seal`, seconds."""
-        entries, failure = self._write_own()
-        results = {name: begun.results for name, begun in self._begun.items()}
+        entries, results, failure = self._write_own()
         found: list[Any] | None = [None] * self._world.size if self._world.rank == 0 else None
         dist.gather_object((entries, results), found, 0, self._group)
         if not self._is_right(failure):
@@ -360,20 +354,22 @@ class _BegunCopy:
         self._is_right(self._ring.exchange(self._folder, names))
         return waited_s
 
-    def _write_own(self) -> tuple[dict[str, FileEntry], BaseException | None]:
-        """Writes this rank's files; returns them, and why one could not be written."""
+    def _write_own(self) -> tuple[dict[str, FileEntry], dict[str, Any], OSError | None]:
+        """Writes this rank's files; returns them, what the indices are to know of them, by model,
+        and why one could not be written.
+        """
         entries: dict[str, FileEntry] = {}
+        results: dict[str, Any] = {}
         try:
             for name, begun in self._begun.items():
                 begun.write()
-                if begun.failure is not None:
-                    return {}, begun.failure
-                entries |= {f"{name}/{file}": entry for file, entry in begun.entries.items()}
+                files, results[name] = begun.written()
+                entries |= {f"{name}/{file}": entry for file, entry in files.items()}
             name = rng_file(self._world.rank)
             entries[name] = write_digested(self._folder / name, self._random)
         except OSError as error:
-            return {}, error
-        return entries, None
+            return {}, {}, error
+        return entries, results, None
 
     def _write_of_all(self, found: Sequence[Any]) -> list[str]:
         """Writes what rank 0 writes for all, the manifest last; returns the files' names."""

@@ -156,32 +156,17 @@ class BegunFiles:
         """Writes the files; not collective, a thread may do it."""
         self._writer.write()
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the tensors that this rank writes; before `write`."""
-        return self._writer.num_bytes
-
-    @property
-    def entries(self) -> dict[str, FileEntry]:
-        """What the manifest says of the files that this rank has written, by name."""
-        return self._writer.entries
-
-    @property
-    def results(self) -> Any:
-        """What `make_index` is to know of the files that this rank has written."""
-        return self._writer.retrieve_write_results()
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why a file could not be written."""
-        return self.results[0] if isinstance(self.results, tuple) else None
+    def written(self) -> tuple[dict[str, FileEntry], Any]:
+        """Returns what the manifest says of the files that this rank has written, by name, and what
+        `make_index` is to know of them; raises what stopped it.
+        """
+        results = self._writer.retrieve_write_results()
+        if isinstance(results, tuple):  # torch's form of an error
+            raise results[0]
+        return self._writer.entries, results
 
     def make_index(self, results: Sequence[Any]) -> None:
-        """Writes the index, on rank 0 alone, in place of `finish`.
-
-        Args:
-            results: of all ranks, by rank.
-        """
+        """Writes the index from what all ranks have `written`; on rank 0, in place of `finish`."""
         self._writer.finish(self._planned[1], list(results))
 
     def finish(self) -> dict[str, FileEntry]:
@@ -298,12 +283,6 @@ class _FileWriter(FileSystemWriter):
             if content:
                 name = f"{plan.storage_data.prefix}{len(self._buckets)}{DEFAULT_SUFFIX}"
                 self._buckets.append((name, content))
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the tensors that are to be written."""
-        data = [one for _, content in self._buckets for _, one in content]
-        return sum(one.nbytes for one in data if isinstance(one, torch.Tensor))
 
     def _resolved(self, item: WriteItem, planner: SavePlanner) -> Any:
         data = planner.resolve_data(item)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -301,12 +301,23 @@ class NodesEnd:
     code: int
 
 
-def conclude_nodes(nodes: Sequence[Connection], hosts: Sequence[Host], log_dir: Path) -> NodesEnd:
-    """Says how the job ended, and returns it."""
+def conclude_nodes(
+    nodes: Sequence[Connection], hosts: Sequence[Host], log_dir: Path, is_stopped: bool = True
+) -> NodesEnd:
+    """Says how the job ended, and returns it.
+
+    Args:
+        nodes: the connections, all ended.
+        hosts: of each.
+        log_dir: of the run.
+        is_stopped: whether ranks may have been asked to stop, other than by `end_nodes`.
+    """
     files = [outcome_file(log_dir, index) for index in range(len(nodes))]
     outcome = Outcome.together([Outcome.read(file) for file in files if file.exists()])
     for file in files:
         file.unlink(missing_ok=True)
+    if not is_stopped:
+        outcome = replace(outcome, stopped_by=0)
     code = conclude(outcome, log_dir)
     refused, cut_off = False, []
     for index, (node, host) in enumerate(zip(nodes, hosts, strict=False)):

@@ -33,7 +33,7 @@ from hybridrl.cli.hostfile import (
     tell_node,
     wait_for_nodes,
 )
-from hybridrl.cli.launch import Share, caught_signals
+from hybridrl.cli.launch import STOP_CODES, Share, caught_signals
 from hybridrl.cli.node import BEAT, BEAT_S, Order
 from hybridrl.cli.rank_ends import lost_ranks
 
@@ -94,19 +94,21 @@ class HostsJob:
             finally:
                 watch.end()
                 end_nodes(nodes)
-        end = conclude_nodes(nodes, self._used, log_dir)
+        is_stopped = bool(received) or watch.has_asked
+        end = conclude_nodes(nodes, self._used, log_dir, is_stopped)
         lost = lost_ranks(end.outcome)
         self._lost = [
             (host.name, sum(share.first <= rank < share.first + share.count for rank in lost))
             for host, share in zip(self._used, self._parts, strict=True)
         ]
         cut_off = {self._used[index].name for index in end.cut_off}
-        if watch.has_asked and not received and not cut_off and not lost and end.code != 1:
-            self._choose(is_wider=True)
-            return End(end.code, "wider")
         self._down |= cut_off
-        is_lost = end.code == 1 and (cut_off or lost) and not received
-        return End(end.code, "lost" if is_lost else "over")
+        if (cut_off or lost) and not received and end.code != 2:
+            return End(1, "lost")
+        if watch.has_asked and not received and end.code in STOP_CODES:
+            self._choose()
+            return End(end.code, "wider")
+        return End(end.code, "over")
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
         """Chooses hosts and ranks of the next start; returns False where a signal came, or hosts
@@ -150,7 +152,7 @@ class HostsJob:
         self._ask()
         return next(self._layouts(), (0, []))[0] > before
 
-    def _choose(self, is_wider: bool = False) -> bool:
+    def _choose(self) -> bool:
         """Takes the most ranks that the hosts which are up can hold, for the next start."""
         size, used = next(self._layouts(), (0, []))
         if not size:

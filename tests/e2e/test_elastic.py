@@ -14,6 +14,8 @@ import yaml
 from command_line import QUICKSTART, exported_weights, run, start
 from test_resume import MODEL, SMALL, rank_process, wait_for
 
+from hybridrl.checkpoint.memory_folders import host_folder, run_id
+
 GRPO = (
     "model.path=null",
     MODEL,
@@ -120,17 +122,27 @@ def test_a_chosen_layout_is_chosen_anew_for_fewer_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.full
-def test_a_rank_that_comes_back_goes_on_bitwise(unbroken: Path, tmp_path: Path) -> None:
-    knobs = ("run.max_restarts=3", *TWO_BY_TWO)
-    process = start([*arguments(tmp_path, *knobs), "--world", "4"])
-    wait_for(tmp_path / "quickstart-grpo" / "logs" / "rank_2.phase", "generate, step 4")
+@pytest.mark.parametrize("phase", ["generate, step 4", "update, step 5", "reshard, step 6"])
+def test_a_run_goes_on_bitwise_from_a_copy_in_memory(
+    phase: str, unbroken: Path, tmp_path: Path
+) -> None:
+    knobs = ("run.max_restarts=3", "checkpoint.every=0", "checkpoint.copy_every=1")
+    process = start([*arguments(tmp_path, *TWO_BY_TWO, *knobs), "--world", "4"])
+    folder = tmp_path / "quickstart-grpo"
+    wait_for(folder / "logs" / "rank_2.phase", phase)
     os.kill(rank_process(process.pid, 2).pid, signal.SIGKILL)
+    copies = host_folder(run_id(folder))
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output[-4000:]
+    assert "was in host memory, and is in" in output
+    starts = json.loads((folder / "run.json").read_text())["starts"]
+    step = int(phase.rpartition(" ")[2])
+    assert len(starts) == 2 and step - 2 <= starts[1]["after_step"] <= step
     weights = [
-        exported_weights(folder / "quickstart-grpo", tmp_path / name)
-        for name, folder in (("a", unbroken), ("b", tmp_path))
+        exported_weights(one / "quickstart-grpo", tmp_path / name)
+        for name, one in (("a", unbroken), ("b", tmp_path))
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     for ours, theirs in zip(records(tmp_path), records(unbroken), strict=True):
         assert all(ours[key] == theirs[key] for key in KEYS)
+    assert not copies.exists()
