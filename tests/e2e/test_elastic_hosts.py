@@ -6,7 +6,6 @@ Hosts are names of this machine, reached by a script in place of ssh. A file tak
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -173,20 +172,3 @@ def test_a_wait_for_a_host_ends_with_a_signal(tmp_path: Path) -> None:
         output, _ = job.communicate(timeout=60)
     assert "waiting" in output and job.returncode == 130, output[-4000:]
     assert not (hosts.run_folder / "run.lock").exists()
-
-
-def test_lost_ranks_leave_their_host(tmp_path: Path) -> None:
-    """Ranks that do not come back: hosts have the same number of ranks each, on those that can."""
-    from hybridrl.cli.hostfile import Host, shares
-    from hybridrl.cli.hosts_job import HostsJob
-
-    hosts = [Host(name, 4) for name in HOSTS]
-    job = HostsJob(hosts, shares(hosts, 12, "a", 1), ["false"], 1, lambda size: size % 2 == 0)
-    for lost, words in (
-        ([(HOSTS[0], 1)], f"8 ranks on {HOSTS[1]}, {HOSTS[2]}"),  # not nine, and four each
-        ([(HOSTS[1], 1)], f"6 ranks on {HOSTS[0]}, {HOSTS[1]}"),
-        ([(HOSTS[0], 3), (HOSTS[1], 3)], f"4 ranks on {HOSTS[2]}"),
-    ):
-        job._lost = lost
-        assert job.settle(False, []) and job.where == words
-    assert os.environ.get("RANK") is None
