@@ -105,13 +105,15 @@ class MemoryCopies:
                 why = f"on host {os.uname().nodename} {error.strerror or error.args[-1]}"
         self._turn_off_if(why)
 
-    def take(self, content: Content) -> bool:
-        """Copies the state of a step; returns whether: not while the last one is being written.
-        Collective.
+    def take(self, content: Content, waits: bool) -> bool:
+        """Copies the state of a step; returns whether it did. Collective.
 
         Args:
             content: of the checkpoint that the copy is.
+            waits: until the last copy is complete; else nothing is done while it is written.
         """
+        if waits and self._begun is not None:
+            self._begun.wait()
         if self.is_off or not self._is_ready():
             return False
         assert self._copies is not None and content.step is not None
@@ -319,6 +321,11 @@ class _BegunCopy:
             self._state["evaluations"] = dict(evaluations)
             self.is_sealed = True
             self._may_end.set()
+
+    def wait(self) -> None:
+        """Returns when the thread has ended, if the copy is to count: else it waits for `end`."""
+        if self.is_sealed:
+            self._thread.join()
 
     def end(self) -> None:
         """Returns when the thread has ended; without `seal` the copy does not count."""

@@ -95,7 +95,7 @@ class Copies:
         with timer.phase("checkpoint"):
             lineage = [old for old in self._store.lineage if old.step != step]
             content = Content(models, state(), files, step, 0, lineage, self._store.layout)
-            is_taken = self._copies.take(content)
+            is_taken = self._copies.take(content, waits=self._every != "auto")
         self._is_on = not self._copies.is_off
         if is_taken:
             self._plan_next(step, begun)
