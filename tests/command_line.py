@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,7 +17,9 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 
 
 def start(
-    arguments: Sequence[str | Path], extra: Mapping[str, str] | None = None
+    arguments: Sequence[str | Path],
+    extra: Mapping[str, str] | None = None,
+    output: IO[str] | int = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
     """Starts a command in the project's root; stdout and stderr come as one text."""
     paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
@@ -31,7 +34,7 @@ def start(
         cwd=ROOT,
         env=environment,
         text=True,
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
     )

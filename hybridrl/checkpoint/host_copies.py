@@ -33,6 +33,11 @@ class HostCopies:
         copy.copy_(tensor.detach(), non_blocking=True)
         return copy
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all copies."""
+        return sum(copy.nbytes for copy in self._kept.values())
+
     def finish(self) -> None:
         """Waits until all copies are made: the one sync point of an asynchronous checkpoint."""
         if torch.cuda.is_available():

@@ -163,6 +163,19 @@ class BegunFiles:
         """Writes the files; not collective, a thread may do it."""
         self._writer.write()
 
+    def written(self) -> tuple[dict[str, FileEntry], Any]:
+        """Returns what the manifest says of the files that this rank has written, by name, and what
+        `make_index` is to know of them; raises what stopped it.
+        """
+        results = self._writer.retrieve_write_results()
+        if isinstance(results, tuple):  # torch's form of an error
+            raise results[0]
+        return self._writer.entries, results
+
+    def make_index(self, results: Sequence[Any]) -> None:
+        """Writes the index from what all ranks have `written`; on rank 0, in place of `finish`."""
+        self._writer.finish(self._planned[1], list(results))
+
     def finish(self) -> dict[str, FileEntry]:
         """Writes the index on rank 0; collective. Returns what the manifest says of the files that
         this rank wrote, by name.

@@ -70,13 +70,16 @@ class CheckpointStore:
         keep: how many of the newest checkpoints stay, of those that the run went through.
         notify: tells the user, once.
         layout: of the run's models, in words; random states go on in the same one only.
+
+    Attributes:
+        root, world, keep, layout: as given.
     """
 
     def __init__(
         self, root: Path, world: World, keep: int, notify: Notify = print, layout: str = ""
     ) -> None:
         self.root, self.world, self.keep, self._notify = root, world, keep, notify
-        self._layout = layout
+        self.layout = layout
         self._lineage: list[Ancestor] = []  # of the state that the ranks hold, the newest first
         self._copies = HostCopies()
         self._pending: _Pending | None = None  # is being written
@@ -156,7 +159,7 @@ class CheckpointStore:
         folder = self.root / f"step_{step}"
         order = self._decide_order()
         lineage = [old for old in self._lineage if old.step != step]
-        content = Content(models, state, files, step, order, lineage, self._layout)
+        content = Content(models, state, files, step, order, lineage, self.layout)
         begun = BegunCheckpoint(folder, self.world, content, None if waits else self._copies)
         begun.begin()
         after = [Ancestor(step=step, order=order), *lineage][: self.keep + KEPT_BEYOND]
@@ -167,6 +170,13 @@ class CheckpointStore:
         else:
             writing.start()
         return folder
+
+    @property
+    def lineage(self) -> list[Ancestor]:
+        """The checkpoints that the ranks' state went through, the newest first; also one that is
+        being written.
+        """
+        return list(self._lineage if self._pending is None else self._pending.lineage)
 
     @property
     def is_writing(self) -> bool:
@@ -264,7 +274,7 @@ class CheckpointStore:
             )
         for name, model in models.items():
             load_model(checkpoint, name, model, self.world, self._notify)
-        if state.layout == self._layout:
+        if state.layout == self.layout:
             self._load_rng(checkpoint)
         self._lineage = self._lineage_of(checkpoint)
         return state

@@ -215,6 +215,16 @@ def _seal(partial: Path, folder: Path, manifest: Manifest) -> None:
             _make_durable(path)
     manifest = manifest.model_copy(update={"files": dict(sorted(files.items()))})
     manifest.write(partial)
+    give_name(partial, folder)
+
+
+def give_name(partial: Path, folder: Path) -> None:
+    """Gives a checkpoint its name once all its files are durable, in place of one that has it.
+
+    Args:
+        partial: the folder that was written.
+        folder: what it is called from now on.
+    """
     for path in (partial / MANIFEST, partial / MANIFEST_DIGEST, *_folders(partial)):
         _make_durable(path)
     replaced = folder.with_name(folder.name + REPLACED)

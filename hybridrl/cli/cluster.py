@@ -18,17 +18,18 @@ from typing import Annotated, Literal
 
 import typer
 
+from hybridrl.cli.elastic import ElasticLaunch
 from hybridrl.cli.hostfile import (
     Host,
     any_port,
     ask_hosts,
-    launch_on_hosts,
     read_hostfile,
     shares,
 )
+from hybridrl.cli.hosts_job import HostsJob
 from hybridrl.cli.launch import Share, launch_run, run_ranks
 from hybridrl.cli.options import ConfigFile, Overrides, World
-from hybridrl.cli.pinning import HUB_NAMES, laid_out, with_commits
+from hybridrl.cli.pinning import HUB_NAMES, fits_on, laid_out, with_commits
 from hybridrl.cli.rank_ends import conclude
 from hybridrl.cli.ray_launch import RayJob, counts
 from hybridrl.cli.schedulers import JobKind, NodeJob, manifest, slurm_script
@@ -200,9 +201,9 @@ def _on_hosts(
     validate_training(laid, world_size, run.resume, [part.count for part in parts])
     ask_hosts(used, ssh, first)
 
-    def start(arguments: Sequence[str], _: int, logs: Path, environment: Mapping[str, str]) -> int:
-        return launch_on_hosts(arguments, used, parts, ssh, logs, environment)
-
+    restarts = run.config.run.max_restarts
+    fits = (lambda fewer: fits_on(run.config, fewer)) if restarts else None
+    start = ElasticLaunch(restarts, HostsJob(hosts, parts, ssh, port, fits))
     return launch_run(["train", *run.arguments], world_size, run_folder(run.config), start)
 
 

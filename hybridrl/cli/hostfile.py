@@ -16,15 +16,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from hybridrl import __version__
-from hybridrl.cli.launch import KILL_AFTER_S, POLL_S, Share, caught_signals
+from hybridrl.cli.launch import GRACE_S, KILL_AFTER_S, POLL_S, Share
 from hybridrl.cli.node import Order, outcome_file
 from hybridrl.cli.rank_ends import Outcome, conclude
 from hybridrl.errors import ConfigError, UserError
@@ -32,7 +32,8 @@ from hybridrl.errors import ConfigError, UserError
 PROBE_S = 60.0  # for a host to answer
 END_S = 30.0  # for hosts to end their ranks and say so
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
-KEEP_ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+# A host that answers nothing for 30 s is given up, as a rank is (heartbeat.py).
+KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6")
 PORTS = (10_000, 32_000)  # which no system hands out by itself
 # Variables of the user's that the ranks of other hosts get too.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
@@ -150,10 +151,15 @@ def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
             "a name that all hosts know it by",
             "Write the host's name in its place, or give --address.",
         )
-    with ThreadPoolExecutor(min(64, len(hosts))) as pool:
-        found = list(pool.map(lambda host: _ask(host, ssh, address), hosts))
+    found = answers(hosts, ssh, address)
     if wrong := [error for error in found if error is not None]:
         raise ConfigError(wrong)
+
+
+def answers(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> list[UserError | None]:
+    """Returns what is wrong with each host, None of one that is set up as this one is."""
+    with ThreadPoolExecutor(min(64, max(len(hosts), 1))) as pool:
+        return list(pool.map(lambda host: _ask(host, ssh, address), hosts))
 
 
 def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
@@ -195,45 +201,6 @@ def remote(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
     return [*ssh, *SSH_OPTIONS, *KEEP_ALIVE, host, there]
 
 
-def launch_on_hosts(
-    arguments: Sequence[str],
-    hosts: Sequence[Host],
-    parts: Sequence[Share],
-    ssh: Sequence[str],
-    log_dir: Path,
-    environment: Mapping[str, str],
-) -> int:
-    """Runs `hybridrl ARGUMENTS` as the ranks of all hosts and waits for them.
-
-    Args:
-        arguments: the command line after `hybridrl`.
-        hosts: where.
-        parts: the ranks of each.
-        ssh: the program with its options.
-        log_dir: of the run; a folder that the hosts share.
-        environment: further variables of the ranks.
-
-    Returns:
-        The exit code, as of `launch`.
-    """
-    program = ("-m", "hybridrl.cli.main", *arguments)
-    given = forwarded()
-    for stale in log_dir.glob("node_*.json"):
-        stale.unlink()
-    nodes: list[subprocess.Popen[bytes]] = []
-    with caught_signals() as received:
-        try:
-            for node, (host, share) in enumerate(zip(hosts, parts, strict=False)):
-                command = remote(ssh, host.name, [sys.executable, "-m", "hybridrl.cli.node"])
-                where = str(log_dir.absolute())
-                order = Order(node, share, program, where, {**given, **environment})
-                nodes.append(_start(command, order))
-            wait_for_nodes(nodes, received, log_dir)
-        finally:
-            end_nodes(nodes)
-    return conclude_nodes(nodes, hosts, log_dir)
-
-
 def forwarded() -> dict[str, str]:
     """Returns the variables of the user's that processes on other hosts get."""
     return {
@@ -243,36 +210,53 @@ def forwarded() -> dict[str, str]:
     }
 
 
-def _start(command: Sequence[str], order: Order) -> subprocess.Popen[bytes]:
+def start_node(host: str, ssh: Sequence[str], order: Order) -> subprocess.Popen[bytes]:
+    """Starts node.py on a host over ssh and gives it its order."""
+    command = remote(ssh, host, [sys.executable, "-m", "hybridrl.cli.node"])
     # In a session of its own: a terminal's Ctrl-C reaches the ranks once, through us.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    _tell(process, order.to_line())
+    tell_node(process, order.to_line())
     return process
 
 
-def _tell(process: Connection, line: bytes) -> None:
+def tell_node(process: Connection, line: bytes) -> None:
+    """Writes a line to node.py, if it still runs."""
     assert process.stdin is not None
     with suppress(OSError):  # it has ended; its code says how
         process.stdin.write(line)
         process.stdin.flush()
 
 
-def wait_for_nodes(nodes: Sequence[Connection], received: list[int], log_dir: Path) -> None:
+def wait_for_nodes(
+    nodes: Sequence[Connection],
+    received: list[int],
+    log_dir: Path,
+    look: Callable[[], None] = lambda: None,
+) -> None:
     """Returns when all hosts are done, or one has failed and the others have had time to say what
     they know of it; hands signals on.
+
+    Args:
+        nodes: the connection to each host.
+        received: signals.
+        log_dir: of the run.
+        look: called every POLL_S.
     """
     deadline, num_told = float("inf"), 0
     while any(node.poll() is None for node in nodes):
         for number in received[num_told:]:
             for node in nodes:
-                _tell(node, b"%d\n" % number)
+                tell_node(node, b"%d\n" % number)
             num_told += 1
         if len(received) > 1:
             return
+        look()
         if deadline == float("inf") and any(
             _has_failed(node, log_dir, index) for index, node in enumerate(nodes)
         ):
-            deadline = time.monotonic() + KILL_AFTER_S
+            # What others say of a host that is gone is no news.
+            is_cut_off = any(node.returncode not in (None, 0, 2) for node in nodes)
+            deadline = time.monotonic() + (GRACE_S if is_cut_off else KILL_AFTER_S)
         if time.monotonic() > deadline:
             return
         time.sleep(POLL_S)
@@ -302,15 +286,41 @@ def end_nodes(nodes: Sequence[Connection]) -> None:
         node.wait()
 
 
-def conclude_nodes(nodes: Sequence[Connection], hosts: Sequence[Host], log_dir: Path) -> int:
-    """Says how the job ended; returns the exit code."""
+@dataclass(frozen=True)
+class NodesEnd:
+    """How the hosts of a job ended.
+
+    Args:
+        outcome: of the ranks of hosts that could say so.
+        cut_off: numbers of hosts whose connection was lost.
+        code: exit code of the job.
+    """
+
+    outcome: Outcome
+    cut_off: Sequence[int]
+    code: int
+
+
+def conclude_nodes(
+    nodes: Sequence[Connection], hosts: Sequence[Host], log_dir: Path, is_stopped: bool = True
+) -> NodesEnd:
+    """Says how the job ended, and returns it.
+
+    Args:
+        nodes: the connections, all ended.
+        hosts: of each.
+        log_dir: of the run.
+        is_stopped: whether ranks may have been asked to stop, other than by `end_nodes`.
+    """
     files = [outcome_file(log_dir, index) for index in range(len(nodes))]
-    found = [Outcome.read(file) for file in files if file.exists()]
+    outcome = Outcome.together([Outcome.read(file) for file in files if file.exists()])
     for file in files:
         file.unlink(missing_ok=True)
-    code = conclude(Outcome.together(found), log_dir) if found else 0
-    refused = False
-    for node, host in zip(nodes, hosts, strict=False):
+    if not is_stopped:
+        outcome = replace(outcome, stopped_by=0)
+    code = conclude(outcome, log_dir)
+    refused, cut_off = False, []
+    for index, (node, host) in enumerate(zip(nodes, hosts, strict=False)):
         if node.returncode == 2:  # it has said why
             refused = True
         elif node.returncode:
@@ -318,8 +328,9 @@ def conclude_nodes(nodes: Sequence[Connection], hosts: Sequence[Host], log_dir: 
             if node.returncode < 0:
                 how = f"was killed by {signal.Signals(-node.returncode).name}"
             print(f"hybridrl: the connection to host {host.name} {how}", file=sys.stderr)
+            cut_off.append(index)
             code = code or 1
-    return 2 if refused else code
+    return NodesEnd(outcome, cut_off, 2 if refused else code)
 
 
 def any_port() -> int:

@@ -1,8 +1,10 @@
 """One machine's part of a job that `hybridrl launch --hostfile` starts. No torch.
 
 The command that started the job steers this process through its stdin, and needs nothing else than
-that: the first line is an `Order` as JSON, each further line the number of a signal for the ranks.
-The end of stdin ends the ranks at once: whoever started the job is gone, or another machine failed.
+that: the first line is an `Order` as JSON, each further line the number of a signal for the ranks,
+or 0. The end of stdin ends the ranks at once: whoever started the job is gone, or another machine
+failed. So does silence of LEASE_S once a 0 has come: the network is cut, and the job may have been
+started elsewhere.
 How the ranks ended is left in the run folder, as `node_N.json`.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -19,6 +22,9 @@ from pathlib import Path
 
 from hybridrl.cli.launch import Share, run_ranks
 from hybridrl.errors import UserError
+
+BEAT, BEAT_S = b"0\n", 5.0  # what is written to a machine, and how often
+LEASE_S = 25.0  # less than what ssh gives a host that does not answer (hostfile.py)
 
 
 @dataclass(frozen=True)
@@ -80,8 +86,12 @@ def _obey(received: list[int]) -> None:
     """Appends what stdin says to the signals that the ranks get."""
 
     def listen() -> None:
-        while line := _read_line():
-            received.append(int(line))
+        lease_s: float | None = None
+        while select.select([0], [], [], lease_s)[0] and (line := _read_line()):
+            if line == BEAT:
+                lease_s = LEASE_S
+            else:
+                received.append(int(line))
         received.extend((signal.SIGTERM, signal.SIGTERM))
 
     threading.Thread(target=listen, name="stdin", daemon=True).start()

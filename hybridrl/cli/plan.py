@@ -34,8 +34,10 @@ from hybridrl.planning.memory import (
     Memory,
     RankMemory,
     RoleModel,
+    copies_checkpoints,
     estimate_memory,
     itemsize_of,
+    num_copies,
     role_models,
 )
 from hybridrl.planning.models import planned_models
@@ -165,7 +167,7 @@ def _report(
             "choices": choices(config.train.order, laid, node, itemsize),
         },
         "reshard": _reshard(config, laid, plan, assumed),
-        "memory": _peaks(memories),
+        "memory": _peaks(config, memories, machines.num_ranks // node),
         "ranks": [one.as_json() for one in found],
         "assumptions": assumed and {key: v._asdict() for key, v in assumed.values.items()},
         "cluster": _cluster_report(laid, plan, assumed),
@@ -173,13 +175,14 @@ def _report(
     }
 
 
-def _peaks(memories: Sequence[Memory]) -> dict[str, Any]:
-    replay = memories[0].replay
+def _peaks(config: Config, memories: Sequence[Memory], num_hosts: int) -> dict[str, Any]:
+    replay, saved = memories[0].replay, max(memory.saved for memory in memories)
     return {
         "train_peak_bytes": max(memory.train for memory in memories),
         "rollout_peak_bytes": max(memory.rollout for memory in memories),
         "staging_bytes": memories[0].staging,
-        "checkpoint_copy_bytes": max(memory.checkpoint for memory in memories),
+        "checkpoint_copy_bytes": saved if copies_checkpoints(config) else 0,
+        "state_copy_bytes": saved * num_copies(config, num_hosts),
         "router_replay": replay.as_json() if replay else None,
     }
 

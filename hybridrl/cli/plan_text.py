@@ -118,6 +118,11 @@ def _memory_lines(report: dict[str, Any]) -> Iterator[str]:
             f"         checkpoints are written from copies: {memory_size(copied)} of host memory a "
             "rank at most (checkpoint.asynchronous)"
         )
+    if copied := memory["state_copy_bytes"]:
+        yield (
+            f"         the state is copied, for starts after a loss: {memory_size(copied)} of host "
+            "memory a rank at most (checkpoint.copy_every)"
+        )
     if (replay := memory["router_replay"]) is not None:
         yield (
             f"         replayed experts: {replay['token_bytes']} B a token, at most "

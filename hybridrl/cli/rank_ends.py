@@ -96,6 +96,25 @@ class Outcome:
         )
 
 
+def lost_ranks(outcome: Outcome) -> list[int]:
+    """Returns the ranks that were ended from outside, by a signal or because they fell silent; none
+    where a rank ended by an error of its own, which would come again.
+
+    SIGKILL comes from outside always. What other ranks say then is that their connections broke.
+    """
+    culprits = [rank for rank in outcome.ranks if rank.index in outcome.culprits]
+    killed = [rank.index for rank in culprits if rank.code < 0]
+    silent = {
+        failure.culprit
+        for rank in culprits
+        if (failure := rank.failure) is not None and failure.kind == "lost"
+    }
+    is_certain = any(rank.code == -signal.SIGKILL for rank in culprits)
+    if not is_certain and any(rank.spoke for rank in culprits):
+        return []
+    return sorted({*killed, *(one for one in silent if one is not None)})
+
+
 def conclude(outcome: Outcome, log_dir: Path) -> int:
     """Says how the ranks ended, if not well; returns the exit code."""
     if outcome.stopped_by and not outcome.culprits:

@@ -333,7 +333,7 @@ class RayJob:
                 end_nodes(nodes)
         hosts = [Host(f"{place.address} (rank {i})", 1) for i, place in enumerate(self.places)]
         lost = [rank for rank in range(len(nodes)) if not outcome_file(log_dir, rank).exists()]
-        code = conclude_nodes(nodes, hosts, log_dir)
+        code = conclude_nodes(nodes, hosts, log_dir).code
         return code or (1 if lost else 0)
 
     def _telling(self, rank: int) -> Callable[[str], None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from hybridrl.cli.elastic import ElasticLaunch
+from hybridrl.cli.elastic import ElasticLaunch, LocalJob
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import launch_run
 from hybridrl.cli.pinning import fits_on, laid_out
@@ -45,5 +45,5 @@ def launch_training(
     if not restarts:
         return launch_run([*arguments, *laid], size, folder)
     # What was chosen is not handed on: fewer ranks choose anew.
-    again = ElasticLaunch(restarts, lambda fewer: fits_on(config, fewer))
+    again = ElasticLaunch(restarts, LocalJob(size, lambda fewer: fits_on(config, fewer)))
     return launch_run(arguments, size, folder, again)

@@ -6,7 +6,7 @@ fields are in rules.py, reading YAML and overrides in load.py. Values are frozen
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -109,7 +109,7 @@ class RunConfig(Section):
     max_restarts: int = Field(
         0,
         ge=0,
-        description="How often `hybridrl train` starts ranks again that were lost, killed or silent, from the newest checkpoint: as many, or fewer where they do not come back. 0: as torchrun, a job that keeps losing ranks must not hold a machine.",
+        description="How often `hybridrl train` and `launch --hostfile` start ranks again that were lost, killed or silent, from the newest state (`checkpoint.copy_every`): as many, or fewer where they do not come back. 0: as torchrun, a job that keeps losing ranks must not hold a machine.",
     )
     profile: Steps = Field(
         (),
@@ -219,6 +219,10 @@ class CheckpointConfig(Section):
     asynchronous: bool = Field(
         True,
         description="Training goes on while a checkpoint is written from copies in host memory; not for that of the last step or a signal, and not with `export_hf`. False: hosts lack the memory that `hybridrl plan` names.",
+    )
+    copy_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="Steps between copies of the training state in host memory, each host's also in another's, from which ranks go on that `run.max_restarts` starts again; 0: none. auto: as often as takes 3% of the time.",
     )
     keep: int = Field(
         2,

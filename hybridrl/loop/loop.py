@@ -34,12 +34,13 @@ from hybridrl.errors import UserError
 from hybridrl.generation.resampling import UniformGroupsWarning, replace_uniform_groups
 from hybridrl.hybrid_engine.phases import Phase
 from hybridrl.loop import ledger, probe, rollout_setup, setup
+from hybridrl.loop.copying import Copies
 from hybridrl.loop.evaluate import Evaluation
 from hybridrl.loop.exports import Exports
 from hybridrl.loop.journal import Journal
 from hybridrl.loop.position import Position
 from hybridrl.loop.run_data import Given, make_data
-from hybridrl.loop.saves import SaveClock, again, run_state, stop_notice
+from hybridrl.loop.saves import SaveClock, again, load_run_state, run_state, stop_notice
 from hybridrl.loop.schedule import last_step
 from hybridrl.loop.skipped import SkippedSteps
 from hybridrl.loop.validation import Validation
@@ -141,6 +142,7 @@ class Trainer:
         self.store = CheckpointStore(run_folder(config) / "checkpoints", self.world, *of_store)
         self.exports = Exports(config, self.journal.notify)
         self._saves = SaveClock(config.checkpoint, self.world)
+        self.copies = Copies(config, self.store, self.journal.notify)
 
     @classmethod
     def from_config(
@@ -187,8 +189,7 @@ class Trainer:
         """
         self._started = time.monotonic()
         with self._lock.held(self.world, self.journal.notify):
-            newest = self.store.previous if resume == "previous" else self.store.newest
-            if not self._has_begun and (found := newest()) is not None:
+            if not self._has_begun and (found := self.copies.newest(resume)) is not None:
                 self.load_checkpoint(found)
             default, first = self.config.steps.num_steps, self.step
             last = last_step(num_steps, until, first, default)
@@ -197,11 +198,13 @@ class Trainer:
                 by_step = self.evaluations.by_step
                 return self.journal.nothing_to_do(first, last, by_step, self.seconds)
             self.journal.start(first, last)
+            self.copies.start(first, last)
             try:
                 save = partial(self._save_at_stop, last, resume)
                 asked = stops_on_signals(self.world, save, stop_notice(self.config))
                 with asked, ledger.explained(self.memory_table):
                     self._train_to(last)
+                    self.copies.close()
                 self.seconds += time.monotonic() - self._started
                 return self.journal.finish(first, self.step, self.evaluations.by_step, self.seconds)
             finally:
@@ -209,10 +212,8 @@ class Trainer:
 
     def _train_to(self, last: int) -> None:
         """Takes the steps up to `last`, with the evaluations and checkpoints that are due."""
-        if self.algorithm.needs.rollouts and not self._is_engine_checked:
-            self.check_engine()
-        elif self.algorithm.needs.rollouts:
-            self.enter_rollout()
+        if self.algorithm.needs.rollouts:
+            (self.enter_rollout if self._is_engine_checked else self.check_engine)()
         self._saves.start()
         self.validation.begin(self.step, last)
         if self.evaluations.are_due(self.step, last):
@@ -230,6 +231,7 @@ class Trainer:
                     metrics |= self._evaluate_and_keep()
             finally:
                 self.journal.log(self.step, metrics)
+                self.copies.seal(self.evaluations.by_step)
             self.journal.warn(self._warnings, self.step, metrics)
             ends = last if not self.evaluations.reach_goal(self.step) else self.step
             self.store.finish_if_written()
@@ -246,6 +248,7 @@ class Trainer:
             if rollouts or self.step != self._saved_step:
                 saved = f"saved to {self.save_checkpoint()}"
                 self._has_begun = False  # another `fit` begins with this checkpoint
+            self.copies.close()
         finally:
             self.sampler.drop()
         saved += f", with the responses of step {self.step + 1} so far" if rollouts else ""
@@ -290,6 +293,7 @@ class Trainer:
         self.step += 1
         self._position.end_step()
         self.sampler.end_step()
+        self.copies.take_due(self.step, self.trained, self._state, self.source.files, timer)
         if self.algorithm.needs.rollouts:
             metrics |= self.reshard()
             self.journal.dump_samples(self.step, scored, self.roles.learned(batch), self.scorer)
@@ -357,8 +361,7 @@ class Trainer:
             gradients = roles.gradients(part, self.step, terms)
             found.append(optimizer_step(gradients))
             if found[-1][SKIPPED]:
-                where = self.step + 1, number
-                self.skipped.add(*where, part, terms, gradients, random_states)
+                self.skipped.add(self.step + 1, number, part, terms, gradients, random_states)
             else:
                 self.skipped.in_a_row = 0
         metrics = average(found)
@@ -430,25 +433,26 @@ class Trainer:
             UserError: a file could not be written, or another run has taken the run folder over.
         """
         with self._lock.held(self.world, self.journal.notify):
-            return self._save_checkpoint(waits)
+            was_rollout = self.hybrid_engine.phases.phase is Phase.ROLLOUT
+            state = self._state()
+            # The optimizer's state may be away, and the engine holds memory.
+            self.enter_training(frees_memory=True)
+            with self.journal.timer.phase("checkpoint"):
+                waits = waits or self.config.checkpoint.export_hf  # of these weights
+                folder = self.store.save(self.step, self.trained, state, self.source.files, waits)
+                self.exports.write(folder, self.trained, self.evaluations.by_step)
+            self._saved_step = self.step
+            self._saves.start()
+            if was_rollout:
+                self.reshard()
+            return folder
 
-    def _save_checkpoint(self, waits: bool) -> Path:
+    def _state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps beside weights, optimizers and random states."""
         seconds = self.seconds + time.monotonic() - self._started
         cursors = {**self._position.state(), "rollouts": self.sampler.state()}
         of_models = self.algorithm, self.trained
-        state = run_state(self.step, seconds, cursors, *of_models, self.evaluations.by_step)
-        was_rollout = self.hybrid_engine.phases.phase is Phase.ROLLOUT
-        # The optimizer's state may be away, and the engine holds memory.
-        self.enter_training(frees_memory=True)
-        with self.journal.timer.phase("checkpoint"):
-            waits = waits or self.config.checkpoint.export_hf  # of these weights
-            folder = self.store.save(self.step, self.trained, state, self.source.files, waits)
-            self.exports.write(folder, self.trained, self.evaluations.by_step)
-        self._saved_step = self.step
-        self._saves.start()
-        if was_rollout:
-            self.reshard()
-        return folder
+        return run_state(self.step, seconds, cursors, *of_models, self.evaluations.by_step)
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Restores weights, optimizers, prompt cursor, random states and unfinished rollouts.
@@ -456,19 +460,15 @@ class Trainer:
         Args:
             path: a `checkpoints/step_N` folder, or a run folder, which stands for its newest.
         """
-        # The optimizer's state may be away, and the engine holds memory.
-        self.enter_training(frees_memory=True)
+        self.enter_training(frees_memory=True)  # as to save
         state = self.store.load(Path(path), self.trained)
         assert state.step is not None  # the store refuses weights alone
         self._has_begun = True
         self.step, self.seconds, self._saved_step = state.step, state.seconds, state.step
         self.evaluations.by_step = dict(state.evaluations)
         self._position.load({"prompts": state.prompts, "mix": state.mix})
-        for name, model in self.trained.items():
-            model.num_updates = state.num_updates[name]
+        load_run_state(state, self.algorithm, self.trained)
         self.sampler.load_state(state.rollouts, self.prompts)
-        if isinstance(self.algorithm, AdaptiveAlgorithm):
-            self.algorithm.load_state(state.algorithm)
         self.reshard()
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class RunStarts:
             hosts: number of machines.
             device: name of the GPU of rank 0; None: on CPU.
         """
-        self._starts = [*_read(self._path), {}]
+        self._starts = [*read_starts(self._path.parent), {}]
         self._is_open = True
         self._note(
             began=_now(),
@@ -103,10 +103,10 @@ def _git(root: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """Returns the starts that are noted; none of a file that is damaged."""
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """Returns the starts that are noted in a run folder; none of a file that is damaged."""
     try:
-        starts = parse_json(path.read_bytes())["starts"]
+        starts = parse_json((folder / RUN_FILE).read_bytes())["starts"]
     except (OSError, ValueError, LookupError, TypeError):
         return []
     return [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []

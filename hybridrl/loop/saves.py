@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
+from hybridrl.checkpoint.folders import SavedState
 from hybridrl.config.identity import run_folder
 from hybridrl.config.schema import CheckpointConfig, Config
 from hybridrl.loop.schedule import is_due
@@ -108,3 +109,18 @@ def run_state(
         "seconds": seconds,
         "num_updates": {name: model.num_updates for name, model in trained.items()},
     }
+
+
+def load_run_state(
+    state: SavedState, algorithm: Algorithm, trained: Mapping[str, ParallelModel]
+) -> None:
+    """Gives algorithm and models what `run_state` kept of them.
+
+    Args:
+        state: of the checkpoint.
+        algorithm, trained: of the run.
+    """
+    for name, model in trained.items():
+        model.num_updates = state.num_updates[name]
+    if isinstance(algorithm, AdaptiveAlgorithm):
+        algorithm.load_state(state.algorithm)

@@ -443,7 +443,10 @@ def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
         )
         _JOB.append((served, 0, size))
     elif not _JOB:
-        _JOB.append(next(rendezvous("env://", timeout=timeout)))
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        # torchrun's agent may keep its store, with the addresses of ranks that it started before.
+        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        _JOB.append((dist.PrefixStore(f"restart_{count}", store), rank, size))
     store, rank, size = _JOB[0]
     store.set_timeout(timeout)
     return store, rank, size

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from hybridrl.checkpoint.memory_folders import GENERATIONS
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.lag import requests_under_way
 from hybridrl.config.placement import REWARD, Place
@@ -47,7 +48,7 @@ class Memory:
         num_requests: how many those are, each as long as it may be.
         least_requests: for how many the cache must have room; others would wait.
         staging: of the reshard, where weights travel as messages.
-        checkpoint: in host memory, the copies of which checkpoints are written meanwhile.
+        saved: what a checkpoint has of a rank.
         replay: of it, what recorded experts take; None: they are not replayed.
     """
 
@@ -57,7 +58,7 @@ class Memory:
     num_requests: int
     least_requests: int
     staging: int
-    checkpoint: int = 0
+    saved: int = 0
     replay: ReplayBytes | None = None
 
     @property
@@ -253,7 +254,7 @@ def estimate_memory(
         num_requests=num_requests,
         least_requests=1 if engine.has_fixed_kv_cache else num_requests,
         staging=config.rollout.staging_mib * MIB,
-        checkpoint=trained + states if copies_checkpoints(config) else 0,
+        saved=trained + states,
         replay=replay,
     )
 
@@ -263,6 +264,16 @@ def copies_checkpoints(config: Config) -> bool:
     section = config.checkpoint
     is_saved = bool(section.every or section.every_s)
     return is_saved and section.asynchronous and not section.export_hf
+
+
+def num_copies(config: Config, num_hosts: int) -> int:
+    """Returns how many copies of the training state hosts hold, so that a run goes on after a loss
+    (checkpoint/memory_copies.py): the one that is taken, and of a rank's own files, and of those of
+    a rank of another host, GENERATIONS each.
+    """
+    if not config.run.max_restarts or config.checkpoint.copy_every == 0:
+        return 0
+    return 1 + GENERATIONS * (2 if num_hosts > 1 else 1)
 
 
 def _kv_cache_bytes(

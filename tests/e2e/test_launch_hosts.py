@@ -234,10 +234,11 @@ def test_keys_of_services_stand_in_no_command_line(tmp_path: Path) -> None:
     program = (
         "import os, sys; os.environ['WANDB_API_KEY'] = 'secret'; "
         "from pathlib import Path; from hybridrl.cli import hostfile; "
-        "from hybridrl.cli.launch import Share; "
+        "from hybridrl.cli.hosts_job import HostsJob; from hybridrl.cli.launch import Share; "
         f"logs = Path({str(tmp_path)!r}); "
         "hosts = [hostfile.Host('a', 1)]; parts = [Share(1, 0, 1, 'a', 1)]; "
-        "hostfile.launch_on_hosts(['train'], hosts, parts, [str(logs / 'ssh')], logs, {})"
+        "job = HostsJob(hosts, parts, [str(logs / 'ssh')], None); "
+        "job.run(['train'], logs, {})"
     )
     file = tmp_path / "ssh"
     file.write_text('#!/bin/sh\necho "$@" >"$0.arguments"; head -n 1 >"$0.stdin"\n')

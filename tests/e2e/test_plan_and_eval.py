@@ -48,6 +48,7 @@ PLAN_KEYS = {
         "rollout_peak_bytes",
         "staging_bytes",
         "checkpoint_copy_bytes",
+        "state_copy_bytes",
         "router_replay",
     },
 }
@@ -199,6 +200,7 @@ def test_plan_of_a_large_model(bare: Path, layout: str, rollout_tp: int, world: 
     assert filled(report) == [2 * (cut // rollout_tp + whole)] * world
     assert report["reshard"]["predicted_ms"] > 0
     assert report["memory"].pop("router_replay") is None  # no experts
+    assert report["memory"].pop("state_copy_bytes") == 0  # lost ranks end the run
     assert min(report["memory"].values()) > 0
     assert report["memory"]["train_peak_bytes"] > max(filled(report))
     assert report["fits"] is True

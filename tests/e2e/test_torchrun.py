@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from command_line import QUICKSTART, ROOT, exported_weights, run
 from launch import free_port
+from test_resume import wait_for
 
 OVERRIDES = (
     "steps.num_steps=3",
@@ -78,3 +81,35 @@ def test_two_torchrun_nodes_give_the_weights_of_the_local_launcher(tmp_path: Pat
     expected = exported_weights(local / "quickstart-grpo", tmp_path / "hf_local")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_ranks_that_torchrun_starts_again_go_on_from_a_copy_in_memory(tmp_path: Path) -> None:
+    """The agent's store still has the addresses of the ranks that it started before."""
+    folder = tmp_path / "quickstart-grpo"
+    knobs = ("run.max_restarts=1", "checkpoint.copy_every=1", "steps.num_steps=8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--max-restarts=1", f"--master-port={free_port()}", "-m", "hybridrl.cli.main"]
+    command += ["train", str(QUICKSTART / "grpo.yaml"), *OVERRIDES, *knobs]
+    command += ["train.tp=2", "train.pp=1", f"run.dir={tmp_path}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        wait_for(folder / "logs" / "rank_1.phase", "generate, step 5")
+        ranks = psutil.Process(job.pid).children()
+        next(rank for rank in ranks if rank.environ().get("RANK") == "1").kill()
+        output, _ = job.communicate(timeout=200)
+    finally:
+        job.kill()
+    assert job.returncode == 0, output[-4000:]
+    starts = json.loads((folder / "run.json").read_text())["starts"]
+    assert len(starts) == 2 and starts[1]["after_step"] >= 3
+    assert not (folder / "checkpoints" / "step_1").exists()  # no other checkpoint was written

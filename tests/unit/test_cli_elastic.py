@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.cli.elastic import ElasticLaunch
+from hybridrl.cli.elastic import ElasticLaunch, LocalJob
 from hybridrl.parallel.failure import Failure
 
 # A start is one line of `starts`; what its rank 1 does is the start's letter in the argument.
@@ -21,14 +21,19 @@ if rank == "0":
     with starts.open("a") as file:
         print(size, *sys.argv[2:], file=file)
     what = plan[number]
+    if what != "k":  # gets as far as training
+        noted = json.dumps({"starts": [{"after_step": 0}] * (number + 1)})
+        (folder / "run.json").write_text(noted)
     if what == "s":  # takes a step, and saves it
         step = number + 1
         (folder / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\\n")
-    if what in "xl":  # says an error of its own and is killed; says that rank 1 is silent
+    if what in "xl":  # says an error of its own and aborts; says that rank 1 is silent
         (logs / "rank_0.error").write_text(Path(__file__).with_name(what).read_text())
     if what == "l":
         sys.exit(1)
-    if what in "skx":
+    if what == "x":
+        os.kill(os.getpid(), signal.SIGABRT)
+    if what in "skb":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "e":
         sys.exit(1)
@@ -44,6 +49,7 @@ if rank == "0":
     [
         ("d", [4], 0),
         ("skd", [4, 4, 2], 0),  # comes back, then not: the next smaller that fits
+        ("bksd", [4, 2, 2, 4], 0),  # begins and takes no step: as if it had not; then all again
         ("kkkk", [4, 2, 2, 2], 1),  # nothing smaller fits, and three restarts are all
         ("se", [4, 4], 1),
         ("st", [4, 4], 143),
@@ -60,7 +66,7 @@ def test_ranks_that_are_lost_are_started_again(
     program.write_text(PROGRAM)
     Failure("error", "RuntimeError: own").write(tmp_path / "x")
     Failure("lost", "rank 1 is silent", culprit=1).write(tmp_path / "l")
-    launch = ElasticLaunch(3, lambda size: size == 2, [str(program)])
+    launch = ElasticLaunch(3, LocalJob(4, lambda size: size == 2, [str(program)]))
     assert launch([plan, "--resume", "previous"], 4, tmp_path / "logs") == code
     starts = (tmp_path / "starts").read_text().splitlines()
     assert [int(line.split()[0]) for line in starts] == sizes

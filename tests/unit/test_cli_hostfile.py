@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.cli.hostfile import Host, read_hostfile, shares
+from hybridrl.cli.hostfile import Host, conclude_nodes, read_hostfile, shares
+from hybridrl.cli.hosts_job import HostsJob
 from hybridrl.cli.launch import Share
-from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude
+from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude, lost_ranks
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import Failure, PeerError
 
@@ -62,3 +67,70 @@ def test_the_rank_that_failed_is_named_whatever_its_host(
     # A launcher that knows only its own rank names the other one's log all the same.
     assert conclude(parts[0], tmp_path) == 1
     assert str(tmp_path / "rank_1.log") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("lines", "is_ended"), [("0\n", True), ("", False)])
+def test_ranks_end_when_their_launcher_falls_silent(lines: str, is_ended: bool) -> None:
+    """A launcher that has once said that it lives, and one of a job that is started once."""
+    program = (
+        "import time; from hybridrl.cli import node; node.LEASE_S = 0.3; received = []; "
+        "node._obey(received); time.sleep(1.0); print(len(received))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(lines)
+    process.stdin.flush()  # and stays open
+    assert process.stdout.readline() == ("2\n" if is_ended else "0\n")
+    process.stdin.close()
+    process.wait()
+
+
+def node(folder: Path, index: int, code: int, outcome: Outcome | None) -> SimpleNamespace:
+    if outcome is not None:
+        outcome.write(folder / f"node_{index}.json")
+    return SimpleNamespace(returncode=code)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_ranks_that_were_ended_beside_a_lost_host_were_not_stopped(
+    is_stopped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other host's ranks are ended by the end of stdin, which is SIGTERM to them."""
+    nodes = [node(tmp_path, 0, 0, Outcome([], (), signal.SIGTERM)), node(tmp_path, 1, 255, None)]
+    end = conclude_nodes(nodes, [Host("a", 1), Host("b", 1)], tmp_path, is_stopped)
+    assert end.cut_off == [1] and end.code == (143 if is_stopped else 1)
+    assert "connection to host b ended with code 255" in capsys.readouterr().err
+
+
+def test_ranks_are_lost_that_were_killed_or_fell_silent(tmp_path: Path) -> None:
+    def lost(*ends: tuple[int, Exception | None]) -> list[int]:
+        ranks = []
+        for index, (code, error) in enumerate(ends):
+            log = tmp_path / f"rank_{index}.log"
+            log.with_suffix(".error").unlink(missing_ok=True)
+            if error is not None:
+                Failure.of(error).write(log.with_suffix(".error"))
+            ranks.append(EndedRank(index, code, str(log), "a"))
+        return lost_ranks(Outcome(ranks, [rank.index for rank in ranks if rank.code]))
+
+    assert lost((0, None), (-9, None)) == [1]
+    # What others say of broken connections may look like an error of their own.
+    assert lost((1, RuntimeError("gloo")), (-9, None)) == [1]
+    assert lost((1, RuntimeError("boom")), (-6, None)) == []
+    assert lost((1, RuntimeError("boom")), (1, PeerError("rank 0 died", 0))) == []
+    assert lost((1, PeerError("rank 2 is silent", 2, is_lost=True)), (0, None), (0, None)) == [2]
+
+
+def test_lost_ranks_leave_their_host(tmp_path: Path) -> None:
+    """Ranks that do not come back: hosts have the same number of ranks each, on those that can."""
+    hosts = [Host(name, 4) for name in "abc"]
+    job = HostsJob(hosts, shares(hosts, 12, "a", 1), ["false"], 1, lambda size: size % 2 == 0)
+    for lost, words in (
+        ([("a", 1)], "8 ranks on b, c"),  # not nine, and four each
+        ([("b", 1)], "6 ranks on a, b"),
+        ([("a", 3), ("b", 3)], "4 ranks on c"),
+    ):
+        job._lost = lost
+        assert job.settle(False, []) and job.where == words

@@ -1,0 +1,407 @@
+"""Copies of the training state in host memory, from which a run goes on that has lost ranks.
+
+A copy is a checkpoint (store.py), file by file, but in memory: a host has the files of its own
+ranks and those of the host before it in the ring of hosts, so that the loss of one host loses none.
+A run that is started again writes the newest copy to its folder of checkpoints, all hosts together,
+and goes on from there as from any other, in any layout.
+
+Who waits for whom: `take` is collective and takes all tensors to the host, after which training
+goes on. A thread of every rank writes, sends and receives; these threads wait for each other over a
+group of their own. A copy counts once its manifest is there, which rank 0 writes after `seal`: when
+the step is in the run's records. Invariant: the copy before stays until the next one is complete on
+all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save as save_tensors
+
+from hybridrl.checkpoint.folders import HF_FILES, PARTIAL, STATE, Checkpoint, newest_checkpoint
+from hybridrl.checkpoint.host_copies import HostCopies
+from hybridrl.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_DIGEST,
+    FileEntry,
+    Manifest,
+    entry_of,
+    open_for_reading,
+    verify_piece,
+    write_digested,
+)
+from hybridrl.checkpoint.memory_folders import (
+    GENERATIONS,
+    files_of_host,
+    free_bytes,
+    host_folder,
+    make_host_folder,
+    remove_copies,
+    run_id,
+    usable,
+)
+from hybridrl.checkpoint.model_state import sharded_state
+from hybridrl.checkpoint.random_states import rng_file, rng_state
+from hybridrl.checkpoint.sharded_files import BegunFiles, begin_sharded
+from hybridrl.checkpoint.writing import Content, give_name, remove_leftovers
+from hybridrl.errors import CheckpointError
+from hybridrl.models.directory import write_side_files
+from hybridrl.parallel.groups import UNBOUNDED, World
+from hybridrl.parallel.ring import HostRing
+
+Notify = Callable[[str], None]
+
+
+class MemoryCopies:
+    """The copies of one run.
+
+    Args:
+        run_folder: of the run.
+        world: of its ranks.
+        notify: tells the user, once.
+
+    Attributes:
+        is_off: there is no room for them.
+        busy_s: how long this rank's thread has worked on the last complete copy, seconds.
+    """
+
+    def __init__(self, run_folder: Path, world: World, notify: Notify) -> None:
+        self._run_folder, self._world, self._notify = run_folder, world, notify
+        with world.all_agree("looking for copies in memory") as agreement:
+            if world.rank == 0:
+                agreement.value = run_id(run_folder)
+        self._number: str = agreement.values[0]
+        self._leads = world.rank == world.mates[0]
+        hosts = sorted({tuple(one) for one in world.gather_objects(world.mates)})
+        self._hosts: list[tuple[int, ...]] = hosts
+        group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
+        assert isinstance(group, dist.ProcessGroup)
+        self._group, self._ring = group, HostRing(group, hosts)
+        self._copies: HostCopies | None = None
+        self._begun: _BegunCopy | None = None
+        self._complete: int | None = None  # step of the newest copy
+        self.is_off, self.busy_s = False, 0.0
+
+    def start(self) -> None:
+        """Removes the copies of earlier starts; collective."""
+        self._end_copy()
+        self._complete, self._copies = None, HostCopies()
+        self._world.arrive("removing old copies")
+        why = ""
+        if self._leads:
+            remove_copies(self._number)
+            try:
+                make_host_folder(self._run_folder, self._number)
+            except OSError as error:
+                why = f"on host {os.uname().nodename} {error.strerror or error.args[-1]}"
+        self._turn_off_if(why)
+
+    def take(self, content: Content, waits: bool) -> bool:
+        """Copies the state of a step; returns whether it did. Collective.
+
+        Args:
+            content: of the checkpoint that the copy is.
+            waits: until the last copy is complete; else nothing is done while it is written.
+        """
+        if waits and self._begun is not None:
+            self._begun.wait()
+        if self.is_off or not self._is_ready():
+            return False
+        assert self._copies is not None and content.step is not None
+        folder = host_folder(self._number) / f"step_{content.step}"
+        with self._world.all_agree("making room for a copy in memory"):
+            if self._leads:
+                remove_copies(self._number, [-1 if self._complete is None else self._complete])
+                for name in (*content.models, HF_FILES):
+                    (folder / name).mkdir(parents=True)
+        begun = _BegunCopy(folder, self._world, self._group, self._ring, content)
+        begun.begin(self._copies)
+        if self._complete is None and not self._has_room(self._copies.num_bytes):
+            return False
+        self._begun = begun
+        begun.start()
+        return True
+
+    def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
+        """Tells that the step of the last copy is in the run's records, so that it may count.
+
+        Args:
+            evaluations: by step, as of now.
+        """
+        if self._begun is not None:
+            self._begun.seal(evaluations)
+
+    def _is_ready(self) -> bool:
+        """Whether the last copy is complete on all ranks, or there is none; collective."""
+        begun = self._begun
+        if begun is None:
+            return True
+        found = torch.tensor([int(not begun.is_alive), int(begun.failure is not None)])
+        num_done, num_failed = self._world.sum_on_host(found).tolist()
+        if num_done < self._world.size:
+            return False
+        self._begun, self.busy_s = None, begun.busy_s
+        if num_failed:
+            self._turn_off_if("" if begun.failure is None else str(begun.failure))
+        elif begun.is_sealed:
+            self._complete = begun.step
+        return not self.is_off
+
+    def _has_room(self, own_bytes: int) -> bool:
+        """Whether all hosts have room for copies of so many bytes a rank; collective."""
+        found = self._world.gather_objects(own_bytes)
+        place = next(i for i, ranks in enumerate(self._hosts) if self._world.rank in ranks)
+        kept = {place, place - 1 if len(self._hosts) > 1 else place}
+        needed = GENERATIONS * sum(found[rank] for i in kept for rank in self._hosts[i])
+        free = free_bytes()
+        said = f"host {os.uname().nodename} has {free / 1e9:.3g} GB for them in memory and "
+        said += f"/dev/shm, and {needed / 1e9:.3g} GB are needed"
+        self._turn_off_if(said if self._leads and free < needed else "")
+        return not self.is_off
+
+    def _turn_off_if(self, why: str) -> None:
+        """Gives copies up where some rank says why; collective."""
+        found = [one for one in self._world.gather_objects(why) if one]
+        if found:
+            self.is_off, self._copies, self._begun = True, None, None
+            if self._leads:
+                remove_copies(self._number)
+            more = f", and {len(found) - 1} more" if found[1:] else ""
+            self._notify(f"no copies of the state in host memory: {found[0]}{more}")
+
+    def _end_copy(self) -> None:
+        """Waits for the thread; a copy that was not sealed does not count."""
+        if self._begun is not None:
+            self._begun.end()
+            self._begun = None
+
+    def close(self) -> None:
+        """Removes all copies: a checkpoint has what they have. Collective."""
+        self._end_copy()
+        self._world.arrive("the last copy in memory")
+        if self._leads:
+            remove_copies(self._number)
+        self._copies = None
+
+    def restore(self, root: Path) -> Path | None:
+        """Writes the newest copy to the folder of checkpoints, if it is newer than those; returns
+        the checkpoint. Collective.
+
+        Args:
+            root: the run's `checkpoints` folder.
+        """
+        own = files_of_host(self._number, self._world.mates) if self._leads else None
+        hosts = [one for one in self._world.gather_objects(own) if one is not None]
+        if not any(host.manifests for host in hosts):
+            return None
+        with self._world.all_agree("choosing a copy in memory") as agreement:
+            if self._world.rank == 0:
+                newest = newest_checkpoint(root)
+                opened = None if newest is None else Checkpoint.open(newest)
+                ancestor = None if opened is None else opened.ancestor
+                order = 0 if opened is None else opened.manifest.order
+                agreement.value = order, list(usable(hosts, ancestor))
+        order, found = agreement.values[0]
+        for step, manifest, writers in found:
+            folder = root / f"step_{step}"
+            if self._write_out(folder, manifest.model_copy(update={"order": order + 1}), writers):
+                self._notify(f"step {step} was in host memory, and is in {folder} now")
+                return folder
+        return None
+
+    def _write_out(self, folder: Path, manifest: Manifest, writers: Mapping[str, int]) -> bool:
+        """Writes a copy as a checkpoint; returns False where a file of it is damaged."""
+        world, partial = self._world, folder.with_name(folder.name + PARTIAL)
+        source = host_folder(self._number) / folder.name
+        with world.all_agree("making a checkpoint of a copy in memory"):
+            if world.rank == 0:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(folder.parent, folder.name)
+                for name in manifest.files:
+                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        with world.all_agree("writing a copy in memory to a checkpoint", True) as agreement:
+            try:
+                for name, writer in writers.items():
+                    if writer == world.rank:
+                        _copy_verified(source / name, partial / name, manifest.files[name])
+            except CheckpointError as error:
+                agreement.value = str(error)
+        damage = [one for one in agreement.values if one is not None]
+        with world.all_agree("completing the checkpoint"):
+            if world.rank == 0 and damage:
+                shutil.rmtree(partial, ignore_errors=True)
+            elif world.rank == 0:
+                manifest.write(partial)
+                give_name(partial, folder)
+        return not damage
+
+
+def _copy_verified(source: Path, target: Path, entry: FileEntry) -> None:
+    """Copies a file, durably.
+
+    Raises:
+        CheckpointError: it holds something else than was written.
+    """
+    with open_for_reading(source) as handle:
+        for piece in entry.pieces:
+            verify_piece(source, handle, piece)
+    with source.open("rb") as read, target.open("wb") as written:
+        shutil.copyfileobj(read, written, 1 << 20)
+        written.flush()
+        os.fsync(written.fileno())
+
+
+class _BegunCopy:
+    """One copy that is being written on this rank.
+
+    Args:
+        folder: of it on this host.
+        world, group, ring: of the ranks.
+        content: as of now.
+
+    Attributes:
+        step: of the copy.
+        failure: why it is not complete; None: it is, or its thread still works.
+        busy_s: how long the thread has worked, seconds.
+        is_sealed: whether it counts.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        group: dist.ProcessGroup,
+        ring: HostRing,
+        content: Content,
+    ) -> None:
+        assert content.step is not None
+        self.step, self.busy_s, self.is_sealed = content.step, 0.0, False
+        self.failure: BaseException | None = None
+        self._folder, self._world, self._content = folder, world, content
+        self._group, self._ring = group, ring
+        self._begun: dict[str, BegunFiles] = {}
+        self._random, self._state = b"", dict(content.state)
+        self._may_end = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="copy in memory", daemon=True)
+
+    def begin(self, copies: HostCopies) -> None:
+        """Takes the tensors; collective."""
+        with (
+            self._world.all_agree("copying the state to host memory", True),
+            self._world.platform.megatron_phase(),
+        ):
+            for name, model in self._content.models.items():
+                with model.mesh.active():
+                    state = sharded_state(model, is_loading=False)
+                    parts = self._folder / name, model.mesh.ranks, self._world, copies
+                    self._begun[name] = begin_sharded(state, *parts)
+            self._random = save_tensors(rng_state())
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread works, or waits."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begins to write."""
+        self._thread.start()
+
+    def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
+        """Lets the copy count."""
+        if not self._may_end.is_set():
+            self._state["evaluations"] = dict(evaluations)
+            self.is_sealed = True
+            self._may_end.set()
+
+    def wait(self) -> None:
+        """Returns when the thread has ended, if the copy is to count: else it waits for `end`."""
+        if self.is_sealed:
+            self._thread.join()
+
+    def end(self) -> None:
+        """Returns when the thread has ended; without `seal` the copy does not count."""
+        self._may_end.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        """Writes, sends and receives; the thread."""
+        begun = time.monotonic()
+        try:
+            waited_s = self._write_and_send()
+        except (RuntimeError, OSError) as error:  # a rank is gone; the main thread will say which
+            self.failure = error
+            return
+        self.busy_s = time.monotonic() - begun - waited_s
+
+    def _write_and_send(self) -> float:
+        """Makes the copy; returns how long it waited for `seal`, seconds."""
+        entries, results, failure = self._write_own()
+        found: list[Any] | None = [None] * self._world.size if self._world.rank == 0 else None
+        dist.gather_object((entries, results), found, 0, self._group)
+        if not self._is_right(failure):
+            return 0.0
+        if not self._is_right(self._ring.exchange(self._folder, list(entries))):
+            return 0.0
+        since = time.monotonic()
+        self._may_end.wait()
+        waited_s = time.monotonic() - since
+        names: list[str] = []
+        if found is not None and self.is_sealed:
+            names = self._write_of_all(found)
+        self._is_right(self._ring.exchange(self._folder, names))
+        return waited_s
+
+    def _write_own(self) -> tuple[dict[str, FileEntry], dict[str, Any], OSError | None]:
+        """Writes this rank's files; returns them, what the indices are to know of them, by model,
+        and why one could not be written.
+        """
+        entries: dict[str, FileEntry] = {}
+        results: dict[str, Any] = {}
+        try:
+            for name, begun in self._begun.items():
+                begun.write()
+                files, results[name] = begun.written()
+                entries |= {f"{name}/{file}": entry for file, entry in files.items()}
+            name = rng_file(self._world.rank)
+            entries[name] = write_digested(self._folder / name, self._random)
+        except OSError as error:
+            return {}, {}, error
+        return entries, results, None
+
+    def _write_of_all(self, found: Sequence[Any]) -> list[str]:
+        """Writes what rank 0 writes for all, the manifest last; returns the files' names."""
+        folder, content = self._folder, self._content
+        for name, begun in self._begun.items():
+            begun.make_index([results[name] for _, results in found])
+        files = content.files
+        said = {"layout": content.layout, "family": files.family, "dtype": files.dtype}
+        (folder / STATE).write_text(json.dumps({**self._state, **said}), encoding="utf-8")
+        write_side_files(folder / HF_FILES, files.hf_config, files.dtype, files.side_files)
+        listed = {name: entry for entries, _ in found for name, entry in entries.items()}
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        own = [name for name in names if name not in listed]
+        listed |= {name: entry_of(folder / name) for name in own}
+        lineage = list(content.lineage)
+        Manifest(step=self.step, order=0, lineage=lineage, files=listed).write(folder)
+        return [*own, MANIFEST_DIGEST, MANIFEST]
+
+    def _is_right(self, failure: BaseException | None) -> bool:
+        """Whether no rank has a failure; collective over the threads."""
+        flag = torch.tensor([int(failure is not None)])
+        dist.all_reduce(flag, dist.ReduceOp.MAX, self._group)
+        if failure is not None:
+            self.failure = failure
+        elif int(flag):
+            self.failure = RuntimeError("another rank could not write its part")
+        return not int(flag)

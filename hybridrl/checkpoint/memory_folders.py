@@ -1,0 +1,181 @@
+"""Folders of copies in host memory: where they lie, which one is complete, who writes its files.
+
+Owns `/dev/shm/hybridrl-UID/RUN/step_N` on each host: files of a checkpoint, of which a host has
+some. They stay when processes end, and go with the host. RUN is a number that the run folder keeps
+(`copies_id`), so that a folder which was begun anew finds none of them. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from hybridrl.checkpoint.folders import STEP_FOLDER
+from hybridrl.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_DIGEST,
+    Ancestor,
+    Manifest,
+    read_manifest,
+)
+from hybridrl.errors import CheckpointError
+
+MEMORY = Path("/dev/shm")
+RUN_ID = "copies_id"  # in a run folder
+OF_RUN = "run"  # in a folder of copies: the run folder, and the number that it had
+GENERATIONS = 2  # of copies: one is complete while the next is written
+
+
+@dataclass(frozen=True)
+class HostFiles:
+    """What a host has of a run's copies.
+
+    Args:
+        ranks: of the host.
+        sizes: of each file in bytes, by step and then by path.
+        manifests: of those steps whose manifest is there.
+    """
+
+    ranks: Sequence[int]
+    sizes: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    manifests: Mapping[int, Manifest] = field(default_factory=dict)
+
+
+def run_id(run_folder: Path) -> str:
+    """Returns the number of a run folder, which is made where there is none."""
+    file = run_folder / RUN_ID
+    with suppress(OSError, UnicodeDecodeError):
+        found = file.read_text(encoding="ascii").strip()
+        if found.isalnum():
+            return found
+    found = secrets.token_hex(8)
+    run_folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(found + "\n", encoding="ascii")
+    return found
+
+
+def host_folder(number: str) -> Path:
+    """Returns where this host keeps the copies of a run."""
+    return MEMORY / f"hybridrl-{os.getuid()}" / number
+
+
+def make_host_folder(run_folder: Path, number: str) -> None:
+    """Makes the folder of a run's copies, and removes those of runs that are no more.
+
+    Raises:
+        OSError: there is no memory file system, or the folder is another user's.
+    """
+    folder = host_folder(number)
+    if not MEMORY.is_dir():
+        raise FileNotFoundError(None, f"no {MEMORY}")
+    with suppress(FileExistsError):
+        folder.parent.mkdir(mode=0o700)
+    found = folder.parent.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not is_own or found.st_mode & 0o077:
+        raise PermissionError(None, f"{folder.parent} is not a folder of this user alone")
+    _remove_orphans(folder.parent)
+    folder.mkdir(exist_ok=True)
+    (folder / OF_RUN).write_text(f"{number}\n{run_folder.absolute()}\n", encoding="utf-8")
+
+
+def _remove_orphans(root: Path) -> None:
+    for file in root.glob(f"*/{OF_RUN}"):
+        with suppress(OSError, ValueError):
+            number, _, run_folder = file.read_text(encoding="utf-8").strip().partition("\n")
+            if (Path(run_folder) / RUN_ID).read_text(encoding="ascii").strip() == number:
+                continue
+        shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def remove_copies(number: str, keep: Sequence[int] = ()) -> None:
+    """Removes a run's copies from this host.
+
+    Args:
+        number: of the run.
+        keep: steps whose copies stay; without any the folder goes too.
+    """
+    folder = host_folder(number)
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # other runs' are in it
+            folder.parent.rmdir()
+        return
+    for step, path in _steps(folder):
+        if step not in keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.glob("step_*"):
+        if match := STEP_FOLDER.fullmatch(path.name):
+            yield int(match[1]), path
+
+
+def files_of_host(number: str, ranks: Sequence[int]) -> HostFiles:
+    """Returns what this host has of a run's copies.
+
+    Args:
+        number: of the run.
+        ranks: of the host.
+    """
+    sizes, manifests = {}, {}
+    for step, folder in _steps(host_folder(number)):
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        sizes[step] = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+        if MANIFEST in sizes[step] and MANIFEST_DIGEST in sizes[step]:
+            with suppress(CheckpointError):  # it was being written
+                manifests[step] = read_manifest(folder)[0]
+    return HostFiles(ranks, sizes, manifests)
+
+
+def usable(
+    hosts: Sequence[HostFiles], newest: Ancestor | None
+) -> Iterator[tuple[int, Manifest, dict[str, int]]]:
+    """Yields the copies from which the run can go on, the newest first: step, manifest, and the
+    rank that writes each file, one whose host has it.
+
+    A copy is newer than the newest checkpoint, which it comes after; where the user has gone back,
+    or has removed checkpoints, it does not.
+
+    Args:
+        hosts: all that are there.
+        newest: the newest checkpoint; None: there is none.
+    """
+    manifests = {step: found for host in hosts for step, found in host.manifests.items()}
+    for step in sorted(manifests, reverse=True):
+        manifest = manifests[step]
+        comes_after = newest in manifest.lineage and step > newest.step if newest else False
+        if not (comes_after or (newest is None and not manifest.lineage)):
+            continue
+        writers: dict[str, int] = {}
+        loads = {rank: 0 for host in hosts for rank in host.ranks}
+        for name, entry in manifest.files.items():
+            having = [
+                rank
+                for host in hosts
+                if host.sizes.get(step, {}).get(name) == entry.bytes
+                for rank in host.ranks
+            ]
+            if not having:
+                break
+            writers[name] = min(having, key=lambda rank: (loads[rank], rank))
+            loads[writers[name]] += entry.bytes
+        else:
+            yield step, manifest, writers
+
+
+def free_bytes() -> int:
+    """Returns how much copies may take of this host's memory: half of what is free, since files
+    that are read need some too, and no more than the memory file system has.
+    """
+    found = os.statvfs(MEMORY)
+    return min(found.f_bavail * found.f_frsize, psutil.virtual_memory().available // 2)

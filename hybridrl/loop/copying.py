@@ -1,0 +1,137 @@
+"""When the training state is copied to host memory, and that a run goes on from there.
+
+Invariant: all ranks decide alike. The clock is rank 0's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from hybridrl.checkpoint.memory_copies import MemoryCopies
+from hybridrl.checkpoint.model_state import Saved
+from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.checkpoint.writing import Content, ModelFiles
+from hybridrl.config.identity import run_folder
+from hybridrl.config.schema import Config
+from hybridrl.metrics.timing import PhaseTimer
+
+COST = 0.03  # of a step's time, which copies may take
+
+
+class Copies:
+    """The copies of a run's state; none where it is not started again after a loss.
+
+    Args:
+        config: of the run.
+        store: of its checkpoints.
+        notify: tells the user, once.
+    """
+
+    def __init__(
+        self, config: Config, store: CheckpointStore, notify: Callable[[str], None]
+    ) -> None:
+        self._every, self._store, self._notify = config.checkpoint.copy_every, store, notify
+        is_wanted = config.run.max_restarts > 0 and self._every != 0
+        made = MemoryCopies(run_folder(config), store.world, notify) if is_wanted else None
+        self._copies: MemoryCopies | None = made
+        self._is_on, self._last, self._has_said = False, 0, False
+        self._next, self._step, self._since = 0, 0, 0.0  # of rank 0: to copy; copied, and when
+
+    def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
+        """Returns the checkpoint to go on from, None without one: the newest copy of an earlier
+        start becomes one if it is newer than those. Collective.
+
+        Args:
+            resume: as of `Trainer.fit`.
+        """
+        if resume == "previous":
+            return self._store.previous()
+        if self._copies is not None:
+            self._copies.restore(self._store.root)
+        return self._store.newest()
+
+    def start(self, step: int, last: int) -> None:
+        """Begins to copy: the run goes on after a step, to the last one. Collective."""
+        if self._copies is None:
+            return
+        self._copies.start()
+        self._is_on, self._last = not self._copies.is_off, last
+        self._next, self._step, self._since = step + 1, step, time.monotonic()
+
+    def _is_due(self, step: int) -> bool:
+        """Whether the state after this step is to be copied; collective. That after the last one is
+        saved.
+        """
+        if not self._is_on or step >= self._last:
+            return False
+        if self._every != "auto":
+            return step % self._every == 0
+        return bool(self._store.world.broadcast_object(step >= self._next, 0))
+
+    def take_due(
+        self,
+        step: int,
+        models: Mapping[str, Saved],
+        state: Callable[[], Mapping[str, Any]],
+        files: ModelFiles,
+        timer: PhaseTimer,
+    ) -> None:
+        """Copies the state after a step, if that is due; collective.
+
+        Args:
+            step: number of finished steps.
+            models, files: as of `CheckpointStore.save`.
+            state: gives what the loop needs besides; JSON.
+            timer: of the step.
+        """
+        if not self._is_due(step):
+            return
+        assert self._copies is not None
+        begun = time.monotonic()
+        with timer.phase("checkpoint"):
+            lineage = [old for old in self._store.lineage if old.step != step]
+            content = Content(models, state(), files, step, 0, lineage, self._store.layout)
+            is_taken = self._copies.take(content, waits=self._every != "auto")
+        self._is_on = not self._copies.is_off
+        if is_taken:
+            self._plan_next(step, begun)
+
+    def _plan_next(self, step: int, begun: float) -> None:
+        """Says after how many steps the next copy is due, so that copies take COST of the time."""
+        assert self._copies is not None
+        now = time.monotonic()
+        step_s = (begun - self._since) / max(step - self._step, 1)
+        # The thread that writes takes time of the processors that train only where those are CPUs.
+        is_cpu = self._store.world.platform.is_cpu
+        cost_s = now - begun + (self._copies.busy_s if is_cpu else 0.0)
+        every = every_steps(cost_s, step_s)
+        self._next, self._step, self._since = step + every, step, now
+        if self._every == "auto" and not self._has_said and self._copies.busy_s:
+            self._has_said = True
+            said = f"the state is copied to host memory about every {every} steps"
+            self._notify(f"{said}: a copy takes {cost_s:.2g} s, a step {step_s:.2g} s")
+
+    def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
+        """Tells that the last step is in the run's records, with the evaluations by step."""
+        if self._copies is not None and self._is_on:
+            self._copies.seal(evaluations)
+
+    def close(self) -> None:
+        """Removes the copies: all is in a checkpoint. Collective."""
+        if self._copies is not None and self._is_on:
+            self._copies.close()
+            self._is_on = False
+
+
+def every_steps(cost_s: float, step_s: float) -> int:
+    """Returns after how many steps something is done again that may take COST of the time.
+
+    Args:
+        cost_s: that it takes.
+        step_s: that a step takes without it.
+    """
+    return max(1, math.ceil(cost_s / (COST * max(step_s, 1e-9))))

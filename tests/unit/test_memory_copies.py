@@ -1,0 +1,226 @@
+"""Copies of the training state in host memory: which is used, who has which files, and room."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import small_run
+
+from hybridrl.checkpoint import memory_copies, memory_folders
+from hybridrl.checkpoint.folders import Checkpoint
+from hybridrl.checkpoint.manifest import Ancestor, FileEntry, Manifest, verify_all
+from hybridrl.checkpoint.memory_folders import (
+    RUN_ID,
+    HostFiles,
+    host_folder,
+    make_host_folder,
+    run_id,
+    usable,
+)
+from hybridrl.loop.copying import COST, every_steps
+from hybridrl.parallel.ring import next_of
+
+NAME = "quickstart-grpo"
+KNOBS = (
+    "run.max_restarts=1",
+    "checkpoint.copy_every=1",
+    "steps.num_steps=5",
+    "train.learning_rate=1e-3",
+    "checkpoint.keep=9",
+)
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in place of /dev/shm."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setattr(memory_folders, "MEMORY", folder)
+    yield folder
+
+
+def manifest(step: int, lineage: list[Ancestor], **sizes: int) -> Manifest:
+    files = {name: FileEntry(bytes=size, pieces=[]) for name, size in sizes.items()}
+    return Manifest(step=step, order=0, lineage=lineage, files=files)
+
+
+def test_hosts_are_a_ring() -> None:
+    assert next_of([(0, 1)]) == {}
+    assert next_of([(0, 1), (2, 3)]) == {0: 2, 1: 3, 2: 0, 3: 1}
+    assert next_of([(0, 1, 2), (3,), (4, 5)]) == {0: 3, 1: 3, 2: 3, 3: 4, 4: 0, 5: 1}
+
+
+def test_a_copy_is_used_if_hosts_have_all_of_it_together() -> None:
+    base = Ancestor(step=5, order=2)
+    found = {step: manifest(step, [base], a=3, b=4) for step in (7, 8)}
+    hosts = [
+        HostFiles((0, 1), {7: {"a": 3, "b": 4}, 8: {"a": 3}}, found),
+        HostFiles((2, 3), {7: {"b": 4}, 8: {"b": 3}}, {}),  # b was being received
+    ]
+    steps = [(step, writers) for step, _, writers in usable(hosts, base)]
+    assert [step for step, _ in steps] == [7]
+    assert steps[0][1]["a"] in (0, 1) and steps[0][1]["b"] not in (steps[0][1]["a"],)
+    hosts[1] = HostFiles((2, 3), {7: {"b": 4}, 8: {"b": 4}}, {})
+    assert [step for step, _, _ in usable(hosts, base)] == [8, 7]
+    assert next(iter(usable(hosts, base)))[2]["b"] in (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("newest", "lineage", "is_used"),
+    [
+        (Ancestor(step=5, order=2), [Ancestor(step=5, order=2)], True),
+        (Ancestor(step=5, order=2), [Ancestor(step=6, order=3), Ancestor(step=5, order=2)], True),
+        (Ancestor(step=7, order=2), [Ancestor(step=7, order=2)], False),  # is as new
+        (Ancestor(step=5, order=4), [Ancestor(step=5, order=2)], False),  # the user went back
+        (None, [Ancestor(step=5, order=2)], False),  # the user removed checkpoints
+        (None, [], True),  # the run has none yet
+    ],
+)
+def test_a_copy_is_used_if_it_comes_after_the_newest_checkpoint(
+    newest: Ancestor | None, lineage: list[Ancestor], is_used: bool
+) -> None:
+    hosts = [HostFiles((0,), {7: {"a": 1}}, {7: manifest(7, lineage, a=1)})]
+    assert bool(list(usable(hosts, newest))) == is_used
+
+
+def test_copies_take_their_share_of_the_time() -> None:
+    assert every_steps(0.01, 1.0) == 1 and every_steps(1.0, 1.0) == 34
+    assert all(cost / (every_steps(cost, 2.0) * 2.0) <= COST for cost in (0.001, 0.06, 0.07, 5.0))
+
+
+def test_folders_of_runs_that_are_gone_are_removed(tmp_path: Path) -> None:
+    numbers = {}
+    for name in ("gone", "anew", "kept"):
+        numbers[name] = run_id(tmp_path / name)
+        make_host_folder(tmp_path / name, numbers[name])
+    (tmp_path / "gone" / RUN_ID).unlink()
+    (tmp_path / "anew" / RUN_ID).write_text("0123\n")
+    make_host_folder(tmp_path / "kept", numbers["kept"])
+    assert {name: host_folder(one).exists() for name, one in numbers.items()} == {
+        **{"gone": False, "anew": False, "kept": True}
+    }
+    assert run_id(tmp_path / "kept") == numbers["kept"]
+
+
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, memory: Path) -> None:
+    root = memory / f"hybridrl-{os.getuid()}"
+    root.mkdir(mode=0o777)
+    root.chmod(0o777)
+    with pytest.raises(PermissionError, match="of this user alone"):
+        make_host_folder(tmp_path / "run", "1")
+    root.rmdir()
+    root.symlink_to(tmp_path)
+    with pytest.raises(PermissionError, match="of this user alone"):
+        make_host_folder(tmp_path / "run", "1")
+
+
+def stop_after(trainer: Any, step: int) -> None:
+    """Makes a run fail after a step, as one that is killed: it takes no leave. Copies are complete
+    when their step is.
+    """
+    real, real_seal = trainer.journal.log, trainer.copies.seal
+
+    def seal(evaluations: Any) -> None:
+        real_seal(evaluations)
+        trainer.copies._copies._begun._thread.join()
+
+    trainer.copies.seal = seal
+
+    def log(number: int, metrics: dict[str, float]) -> None:
+        real(number, metrics)
+        if number == step:
+            raise SystemError("lost")
+
+    trainer.journal.log = log
+
+
+def lose(folder: Path, step: int, *knobs: str) -> Path:
+    """Begins a run that is lost when a step is in its records; returns the folder of its copies."""
+    with small_run(folder, *KNOBS, *knobs) as trainer:
+        stop_after(trainer, step)
+        with pytest.raises(SystemError, match="lost"):
+            trainer.fit()
+        copies = host_folder(run_id(folder / NAME))
+        trainer.copies._copies._end_copy()  # type: ignore[union-attr]  # unsealed
+    return copies
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / NAME / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_goes_on_from_its_newest_copy(tmp_path: Path) -> None:
+    with small_run(tmp_path / "unbroken", *KNOBS) as trainer:
+        trainer.fit()
+    assert not list((tmp_path / "memory").iterdir())
+    copies = lose(tmp_path, 4)
+    # That of step 4 was not sealed before the loss, as the first of the two was.
+    assert steps_in(copies) == [3, 4] and not (copies / "step_4" / "manifest.json").exists()
+    with small_run(tmp_path, *KNOBS, "checkpoint.every=1") as trainer:
+        trainer.fit()
+    folder = tmp_path / NAME / "checkpoints" / "step_3"
+    found = Checkpoint.open(folder)
+    verify_all(folder, found.manifest)
+    assert found.manifest.order == 1 and not found.manifest.lineage
+    assert not list((tmp_path / "memory").iterdir())
+    for ours, theirs in zip(records(tmp_path), records(tmp_path / "unbroken"), strict=True):
+        assert all(ours[key] == theirs[key] for key in ("policy/loss", "policy/grad_norm"))
+
+
+@pytest.mark.full
+def test_a_damaged_copy_is_passed_over(tmp_path: Path) -> None:
+    copies = lose(tmp_path, 4, "checkpoint.every=2")
+    file = next((copies / "step_3" / "policy").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    with small_run(tmp_path, *KNOBS) as trainer:
+        trainer.fit(until=3)
+    starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
+    assert starts[-1]["after_step"] == 2  # of the checkpoint
+
+
+@pytest.mark.full
+def test_a_run_that_goes_back_forgets_its_copies(tmp_path: Path) -> None:
+    more = ("checkpoint.every=2", "checkpoint.asynchronous=false", "steps.num_steps=6")
+    copies = lose(tmp_path, 5, *more)
+    assert steps_in(copies) == [4, 5]
+    with small_run(tmp_path, *KNOBS) as trainer:
+        trainer.fit(until=3, resume="previous")
+    starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
+    assert starts[-1]["after_step"] == 2 and not copies.exists()
+
+
+@pytest.mark.parametrize("way", [pytest.param("none", marks=pytest.mark.full), "full"])
+def test_a_host_without_room_says_so_and_trains(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if way == "none":
+        monkeypatch.setattr(memory_copies, "free_bytes", lambda: 1000)
+    else:
+        real = memory_copies.write_digested
+
+        def write(file: Path, content: bytes) -> FileEntry:
+            if "step_2" in str(file):
+                raise OSError(28, "No space left on device")
+            return real(file, content)
+
+        monkeypatch.setattr(memory_copies, "write_digested", write)
+    with small_run(tmp_path, *KNOBS) as trainer:
+        trainer.fit()
+        assert trainer.copies._copies is not None and trainer.copies._copies.is_off
+    said = (tmp_path / NAME / "logs" / "rank_0.log").read_text()
+    assert "no copies of the state in host memory" in said
+    assert ("GB are needed" if way == "none" else "No space left on device") in said
+    assert not list((tmp_path / "memory").iterdir())
+    assert len(records(tmp_path)) == 5
