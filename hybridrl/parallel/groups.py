@@ -41,6 +41,7 @@ SIZE_BITS = 48  # of a message's size; a signal stands above
 UNBOUNDED = datetime.timedelta(days=365)
 # For all processes to start: they import from a disk that may be slow, and have no heartbeat yet.
 START_S = 600.0
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # of torchrun's agent
 DYING_S = 0.5
 # How NCCL is set unless the user says otherwise. Memory that a CUDA graph names would be registered
 # with all peers: engines unmap theirs when they sleep, and NCCL 2.28 hung on blocks in peer memory.
@@ -443,11 +444,10 @@ def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
         )
         _JOB.append((served, 0, size))
     elif not _JOB:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
-        # torchrun's agent may keep its store, with the addresses of ranks that it started before.
-        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        _JOB.append((dist.PrefixStore(f"restart_{count}", store), rank, size))
+        _JOB.append(next(rendezvous("env://", timeout=timeout)))
     store, rank, size = _JOB[0]
+    # torchrun's agent may keep its store, with the addresses of ranks that it started before.
+    store = dist.PrefixStore(f"restart_{os.environ.get(RESTARTS, '0')}", store)
     store.set_timeout(timeout)
     return store, rank, size
 
