@@ -11,13 +11,13 @@ import shutil
 import signal
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from command_line import QUICKSTART, exported_weights, run, start
+from killed_ranks import check_same, lose_a_rank, rank_process, wait_for
 from launch import run_ranks
 
 from hybridrl.checkpoint.run_lock import LOCK_FILE
@@ -58,25 +58,6 @@ def arguments(config: tuple[str | Path, ...], folder: Path, *more: str) -> list[
 def records(folder: Path) -> list[dict[str, float]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
-
-
-def wait_for(phase_file: Path, end: str) -> None:
-    """Waits until a rank's phase file ends with these words."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        with suppress(FileNotFoundError):  # the next start removes those of the one before
-            if phase_file.read_text().strip().endswith(end):
-                return
-        time.sleep(0.005)
-    raise AssertionError(f"{phase_file} never said {end}")
-
-
-def rank_process(launcher_pid: int, rank: int) -> psutil.Process:
-    """Returns the process of a rank: the launcher starts each in a session of its own, in turn."""
-    children = psutil.Process(launcher_pid).children()
-    ranks = [child for child in children if os.getsid(child.pid) == child.pid]
-    assert len(ranks) == 4, children
-    return sorted(ranks, key=lambda child: (child.create_time(), child.pid))[rank]
 
 
 def hold_in_generation(
@@ -182,6 +163,20 @@ def test_ranks_that_are_killed_in_any_phase_are_started_again_with_the_same_weig
     assert max(took) < 60
     found = exported_weights(folder, tmp_path / "hf")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.dist
+def test_a_run_goes_on_with_fewer_ranks_and_the_same_losses(
+    unbroken: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """Rank 3 is killed and does not come back; three ranks cannot share tp=2."""
+    knobs = ("train.tp=2", "train.pp=1", "steps.num_steps=8", "checkpoint.every=1")
+    reward = ("reward.function=lost_ranks:digits", "reward.isolated=false")
+    output, took = lose_a_rank(arguments(GRPO, tmp_path, *knobs, *reward), tmp_path, 3)
+    assert took < 60
+    said = [line for line in output.splitlines() if "(run.max_restarts)" in line]
+    assert "4 ranks go on" in said[0] and "2 ranks go on" in said[1] and not said[2:], output
+    check_same(records(tmp_path / "quickstart-grpo"), records(unbroken[0])[:8])
 
 
 @pytest.mark.dist

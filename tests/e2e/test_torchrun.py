@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch
 from command_line import QUICKSTART, ROOT, exported_weights, run
+from killed_ranks import wait_for
 from launch import free_port
-from test_resume import wait_for
 
 OVERRIDES = (
     "steps.num_steps=3",
