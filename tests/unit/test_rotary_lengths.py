@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import QUICKSTART, small_run
 from tiny_models import longrope
 from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -221,3 +222,30 @@ def test_plan_and_train_and_ranks_refuse_longer_sequences_alike(role: str, tmp_p
     source = model_source(section, Platform.detect(), config.longest_sequence())
     with pytest.raises(ModelError, match="sequences of up to 129"):
         _ = source.computed_config
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("original", "factors"), [(8, "long_factor"), (32, "short_factor")])
+def test_engine_and_trainer_of_a_run_turn_alike(
+    original: int, factors: str, tmp_path: Path
+) -> None:
+    """Prompts of 6 tokens and responses of up to 12: sequences lie on both sides of 8."""
+    model = {**PHI35, "vocab_size": 15, "original_max_position_embeddings": original}
+    model |= {"initializer_range": 0.4, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    knobs = (
+        f"model.init={tmp_path}",
+        f"model.tokenizer={QUICKSTART / 'model'}",
+        "rollout.engine=hf",
+        "rollout.max_new_tokens=12",
+        "steps.num_steps=1",
+    )
+    with small_run(tmp_path, *knobs) as trainer:
+        settled = trainer.source.computed_config["rope_scaling"]
+        assert settled["short_factor"] == settled["long_factor"] == PHI35["rope_scaling"][factors]
+        assert trainer.source.hf_config["rope_scaling"] == PHI35["rope_scaling"]
+        trainer.fit()
+        lines = (trainer.journal.folder / "metrics.jsonl").read_text().splitlines()
+        log = (trainer.journal.folder / "logs" / "rank_0.log").read_text()
+    assert json.loads(lines[-1])["mismatch/logprob_diff_max"] < 1e-4
+    assert f"longrope's {factors.partition('_')[0]}" in log
