@@ -31,7 +31,8 @@ class Case:
 
     def __init__(self, world: World, folder: Path) -> None:
         self.world, self.folder, self.step = world, folder, 1
-        world.heartbeat.phase = lambda: f"testing, step {self.step}"
+        # Of another name each: a phase that has paused for long is given twice that.
+        world.heartbeat.phase = lambda: f"case {self.step}, step {self.step}"
 
     @property
     def page(self) -> Path:

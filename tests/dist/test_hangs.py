@@ -47,7 +47,7 @@ def test_ranks_without_progress_are_named_with_a_page_and_slow_ones_are_not(
     text, page = pages(tmp_path, 2)
     message = text.splitlines()[3]
     assert message.startswith("rank 1 on host "), text
-    assert "has made no progress for" in message and "in phase 'testing, step 2'" in message
+    assert "has made no progress for" in message and "in phase 'case 2, step 2'" in message
     assert "in spin" in message and "ranks 0, 2 wait after 'a rank in an endless loop'" in message
     assert "barrier" in message or "all_reduce" in message, message
     assert "\nrank 1 on host" in text and "(suspected)" in text.split("\nrank 0")[0]
