@@ -53,6 +53,8 @@ class Moment:
         took_s: until a step was finished again.
         ranks: of the start that finished it.
         lost_steps: finished ones that were taken again.
+        num_losses: 2 where a rank of another node was killed while ranks were started: that node is
+            left out then, and its memory with it.
     """
 
     what: str
@@ -62,6 +64,7 @@ class Moment:
     took_s: float
     ranks: int
     lost_steps: int
+    num_losses: int
 
 
 class Job:
@@ -190,7 +193,7 @@ def moments(job: Job, count: int, chance: random.Random) -> Iterator[Moment]:
         name, phase = chance.choice(up), job.phase()
         num_starts, before, killed = len(job.starts()), job.last(), time.monotonic()
         job.kill(what, name)
-        before = max(before, job.last())
+        before, num_losses = max(before, job.last()), 1
         if number % 4 == 2:  # the next one comes while ranks are started
             is_in_start = chance.uniform(2, 10)
             while time.monotonic() - killed < is_in_start:
@@ -198,6 +201,7 @@ def moments(job: Job, count: int, chance: random.Random) -> Iterator[Moment]:
                 time.sleep(0.02)
             again = job.up()
             if again:
+                num_losses = 2
                 job.kill("rank", chance.choice(again))
         while len(job.starts()) == num_starts or job.last() <= job.starts()[-1]["after_step"]:
             job.check()
@@ -205,7 +209,8 @@ def moments(job: Job, count: int, chance: random.Random) -> Iterator[Moment]:
             time.sleep(0.02)
         took, new = time.monotonic() - killed, job.starts()[num_starts:]
         lost = before - min(one["after_step"] for one in new)
-        yield Moment(what, name, phase, since, took, new[-1]["world_size"], lost)
+        ranks = new[-1]["world_size"]
+        yield Moment(what, name, phase, since, took, ranks, lost, num_losses)
 
 
 def wait_for(job: Job, step: int) -> None:

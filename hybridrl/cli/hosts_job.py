@@ -40,6 +40,9 @@ from hybridrl.cli.rank_ends import lost_ranks
 # A reboot with the firmware's tests of a large machine takes five to ten minutes.
 BACK_S = 900.0
 ASK_EVERY_S = 10.0
+# Starts in a row that lose ranks of a host before these are left out: copies of the state may
+# leave with them.
+FUTILE_STARTS = 2
 WAIT_S = 1.0  # between questions while nothing else can be done
 CONNECT_S = 5  # for a host that was lost; ssh takes the first of several values
 
@@ -69,6 +72,7 @@ class HostsJob:
         self._full = parts[0].world_size  # no start has more
         self._named = hosts[0].name, parts[0].address
         self._lost: list[tuple[str, int]] = []  # hosts with the number of ranks that they lost
+        self._futile: dict[str, int] = {}  # starts without a step that lost ranks of a host
 
     @property
     def where(self) -> str:
@@ -115,9 +119,13 @@ class HostsJob:
         stay away for BACK_S that every layout needs.
         """
         if comes_back:
-            self._hosts = self._given
+            self._hosts, self._futile = self._given, {}
         else:
-            counts = {name: count for name, count in self._lost if name not in self._down}
+            counts = dict[str, int]()
+            for name, count in self._lost:
+                if count and name not in self._down:
+                    self._futile[name] = self._futile.get(name, 0) + 1
+                    counts[name] = count if self._futile[name] >= FUTILE_STARTS else 0
             self._hosts = [
                 replace(host, slots=max(host.slots - counts.get(host.name, 0), 0))
                 for host in self._hosts
