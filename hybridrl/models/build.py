@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from hybridrl.models.attention import set_soft_cap
-from hybridrl.models.family import Family, Scales
+from hybridrl.models.family import Family, ModelShape, Scales
 from hybridrl.models.heads import LanguageModel, ValueModel
 from hybridrl.models.layers import KEYWORDS, LayerKind, layer_specs
 from hybridrl.models.norm import narrowing, scaled_add, wide_residual_add
@@ -215,7 +215,7 @@ def build_chunks(
         chunks[-1].scales = scales  # type: ignore[assignment]  # a plain attribute
         if shape.attention_cap:
             set_soft_cap(chunks[-1], shape.attention_cap)
-    _reduce_experts_apart(chunks)
+    _reduce_apart(chunks, config, shape)
     return chunks
 
 
@@ -226,12 +226,18 @@ def _in_type(scales: Scales, dtype: torch.dtype) -> Scales:
     return replace(scales, embedding=float(torch.tensor(scales.embedding).to(dtype)))
 
 
-def _reduce_experts_apart(chunks: Sequence[torch.nn.Module]) -> None:
-    """Marks the experts' parameters, whose gradients are summed over ranks of their own.
+def _reduce_apart(
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, shape: ModelShape
+) -> None:
+    """Says which gradients Megatron must not sum over the ranks that it would.
 
-    Megatron marks them with ep > 1 only (0.16.1, tensor_parallel/layers.py), and would else sum
-    them over the data-parallel ranks: wrong where etp is not tp.
+    Experts' are summed over ranks of their own. Megatron marks them with ep > 1 only (0.16.1,
+    tensor_parallel/layers.py), and would else sum them over the data-parallel ranks: wrong where
+    etp is not tp. Those of norms of queries and keys it sums over tensor-parallel ranks where
+    `qk_layernorm` is set (finalize_model_grads.py): wrong where each rank has its own part.
     """
+    if shape.whole_qk_norm:
+        config.qk_layernorm = False
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if EXPERTS in name:
