@@ -35,6 +35,8 @@ COMPILERS = tuple(
         ("triton", "compiler", "compiler.py"),
     )
 )
+# Python's own modules: less telling than who calls them.
+STDLIB = os.path.dirname(os.__file__) + os.sep
 # Writes a rank's stacks to its log, from C, also while its Python does not run.
 STACKS_SIGNAL = signal.SIGUSR2
 ANSWER_S = 1.0  # for that
@@ -50,9 +52,13 @@ def _frames(frame: FrameType | None, own: str) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _is_of_python(file: str) -> bool:
+    return file.startswith("<frozen") or (file.startswith(STDLIB) and "site-packages" not in file)
+
+
 def position(thread: int, own: str) -> tuple[str, bool, bool]:
     """Returns the innermost lines of a thread, whether it is in a call of torch.distributed, and
-    whether it compiles.
+    whether it compiles. Of Python's own modules only the innermost line of all is told.
 
     Args:
         thread: its `get_ident`.
@@ -60,9 +66,14 @@ def position(thread: int, own: str) -> tuple[str, bool, bool]:
     """
     frames = list(_frames(sys._current_frames().get(thread), own))
     files = [frame.f_code.co_filename for frame in frames]
+    told = [
+        (file, frame)
+        for number, (file, frame) in enumerate(zip(files, frames, strict=True))
+        if not number or not _is_of_python(file)
+    ]
     lines = [
         f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        for frame, file in zip(frames[:NUM_FRAMES], files, strict=False)
+        for file, frame in told[:NUM_FRAMES]
     ]
     is_in_collective = bool(files) and files[0].endswith(COLLECTIVES)
     return " < ".join(lines), is_in_collective, any(file.endswith(COMPILERS) for file in files)

@@ -18,7 +18,7 @@ from hybridrl.parallel.failure import Failure
 from hybridrl.parallel.hang import Hang, HangWatch, find_hang
 from hybridrl.parallel.hang_page import HangPage, RankReport, newest_page
 from hybridrl.parallel.hang_report import IdleClock
-from hybridrl.parallel.stacks import stacks_of_threads
+from hybridrl.parallel.stacks import position, stacks_of_threads
 from hybridrl.parallel.watch import Beat, Call, Wait
 
 ALL = (0, 1, 2, 3)
@@ -307,3 +307,22 @@ def test_the_end_of_a_run_points_to_the_page_of_the_phase_it_ended_in(
 def test_find_hang_needs_no_call_of_ranks_that_make_progress() -> None:
     those = beats(r0=waits_in(call(5)), r1={"idle_s": 0.0})
     assert find_hang(those, {0}) is None
+
+
+def test_a_line_tells_who_calls_a_module_of_python() -> None:
+    event = threading.Event()
+
+    def waits() -> None:
+        event.wait()  # two frames of threading.py
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    told, ends = "", time.monotonic() + 10
+    while told.count("<") < 1 and time.monotonic() < ends:
+        assert thread.ident is not None
+        told, in_collective, compiles = position(thread.ident, "")
+    event.set()
+    thread.join()
+    lines = told.split(" < ")
+    assert lines[0].startswith("threading.py:") and lines[1].endswith("in waits"), told
+    assert not in_collective and not compiles
