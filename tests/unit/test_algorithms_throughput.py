@@ -127,6 +127,8 @@ def test_advantages_and_losses_of_a_million_tokens_take_50_ms(name, million, rec
     # The least of several: others use the machine, and its caches, too.
     least = dict.fromkeys(calls, float("inf"))
     for number in range(60):
+        if number > 12:
+            time.sleep(0.25)  # they may be done with them soon
         for part, call in calls.items():
             least[part] = min(least[part], cpu_s(call))
         taken = sum(least.values()) - least["yardstick"]
