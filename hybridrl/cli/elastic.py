@@ -5,8 +5,8 @@ state, as at any start, with the same batches. Only what ends a rank from outsid
 that it was not asked by, silence, or the end of its host; an error of its own would come again. A
 start that loses a rank before it has taken a step says that the rank does not come back: the next
 one is without it, with the largest number of ranks below that the layout allows, and only after
-another loss all are tried again. Where ranks can
-run, and how many, is an `ElasticJob`'s: of one host here, of several in hosts_job.py.
+another loss all are tried again. Where ranks can run, and how many, is an `ElasticJob`'s: of one
+host here, of several in hosts_job.py.
 """
 
 from __future__ import annotations

@@ -23,9 +23,11 @@ def submodules_of(part: Any) -> Any:
 
 def module_of(part: Any) -> Any:
     """Returns the class that a part is of; None: it is built in a way of its own."""
-    if not isinstance(part, partial):
-        return getattr(part, "module", None)
-    return part.func.__self__ if isinstance(part.func, MethodType) else part.func
+    if isinstance(part, ModuleSpec):
+        return part.module
+    if isinstance(part, partial):
+        return part.func.__self__ if isinstance(part.func, MethodType) else part.func
+    return None
 
 
 def with_module(part: Any, module: type) -> Any:
