@@ -37,11 +37,9 @@ from pathlib import Path
 from typing import Any
 
 from bench_reshard_gpu import ROOT, check_gpus
-from bench_rollout import command_of
 from bench_step import describe
-from bench_train import launch
+from bench_train import run_jobs
 from case_name import parse_case
-from case_record import commit
 
 GIB = 1 << 30
 
@@ -84,25 +82,7 @@ def main() -> int:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     jobs = [describe_overlap(case, arguments) for case in arguments.cases]
     check_gpus(max(job["world"] for job in jobs))
-    report: dict[str, Any] = {
-        "benchmark": "training beside decoding",
-        "command": command_of(sys.argv),
-        "commit": commit(),
-        "cases": [],
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for job in jobs:
-        report["cases"].append(launch(job, __file__))
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-        Path(job["partial"]).unlink(missing_ok=True)
-    print("\n".join(table(report)))
-    failed = [
-        case["case"]
-        for case in report["cases"]
-        if "error" in case or any("error" in way for way in case.get("ways", {}).values())
-    ]
-    print("failed: " + ", ".join(failed) if failed else f"wrote {arguments.out}")
-    return 1 if failed else 0
+    return run_jobs("training beside decoding", jobs, arguments.out, __file__, table)
 
 
 def parse() -> argparse.Namespace:

@@ -39,10 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from bench_reshard_gpu import ROOT, check_gpus
-from bench_rollout import command_of
-from bench_train import launch
+from bench_train import run_jobs
 from case_name import parse_case
-from case_record import commit
 
 # Most tokens in a micro-batch: where a GPU holds a whole large model, and elsewhere; of a small
 # model, whose kernels are over before the next are launched, all that each of 4 replicas has in the
@@ -62,21 +60,7 @@ def main() -> int:
         run_case(json.loads(arguments.case_file.read_text()))
     jobs = [describe(case, arguments) for case in arguments.cases]
     check_gpus(max(job["world"] for job in jobs))
-    report: dict[str, Any] = {
-        "benchmark": "GRPO step",
-        "command": command_of(sys.argv),
-        "commit": commit(),
-        "cases": [],
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for job in jobs:
-        report["cases"].append(launch(job, __file__))
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-        Path(job["partial"]).unlink(missing_ok=True)
-    print("\n".join(table(report)))
-    failed = [case["case"] for case in report["cases"] if "error" in case]
-    print("failed: " + ", ".join(failed) if failed else f"wrote {arguments.out}")
-    return 1 if failed else 0
+    return run_jobs("GRPO step", jobs, arguments.out, __file__, table)
 
 
 def parse() -> argparse.Namespace:

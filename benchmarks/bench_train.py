@@ -28,7 +28,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +47,7 @@ def main() -> int:
         run_case(json.loads(arguments.case_file.read_text()))
     jobs = [describe(case, arguments) for case in arguments.cases]
     check_gpus(max(job["world"] for job in jobs))
-    report: dict[str, Any] = {
-        "benchmark": "training",
-        "command": command_of(sys.argv),
-        "commit": commit(),
-        "cases": [],
-    }
-    for job in jobs:
-        report["cases"].append(launch(job))
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print("\n".join(table(report)))
-    failed = [case["case"] for case in report["cases"] if "error" in case]
-    print("failed: " + ", ".join(failed) if failed else f"wrote {arguments.out}")
-    return 1 if failed else 0
+    return run_jobs("training", jobs, arguments.out, __file__, table)
 
 
 def parse() -> argparse.Namespace:
@@ -99,6 +86,7 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "world": name.num_ranks,
         "replicas": name.dp,
         "train": name.train,
+        "partial": str(arguments.out.with_suffix(".partial.json")),
         **{
             key: getattr(arguments, key)
             for key in (
@@ -119,7 +107,44 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def launch(job: Mapping[str, Any], script: str = __file__) -> dict[str, Any]:
+def run_jobs(
+    benchmark: str,
+    jobs: Sequence[Mapping[str, Any]],
+    out: Path,
+    script: str,
+    table: Callable[[Mapping[str, Any]], Iterator[str]],
+) -> int:
+    """Runs cases one after another and prints them; returns 1 if one failed.
+
+    Args:
+        benchmark: what is measured, for the report.
+        jobs: the cases.
+        out: the report, written anew after each case.
+        script: the benchmark that a case's ranks run.
+        table: gives the lines of a table of the report.
+    """
+    report: dict[str, Any] = {
+        "benchmark": benchmark,
+        "command": command_of(sys.argv),
+        "commit": commit(),
+        "cases": [],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for job in jobs:
+        report["cases"].append(launch(job, script))
+        out.write_text(json.dumps(report, indent=1) + "\n")
+        Path(job["partial"]).unlink(missing_ok=True)
+    print("\n".join(table(report)))
+    failed = [
+        case["case"]
+        for case in report["cases"]
+        if "error" in case or any("error" in way for way in case.get("ways", {}).values())
+    ]
+    print("failed: " + ", ".join(failed) if failed else f"wrote {out}")
+    return 1 if failed else 0
+
+
+def launch(job: Mapping[str, Any], script: str) -> dict[str, Any]:
     """Runs one case under torchrun; returns what it measured, with an error if it did not end."""
     with tempfile.TemporaryDirectory() as folder:
         case_file, result_file = Path(folder) / "case.json", Path(folder) / "result.json"
