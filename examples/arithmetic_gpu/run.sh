@@ -42,9 +42,10 @@ learn() {
 }
 
 if wants sft; then
-  # Of the mixture Qwen3's own coefficient keeps experts in use while they are nothing yet.
+  # Of the mixture Qwen3's own coefficient keeps experts in use while they are nothing yet; its sampled responses are
+  # right far less often than the dense model's where the greedy ones are as good, so it is warmed up for longer.
   # shellcheck disable=SC2086
-  learn sft sft ${MOE:+model.init=runs/arithmetic/moe_model train.moe.aux_loss=0.001}
+  learn sft sft ${MOE:+model.init=runs/arithmetic/moe_model train.moe.aux_loss=0.001 steps.stop_at_accuracy=0.5}
   hybridrl convert "$SFT" "$SFT/hf" --to hf
 fi
 if wants grpo; then learn grpo grpo "model.path=$SFT/hf"; fi
