@@ -16,7 +16,8 @@ its samples have other lengths than the next one's; rates count the tokens that 
 from, and lengths go round: those of the first step's prompts come again for the next ones'.
 
 A case is MODEL/TRAIN/GEN (case_name.py): a model, training sizes, whose product (but for vpp, ep
-and X
+and etp) is the number of GPUs, and the sizes of an engine replica. --num-layers takes fewer layers
+of a model that the GPUs cannot hold, each as wide as it is. The engine's weights are
 verified by checksum before and after what is timed, and a step that is not finite, learns nothing
 or has other lengths is refused. Times are of the slowest rank, medians over `--steps` after
 `--warmups`; every step is in OUT.json, which is written anew after each case, and after each step

@@ -19,6 +19,10 @@ to the longest of their micro-batch. --samples G gives each prompt G samples
 and times the passes a second time with shared prompts (train.share_prompts), whose MFU counts the
 FLOPs of samples that are not. Times are of the slowest rank; OUT.json is written anew after each
 case.
+
+Of each pass OUT.json also has the time of every iteration and how often torch's allocator asked the
+driver for memory, which stops the device; of the update its parts. --profile adds its longest
+kernels and calls, and the longest times in which a GPU had none (train_profile.py).
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--tails", action="store_true", help="also lengths with a long tail")
-    parser.add_argument("--profile", action="store_true", help="also tells the longest kernels")
+    parser.add_argument("--profile", action="store_true", help="also tells where the time goes")
     parser.add_argument("--samples", type=int, default=1, help="of each prompt")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")

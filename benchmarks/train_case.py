@@ -12,12 +12,15 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
+from bench_rollout import timed_calls
 from case_record import CaseRecord
 from reshard_clock import Clock, attempted, matmul_rate
 from reshard_gpu_case import ROOT, machine
+from train_profile import driver_counts, profiled
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.config.load import load_config_dict
@@ -38,7 +41,7 @@ TAIL_SIGMA = 1.0
 LEARNING_RATE = 1e-3
 # Nats, on average: both round to bf16, and another order of sums rounds otherwise.
 MAX_SHARED_DIFFERENCE = 0.02
-KERNELS_TOLD = 40  # of a profile: what comes after them is less than a hundredth
+PARTS = ("accumulate", "grad_norm", "apply")  # of an update
 
 
 def run_case(job: Mapping[str, Any]) -> None:
@@ -55,6 +58,7 @@ def run_case(job: Mapping[str, Any]) -> None:
         case.attempt(name, batch, getattr(case, name), each)
     if job["samples"] > 1:
         case.measure_shared(batch, flops)
+    case.measure_parts(batch)
     if job["tails"]:
         case.measure_tails()
     if job["profile"]:
@@ -138,10 +142,18 @@ class Case(CaseRecord):
         def measure() -> dict[str, Any]:
             if not self.platform.is_cpu:
                 torch.cuda.reset_peak_memory_stats()
-            timing = self.clock.time(lambda: run(batch), self.job["iterations"], WARMUPS)
+            counts = [driver_counts()]
+
+            def once() -> None:
+                run(batch)
+                counts.append(driver_counts())
+
+            timing = self.clock.time(once, self.job["iterations"], WARMUPS)
             seconds, tokens = timing.ms / 1e3, int(batch.lengths_B.sum())
             return {
                 **timing.report(),
+                "all_ms": timing.slowest_ms,
+                **self.asked_of_driver(counts),
                 "tokens": tokens,
                 "tokens_per_s_per_gpu": tokens / seconds / self.world.size,
                 "tflops_per_gpu": flops / seconds / 1e12,
@@ -154,6 +166,33 @@ class Case(CaseRecord):
         said = found.get("error") or f"{found['ms']:.1f} ms, MFU {found['mfu']:.3f}"
         self.save(name, said)
         return found
+
+    def asked_of_driver(self, counts: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+        """Returns, of the rank whose allocator asked most of the driver, how often it did in each
+        pass, warm-ups too, and the most memory that it held.
+
+        Args:
+            counts: from `driver_counts`, before the first pass and after each.
+        """
+        if not counts[0]:
+            return {}
+        found: dict[str, Any] = {
+            name: [now[name] - before[name] for before, now in pairwise(counts)]
+            for name in ("driver_allocations", "driver_frees", "retries")
+        }
+        found["most_reserved_bytes"] = counts[-1]["most_reserved_bytes"]
+        ranks: list[dict[str, Any]] = self.world.gather_objects(found)
+        return max(ranks, key=lambda rank: sum(rank["driver_allocations"]))
+
+    def measure_parts(self, batch: TrainBatch) -> None:
+        """Times the parts of an update, each until the device has done it, and the whole."""
+        model = self.policy.model
+        with timed_calls(model, PARTS, self.platform.synchronize) as spent:
+            whole_s = self.clock.seconds(lambda: self.update(batch))
+        ranks = zip(*self.world.gather_objects(list(spent.values())), strict=True)
+        parts = {name: 1e3 * max(each) for name, each in zip(PARTS, ranks, strict=True)}
+        self.result["update_parts_ms"] = {**parts, "whole": 1e3 * whole_s}
+        self.save("parts", ", ".join(f"{name} {ms:.0f} ms" for name, ms in parts.items()))
 
     def measure_shared(self, batch: TrainBatch, flops: Mapping[str, float]) -> None:
         """Times the same passes where samples of one prompt share its tokens."""
@@ -199,34 +238,8 @@ class Case(CaseRecord):
             self.save("tails", f"packed {rates[0] / rates[1]:.2f} x as fast as padded")
 
     def profile(self, batch: TrainBatch) -> None:
-        """Tells the kernels of one update of the first rank, the longest first, and for how much of
-        its time the GPU had one.
-        """
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as seen:
-            self.update(batch)
-            torch.cuda.synchronize()
-        spans = sorted(
-            (event.time_range.start, event.time_range.end, event.name)
-            for event in seen.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-        )
-        busy_us, until = 0.0, -math.inf
-        kernels: dict[str, list[float]] = {}
-        for start, end, name in spans:
-            busy_us += max(0.0, end - max(start, until))
-            until = max(until, end)
-            kernels.setdefault(name[:120], []).append(end - start)
-        longest = sorted(kernels.items(), key=lambda each: -sum(each[1]))[:KERNELS_TOLD]
-        self.result["profile"] = {
-            "span_ms": (until - spans[0][0]) / 1e3,
-            "busy_ms": busy_us / 1e3,
-            "kernels": [
-                {"name": name, "ms": sum(times) / 1e3, "times": len(times)}
-                for name, times in longest
-            ],
-        }
-        said = self.result["profile"]
+        """Tells where the time of one update of the first rank goes (train_profile.py)."""
+        said = self.result["profile"] = profiled(lambda: self.update(batch))
         self.save("profile", f"{said['busy_ms']:.0f} of {said['span_ms']:.0f} ms with a kernel")
 
     # Batches
