@@ -22,6 +22,12 @@ and etp) is the number of GPUs, and the sizes of an engine replica, or apart- an
 replica on further GPUs; others' ways know no such thing, and are left out there. Times are of the
 slowest rank. OUT.json is written anew after each case.
 
+--num-layers takes fewer layers of the model, each as wide as it is, and --baselines tells which
+ways of others are measured: what they take grows with the number of experts.
+
+    python benchmarks/bench_reshard_gpu.py OUT.json qwen3-30b-a3b/dp2ep2/tp1 --frozen \\
+        --num-layers 12 --baselines mbridge_vllm
+
 --frozen makes no gradients and no optimizer, where GPUs have no room for them beside the engine.
 --at-once starts all cases at the same time, which is most of what a case takes, and measures them
 one after another; the GPUs need room for all of them.
@@ -49,7 +55,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from case_name import parse_case
+from case_name import parse_case, with_num_layers
 from case_record import PROGRESS, READY, TURN, commit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,6 +66,8 @@ ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 TAIL_LINES = 150
+# In this order: the last one ends the use of the Trainer's groups. The first two know no experts.
+BASELINES = ("all_gather", "buckets", "mbridge_vllm", "megatron_resharding")
 
 
 def main() -> int:
@@ -72,7 +80,7 @@ def main() -> int:
     jobs = [describe(case, "plain", arguments) for case in arguments.cases]
     for case in arguments.fused:
         if case not in arguments.cases:
-            jobs.append(describe(case, "plain", arguments) | {"baselines": False})
+            jobs.append(describe(case, "plain", arguments) | {"baselines": ()})
         jobs.append(describe(case, "fused", arguments))
     check_gpus(max(job["world"] for job in jobs))
     report: dict[str, Any] = {
@@ -100,7 +108,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--frozen", action="store_true", help="no gradients, no optimizer")
     parser.add_argument("--at-once", action="store_true", help="starts all cases at once")
-    parser.add_argument("--no-baselines", dest="baselines", action="store_false")
+    parser.add_argument("--no-baselines", dest="baselines", action="store_const", const=())
+    parser.add_argument(
+        "--baselines",
+        nargs="+",
+        choices=BASELINES,
+        default=BASELINES,
+        help="the ways of others that are measured; all unless told",
+    )
+    parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
     parser.add_argument("--limit-s", type=float, default=240, help="of one case")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")
@@ -126,7 +142,8 @@ def describe(case: str, kind: str, arguments: argparse.Namespace) -> dict[str, A
         "waits": arguments.at_once,
         "is_frozen": arguments.frozen,
         "iterations": arguments.iterations,
-        "baselines": arguments.baselines and kind == "plain" and not name.is_apart,
+        "baselines": arguments.baselines if kind == "plain" and not name.is_apart else (),
+        "num_layers": arguments.num_layers,
         "limit_s": arguments.limit_s,
         "set": arguments.set,
     }
@@ -171,7 +188,9 @@ def launch(job: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """
     try:
         case_file, result_file = Path(folder) / "case.json", Path(folder) / "result.json"
-        case_file.write_text(json.dumps({**job, "folder": folder, "launched_at": time.time()}))
+        model = with_num_layers(job["model"], job["num_layers"], folder)
+        job = {**job, "model": model, "folder": folder, "launched_at": time.time()}
+        case_file.write_text(json.dumps(job))
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         command += [f"--nproc-per-node={job['world']}", __file__, "--case-file", str(case_file)]

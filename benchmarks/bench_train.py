@@ -38,7 +38,7 @@ from typing import Any
 
 from bench_reshard_gpu import ROOT, check_gpus, run_showing_progress
 from bench_rollout import command_of
-from case_name import parse_case
+from case_name import parse_case, with_num_layers
 from case_record import PROGRESS, commit
 
 
@@ -152,11 +152,8 @@ def launch(job: Mapping[str, Any], script: str) -> dict[str, Any]:
     """Runs one case under torchrun; returns what it measured, with an error if it did not end."""
     with tempfile.TemporaryDirectory() as folder:
         case_file, result_file = Path(folder) / "case.json", Path(folder) / "result.json"
-        model = json.loads(Path(job["model"]).read_text())
-        if job["num_layers"] is not None:
-            model["num_hidden_layers"] = job["num_layers"]
-        (Path(folder) / "model.json").write_text(json.dumps(model))
-        job = {**job, "model": str(Path(folder) / "model.json"), "folder": folder}
+        model = with_num_layers(job["model"], job["num_layers"], folder)
+        job = {**job, "model": model, "folder": folder}
         case_file.write_text(json.dumps({**job, "launched_at": time.time()}))
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]

@@ -7,6 +7,7 @@ replica, as tp1 or tp2ep2; with apart- before them there is one replica, on GPUs
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -60,6 +61,25 @@ class CaseName:
     def has_replicas(self) -> bool:
         """Whether some rank has the same parameters as another."""
         return self.dp * self.train.get("cp", 1) > 1
+
+
+def with_num_layers(model: str | Path, num_layers: int | None, folder: str | Path) -> str:
+    """Writes a model's config.json into a folder, with so many layers, each as wide as it is.
+
+    Args:
+        model: its file.
+        num_layers: None: as many as it has.
+        folder: gets the file `model.json`.
+
+    Returns:
+        The path of that file.
+    """
+    config = json.loads(Path(model).read_text())
+    if num_layers is not None:
+        config["num_hidden_layers"] = num_layers
+    file = Path(folder) / "model.json"
+    file.write_text(json.dumps(config))
+    return str(file)
 
 
 def parse_case(case: str, models: Path, example: str) -> CaseName:

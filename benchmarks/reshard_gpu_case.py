@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+from bench_reshard_gpu import BASELINES
 from case_record import READY, TURN, CaseRecord
 from megatron.core import parallel_state
 from reshard_clock import Clock, attempted, link_rates
@@ -71,13 +72,16 @@ def run_case(job: Mapping[str, Any]) -> None:
     case.result["prediction"] = attempted(case.clock.gather, case.predict)
     case.result["transition"] = attempted(case.clock.gather, case.transition)
     case.save("transitions")
-    if job["baselines"]:
-        # Megatron's own is the last: it ends the use of the Trainer's groups.
-        if case.trainer.source.shape.moe is None:  # these two know no experts
-            case.attempt("all_gather", partial(case.gathering_way, 0))
-            case.attempt("buckets", partial(case.gathering_way, BUCKET_BYTES))
-        case.attempt("mbridge_vllm", lambda: case.library(case.mbridge()))
-        case.attempt("megatron_resharding", lambda: case.library(case.megatron()))
+    baselines: dict[str, Callable[[], dict[str, Any]]] = {
+        "mbridge_vllm": lambda: case.library(case.mbridge()),
+        "megatron_resharding": lambda: case.library(case.megatron()),
+    }
+    if case.trainer.source.shape.moe is None:
+        baselines["all_gather"] = partial(case.gathering_way, 0)
+        baselines["buckets"] = partial(case.gathering_way, BUCKET_BYTES)
+    for name in BASELINES:
+        if name in job["baselines"] and name in baselines:
+            case.attempt(name, baselines[name])
     case.result["is_complete"] = True
     case.save("everything")
     case.clock.line_up()
@@ -213,6 +217,7 @@ class Case(CaseRecord):
         began = time.monotonic()
         with way as (run, check):
             make_s = time.monotonic() - began
+            self.save("a library's model made")
             return self.rival(run, check) | {"make_s": make_s}
 
     def mbridge(self) -> AbstractContextManager[Way]:
@@ -227,7 +232,8 @@ class Case(CaseRecord):
         run()
         self.clock.synchronize()
         check()
-        timing = self.clock.time(run, RIVAL_ITERATIONS, warmups=2)
+        self.save("its first run")
+        timing = self.clock.time(run, RIVAL_ITERATIONS, warmups=1)
         found = timing.report() | self.rates(timing.ms)
         ours = [w["ms"] for w in self.result["ways"].values() if w.get("is_auto")]
         return found | ({"ratio": timing.ms / ours[0]} if ours else {})

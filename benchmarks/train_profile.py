@@ -13,6 +13,7 @@ import torch
 
 KERNELS_TOLD = 40  # of a profile: what comes after them is less than a hundredth
 CALLS_TOLD = 15
+OPERATIONS_TOLD = 30
 GAPS_TOLD = 12
 
 
@@ -40,19 +41,24 @@ def driver_counts() -> dict[str, int]:
 
 
 def profiled(run: Callable[[], object]) -> dict[str, Any]:
-    """Runs something on a GPU and returns what `said_of` says of it."""
+    """Runs something on a GPU and returns what `said_of` says of it, and the `operations` that took
+    the host longest.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as seen:
         run()
         torch.cuda.synchronize()
-    kernels, calls = [], []
+    kernels, calls, operations = [], [], []
     for event in seen.events():
         span = Span(event.time_range.start, event.time_range.end, event.name)
         if event.device_type == torch.autograd.DeviceType.CUDA:
             kernels.append(span)
         elif event.name.startswith(("cuda", "cu")):  # of the runtime and of the driver
             calls.append(span)
-    return said_of(kernels, calls)
+        else:
+            operations.append(span)
+    # Of operations in others both have the time.
+    return said_of(kernels, calls) | {"operations": totals(operations, OPERATIONS_TOLD)}
 
 
 def said_of(kernels: Iterable[Span], calls: Iterable[Span]) -> dict[str, Any]:
