@@ -51,7 +51,7 @@ FIXED_KEYWORDS: dict[str, Any] = {
     # counts on the marks.
     "perform_initialization": True,
     # Micro-batches of packed sequences differ in length; Megatron asks for the all-to-all
-    # dispatcher with that.
+    # dispatcher with that. Ranks of one micro-batch have another one (dispatch.py).
     "variable_seq_lengths": True,
     "moe_token_dispatcher_type": "alltoall",
     # The loss carries the global denominator, so gradients are summed, never averaged.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file, save_file
 from tiny_models import LONGEST, as_long, chosen_by
 from transformers import AutoModelForCausalLM
@@ -23,6 +24,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from hybridrl.config.schema import MoeConfig, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.models.dispatch import GatheringDispatcher
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.router import load_of
@@ -246,6 +248,23 @@ def check_disagreement(model: ParallelModel, vocab: int) -> None:
         raise AssertionError("ranks went on with different schedules")
 
 
+def check_dispatch(model: ParallelModel) -> None:
+    """Tokens are gathered by ranks that share experts and a micro-batch, and by no others."""
+    layout, moe, rank = model.mesh.layout, model.source.shape.moe, model.world.rank
+    at = layout.expert_coordinates(rank)
+    places = {
+        (where.cp, where.dp)
+        for other in range(layout.world_size)
+        if (found := layout.expert_coordinates(other)).edp == at.edp and found.pp == at.pp
+        for where in [layout.coordinates(other)]
+    }
+    gathers = len(places) == 1 and layout.ep <= moe.experts_per_token
+    for chunk in model._chunks:
+        for part in chunk.modules():
+            if isinstance(part, MoELayer):
+                assert (type(part.token_dispatcher) is GatheringDispatcher) == gathers, layout
+
+
 def check_load(model: ParallelModel, num_tokens: int) -> None:
     """Counts of routers are of real tokens, each once, whatever the layout."""
     shape, found = model.source.shape, model.expert_load()
@@ -306,6 +325,8 @@ def run(
     )
     shapes = hf_shapes(source.family, source.shape)
     load_hf(folder, model.layout(), model.weights(), shapes)
+    if source.shape.moe is not None:
+        check_dispatch(model)
     model.make_trainable(1e-3)
     batch = sample_batch(hf_config["vocab_size"])
     if replays:

@@ -72,6 +72,7 @@ FOUR_RANKS_WITH_EXPERTS = (
     f"1,2,1,1,{ORDER},ep=2",
     f"2,2,1,2,{ORDER},ep=2",
     f"2,1,2,1,{ORDER},ep=2,etp=2",
+    f"4,1,1,1,{ORDER},ep=2,etp=2",
     "2,1,1,1,dp-tp-cp-ep-pp,ep=2",
 )
 

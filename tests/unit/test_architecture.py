@@ -61,6 +61,7 @@ WALLS = {
     "megatron": [
         "parallel/*",
         "models/build.py",
+        "models/dispatch.py",
         "models/attention.py",
         "models/norm.py",
         "models/replay.py",
