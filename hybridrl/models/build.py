@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from hybridrl.models.attention import set_soft_cap
+from hybridrl.models.dispatch import gather_tokens
 from hybridrl.models.family import Family, ModelShape, Scales
 from hybridrl.models.heads import LanguageModel, ValueModel
 from hybridrl.models.layers import KEYWORDS, LayerKind, layer_specs
@@ -216,6 +217,8 @@ def build_chunks(
         if shape.attention_cap:
             set_soft_cap(chunks[-1], shape.attention_cap)
     _reduce_apart(chunks, config, shape)
+    if shape.moe is not None:
+        gather_tokens(chunks, shape.moe.experts_per_token)
     return chunks
 
 

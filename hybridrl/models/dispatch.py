@@ -14,7 +14,7 @@ host waits once a layer, for the number of tokens of each expert, while the toke
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -29,19 +29,25 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from torch import Tensor
 
 
-class ExpertLayer(MoELayer):
-    """Megatron's layer of experts, which gathers tokens where `gathers` says so."""
+def gather_tokens(chunks: Iterable[torch.nn.Module], experts_per_token: int) -> None:
+    """Gives layers of experts a dispatcher that gathers tokens, where `gathers` says so.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        groups = kwargs.get("pg_collection") or get_default_pg_collection()
-        if gathers(groups, self.config.moe_router_topk):
-            self.token_dispatcher = GatheringDispatcher(
-                self.num_local_experts,
-                self.local_expert_indices,
-                config=self.config,
-                pg_collection=groups,
-            )
+    Args:
+        chunks: of a model that has just been built; Megatron's process groups are its own.
+        experts_per_token: experts that compute with a token.
+    """
+    groups = get_default_pg_collection()
+    if not gathers(groups, experts_per_token):
+        return
+    for chunk in chunks:
+        for part in chunk.modules():
+            if isinstance(part, MoELayer):
+                part.token_dispatcher = GatheringDispatcher(
+                    part.num_local_experts,
+                    part.local_expert_indices,
+                    config=part.config,
+                    pg_collection=groups,
+                )
 
 
 def gathers(groups: ProcessGroupCollection, experts_per_token: int) -> bool:

@@ -33,7 +33,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from hybridrl.errors import UserError
 from hybridrl.models.attention import GatherKeys, PackedAttention
-from hybridrl.models.dispatch import ExpertLayer
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.latent_attention import LatentAttention, LatentSubmodules
 from hybridrl.models.megatron_specs import module_of, submodules_of, with_module
@@ -288,7 +287,6 @@ def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleS
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
     )
-    layer.mlp = with_module(layer.mlp, ExpertLayer)
     submodules_of(layer.mlp).router = Router
     spec.module = ReplayingLayer
     _keep_name(spec, "pre_mlp_layernorm.")

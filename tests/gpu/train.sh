@@ -18,7 +18,7 @@ if wants parity; then
   REFERENCE=$(mktemp -d)
   worker 1 reference "$REFERENCE" > "$OUT/reference.log" 2>&1; echo "reference: $?"
   worker 1 compare "$REFERENCE" alone > "$OUT/alone.log" 2>&1; echo "one GPU: $?"
-  worker 4 compare "$REFERENCE" dp4 tp4 tp2dp2 tp2cp2 tp2pp2 > "$OUT/layouts.log" 2>&1; echo "layouts: $?"
+  worker 4 compare "$REFERENCE" dp4 tp4 tp2dp2 tp2cp2 tp2pp2 tp2ep2 tp4ep2etp2 ep4 > "$OUT/layouts.log" 2>&1; echo "layouts: $?"
 fi
 if wants bench; then
   # Whole activations of 16,384 tokens, beside weights, gradients and a quarter of the optimizer, are more than one GPU has.

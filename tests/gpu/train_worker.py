@@ -3,10 +3,11 @@
 train_worker.py reference FOLDER              one process, fp32, torch's layers: gradients to FOLDER
 train_worker.py compare FOLDER LAYOUT...      bf16, `train.layers=auto`, each against the reference
 
-A layout is what parallel.layout takes, as in tp2dp2; the rest of the world is data parallel. What a
-layout's gradients may be away from the reference is 2e-2 of their norm; torch's own layers in bf16
-are measured beside (`torch`), packed micro-batches against single samples (`single`) and against
-shared prompts (`share_prompts`), and a checkpoint of torch's layers is loaded into the chosen ones
+A layout is what parallel.layout takes, as in tp2dp2; the rest of the world is data parallel. One
+that deals or cuts experts (tp2ep2, tp2etp2) is for models with experts alone. What a layout's
+gradients may be away from the reference is 2e-2 of their norm; torch's own layers in bf16 are
+measured beside (`torch`), packed micro-batches against single samples (`single`) and against shared
+prompts (`share_prompts`), and a checkpoint of torch's layers is loaded into the chosen ones
 (`checkpoint`), all in one process.
 """
 
@@ -191,7 +192,7 @@ def print_once(mesh: Mesh, text: str) -> None:
 def worlds(platform: Platform, *layouts: str) -> Iterator[tuple[str, World]]:
     size = torch.distributed.get_world_size()
     for text in layouts:
-        sizes = {axis: int(n) for axis, n in re.findall(r"(tp|pp|cp)(\d+)", text)}
+        sizes = {axis: int(n) for axis, n in re.findall(r"(etp|ep|tp|pp|cp)(\d+)", text)}
         yield text, Mesh(World(platform, 120), TrainLayout(size, **sizes))
         parallel_state.destroy_model_parallel()
 
@@ -208,6 +209,8 @@ def group_bytes(platform: Platform) -> int:
 
 def check_layouts(platform: Platform, name: str, folder: Path, layouts: list[str]) -> None:
     reference = load_file(folder / f"{name}.safetensors")
+    if "num_experts" not in MODELS[name] and "n_routed_experts" not in MODELS[name]:
+        layouts = [text for text in layouts if "ep" not in text]
     for text, mesh in worlds(platform, *layouts):
         run = Run(name, mesh, torch.bfloat16)
         gradients, logp_T = run.gradients()
