@@ -10,7 +10,6 @@ import os
 import random
 import statistics
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,11 +21,10 @@ from bench_reshard_gpu import ROOT
 from bench_rollout import largest_over_ranks, timed_calls
 from bench_step import PARTS
 from case_record import CaseRecord
+from random_workload import checksum_reward, random_prompts, word_tokenizer
 from reshard_clock import Clock, matmul_rate
 from reshard_gpu_case import machine
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from train_case import attention_backend
-from transformers import PreTrainedTokenizerFast
 
 from hybridrl.cli.plan import plan_report
 from hybridrl.config.lag import num_in_flight
@@ -69,7 +67,7 @@ class Case(CaseRecord):
         vocab_size = self.vocab_size()
         self.trainer = trainer = Trainer.from_config(
             self.config,
-            prompts=prompts_of(job, vocab_size),
+            prompts=random_prompts(num_prompts(job), job["prompt_tokens"], vocab_size),
             reward=checksum_reward,
             tokenizer=word_tokenizer(vocab_size),
         )
@@ -391,32 +389,9 @@ def response_lengths(job: Mapping[str, Any]) -> list[int]:
     return lengths
 
 
-def prompts_of(job: Mapping[str, Any], vocab_size: int) -> list[dict[str, str]]:
-    """Returns random prompts of exactly so many words, none of which comes twice in a case."""
-    draw = random.Random(0)
-    number = job["prompts"] * (job["warmups"] + job["steps"] + 1)
-    return [
-        {
-            "prompt": " ".join(
-                str(draw.randrange(vocab_size)) for _ in range(job["prompt_tokens"])
-            ),
-            "answer": "",
-        }
-        for _ in range(number)
-    ]
-
-
-def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with a word for each token, its number."""
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(vocab_size)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def checksum_reward(prompt: str, response: str, columns: Mapping[str, object]) -> float:
-    """Returns a number that random responses share with few others: advantages are never zero."""
-    return zlib.crc32(response.encode()) % 1000 / 1000
+def num_prompts(job: Mapping[str, Any]) -> int:
+    """Returns how many prompts a case takes, with a step to spare."""
+    return int(job["prompts"] * (job["warmups"] + job["steps"] + 1))
 
 
 def config_of(job: Mapping[str, Any]) -> Any:
