@@ -5,11 +5,13 @@ Who waits for whom: every function is collective over the world.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import random
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_reshard_gpu import ROOT
+from bench_reshard_gpu import POLL_S, ROOT
 from bench_rollout import largest_over_ranks, timed_calls
 from bench_step import PARTS
 from case_record import CaseRecord
@@ -30,6 +32,8 @@ from hybridrl.cli.plan import plan_report
 from hybridrl.config.lag import num_in_flight
 from hybridrl.config.load import load_config_dict
 from hybridrl.loop.loop import Trainer
+from hybridrl.rollout import vllm_start
+from hybridrl.rollout.vllm_version import installed_version
 
 # Of the logarithm of tailed response lengths, whose median is a quarter of the longest: 4 of 100
 # are cut at the longest. Half of the variance is the prompt's, half the sample's.
@@ -45,7 +49,7 @@ AWAKE = ("generate",)
 
 def run_case(job: Mapping[str, Any]) -> None:
     """Measures everything that the job asks for; does not return."""
-    case = Case(job)
+    case = Case(job if job["turn"] is None else after_turn(job))
     case.save("starting")
     case.start()
     case.take_steps()
@@ -55,6 +59,25 @@ def run_case(job: Mapping[str, Any]) -> None:
     case.clock.line_up()
     sys.stdout.flush()
     os._exit(0)  # the system frees memory faster than vLLM and NCCL end
+
+
+def after_turn(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Imports what a case needs, but touches no GPU, and waits for the case's turn; returns the job
+    as launched then.
+
+    Raises:
+        SystemExit: whoever gives turns is gone.
+    """
+    is_cpu = not torch.cuda.is_available()
+    vllm_start._import_vllm(installed_version(is_cpu), is_cpu)
+    importlib.import_module("vllm.v1.engine.llm_engine")
+    importlib.import_module("vllm.v1.worker.gpu_worker")
+    turn = Path(job["turn"])
+    while not turn.exists():
+        if not turn.parent.exists():
+            sys.exit("nobody gives turns any more")
+        time.sleep(POLL_S)
+    return {**job, "launched_at": time.time()}
 
 
 class Case(CaseRecord):
