@@ -2,13 +2,18 @@
 `layout: auto` predicts, and says whether the layout that it chooses is within 5% of the best.
 
     python benchmarks/bench_layouts.py --list 7b --world 2
-    python benchmarks/bench_layouts.py --out OUT.json 0.5b 1.5b 7b qwen3-3b-as-a3b --world 2
+    python benchmarks/bench_layouts.py --out OUT.json 0.5b --world 2 --gpu H100 --within-s 530
 
 Each layout is a case of bench_step.py, run with the micro-batch, recomputation and offload that the
-search found best for it; one after another, about 100 s each (most of it the start). What does not
-fit by prediction is run too with --too-large: it must fail, or the prediction is too careful. The
-file is written anew after each layout, and a layout that it has is not run again, so that a list
-can be spread over several calls.
+search found best for it, one after another. Processes of --ahead layouts are started at once and
+import all that they need, 20 to 30 s, while others measure; none touches a GPU before its turn.
+What is left of a start is 50 s or so; the first with an engine of some size compiles, and the next
+ones find that. What does not fit by prediction is run too with --too-large: it must fail, or the
+prediction is too careful.
+
+The file is written anew after each layout, and a layout that it has is not run again, so that a
+list can be spread over several calls: a layout begins only if it would end within --within-s
+seconds of the command's start, taking as long as the longest so far.
 
 What it should show: the chosen layout within 5% of the fastest; each prediction within 15% of what
 was measured; no case out of memory.
@@ -18,14 +23,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench_reshard_gpu import ROOT
-from case_record import commit
+from case_record import PROGRESS, commit
 
 from hybridrl.config.load import load_config_dict
 from hybridrl.planning.choose import search
@@ -49,14 +58,16 @@ def main() -> int:
     if arguments.out.exists():
         report = json.loads(arguments.out.read_text())
     known = {(one["model"], one["case"], tuple(one["options"])) for one in report["cases"]}
-    for job in jobs:
-        if (job["model"], job["case"], tuple(job["options"])) in known:
-            continue
-        report["cases"].append({**job, "commit": commit(), **measured(job, arguments)})
+    left = [job for job in jobs if (job["model"], job["case"], tuple(job["options"])) not in known]
+    for job, found in all_measured(left, arguments):
+        report["cases"].append({**job, "commit": commit(), **found})
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     lines, is_met = verdict(report)
     print("\n".join(lines))
-    return 0 if is_met else 1
+    missing = len(jobs) - sum(one["model"] in arguments.models for one in report["cases"])
+    if missing > 0:
+        print(f"{missing} layouts are left for another call")
+    return 0 if is_met and missing <= 0 else 1
 
 
 def parse() -> argparse.Namespace:
@@ -71,7 +82,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16, help="a step, for each GPU")
     parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
     parser.add_argument("--steps", type=int, default=3, help="that are timed")
+    parser.add_argument("--warmups", type=int, default=2, help="steps before those")
     parser.add_argument("--limit-s", type=float, default=200, help="of one layout")
+    parser.add_argument("--within-s", type=float, default=1e9, help="of this call")
+    parser.add_argument("--ahead", type=int, default=12, help="layouts whose processes are started")
+    parser.add_argument("--models-folder", type=Path, default=MODELS, metavar="FOLDER")
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--response-tokens", type=int, default=512)
     parser.add_argument(
         "--too-large", action="store_true", help="run the nearest that does not fit"
     )
@@ -108,7 +126,7 @@ def layouts(model: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
 
 def searched(model: str, arguments: argparse.Namespace) -> Result:
     """Returns what the search of `layout: auto` finds for a model and the workload."""
-    file = next(MODELS.glob(f"*{model}.json"))
+    file = next(arguments.models_folder.glob(f"*{model}.json"))
     content = json.loads(file.read_text())
     if arguments.num_layers:
         content["num_hidden_layers"] = arguments.num_layers
@@ -120,9 +138,13 @@ def searched(model: str, arguments: argparse.Namespace) -> Result:
             "run": {"name": "layouts"},
             "model": {"init": str(made)},
             "algorithm": {"name": "grpo", "kl_coef": arguments.kl_coef},
-            "rollout": {"engine": "vllm", "max_new_tokens": 512, "max_batch": prompts * 8},
-            "steps": {"prompts_per_step": prompts, "samples_per_prompt": 8},
-            "data": {"max_prompt_tokens": 256},
+            "rollout": {
+                "engine": "vllm",
+                "max_new_tokens": arguments.response_tokens,
+                "max_batch": prompts * arguments.samples,
+            },
+            "steps": {"prompts_per_step": prompts, "samples_per_prompt": arguments.samples},
+            "data": {"max_prompt_tokens": arguments.prompt_tokens},
             "layout": "auto",
         }
     )
@@ -139,26 +161,74 @@ def case_of(model: str, keys: dict[str, Any], world: int) -> str:
     return f"{model}/{train}/tp{keys['rollout.tp']}"
 
 
-def measured(job: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs a layout by bench_step.py and returns its median step, parts and memory, or why not."""
-    out = arguments.out.with_suffix(".case.json")
-    out.unlink(missing_ok=True)
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench_step.py"), "--out", str(out)]
-    command += [job["case"], "--prompts", str(arguments.prompts * arguments.world)]
-    command += ["--warmups", "2", "--steps", str(arguments.steps), *job["options"]]
-    command += ["--limit-s", str(arguments.limit_s)]
-    if arguments.num_layers:
-        command += ["--num-layers", str(arguments.num_layers)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not out.exists():
-        return {"error": (done.stdout + done.stderr)[-2000:]}
-    (case,) = json.loads(out.read_text())["cases"]
-    if "median" not in case:
-        return {"error": case.get("error", "no step was timed")}
-    kept = {
-        key: case.get(key) for key in ("machine", "peak", "median", "measured_memory", "memory")
-    }
-    return {"measured_s": case["median"]["step_s"], **kept}
+def all_measured(
+    jobs: Sequence[dict[str, Any]], arguments: argparse.Namespace
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yields each layout with what was measured of it, as long as there is time."""
+    began, longest_s = time.monotonic(), 0.0
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        turns = Path(folder) / "turns"
+        turns.mkdir()
+        waiting = deque[Started]()
+        later = deque(enumerate(jobs))
+        try:
+            while waiting or later:
+                while later and len(waiting) < max(arguments.ahead, 1):
+                    number, job = later.popleft()
+                    out = Path(folder) / f"{number}.json"
+                    waiting.append(Started(job, out, turns / f"{number}", arguments))
+                since = time.monotonic()
+                if since + longest_s - began > arguments.within_s:
+                    return
+                one = waiting.popleft()
+                yield one.job, one.measured()
+                longest_s = max(longest_s, time.monotonic() - since)
+        finally:
+            shutil.rmtree(turns)  # those that wait for one end
+            for one in waiting:
+                one.process.wait()
+
+
+class Started:
+    """A layout whose processes wait for their turn.
+
+    Args:
+        job: the layout.
+        out: gets what it measures.
+        turn: file that they wait for.
+        arguments: of the command.
+    """
+
+    def __init__(
+        self, job: dict[str, Any], out: Path, turn: Path, arguments: argparse.Namespace
+    ) -> None:
+        self.job, self._turn, self._out = job, turn, out
+        command = [sys.executable, str(ROOT / "benchmarks" / "bench_step.py"), job["case"]]
+        command += ["--out", str(self._out), "--turn", str(self._turn)]
+        command += ["--prompts", str(arguments.prompts * arguments.world), *job["options"]]
+        for name in ("warmups", "steps", "samples", "prompt_tokens", "response_tokens", "limit_s"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+        command += ["--models", str(arguments.models_folder)]
+        if arguments.num_layers:
+            command += ["--num-layers", str(arguments.num_layers)]
+        self._said = out.with_suffix(".output").open("w+")
+        self.process = subprocess.Popen(command, stdout=self._said, stderr=subprocess.STDOUT)
+
+    def measured(self) -> dict[str, Any]:
+        """Gives the turn; returns the median step, parts and memory, or why there are none."""
+        self._turn.touch()
+        self.process.wait()
+        self._said.seek(0)
+        said = self._said.read()
+        self._said.close()
+        print("".join(f"{one}\n" for one in said.splitlines() if one.startswith(PROGRESS)), end="")
+        if not self._out.exists():
+            return {"error": said[-2000:]}
+        (case,) = json.loads(self._out.read_text())["cases"]
+        if "median" not in case:
+            return {"error": case.get("error", "no step was timed"), "output": said[-2000:]}
+        names = ("machine", "peak", "median", "measured_memory", "memory", "seconds")
+        return {"measured_s": case["median"]["step_s"], **{key: case.get(key) for key in names}}
 
 
 def verdict(report: dict[str, Any]) -> tuple[list[str], bool]:

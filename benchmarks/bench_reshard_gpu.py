@@ -68,6 +68,8 @@ ENVIRONMENT = {
 TAIL_LINES = 150
 # In this order: the last one ends the use of the Trainer's groups. The first two know no experts.
 BASELINES = ("all_gather", "buckets", "mbridge_vllm", "megatron_resharding")
+POLL_S = 0.2
+TO_END_S = 40  # for torchrun, until it is killed
 
 
 def main() -> int:
@@ -211,9 +213,19 @@ def launch(job: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def run_showing_progress(
-    command: Sequence[str], limit_s: float, environment: Mapping[str, str] = MappingProxyType({})
+    command: Sequence[str],
+    limit_s: float,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    turn: Path | None = None,
 ) -> tuple[int, list[str]]:
-    """Runs a command, showing its lines of progress; returns its status and its last lines."""
+    """Runs a command, showing its lines of progress; returns its status and its last lines.
+
+    Args:
+        command: to run.
+        limit_s: how long it may take.
+        environment: variables besides.
+        turn: a file from which on that counts; the command is ended if the file's folder goes.
+    """
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     process = subprocess.Popen(
         command,
@@ -224,14 +236,9 @@ def run_showing_progress(
         errors="replace",
         start_new_session=True,
     )
-    # torchrun ends its ranks, which have sessions of their own, when it is asked to; it is killed
-    # only if it does not.
-    timers = [
-        threading.Timer(limit_s, process.terminate),
-        threading.Timer(limit_s + 40, os.killpg, (process.pid, signal.SIGKILL)),
-    ]
-    for timer in timers:
-        timer.start()
+    is_over = threading.Event()
+    parts = process, limit_s, turn, is_over
+    threading.Thread(target=_end_late, args=parts, name="limit", daemon=True).start()
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -240,8 +247,26 @@ def run_showing_progress(
                 print(line[line.index(PROGRESS) :], end="", flush=True)
         return process.wait(), list(tail)
     finally:
-        for timer in timers:
-            timer.cancel()
+        is_over.set()
+
+
+def _end_late(
+    process: subprocess.Popen[str], limit_s: float, turn: Path | None, is_over: threading.Event
+) -> None:
+    """Ends a command at its limit, unless it is over before."""
+    while turn is not None and not turn.exists():
+        if not turn.parent.exists():
+            limit_s = 0.0
+            break
+        if is_over.wait(POLL_S):
+            return
+    if is_over.wait(limit_s):
+        return
+    # torchrun ends its ranks, which have sessions of their own, when it is asked to; it is killed
+    # only if it does not.
+    process.terminate()
+    if not is_over.wait(TO_END_S):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 # Report

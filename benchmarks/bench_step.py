@@ -82,6 +82,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
     parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")
     parser.add_argument("--limit-s", type=float, default=300, help="of one case")
+    parser.add_argument(
+        "--turn",
+        help="a file that ranks wait for once they have imported all; see bench_layouts.py",
+    )
     parser.add_argument("--case-file", type=Path, help=argparse.SUPPRESS)  # one of the ranks
     found = parser.parse_args()
     if not found.case_file and not (found.out and found.cases):
@@ -115,7 +119,7 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "micro_batch_tokens": arguments.micro_batch_tokens or budget,
         # All samples of a replica are decoded together.
         "max_batch": math.ceil(arguments.prompts * arguments.samples / num_replicas),
-        **{key: getattr(arguments, key) for key in (*keys, "set", "limit_s")},
+        **{key: getattr(arguments, key) for key in (*keys, "set", "limit_s", "turn")},
         "partial": str(arguments.out.with_suffix(".partial.json")),
     }
 

@@ -161,7 +161,8 @@ def launch(job: Mapping[str, Any], script: str) -> dict[str, Any]:
         # Megatron lets collectives of tensor and context parallel run beside matrix products by it.
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         began = time.monotonic()
-        code, tail = run_showing_progress(command, job["limit_s"], environment)
+        turn = Path(job["turn"]) if job.get("turn") else None
+        code, tail = run_showing_progress(command, job["limit_s"], environment, turn)
         seconds = time.monotonic() - began
         result = json.loads(result_file.read_text()) if result_file.is_file() else {}
     ending = f"exit {code} after {seconds:.0f} s"

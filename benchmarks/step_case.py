@@ -5,12 +5,13 @@ Who waits for whom: every function is collective over the world.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import random
 import statistics
 import sys
-import zlib
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,20 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_reshard_gpu import ROOT
+from bench_reshard_gpu import POLL_S, ROOT
 from bench_rollout import largest_over_ranks, timed_calls
 from bench_step import PARTS
 from case_record import CaseRecord
+from random_workload import checksum_reward, random_prompts, word_tokenizer
 from reshard_clock import Clock, matmul_rate
 from reshard_gpu_case import machine
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from train_case import attention_backend
-from transformers import PreTrainedTokenizerFast
 
 from hybridrl.cli.plan import plan_report
 from hybridrl.config.lag import num_in_flight
 from hybridrl.config.load import load_config_dict
 from hybridrl.loop.loop import Trainer
+from hybridrl.rollout import vllm_start
+from hybridrl.rollout.vllm_version import installed_version
 
 # Of the logarithm of tailed response lengths, whose median is a quarter of the longest: 4 of 100
 # are cut at the longest. Half of the variance is the prompt's, half the sample's.
@@ -47,7 +49,7 @@ AWAKE = ("generate",)
 
 def run_case(job: Mapping[str, Any]) -> None:
     """Measures everything that the job asks for; does not return."""
-    case = Case(job)
+    case = Case(job if job["turn"] is None else after_turn(job))
     case.save("starting")
     case.start()
     case.take_steps()
@@ -57,6 +59,25 @@ def run_case(job: Mapping[str, Any]) -> None:
     case.clock.line_up()
     sys.stdout.flush()
     os._exit(0)  # the system frees memory faster than vLLM and NCCL end
+
+
+def after_turn(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Imports what a case needs, but touches no GPU, and waits for the case's turn; returns the job
+    as launched then.
+
+    Raises:
+        SystemExit: whoever gives turns is gone.
+    """
+    is_cpu = not torch.cuda.is_available()
+    vllm_start._import_vllm(installed_version(is_cpu), is_cpu)
+    importlib.import_module("vllm.v1.engine.llm_engine")
+    importlib.import_module("vllm.v1.worker.gpu_worker")
+    turn = Path(job["turn"])
+    while not turn.exists():
+        if not turn.parent.exists():
+            sys.exit("nobody gives turns any more")
+        time.sleep(POLL_S)
+    return {**job, "launched_at": time.time()}
 
 
 class Case(CaseRecord):
@@ -69,7 +90,7 @@ class Case(CaseRecord):
         vocab_size = self.vocab_size()
         self.trainer = trainer = Trainer.from_config(
             self.config,
-            prompts=prompts_of(job, vocab_size),
+            prompts=random_prompts(num_prompts(job), job["prompt_tokens"], vocab_size),
             reward=checksum_reward,
             tokenizer=word_tokenizer(vocab_size),
         )
@@ -391,32 +412,9 @@ def response_lengths(job: Mapping[str, Any]) -> list[int]:
     return lengths
 
 
-def prompts_of(job: Mapping[str, Any], vocab_size: int) -> list[dict[str, str]]:
-    """Returns random prompts of exactly so many words, none of which comes twice in a case."""
-    draw = random.Random(0)
-    number = job["prompts"] * (job["warmups"] + job["steps"] + 1)
-    return [
-        {
-            "prompt": " ".join(
-                str(draw.randrange(vocab_size)) for _ in range(job["prompt_tokens"])
-            ),
-            "answer": "",
-        }
-        for _ in range(number)
-    ]
-
-
-def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with a word for each token, its number."""
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(vocab_size)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def checksum_reward(prompt: str, response: str, columns: Mapping[str, object]) -> float:
-    """Returns a number that random responses share with few others: advantages are never zero."""
-    return zlib.crc32(response.encode()) % 1000 / 1000
+def num_prompts(job: Mapping[str, Any]) -> int:
+    """Returns how many prompts a case takes, with a step to spare."""
+    return int(job["prompts"] * (job["warmups"] + job["steps"] + 1))
 
 
 def config_of(job: Mapping[str, Any]) -> Any:

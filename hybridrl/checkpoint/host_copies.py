@@ -7,9 +7,46 @@ a copy is not changed between two calls of `take`; who reads it is done before t
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Callable, Hashable
 
 import torch
+
+SEGMENT_BYTES = 1 << 30
+ALIGNED = 512  # bytes, as torch's own tensors are
+
+
+def locked_memory(num_bytes: int) -> torch.Tensor:
+    """Returns page-locked memory; uint8."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+class Segments:
+    """Tensors one after the other in segments of memory.
+
+    torch takes page-locked memory in powers of two, so that a tensor of 272 MB of its own would
+    take 512 MiB.
+
+    Args:
+        make: gives a segment of so many bytes; uint8.
+    """
+
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        self._make = make
+        self._free: list[tuple[torch.Tensor, int]] = []  # segments, and where their free ends begin
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a tensor that is all of its storage, with any content."""
+        size = math.prod(shape) * dtype.itemsize
+        index = next((i for i, (one, at) in enumerate(self._free) if at + size <= len(one)), None)
+        if index is None:
+            index = len(self._free)
+            least = 1 << max(size - 1, 0).bit_length()
+            self._free.append((self._make(max(SEGMENT_BYTES, least)), 0))
+        segment, begin = self._free[index]
+        self._free[index] = segment, begin + math.ceil(size / ALIGNED) * ALIGNED
+        # By numpy, as a slice of torch's would have the segment's storage.
+        return torch.from_numpy(segment.numpy()[begin : begin + size]).view(dtype).view(shape)
 
 
 class HostCopies:
@@ -17,6 +54,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, torch.Tensor] = {}
+        self._locked = Segments(locked_memory)
 
     def take(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy on the host that is all of its storage; `finish` before it is read.
@@ -27,9 +65,8 @@ class HostCopies:
         """
         copy = self._kept.get(name)
         if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-            is_locked = tensor.is_cuda
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_locked)
-            self._kept[name] = copy
+            make = self._locked.empty if tensor.is_cuda else _empty
+            copy = self._kept[name] = make(tensor.shape, tensor.dtype)
         copy.copy_(tensor.detach(), non_blocking=True)
         return copy
 
@@ -42,3 +79,7 @@ class HostCopies:
         """Waits until all copies are made: the one sync point of an asynchronous checkpoint."""
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)

@@ -1,0 +1,277 @@
+"""The run of bench_restart.py: what is seen of it from outside, the kill, and what copies and
+checkpoints cost.
+
+Owns the process of `hybridrl train`, which ends with it, and removes what the run leaves in host
+memory. Times are of files that ranks write, looked at every 4 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from bench_reshard_gpu import ENVIRONMENT, ROOT
+from case_record import PROGRESS
+
+from hybridrl.checkpoint.memory_folders import remove_copies, run_id
+from hybridrl.loop.copying import every_steps
+from hybridrl.loop.run_starts import read_starts
+
+WARMUPS = 2
+LOOK_S = 0.004
+END_S = 20.0  # for ranks, once their launcher is gone
+
+
+@dataclass
+class Events:
+    """What was seen of a run, each with its time, seconds of the monotonic clock.
+
+    Args:
+        phases: of rank 0, as it says.
+        records: when the line of a step came, by number; the first time it did.
+        output: lines of the launcher.
+        writing: when a checkpoint was being written, by looks.
+    """
+
+    phases: list[tuple[float, str]] = field(default_factory=list)
+    records: dict[int, float] = field(default_factory=dict)
+    output: list[tuple[float, str]] = field(default_factory=list)
+    writing: list[float] = field(default_factory=list)
+
+    def begun(self, step: int) -> float | None:
+        """When the first phase of a step began."""
+        ends = f", step {step}"
+        return next((at for at, what in self.phases if what.endswith(ends)), None)
+
+    def is_writing(self, since: float, until: float) -> bool:
+        """Whether a checkpoint was being written between two times."""
+        return any(since <= at <= until for at in self.writing)
+
+
+class Run:
+    """A run of the case.
+
+    Args:
+        folder: of its inputs.
+        num_ranks: of the run.
+        arguments: of the command.
+    """
+
+    def __init__(self, folder: Path, num_ranks: int, arguments: argparse.Namespace) -> None:
+        self._num_ranks, self._every = num_ranks, arguments.copy_every
+        self._run_folder = folder / "runs" / "restart"
+        self._began, self._limit_s = time.monotonic(), arguments.limit_s
+        self.events = Events()
+        command = [sys.executable, "-m", "hybridrl.cli.main", "train"]
+        command += [str(folder / "restart.yaml"), *arguments.set, "--world", str(num_ranks)]
+        own = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [_path()])])}
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT / "benchmarks",
+            env={**ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        threading.Thread(target=self._read, name="output", daemon=True).start()
+
+    def measured(self) -> dict[str, Any]:
+        """Returns what was measured; with "error" where the run did not get so far."""
+        killed_step = 4 * self._every + 2
+        found: dict[str, Any] = {}
+        try:
+            self._wait(lambda: self._at(f"update, step {killed_step}"))
+            steps = self._steps()
+            found["steps"], found["first_step_s"] = steps, self._since_start(1)
+            found |= costs(steps)
+            found["restart"] = self._kill_and_wait(killed_step)
+        except (RuntimeError, psutil.Error) as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+            found["output"] = [text for _, text in self.events.output][-60:]
+        finally:
+            self._end()
+        return found
+
+    def _end(self) -> None:
+        """Ends the launcher, and the ranks with it; removes the copies in memory."""
+        with suppress(psutil.Error):
+            ranks = psutil.Process(self._process.pid).children(recursive=True)
+            self._process.kill()
+            psutil.wait_procs(ranks, END_S)
+        self._process.wait()
+        with suppress(OSError):
+            remove_copies(run_id(self._run_folder))
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.events.output.append((time.monotonic(), line.rstrip()))
+            print(f"{time.monotonic() - self._began:6.1f} s {line}", end="", flush=True)
+
+    def _look(self) -> None:
+        """Takes in what the run says of itself now."""
+        now, logs = time.monotonic(), self._run_folder / "logs"
+        with suppress(OSError):
+            phase = (logs / "rank_0.phase").read_text().strip()
+            if phase and (not self.events.phases or self.events.phases[-1][1] != phase):
+                self.events.phases.append((now, phase))
+        if any(self._run_folder.glob("checkpoints/*.partial")):
+            self.events.writing.append(now)
+        for record in self.records()[len(self.events.records) :]:
+            self.events.records.setdefault(int(record["step"]), now)
+
+    def records(self) -> list[dict[str, float]]:
+        """The lines of the run's steps so far."""
+        with suppress(OSError):
+            text = (self._run_folder / "metrics.jsonl").read_text()
+            return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+        return []
+
+    def _at(self, phase: str) -> bool:
+        with suppress(OSError):  # of the rank that is to be killed
+            file = self._run_folder / "logs" / f"rank_{self._num_ranks - 1}.phase"
+            return file.read_text().strip() == phase
+        return False
+
+    def _wait(self, is_so: Callable[[], bool]) -> float:
+        """Looks until something is so; returns when that was.
+
+        Raises:
+            RuntimeError: the run has ended, or its time is over.
+        """
+        while True:
+            self._look()
+            if is_so():
+                return time.monotonic()
+            if (code := self._process.poll()) is not None:
+                raise RuntimeError(f"the run ended with {code}")
+            if time.monotonic() - self._began > self._limit_s:
+                raise RuntimeError(f"more than --limit-s {self._limit_s:g}")
+            time.sleep(LOOK_S)
+
+    def _since_start(self, step: int) -> float:
+        return round(self.events.records[step] - self._began, 2)
+
+    def _steps(self) -> list[dict[str, Any]]:
+        """Returns what each finished step took, and beside what."""
+        found: list[dict[str, Any]] = []
+        for record in self.records():
+            number = int(record["step"])
+            ended, next_begun = self.events.records[number], self.events.begun(number + 1)
+            copy_s = record.get("time_s/checkpoint", 0.0)
+            begun = ended - record["time_s/step"]
+            found.append(
+                {
+                    "step": number,
+                    "step_s": record["time_s/step"],
+                    "copy_s": copy_s,
+                    "gap_s": None if next_begun is None else max(next_begun - ended, 0.0),
+                    "is_warm": number > WARMUPS,
+                    "is_beside_copy": bool(found and found[-1]["copy_s"]),
+                    "is_beside_checkpoint": self.events.is_writing(begun, ended),
+                    "has_checkpoint": number % (2 * self._every - 1) == 0,
+                }
+            )
+        return found
+
+    def _kill_and_wait(self, step: int) -> dict[str, Any]:
+        """Kills the last rank, and waits until the ranks that follow have finished a step."""
+        rank, last = self._num_ranks - 1, max(self.events.records)
+        process = next(p for p in psutil.Process(self._process.pid).children() if _rank(p) == rank)
+        killed, num_phases = time.monotonic(), len(self.events.phases)
+        num_lines = len(self.events.output)
+        process.send_signal(signal.SIGKILL)
+        print(f"{PROGRESS} killed rank {rank} in the update of step {step}", flush=True)
+
+        def is_finished() -> bool:
+            starts, records = read_starts(self._run_folder), self.records()
+            is_new = len(starts) > 1 and bool(records)
+            return is_new and records[-1]["step"] > starts[1]["after_step"]
+
+        took = self._wait(is_finished) - killed
+        after = int(read_starts(self._run_folder)[1]["after_step"])
+        told = [(round(at - killed, 2), what) for at, what in self.events.phases[num_phases:]]
+        lines = [(round(at - killed, 2), what) for at, what in self.events.output[num_lines:]]
+        return {
+            "rank": rank,
+            "killed_in": f"update, step {step}",
+            "restart_s": round(took, 2),
+            "after_step": after,
+            "lost_steps": last - after,
+            "phases_of_rank_0": told,
+            "output": lines[-80:],
+        }
+
+
+def _path() -> str | None:
+    return os.environ.get("PYTHONPATH")
+
+
+def _rank(process: psutil.Process) -> int | None:
+    with suppress(psutil.Error):
+        return int(process.environ().get("RANK", "-1"))
+    return None
+
+
+# Costs
+
+
+def costs(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns what copies and checkpoints cost, from what each step took.
+
+    Args:
+        steps: as of `Run`.
+
+    Raises:
+        RuntimeError: there was no copy, or no step beside nothing.
+    """
+    warm = [one for one in steps if one["is_warm"]]
+    copied = [one for one in warm if one["copy_s"]]
+    if len(copied) < 2:
+        raise RuntimeError("no copies of the state in host memory: see the output")
+
+    def body(one: Mapping[str, Any]) -> float:
+        return float(one["step_s"] - one["copy_s"])
+
+    alone = [o for o in warm if not o["is_beside_copy"] and not o["is_beside_checkpoint"]]
+    first = copied[0]["step"]
+    beside = [o for o in warm if o["is_beside_copy"] and o["step"] > first + 1]
+    beside = [o for o in beside if not o["is_beside_checkpoint"]] or beside
+    without = statistics.median(body(one) for one in alone or warm)
+    wait = statistics.median(one["copy_s"] for one in copied[1:])
+    slower = statistics.median(body(one) for one in beside) - without if beside else 0.0
+    gaps = [one["gap_s"] for one in warm if not one["has_checkpoint"] and one["gap_s"] is not None]
+    saved = [one for one in warm if one["has_checkpoint"] and one["gap_s"] is not None]
+    usual = statistics.median(gaps) if gaps else 0.0
+    stalls = [round(one["gap_s"] - usual, 3) for one in saved]
+    return {
+        "copy": {
+            "step_without_s": round(without, 4),
+            "num_without": len(alone),
+            "waits_s": round(wait, 4),
+            "first_waits_s": round(copied[0]["copy_s"], 4),
+            "step_beside_is_longer_s": round(slower, 4),
+            "share_of_a_step": round((wait + max(slower, 0.0)) / without, 4),
+            "auto_would_copy_every": every_steps(wait, without),
+        },
+        "checkpoint": {
+            "stalls_s": stalls[-1] if stalls else None,
+            "first_stalls_s": stalls[0] if stalls else None,
+            "usual_gap_s": round(usual, 4),
+            "one_was_being_written": bool(saved[1:] and saved[-1]["is_beside_checkpoint"]),
+        },
+    }
