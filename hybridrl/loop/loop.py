@@ -330,7 +330,8 @@ class Trainer:
         if (scored := self._respond(prompts, 0)) is None:
             raise self.scorer.nothing_left()
         if isinstance(self.algorithm, GroupAlgorithm):
-            parts = self.prompts, self._respond, len(prompts)  # generates again, in rounds
+            take = partial(self.sampler.take, self.prompts)
+            parts = take, self._respond, len(prompts)  # generates again, in rounds
             scored, metrics = replace_uniform_groups(self.algorithm, scored, *parts)
         self.enter_training()
         return scored, metrics
