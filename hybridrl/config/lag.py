@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.algorithm import CustomAlgorithmConfig, GrpoConfig, PolicyGradientConfig
+from hybridrl.config.algorithm import CustomAlgorithmConfig, PolicyGradientConfig
 from hybridrl.config.placement import named_roles
-from hybridrl.config.supervised import OnlineDpoConfig
 from hybridrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -121,14 +120,6 @@ def _combination_rules(config: Config, lag: int) -> Iterator[UserError]:
             f"0 with environment.name={config.environment.name}: an environment under way cannot "
             "move to another rank with its response",
             f"Set {KEY}=0.",
-        )
-    if isinstance(algorithm, GrpoConfig | OnlineDpoConfig) and algorithm.max_resampling > 0:
-        yield UserError(
-            "algorithm.max_resampling",
-            algorithm.max_resampling,
-            f"0 with {KEY}={lag}: a step takes the groups that are complete, and has no further "
-            "rounds",
-            f"Set algorithm.max_resampling=0, or {KEY}=0.",
         )
     if isinstance(algorithm, PolicyGradientConfig):
         correction = algorithm.correction

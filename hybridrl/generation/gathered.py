@@ -36,6 +36,14 @@ def compared_with_greedy(batch: ScoredBatch) -> ScoredBatch | None:
     return sampled.with_parts({GREEDY: greedy_B})
 
 
+def with_token_versions(batch: ScoredBatch) -> ScoredBatch:
+    """Returns the batch with the version of each token, also where one made each response."""
+    if batch.versions_T is not None:
+        return batch
+    held = map(batch.of_held, (batch.versions_B, batch.lengths_B, batch.prompt_lengths_B))
+    return batch.join_columns(batch.producer, versions_T=repeated_versions(*held))
+
+
 def table_of(batch: ScoredBatch) -> Table:
     """Returns the per-sample columns of a batch that is whole on its rank, to be told to all."""
     declared = columns_of(ScoredBatch)
@@ -87,10 +95,8 @@ def gathered_batch(
     )
     if own is not None and bool((own.sample_ids_B.diff() < 0).any()):
         own = own.select(own.sample_ids_B.argsort())
-    if own is not None and has_versions and own.versions_T is None:
-        lengths = own.lengths_B, own.prompt_lengths_B
-        told = repeated_versions(own.versions_B, *lengths)
-        own = own.join_columns(own.producer, versions_T=told)
+    if own is not None and has_versions:
+        own = with_token_versions(own)
     return ScoredBatch(
         prompts=tuple(prompts[group] for group in tensors["group_B"].tolist()),
         reward_parts=part_tensors,

@@ -45,6 +45,16 @@ class WaitClock:
         return found
 
 
+def added(clocks: Sequence[Clock], others: Sequence[Clock]) -> Sequence[Clock]:
+    """Returns the time of two parts of a step, by rank; the second's alone where there is no first
+    one, or where it is not known how long that took.
+    """
+    if not clocks or not all(one.all_s for one in clocks):
+        return others
+    pairs = zip(clocks, others, strict=True)
+    return [Clock(*(a + b for a, b in zip(one, other, strict=True))) for one, other in pairs]
+
+
 def idle_shares(clocks: Sequence[Clock], engines: Collection[int]) -> dict[str, float]:
     """Returns which share of the time ranks wait, each a mean over the ranks of a side:
     `idle/training` those that train, for samples; `idle/rollout` those with an engine, for new

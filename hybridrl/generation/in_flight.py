@@ -84,15 +84,17 @@ class Group:
         ]
 
 
-def num_new(num_held: int, limits: Limits, is_ahead: bool = False) -> int:
+def num_new(num_held: int, limits: Limits, is_ahead: bool = False, room: int | None = None) -> int:
     """Returns how many groups come to those under way.
 
     Args:
         num_held: groups under way.
         is_ahead: whether the step whose weights generate has its samples already: then one step
             less may learn from what is begun, and more could not all be taken in time.
+        room: groups that the step takes yet; None: all of them.
     """
-    most = limits.per_step * (limits.max_lag + 1 - is_ahead)
+    now = 0 if is_ahead else limits.per_step if room is None else room
+    most = limits.per_step * limits.max_lag + now
     return max(0, min(limits.in_flight, most) - num_held)
 
 
@@ -110,7 +112,9 @@ def count_by_deadline(born: Sequence[int], step: int, limits: Limits) -> list[in
     return found
 
 
-def may_end(complete: Sequence[int], held: Sequence[int], limits: Limits) -> bool:
+def may_end(
+    complete: Sequence[int], held: Sequence[int], limits: Limits, room: int | None = None
+) -> bool:
     """Returns whether generation of a step may end: the step's groups are complete, and what is
     left after them can be taken in time.
 
@@ -120,8 +124,9 @@ def may_end(complete: Sequence[int], held: Sequence[int], limits: Limits) -> boo
 
     Args:
         complete, held: complete groups and all groups, as of `count_by_deadline`.
+        room: groups that the step takes yet; None: all of them.
     """
-    room = limits.per_step
+    room = limits.per_step if room is None else room
     if sum(complete) < room:
         return False
     if limits.at_bound == "drop":
@@ -137,7 +142,7 @@ def may_end(complete: Sequence[int], held: Sequence[int], limits: Limits) -> boo
 
 
 def choose(
-    groups: Sequence[Group], step: int, limits: Limits
+    groups: Sequence[Group], step: int, limits: Limits, room: int | None = None
 ) -> tuple[list[Group], list[Group], list[Group]]:
     """Returns the groups that a step takes, those that stay under way and those that are thrown
     away because no later step may learn from them.
@@ -145,9 +150,11 @@ def choose(
     Args:
         groups: all of them, `may_end` is true of.
         step: the present one.
+        room: groups that it takes yet; None: all of them.
     """
+    room = limits.per_step if room is None else room
     ordered = sorted(groups, key=lambda group: group.number)
-    taken = [group for group in ordered if group.is_complete][: limits.per_step]
+    taken = [group for group in ordered if group.is_complete][:room]
     numbers = {group.number for group in taken}
     left = [group for group in ordered if group.number not in numbers]
     late = [group for group in left if group.born + limits.max_lag <= step]

@@ -20,6 +20,9 @@ look, in a process group of their own, how many samples are unfinished, and paus
 of their engines on all ranks; then the new weights come, and the rest is as on shared ranks, with
 less to wait for. Which side does what in which order is in timeline.py, and checked on the way.
 
+Where the algorithm replaces groups that teach nothing (resampling.py), `generate` is called again
+for the step, and completes as many groups as were asked of `take`, by the same rule.
+
 A step that is left in the middle is taken again as it began: what it generated is dropped, or its
 samples would not be those of a run that was not stopped.
 """
@@ -40,7 +43,7 @@ import torch
 from hybridrl.contracts.batch import Prompt, RolloutBatch
 from hybridrl.data.prompts import PromptSource
 from hybridrl.generation.beside import Beside
-from hybridrl.generation.idle import Clock, WaitClock, idle_shares
+from hybridrl.generation.idle import Clock, WaitClock, added, idle_shares
 from hybridrl.generation.in_flight import (
     Group,
     Limits,
@@ -83,7 +86,11 @@ class LaggedSampler(Sampler):
         self._began: Pool | None = None  # at the beginning of the step under way
         self._cursor: Mapping[str, int | str] | None = None  # before the last `take`
         self._left: dict[int, int] = {}  # unfinished samples of this replica, by group
+        self._room = limits.per_step  # groups that the next `generate` completes
+        # Of the step under way: what it took and threw away, and the time of earlier rounds.
+        self._taken, self._num_dropped = list[Group](), 0
         self._lag: dict[str, float] = {}
+        self._clocks: Sequence[Clock] = ()
         self._num_taken = 0  # prompts of the step under way
         self._side: Literal["rollout", "training", "both"] = "both"
         self._waits, self._idle = WaitClock(), dict[str, float]()
@@ -97,8 +104,11 @@ class LaggedSampler(Sampler):
         self.timeline = Timeline(self._side)
 
     def take(self, source: PromptSource, per_step: int) -> list[Prompt]:
-        """Returns the prompts that come to those under way; arguments as of Sampler."""
-        return self._take(source, num_new(len(self._pool.groups), self._limits))
+        """Returns the prompts that come to those under way, so that the next `generate` completes
+        `per_step` groups; arguments as of Sampler.
+        """
+        self._room, num_held = per_step, len(self._pool.groups)
+        return self._take(source, num_new(num_held, self._limits, room=per_step))
 
     def _take(self, source: PromptSource, num: int) -> list[Prompt]:
         self._cursor = source.state()
@@ -115,12 +125,14 @@ class LaggedSampler(Sampler):
         on_progress: Progress | None = None,
         greedy: bool = False,
     ) -> RolloutBatch | None:
-        """Goes on with what is under way and begins with these prompts, until a step's groups are
-        complete; arguments, returns and errors as of Sampler. Evaluations run to their end.
+        """Goes on with what is under way and begins with these prompts, until as many groups as
+        `take` was asked for are complete; arguments, returns and errors as of Sampler. A second
+        call for a step is a further round. Evaluations run to their end.
 
         Args:
             prompts: of `take`.
-            samples_per_prompt, sampling, first_group: of evaluations alone.
+            samples_per_prompt, sampling: of evaluations alone.
+            first_group: without a meaning: groups have numbers of the run.
         """
         if step is None:
             step, self._next_step = self._next_step, self._next_step + 1
@@ -134,11 +146,14 @@ class LaggedSampler(Sampler):
                 on_progress=on_progress,
                 greedy=greedy,
             )
-        if samples_per_prompt is not None or sampling is not None or first_group:
-            raise ValueError("steps with max_policy_lag sample as the run does, in one round")
+        if samples_per_prompt is not None or sampling is not None:
+            raise ValueError("steps with max_policy_lag sample as the run does")
         began = time.perf_counter()
-        self._begun_from(step)
-        self.timeline.begin(step)
+        if self._began is not None and step == self._step:
+            self.timeline.begin_round(step)
+        else:
+            self._begun_from(step)
+            self.timeline.begin(step)
         self.timeline.take("generate", self.engine.version)
         with self.world.all_agree("generation") as agreement:
             self._begin(prompts, step, greedy)
@@ -293,6 +308,7 @@ class LaggedSampler(Sampler):
     def _begun_from(self, step: int) -> None:
         """Notes where a step begins, to go back to."""
         self._forget_counts(step)
+        self._taken, self._num_dropped, self._clocks = [], 0, ()
         self._pool = replace(self._pool, response_lengths=self._lengths.state())
         self._began = self._pool
 
@@ -349,7 +365,7 @@ class LaggedSampler(Sampler):
         counts = count_by_deadline(whole if self._replica.is_first else [], self._step, limits)
         stops = self.world.heartbeat.stop_signal != 0
         found = self.world.sum_on_host(torch.tensor([int(stops), *counts])).tolist()
-        return bool(found[0]) or may_end(found[1:], held, limits)
+        return bool(found[0]) or may_end(found[1:], held, limits, self._room)
 
     def _leave_engine(self) -> dict[int, States] | None:
         """Takes all samples out of the engine; returns of this replica's groups which weights made
@@ -372,8 +388,10 @@ class LaggedSampler(Sampler):
     def _end(self, known: Mapping[int, States]) -> None:
         """Takes the step's groups out of the pool, so that `collect` returns this replica's."""
         groups = self._pool.told(known)
-        taken, left, late = choose(groups, self._step, self._limits)
-        self._lag = lag_metrics(taken, sum(len(g.is_done) for g in late), self._step)
+        taken, left, late = choose(groups, self._step, self._limits, self._room)
+        self._taken += taken
+        self._num_dropped += sum(len(group.is_done) for group in late)
+        self._lag = lag_metrics(self._taken, self._num_dropped, self._step)
         numbers = {group.number for group in taken}
         self._prompts = {group.number: group.prompt for group in taken}
         done, owners = self._done, self._owners
@@ -390,10 +408,13 @@ class LaggedSampler(Sampler):
     def _note_busy(self, clocks: Sequence[Clock]) -> None:
         super()._note_busy(clocks)
         if self._limits.ahead_until is not None and not self._is_evaluation:
-            self._idle = idle_shares(clocks, self.layout.ranks)
+            self._clocks = added(self._clocks, clocks)
+            self._idle = idle_shares(self._clocks, self.layout.ranks)
 
     def metrics(self) -> dict[str, float]:
-        """Returns what Sampler does, and how old the samples of the last step are."""
+        """Returns what Sampler does, and how old the samples of the last step are, those that were
+        replaced among them.
+        """
         return super().metrics() | self._lag | self._idle
 
     @property

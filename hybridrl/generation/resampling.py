@@ -14,12 +14,14 @@ import torch
 
 from hybridrl.algorithms.base import GroupAlgorithm
 from hybridrl.contracts.batch import Prompt, ScoredBatch
-from hybridrl.data.prompts import PromptSource
+from hybridrl.generation.gathered import with_token_versions
 
 UNIFORM = "reward/uniform_groups"
 UNIFORM_STEPS = 10  # in a row, from which on a run is warned
 WARN_EVERY_STEPS = 50
 
+Take = Callable[[int], Sequence[Prompt]]
+"""Returns the prompts that are to be generated next, so that as many groups as asked for come."""
 Respond = Callable[[Sequence[Prompt], int], ScoredBatch | None]
 """Returns the scored samples of prompts, the first of which has this group number; None where no
 response has a score."""
@@ -28,7 +30,7 @@ response has a score."""
 def replace_uniform_groups(
     algorithm: GroupAlgorithm,
     batch: ScoredBatch,
-    source: PromptSource,
+    take: Take,
     respond: Respond,
     next_group: int,
 ) -> tuple[ScoredBatch, dict[str, float]]:
@@ -45,14 +47,14 @@ def replace_uniform_groups(
     is_lost_B = algorithm.uninformative(batch)
     while rounds < algorithm.max_resampling and bool(is_lost_B.any()):
         lost = batch.group_B[is_lost_B].unique()
-        new = respond(source.take(len(lost)), next_group)
+        new = respond(take(len(lost)), next_group)
         next_group, rounds = next_group + len(lost), rounds + 1
         good = [] if new is None else (~algorithm.uninformative(new)).nonzero()[:, 0].tolist()
         if new is not None and good:
             found = new.select(good)
             stays_B = ~torch.isin(batch.group_B, lost[: len(found.group_B.unique())])
             stays = stays_B.nonzero()[:, 0]
-            batch = ScoredBatch.concat([batch.select(stays), found] if len(stays) else [found])
+            batch = _joined([batch.select(stays), found] if len(stays) else [found])
         is_lost_B = algorithm.uninformative(batch)
     num_lost = len(batch.group_B[is_lost_B].unique())
     return batch, {
@@ -60,6 +62,16 @@ def replace_uniform_groups(
         "generate/resampled_groups": float(next_group - first_group),
         "generate/resampling_rounds": float(rounds),
     }
+
+
+def _joined(parts: Sequence[ScoredBatch]) -> ScoredBatch:
+    """Returns one batch, in order of sample numbers."""
+    if any(part.versions_T is not None for part in parts):
+        parts = [with_token_versions(part) for part in parts]
+    batch = ScoredBatch.concat(parts)
+    if bool((batch.sample_ids_B.diff() < 0).any()):  # with a lag an older group may come later
+        batch = batch.select(batch.sample_ids_B.argsort())
+    return batch
 
 
 class UniformGroupsWarning:

@@ -13,7 +13,8 @@ action of its own.
     weights  <------------> weights v=n+1         | weights v=n+1
 
 `generate` ends with the samples of step n complete, `generate_ahead` when few samples are
-unfinished; both count steps of the engines and samples, no seconds.
+unfinished; both count steps of the engines and samples, no seconds. Where an algorithm replaces
+samples, `generate` and `samples` come again before `train`, in rounds that all ranks count alike.
 """
 
 from __future__ import annotations
@@ -75,6 +76,17 @@ class Timeline:
     def begin(self, step: int) -> None:
         """Begins a step, a first time or again."""
         self._coming = iter(turns(step, self.side))
+
+    def begin_round(self, step: int) -> None:
+        """Begins a further round of generation for a step whose samples were transferred.
+
+        Raises:
+            RuntimeError: another action came between.
+        """
+        if not self.taken or self.taken[-1] != (step, "samples", step):
+            last = self.taken[-1] if self.taken else None
+            raise RuntimeError(f"a further round of step {step} after {last}, not its samples")
+        self.begin(step)
 
     def take(self, action: Action, version: int) -> None:
         """Notes an action, if it is one of this side.

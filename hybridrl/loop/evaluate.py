@@ -196,22 +196,20 @@ class Evaluations:
         own = evaluate(sampler, self._own, section, before_scoring)
         return dataclasses.replace(own, sets=found)
 
-    def keep(
-        self, step: int, evaluate: Callable[[], Evaluation], notify: Callable[[str], None]
-    ) -> dict[str, float]:
-        """Evaluates, and notes what was found for this step; returns its metrics. The first one
-        comes before any line of a step, so it is said how much it generates.
+    def announce(self, step: int, notify: Callable[[str], None]) -> None:
+        """Says before the first evaluation of a run how much it generates: no line of a step has
+        come yet.
         """
-        is_first = not self.by_step
-        if is_first:
+        if not self.by_step:
             asked = [self._own, *self._sets.values()]
             num = sum(len(one.prompts) * one.samples_per_prompt for one in asked)
             notify(f"evaluating after step {step}: {num} responses are generated")
-        found = evaluate()
-        if found.note and found.num_prompts and is_first:
+
+    def keep(self, step: int, found: Evaluation, notify: Callable[[str], None]) -> None:
+        """Notes what was found for this step; says of the first one why there is no accuracy."""
+        if found.note and found.num_prompts and not self.by_step:
             notify(f"evaluations report the reward and no accuracy: {found.note}")
         self.by_step[str(step)] = found.record()
-        return found.metrics()
 
     def close(self) -> None:
         """Ends what scores the sets' responses."""

@@ -21,7 +21,6 @@ from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.checkpoint.random_states import rng_state
 from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import as_config
 from hybridrl.config.own_code import contained, make_working_folder_importable
@@ -32,9 +31,9 @@ from hybridrl.data.prompt_store import Rows
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
 from hybridrl.generation.resampling import UniformGroupsWarning, replace_uniform_groups
-from hybridrl.hybrid_engine.phases import Phase
-from hybridrl.loop import ledger, probe, rollout_setup, setup
+from hybridrl.loop import ledger, rollout_setup, setup
 from hybridrl.loop.copying import Copies
+from hybridrl.loop.engine_phases import EnginePhases
 from hybridrl.loop.evaluate import Evaluation
 from hybridrl.loop.exports import Exports
 from hybridrl.loop.journal import Journal
@@ -47,11 +46,11 @@ from hybridrl.loop.validation import Validation
 from hybridrl.metrics.values import SKIPPED, average
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.groups import start_process_group, stop_process_group
-from hybridrl.parallel.mesh import Meshes
 from hybridrl.parallel.stopping import StopAsked, check_stop, stops_on_signals
 from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.rewards.functions import RewardFunction
 from hybridrl.roles.roles import make_roles
+from hybridrl.rollout.build import EngineAdapter
 from hybridrl.rollout.engine import Holding
 from hybridrl.training.mismatch import MismatchWarning, behaviour_metrics
 from hybridrl.training.model import ParallelModel
@@ -137,12 +136,26 @@ class Trainer:
         passes = self.algorithm, roles, self.enter_training, self.journal
         self.validation = Validation(config.steps, data.validation, *passes)
         self._warnings = (MismatchWarning(self.source.dtype), UniformGroupsWarning())
-        self._make_engine(meshes)
+        generation = rollout_setup.make_generation(
+            config,
+            roles,
+            meshes.placement,
+            (self.scorer, self.tokenizer),
+            self.journal.notify,
+            self._note_engine,
+        )
+        self.engine, self.sampler, self.hybrid_engine = generation
+        self._keeps_memory = lambda: self.hybrid_engine.keeps_memory
+        made = self.hybrid_engine, self.sampler, self.policy
+        self._phases = EnginePhases(config, *made, self.journal)
         of_store = config.checkpoint.keep, self.journal.notify, meshes.name
         self.store = CheckpointStore(run_folder(config) / "checkpoints", self.world, *of_store)
         self.exports = Exports(config, self.journal.notify)
         self._saves = SaveClock(config.checkpoint, self.world)
         self.copies = Copies(config, self.store, self.journal.notify)
+
+    def _note_engine(self, engine: EngineAdapter) -> None:
+        self._engine_bytes = engine.memory
 
     @classmethod
     def from_config(
@@ -213,7 +226,10 @@ class Trainer:
     def _train_to(self, last: int) -> None:
         """Takes the steps up to `last`, with the evaluations and checkpoints that are due."""
         if self.algorithm.needs.rollouts:
-            (self.enter_rollout if self._is_engine_checked else self.check_engine)()
+            if self._phases.is_checked:
+                self.enter_rollout()
+            else:
+                self.check_engine()
         self._saves.start()
         self.validation.begin(self.step, last)
         if self.evaluations.are_due(self.step, last):
@@ -314,7 +330,8 @@ class Trainer:
         if (scored := self._respond(prompts, 0)) is None:
             raise self.scorer.nothing_left()
         if isinstance(self.algorithm, GroupAlgorithm):
-            parts = self.prompts, self._respond, len(prompts)  # generates again, in rounds
+            take = partial(self.sampler.take, self.prompts)
+            parts = take, self._respond, len(prompts)  # generates again, in rounds
             scored, metrics = replace_uniform_groups(self.algorithm, scored, *parts)
         self.enter_training()
         return scored, metrics
@@ -372,9 +389,7 @@ class Trainer:
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
         """Brings the policy's weights into the engine; returns the bytes and the rate."""
-        self.world.arrive("the work before the reshard")  # files may have been written or read
-        with self.journal.timer.phase("reshard"):
-            return self.hybrid_engine.to_rollout(self.step, verifies).metrics()
+        return self._phases.reshard(self.step, verifies)
 
     def check_engine(self) -> None:
         """Brings the weights into the engine and proves that it computes what the trainer does.
@@ -382,27 +397,15 @@ class Trainer:
         Raises:
             VerifyError, EngineDiffersError: naming the parameter, or the replica that differs.
         """
-        self.enter_training()
-        self.reshard(verifies=True)
-        self._is_engine_checked = True
-        if ENGINES[self.config.rollout.engine].computes:
-            longest = self.config.data.max_prompt_tokens
-            said = probe.check(self.sampler, self.policy, longest, self.enter_training)
-            self.journal.notify(said)
-            self.journal.notify(self.memory_table())
-            self.reshard()
+        self._phases.check(self.step, self.memory_table)
 
     def enter_training(self, frees_memory: bool = False) -> None:
         """Ends the rollout phase, if it is the current one; the engine has nothing to generate."""
-        if self.hybrid_engine.phases.phase is Phase.ROLLOUT:
-            self.hybrid_engine.to_train(frees_memory)
-        elif frees_memory:
-            self.hybrid_engine.free_engine()
+        self._phases.enter_training(frees_memory)
 
     def enter_rollout(self) -> None:
         """Begins the rollout phase with the policy's weights, if it is not the current one."""
-        if self.hybrid_engine.phases.phase is Phase.TRAIN:
-            self.reshard()
+        self._phases.enter_rollout(self.step)
 
     def evaluate(self, temperature: float | None = None) -> Evaluation:
         """Scores responses to the evaluation prompts and to `eval.sets`.
@@ -421,7 +424,10 @@ class Trainer:
 
     def _evaluate_and_keep(self) -> dict[str, float]:
         """Evaluates and notes what was found for this step; returns its metrics."""
-        return self.evaluations.keep(self.step, self.evaluate, self.journal.notify)
+        self.evaluations.announce(self.step, self.journal.notify)
+        found = self.evaluate()
+        self.evaluations.keep(self.step, found, self.journal.notify)
+        return found.metrics()
 
     def save_checkpoint(self, waits: bool = True) -> Path:
         """Writes `checkpoints/step_N` with everything that the run needs to go on.
@@ -433,7 +439,7 @@ class Trainer:
             UserError: a file could not be written, or another run has taken the run folder over.
         """
         with self._lock.held(self.world, self.journal.notify):
-            was_rollout = self.hybrid_engine.phases.phase is Phase.ROLLOUT
+            was_rollout = self._phases.is_rollout
             state = self._state()
             # The optimizer's state may be away, and the engine holds memory.
             self.enter_training(frees_memory=True)
@@ -482,19 +488,3 @@ class Trainer:
         for model in self.models.values():
             model.close()
         stop_process_group()
-
-    def _make_engine(self, meshes: Meshes) -> None:
-        """Builds the engine on its ranks and the plan that brings the policy's weights into it."""
-        make, config, model = rollout_setup, self.config, self.policy.model
-        sources, placement = model.source_layouts(), meshes.placement
-        layout = make.rollout_layout(model, config.rollout, sources, placement.rollout)
-        memories, copies = make.training_memories(self.trained.values())
-        self.engine = make.start_engine(config, model, layout, memories, copies)
-        make.tell_copies(config, model, self.engine, self.journal.notify)
-        self._engine_bytes = self.engine.memory
-        scoring = self.scorer, self.tokenizer, self.roles.reward_models, placement
-        self.sampler = make.make_sampler(config, model, layout, self.engine, *scoring)
-        parts = model, sources, self.engine, memories, copies, placement
-        self.hybrid_engine = make.make_hybrid_engine(config, *parts)
-        self._keeps_memory = lambda: self.hybrid_engine.keeps_memory
-        self._is_engine_checked = False

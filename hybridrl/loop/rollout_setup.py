@@ -38,6 +38,7 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rewards.base import Scorer
 from hybridrl.roles.reward_models import RewardModel
+from hybridrl.roles.roles import Roles
 from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.rollout.build import EngineAdapter, EngineInputs, SharingEngine, build
 from hybridrl.rollout.engine import RolloutEngine, SamplingParams
@@ -45,6 +46,37 @@ from hybridrl.rollout.stops import TokenTexts
 from hybridrl.training.memory import TrainedModelMemory, released
 from hybridrl.training.model import ModelSource, ParallelModel
 from hybridrl.training.trained_weights import TrainedWeights
+
+
+def make_generation(
+    config: Config,
+    roles: Roles,
+    placement: Placement,
+    scoring: tuple[Scorer, PreTrainedTokenizerBase],
+    notify: Callable[[str], None],
+    engine_started: Callable[[EngineAdapter], None],
+) -> tuple[EngineAdapter, Sampler, HybridEngine]:
+    """Builds the engine on its ranks, what samples with it, and the plan that brings the policy's
+    weights into it.
+
+    Args:
+        roles: with the policy, whose weights it gets, and all models that train beside it.
+        placement: of the run.
+        scoring: what gives responses their rewards, and the tokenizer.
+        notify: tells people what memory is held twice.
+        engine_started: called with the engine before the rest is built.
+    """
+    model = roles.policy.model
+    sources, (scorer, tokenizer) = model.source_layouts(), scoring
+    layout = rollout_layout(model, config.rollout, sources, placement.rollout)
+    memories, copies = training_memories(roles.trained.values())
+    engine = start_engine(config, model, layout, memories, copies)
+    tell_copies(config, model, engine, notify)
+    engine_started(engine)
+    of_sampler = config, model, layout, engine, scorer, tokenizer, roles.reward_models, placement
+    sampler = make_sampler(*of_sampler)
+    parts = config, model, sources, engine, memories, copies, placement
+    return engine, sampler, make_hybrid_engine(*parts)
 
 
 def rollout_layout(

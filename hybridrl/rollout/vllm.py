@@ -65,6 +65,7 @@ from hybridrl.rollout.vllm_memory import (
     EngineMemory,
     allocations,
     lends_memory,
+    neighbours_ignored,
 )
 from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import start, stop
@@ -219,7 +220,8 @@ class VllmEngine:
             if self._memory is not None:
                 self._memory.sleep()
             else:
-                self._live.llm.sleep(level=2)  # 2: no copy of weights about to be replaced
+                with neighbours_ignored():
+                    self._live.llm.sleep(level=2)  # 2: no copy of weights about to be replaced
             self._is_asleep = True
 
     def lend(self, num_bytes: int) -> list[Piece]:

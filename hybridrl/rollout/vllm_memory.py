@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,38 @@ def lends_memory(device: torch.device) -> bool:
     where HYBRIDRL_LEND_MEMORY=1 asks for it, on GPUs: it is not measured yet (docs/adr/0010).
     """
     return device.type == "cuda" and os.environ.get("HYBRIDRL_LEND_MEMORY") == "1"
+
+
+@contextmanager
+def neighbours_ignored() -> Iterator[None]:
+    """Lets what vLLM reads of a device's free memory never fall while the block runs.
+
+    vLLM's worker (0.32, `Worker.sleep`) asserts after it slept that the device has at least
+    as much free memory as before. Free memory is that of all processes: another one that allocates
+    on the GPU meanwhile would end the run. May go when vLLM compares what it has itself.
+    """
+    readers = [(torch.cuda, "mem_get_info"), (torch.accelerator, "get_memory_info")]
+    kept = [(where, name, getattr(where, name)) for where, name in readers if hasattr(where, name)]
+    for where, name, read in kept:
+        setattr(where, name, _never_falling(read))
+    try:
+        yield
+    finally:
+        for where, name, read in kept:
+            setattr(where, name, read)
+
+
+def _never_falling(read: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    """Returns what reads (free, total) bytes, with the most free memory that was read so far."""
+    most = 0
+
+    def reading(*given: Any, **named: Any) -> tuple[int, int]:
+        nonlocal most
+        free, total = read(*given, **named)
+        most = max(most, free)
+        return most, total
+
+    return reading
 
 
 @dataclass(frozen=True)

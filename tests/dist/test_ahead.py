@@ -14,6 +14,7 @@ THREE = ("placement.policy=2", "placement.rollout=0-1")
 # So that in few steps of few samples some go on with new weights.
 MANY = "rollout.unfinished_at_update=0.6"
 TP = ("rollout.tp=2",)
+REPLACES = ("algorithm.max_resampling=2", "reward.function=scripted_reward:begins_even")
 
 
 @pytest.mark.dist
@@ -33,6 +34,7 @@ def test_engines_generate_while_the_policy_trains(tmp_path: Path) -> None:
         ("hf", 3, "versions,stopped", (*THREE, "rollout.in_flight=14", MANY)),
         ("scripted", 2, "versions,killed", (*TWO, "rollout.at_lag_bound=drop", MANY)),
         ("scripted", 1, "versions,killed", (*TWO, "algorithm.name=remax")),
+        ("scripted", 2, "repeats,stopped", (*THREE, MANY, *REPLACES)),
     ],
 )
 def test_runs_that_generate_ahead_repeat(

@@ -27,6 +27,8 @@ from hybridrl.generation.lagged import LaggedSampler
 STEPS = 6
 LAGGED = ("rollout.max_new_tokens=40", "data.max_prompt_tokens=40", "train.learning_rate=1e-3")
 ENGINES = ("scripted", "hf")
+# Half of the groups are replaced, in up to two rounds.
+REPLACES = ("algorithm.max_resampling=2", "reward.function=scripted_reward:begins_even")
 
 
 @dataclass
@@ -98,13 +100,14 @@ def knobs(engine: str, lag: int, *more: str) -> tuple[str, ...]:
     [
         (1, ()),
         (1, ("rollout.at_lag_bound=drop",)),
+        (1, REPLACES),
         (2, ("rollout.in_flight=11", "rollout.max_batch=12")),
     ],
 )
 def test_every_token_has_the_version_that_made_it(
     engine: str, lag: int, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    metrics, drops = [], bool(lag == 1 and more)
+    metrics, drops = [], "rollout.at_lag_bound=drop" in more
     with small_run(tmp_path, *knobs(engine, lag, *more)) as trainer:
         trainer.check_engine()
         found = record(trainer)
@@ -126,10 +129,11 @@ def test_every_token_has_the_version_that_made_it(
         assert versions == {sample: found.versions[sample] for sample in versions}
         ages = [step - version for part in versions.values() for version in part]
         assert min(ages) >= 0 and max(ages) <= lag
-        assert told["lag/mean"] == pytest.approx(sum(ages) / len(ages))
-        assert told["lag/max"] == max(ages)
-        mixed = sum(len(set(part)) > 1 for part in versions.values())
-        assert told["lag/mixed_share"] == mixed / 8
+        if more != REPLACES:  # else those that were replaced are counted too
+            assert told["lag/mean"] == pytest.approx(sum(ages) / len(ages))
+            assert told["lag/max"] == max(ages)
+            mixed = sum(len(set(part)) > 1 for part in versions.values())
+            assert told["lag/mixed_share"] == mixed / 8
         if engine == "hf":
             # What this step's weights made is as likely to the trainer; what older ones made, not.
             versions_T = torch.tensor([v for part in versions.values() for v in part])
@@ -142,11 +146,13 @@ def test_every_token_has_the_version_that_made_it(
     assert any(told["lag/mixed_share"] > 0 for told in metrics)
     # No sample is lost, and none is learned from twice.
     dropped = sum(told["lag/dropped"] for told in metrics)
+    replaced = 2 * sum(told["generate/resampled_groups"] for told in metrics)
+    assert bool(replaced) == (more == REPLACES)
     assert len(set(taken)) == len(taken)
     under_way = {2 * group.number + i for group in pool.groups for i in range(2)}
     assert not under_way & set(taken)
-    assert len(taken) + len(under_way) + dropped == 2 * pool.next_number
-    assert drops or len(under_way | set(taken)) == 2 * pool.next_number
+    assert len(taken) + len(under_way) + dropped + replaced == 2 * pool.next_number
+    assert drops or len(under_way | set(taken)) == 2 * pool.next_number - replaced
     assert drops or not dropped
     assert dropped or not drops or engine == "hf"
 
@@ -208,6 +214,8 @@ FULL = pytest.mark.full
         ("hf", 1),
         pytest.param(("hf", 2), marks=FULL),
         pytest.param(("scripted", 1), marks=FULL),
+        ("scripted", 1, *REPLACES),
+        pytest.param(("hf", 2, *REPLACES), marks=FULL),
     ],
     ids=str,
 )
@@ -343,12 +351,15 @@ def test_an_algorithm_of_ones_own_says_that_it_takes_a_lag(tmp_path: Path) -> No
 
 
 @pytest.mark.dist
-def test_replicas_share_what_is_under_way_and_a_run_goes_on_with_fewer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), pytest.param(REPLACES, marks=FULL)])
+def test_replicas_share_what_is_under_way_and_a_run_goes_on_with_fewer(
+    more: tuple[str, ...], tmp_path: Path
+) -> None:
     """The scripted engine gives every request a token a step, so that the samples are the same on
     any number of replicas; sums of gradients come in another order.
     """
     config = [
-        "train", QUICKSTART / "grpo.yaml", *SMALL_RUN, *knobs("scripted", 2),
+        "train", QUICKSTART / "grpo.yaml", *SMALL_RUN, *knobs("scripted", 2, *more),
         f"steps.num_steps={STEPS}", "checkpoint.every=3", "checkpoint.keep=9",
     ]  # fmt: skip
     run(*config, f"run.dir={tmp_path / 'two'}", "--world", "2")

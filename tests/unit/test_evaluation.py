@@ -219,12 +219,12 @@ def test_the_first_evaluation_of_a_run_says_what_it_waits_for() -> None:
     prompts: Any = [object()] * 5
     sets = {"mine": EvaluationSet(prompts[:2], RewardConfig(function="exact_match"), 4)}
     own = EvaluationSet(prompts, RewardConfig(function="exact_match"))
-    kept, said = Evaluations(StepsConfig(), EvalConfig(), own, sets), []
-
-    def measured() -> Evaluation:
-        said.append("generated")
-        return Evaluation(1.0, 1.0, {}, 5, 5)
-
+    kept, said = Evaluations(StepsConfig(), EvalConfig(), own, sets), list[str]()
     for step in (0, 20):
-        kept.keep(step, measured, said.append)
-    assert said == ["evaluating after step 0: 13 responses are generated", "generated", "generated"]
+        kept.announce(step, said.append)
+        kept.keep(step, Evaluation(1.0, None, {}, 5, 5, "none is known"), said.append)
+    assert said == [
+        "evaluating after step 0: 13 responses are generated",
+        "evaluations report the reward and no accuracy: none is known",
+    ]
+    assert kept.by_step == {"0": {"reward": 1.0}, "20": {"reward": 1.0}}

@@ -96,6 +96,41 @@ def test_no_group_is_learned_from_too_late(lag: int, in_flight: int) -> None:
     assert taken_in.keys() | {one.number for one in held} == set(lengths)
 
 
+@pytest.mark.parametrize(("lag", "in_flight"), [(1, 4), (1, 6), (1, 8), (2, 11), (3, 16)])
+def test_further_rounds_of_a_step_end_and_leave_nothing_too_late(lag: int, in_flight: int) -> None:
+    """After its groups a step takes further ones, up to twice, for those that teach nothing."""
+    limits, draw = Limits(lag, 4, in_flight), random.Random(lag * 10 + in_flight)
+    left: dict[int, int] = {}  # tokens that a group still needs, by number
+    born: dict[int, int] = {}
+    held: list[int] = []
+    num_taken = num_rounds = 0
+    for step in range(60):
+        for room in (4, draw.randint(0, 4), draw.randint(0, 4)):
+            if not room:
+                break
+            for _ in range(num_new(len(held), limits, room=room)):
+                held.append(len(left))
+                born[held[-1]], left[held[-1]] = step, draw.choice([1, 2, 3, 40, 90])
+            for _ in range(200):
+                found = [group(one, born[one], "xx" if not left[one] else "x.") for one in held]
+                whole = [one.born for one in found if one.is_complete]
+                of_all = [born[one] for one in held]
+                if may_end(
+                    *(count_by_deadline(b, step, limits) for b in (whole, of_all)), limits, room
+                ):
+                    break
+                for number in held:
+                    left[number] = max(left[number] - 1, 0)
+            else:
+                raise AssertionError("the round does not end")
+            taken, kept, late = choose(found, step, limits, room)
+            assert len(taken) == room and not late
+            assert all(step - one.born <= lag for one in taken)
+            held = [one.number for one in kept]
+            num_taken, num_rounds = num_taken + room, num_rounds + 1
+    assert num_rounds > 100 and num_taken + len(held) == len(left)
+
+
 def test_what_goes_on_is_dealt_by_what_is_left_of_it() -> None:
     groups = [
         group(0, 0, "x.", tokens=90),  # 10 tokens are left

@@ -55,7 +55,7 @@ def run(
     respond = Responses(informative, lost)
     algorithm = make_algorithm(GrpoConfig(name=name, max_resampling=max_resampling))
     first = respond(source.take(num), 0)
-    batch, metrics = replace_uniform_groups(algorithm, first, source, respond, num)
+    batch, metrics = replace_uniform_groups(algorithm, first, source.take, respond, num)
     return batch, metrics, respond.asked[1:], source
 
 

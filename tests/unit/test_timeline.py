@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridrl.generation.beside import Beside
-from hybridrl.generation.idle import Clock, idle_shares
+from hybridrl.generation.idle import Clock, added, idle_shares
 from hybridrl.generation.timeline import TRANSFERS, Side, Timeline, Turn, turns
 
 STEPS = 6
@@ -55,6 +55,32 @@ def test_generation_has_the_weights_that_were_trained_last() -> None:
     for turn in schedule("rollout"):
         if turn.action == "generate_ahead":  # for the next step: one version old there
             assert turn.step + 1 - turn.version == 1
+
+
+def test_a_further_round_follows_the_samples_of_its_step_alone() -> None:
+    for side in SIDES:
+        timeline = Timeline(side)
+        timeline.begin(3)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="a further round of step 4"):
+                timeline.begin_round(4)
+            timeline.take("generate", 3)
+            timeline.take("samples", 3)
+            timeline.begin_round(3)
+        timeline.take("generate", 3)
+        timeline.take("samples", 3)
+        for turn in turns(3, side):
+            if turn.action not in ("generate", "samples"):
+                timeline.take(turn.action, turn.version)
+        assert [turn.action for turn in timeline.taken].count("samples") == 3
+        with pytest.raises(RuntimeError, match="not its samples"):
+            timeline.begin_round(3)
+
+
+def test_times_of_rounds_add_up_where_they_are_known() -> None:
+    first, second = [Clock(1.0, 2.0, 4.0)] * 2, [Clock(0.5, 0.5, 1.0)] * 2
+    assert added(first, second) == [Clock(1.5, 2.5, 5.0)] * 2
+    assert added((), second) == second == added([Clock(3.0)] * 2, second)
 
 
 def test_another_order_or_version_is_refused() -> None:
