@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent
 NEEDED = runpy.run_path(str(ROOT / "hybridrl" / "config" / "packages.py"))
 INSTALL_REQUIRES = [f"{name}{bounds}" for name, bounds in NEEDED["REQUIRED"].items()]
 
-# What runs on GPUs was measured with this one; 0.19 has run on CPUs only, and beside no engine.
+# What runs on several GPUs was measured with this one; 0.19 has run on CPUs and on one GPU.
 MEASURED_ON_GPUS = "megatron-core>=0.16.1,<0.17"
 
 EXTRAS = {

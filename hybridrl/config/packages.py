@@ -19,7 +19,7 @@ PYTHON = ">=3.11"
 # 0.17 and later ask for 3.12.
 MEGATRON_CORE = {
     "0.16.1": "CPU, H100, H200",
-    "0.19.2": "CPU",
+    "0.19.2": "CPU, one H100",
 }
 
 REQUIRED = {

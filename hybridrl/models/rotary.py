@@ -81,17 +81,21 @@ def set_rotary(model: Any, rotary: Rotary) -> None:
         if hasattr(part, "rotary_magnitude"):
             part.rotary_magnitude = rotary.magnitude
         elif rotary.share < 1 and hasattr(part, "core_attention"):
-            _multiply_turned(part.config, rotary.magnitude)
+            _multiply_turned(part, rotary.magnitude)
 
 
-def _multiply_turned(config: Any, magnitude: float) -> None:
+def _multiply_turned(attention: Any, magnitude: float) -> None:
     """Lets Megatron's attention multiply the part of queries and keys that turns.
 
-    It makes that number of attributes that a TransformerConfig has for YaRN alone (0.16.1,
-    _yarn_get_concentration_factor_from_config): 0.1 * mscale * log(factor) + 1.
+    It makes that number of attributes that a TransformerConfig has for YaRN alone
+    (_yarn_get_concentration_factor_from_config): 0.1 * mscale * log(factor) + 1. 0.16 does so in
+    each pass, 0.19 when the layer is built, and keeps it.
     """
+    config = attention.config
     config.yarn_rotary_scaling_factor = math.e
     config.yarn_mscale, config.yarn_mscale_all_dim = 10 * (magnitude - 1), 0.0
+    if hasattr(attention, "_yarn_concentration_factor"):
+        attention._yarn_concentration_factor = magnitude
 
 
 def angles_of_layer(both: torch.Tensor, is_local: bool) -> torch.Tensor:

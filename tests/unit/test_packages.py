@@ -74,7 +74,7 @@ def test_check_says_where_megatron_was_tested(monkeypatch: pytest.MonkeyPatch) -
     installed = {item.name: item.found.split(",")[0] for item in environment._packages()}
     monkeypatch.setattr(environment, "_version", {**installed, "megatron-core": "0.19.2"}.get)
     (found,) = (item for item in environment._packages() if item.name == "megatron-core")
-    assert (found.status, found.found) == ("ok", "0.19.2, tested on CPU")
+    assert (found.status, found.found) == ("ok", "0.19.2, tested on CPU, one H100")
 
 
 def test_whatever_is_imported_is_asked_for() -> None:
