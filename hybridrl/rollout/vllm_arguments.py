@@ -85,31 +85,29 @@ def engine_arguments(
             or _kv_cache_bytes(settings, shape, tp, block_size, CPU_MAX_KV_CACHE_BYTES),
         }
     else:
-        arguments["max_num_batched_tokens"] = max(
-            prefill_tokens(shape, tp, getattr(torch, settings.dtype).itemsize), settings.max_batch
-        )
+        arguments["max_num_batched_tokens"] = prefill_tokens(settings, shape, tp)
         arguments |= {"enable_sleep_mode": True} | _gpu_memory(
             settings, shape, tp, weight_bytes, *device_memory
         )
     return arguments
 
 
-def prefill_tokens(shape: ModelShape, tp: int, itemsize: int) -> int:
+def prefill_tokens(settings: EngineSettings, shape: ModelShape, tp: int) -> int:
     """Returns the tokens that a step of a GPU's engine computes at most, of prompts for the most
-    part; a multiple of 256.
+    part; a token of each request at least.
 
     Args:
-        shape, tp: of the model and the engine.
-        itemsize: bytes of an element.
+        settings, shape, tp: of the engine.
     """
     width, copies = shape.ffn_size, 1
     if (moe := shape.moe) is not None:
         width = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
         copies += moe.experts_per_token
     # The feed-forward layer's halves and their product, and hidden states.
+    itemsize = getattr(torch, settings.dtype).itemsize
     of_token = itemsize * (3 * width // tp + (3 + copies) * shape.hidden_size)
     most = min(GPU_PREFILL_BYTES // of_token // 256 * 256, GPU_MOST_PREFILL_TOKENS)
-    return max(most, GPU_PREFILL_TOKENS)
+    return max(most, GPU_PREFILL_TOKENS, settings.max_batch)
 
 
 def _gpu_memory(

@@ -61,21 +61,33 @@ def test_memory_that_the_trainer_takes_later_is_left_alone() -> None:
         arguments(20, reserved_bytes=42 * GIB)
 
 
+def prefill(model: dict[str, Any], tp: int = 1, dtype: str = "bfloat16") -> int:
+    family = resolve_family(None, model)
+    settings = EngineSettings(model, family.architectures, dtype, max_batch=512, max_tokens=33)
+    return prefill_tokens(settings, family.shape(model), tp)
+
+
 def test_small_models_take_the_prompts_of_more_requests_into_a_step() -> None:
     assert arguments(120)["max_num_batched_tokens"] == 2048  # vLLM's own
     assert arguments(120, max_batch=4096)["max_num_batched_tokens"] == 4096  # a token of each
     small = {**QWEN_7B, "hidden_size": 896, "intermediate_size": 4864}
-    tokens = prefill_tokens(FAMILY.shape(small), 1, 2)
+    tokens = prefill(small)
     assert 2048 < tokens < 8192 and tokens % 256 == 0
     assert tokens * (3 * 4864 + 4 * 896) * 2 <= 256 << 20
-    assert prefill_tokens(FAMILY.shape(small), 2, 2) > tokens
-    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192}
-    mixture = {**small, "model_type": "qwen3_moe", "hidden_size": 768, **experts}
-    mixture |= {"num_attention_heads": 12, "head_dim": 64}
-    mixture["architectures"] = ["Qwen3MoeForCausalLM"]
-    # All 512 requests of the arithmetic example begin together.
-    assert prefill_tokens(resolve_family(None, mixture).shape(mixture), 1, 2) == 512 * 16
-    assert prefill_tokens(resolve_family(None, mixture).shape(mixture), 1, 4) < 8192
+    assert prefill(small, tp=2) > tokens
+    mixture = {
+        **small,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 192,
+    }
+    assert prefill(mixture) == 512 * 16  # the arithmetic example's requests begin together
+    assert prefill(mixture, dtype="float32") < 8192
 
 
 @pytest.mark.parametrize("eager", [False, True])
