@@ -183,8 +183,7 @@ def build_chunks(
     rotary = of_family.pop("rotary", None)  # Megatron computes a family's that has none
     scales = _in_type(of_family.pop("scales", Scales()), config.params_dtype)
     chunks: list[torch.nn.Module] = []
-    for chunk in range(num_chunks or 1):
-        vp_stage = chunk if num_chunks else None
+    for vp_stage in range(num_chunks) if num_chunks else [None]:
         keywords = {
             "config": config,
             "transformer_layer_spec": _block_spec(config, scales, *spec, vp_stage),
@@ -217,8 +216,7 @@ def build_chunks(
         if shape.attention_cap:
             set_soft_cap(chunks[-1], shape.attention_cap)
     _reduce_apart(chunks, config, shape)
-    if shape.moe is not None:
-        gather_tokens(chunks, shape.moe.experts_per_token)
+    gather_tokens(chunks, shape)
     return chunks
 
 

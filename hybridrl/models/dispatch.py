@@ -28,16 +28,20 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, p
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
 
+from hybridrl.models.family import ModelShape
 
-def gather_tokens(chunks: Iterable[torch.nn.Module], experts_per_token: int) -> None:
+
+def gather_tokens(chunks: Iterable[torch.nn.Module], shape: ModelShape) -> None:
     """Gives layers of experts a dispatcher that gathers tokens, where `gathers` says so.
 
     Args:
         chunks: of a model that has just been built; Megatron's process groups are its own.
-        experts_per_token: experts that compute with a token.
+        shape: of the model, which may have no experts.
     """
+    if shape.moe is None:
+        return
     groups = get_default_pg_collection()
-    if not gathers(groups, experts_per_token):
+    if not gathers(groups, shape.moe.experts_per_token):
         return
     for chunk in chunks:
         for part in chunk.modules():

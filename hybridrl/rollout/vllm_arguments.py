@@ -18,6 +18,11 @@ CPU_BLOCK_SIZE = 32
 CPU_LATENT_BLOCK_SIZE = 16  # the only one of vLLM's kernel for latent attention
 CPU_PREFILL_TOKENS = 8192
 CPU_MAX_KV_CACHE_BYTES = 1 << 30
+# Tokens that a step computes. The least is vLLM's own number for an engine inside a process (2,048,
+# arg_utils.py, 0.26). Of short prompts it takes only some of the requests into a step, which then
+# begin and end in turn, and each step with a prompt or a last token is scheduled the long way. A
+# small model takes more, as long as what it holds of them is little beside its cache.
+GPU_PREFILL_TOKENS, GPU_MOST_PREFILL_TOKENS, GPU_PREFILL_BYTES = 2048, 8192, 256 << 20
 GPU_BLOCK_SIZE = 64  # the largest that vLLM's attention kernels for dense models take
 # Of the device's memory: NCCL's buffers, and what torch's allocator cannot use of its own blocks.
 GPU_SLACK = 0.03
@@ -80,10 +85,29 @@ def engine_arguments(
             or _kv_cache_bytes(settings, shape, tp, block_size, CPU_MAX_KV_CACHE_BYTES),
         }
     else:
+        arguments["max_num_batched_tokens"] = prefill_tokens(settings, shape, tp)
         arguments |= {"enable_sleep_mode": True} | _gpu_memory(
             settings, shape, tp, weight_bytes, *device_memory
         )
     return arguments
+
+
+def prefill_tokens(settings: EngineSettings, shape: ModelShape, tp: int) -> int:
+    """Returns the tokens that a step of a GPU's engine computes at most, of prompts for the most
+    part; a token of each request at least.
+
+    Args:
+        settings, shape, tp: of the engine.
+    """
+    width, copies = shape.ffn_size, 1
+    if (moe := shape.moe) is not None:
+        width = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
+        copies += moe.experts_per_token
+    # The feed-forward layer's halves and their product, and hidden states.
+    itemsize = getattr(torch, settings.dtype).itemsize
+    of_token = itemsize * (3 * width // tp + (3 + copies) * shape.hidden_size)
+    most = min(GPU_PREFILL_BYTES // of_token // 256 * 256, GPU_MOST_PREFILL_TOKENS)
+    return max(most, GPU_PREFILL_TOKENS, settings.max_batch)
 
 
 def _gpu_memory(

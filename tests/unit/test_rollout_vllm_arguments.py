@@ -17,7 +17,7 @@ from hybridrl.models.family import resolve_family
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout import vllm
 from hybridrl.rollout.settings import EngineSettings
-from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, engine_arguments
+from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, engine_arguments, prefill_tokens
 
 GIB = 1 << 30
 QWEN_7B: dict[str, Any] = json.loads(
@@ -59,6 +59,35 @@ def test_memory_that_the_trainer_takes_later_is_left_alone() -> None:
     assert plain - reserving == pytest.approx(42 / 140, rel=1e-6)
     with pytest.raises(UserError, match="20.0 GiB, of which 42.0 GiB are for optimizer state"):
         arguments(20, reserved_bytes=42 * GIB)
+
+
+def prefill(model: dict[str, Any], tp: int = 1, dtype: str = "bfloat16") -> int:
+    family = resolve_family(None, model)
+    settings = EngineSettings(model, family.architectures, dtype, max_batch=512, max_tokens=33)
+    return prefill_tokens(settings, family.shape(model), tp)
+
+
+def test_small_models_take_the_prompts_of_more_requests_into_a_step() -> None:
+    assert arguments(120)["max_num_batched_tokens"] == 2048  # vLLM's own
+    assert arguments(120, max_batch=4096)["max_num_batched_tokens"] == 4096  # a token of each
+    small = {**QWEN_7B, "hidden_size": 896, "intermediate_size": 4864}
+    tokens = prefill(small)
+    assert 2048 < tokens < 8192 and tokens % 256 == 0
+    assert tokens * (3 * 4864 + 4 * 896) * 2 <= 256 << 20
+    assert prefill(small, tp=2) > tokens
+    mixture = {
+        **small,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 192,
+    }
+    assert prefill(mixture) == 512 * 16  # the arithmetic example's requests begin together
+    assert prefill(mixture, dtype="float32") < 8192
 
 
 @pytest.mark.parametrize("eager", [False, True])
