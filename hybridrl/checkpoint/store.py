@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ from hybridrl.checkpoint.writing import (
     write_errors_are_told,
 )
 from hybridrl.errors import CheckpointError
+from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.groups import World
+from hybridrl.parallel.waiting_room import all_come
 
 # Ancestors in a manifest beyond those that stay: of them some may not have been removed.
 KEPT_BEYOND = 20
@@ -70,16 +73,23 @@ class CheckpointStore:
         keep: how many of the newest checkpoints stay, of those that the run went through.
         notify: tells the user, once.
         layout: of the run's models, in words; random states go on in the same one only.
+        grace_s: how long the ranks have, after an error, for what is being written.
 
     Attributes:
         root, world, keep, layout: as given.
     """
 
     def __init__(
-        self, root: Path, world: World, keep: int, notify: Notify = print, layout: str = ""
+        self,
+        root: Path,
+        world: World,
+        keep: int,
+        notify: Notify = print,
+        layout: str = "",
+        grace_s: float = 30.0,
     ) -> None:
         self.root, self.world, self.keep, self._notify = root, world, keep, notify
-        self.layout = layout
+        self.layout, self._grace_s = layout, grace_s
         self._lineage: list[Ancestor] = []  # of the state that the ranks hold, the newest first
         self._copies = HostCopies()
         self._pending: _Pending | None = None  # is being written
@@ -214,6 +224,40 @@ class CheckpointStore:
         if self.world.rank == 0:
             self._remove_old(self._lineage)
         return pending.begun.folder
+
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """Completes the checkpoint that is being written where the block ends by an error; as
+        `complete_at_end`.
+        """
+        try:
+            yield
+        except Exception:
+            self.complete_at_end()
+            raise
+
+    def complete_at_end(self) -> None:
+        """Completes the checkpoint that is being written, if all ranks come here and have written
+        their files within the grace; says whether it is complete. Also after an error, which may
+        keep ranks from coming.
+        """
+        if self._pending is None:
+            return
+        pending, world = self._pending, self.world
+        own = pending.lineage[0]
+        place = f"checkpoint/{own.step}/{own.order}"
+        why = f"not all ranks had written their files within run.grace_s={self._grace_s:g}"
+        with world.heartbeat.part("completing the checkpoint"):
+            parts = place, world.size, self._grace_s
+            is_written = all_come(*parts, lambda: not pending.writing.is_alive(), world.has_lost)
+        try:
+            if is_written:
+                self.finish()
+        except (CheckpointError, PeerError) as error:
+            is_written, why = False, str(error)
+        folder = f"{pending.begun.folder}, which was being written,"
+        is_so = "is complete" if is_written else f"is not complete: {why}"
+        self._notify(f"{folder} {is_so}")
 
     def _decide_order(self) -> int:
         what = "preparing the checkpoint folder"

@@ -148,7 +148,7 @@ class Trainer:
         self._keeps_memory = lambda: self.hybrid_engine.keeps_memory
         made = self.hybrid_engine, self.sampler, self.policy
         self._phases = EnginePhases(config, *made, self.journal)
-        of_store = config.checkpoint.keep, self.journal.notify, meshes.name
+        of_store = config.checkpoint.keep, self.journal.notify, meshes.name, config.run.grace_s
         self.store = CheckpointStore(run_folder(config) / "checkpoints", self.world, *of_store)
         self.exports = Exports(config, self.journal.notify)
         self._saves = SaveClock(config.checkpoint, self.world)
@@ -215,7 +215,7 @@ class Trainer:
             try:
                 save = partial(self._save_at_stop, last, resume)
                 asked = stops_on_signals(self.world, save, stop_notice(self.config))
-                with asked, ledger.explained(self.memory_table):
+                with self.store.completed(), asked, ledger.explained(self.memory_table):
                     self._train_to(last)
                     self.copies.close()
                 self.seconds += time.monotonic() - self._started
@@ -368,8 +368,7 @@ class Trainer:
             UserError: too many in a row could not be.
         """
         roles = self.roles
-        # Responses may have been dropped.
-        sizes = even_sizes(batch.num_samples, self.config.steps.updates_per_step)
+        sizes = even_sizes(batch.num_samples, self.config.steps.updates_per_step)  # of those left
         mixed = self.mix.batches(roles, len(sizes), roles.trains_policy(self.step))
         found, end = [], 0
         for number, (size, terms) in enumerate(zip(sizes, mixed, strict=True)):
@@ -478,7 +477,8 @@ class Trainer:
         self.reshard()
 
     def close(self) -> None:
-        """Ends the journal and leaves the process group."""
+        """Completes a checkpoint that is being written, and leaves the process group."""
+        self.store.complete_at_end()
         self.journal.close()
         self._lock.release()
         self.sampler.close()

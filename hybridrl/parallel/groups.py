@@ -223,6 +223,10 @@ class World:
         """Raises PeerError if a rank is lost, which all ranks are told."""
         self.heartbeat.check()
 
+    def has_lost(self) -> bool:
+        """Whether a rank is known to be lost, as all ranks are told, or to have ended."""
+        return self.heartbeat.verdict is not None or bool(self.heartbeat.dead_mates())
+
     def dead_ranks(self) -> list[int]:
         """Returns the ranks of this host whose processes have ended. A process that ends closes its
         connections first: one that is about to is waited for, DYING_S.

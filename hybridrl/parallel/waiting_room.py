@@ -1,9 +1,12 @@
-"""Where the ranks of one `World.all_agree` wait for each other, once one of them has failed."""
+"""Where ranks wait for each other once one of them has failed: those of one `World.all_agree`, and
+those that have something left to do together.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -14,6 +17,7 @@ from hybridrl.parallel.heartbeat import POLL_S
 # at most, and at least: a straggler may be waited for by hundreds, for hours.
 PATIENCE_S = 10.0
 MAX_POLL_S = 2.0
+COME_S = 3.0  # ranks that end by the same error come to `all_come` within much less
 _NUMBERS = itertools.count()  # of the agreements of this process, the same on all ranks
 
 
@@ -72,3 +76,37 @@ class WaitingRoom:
             return None
         culprit = int(rank)
         return None if culprit == self._rank else PeerError(f"rank {rank} {message}", culprit)
+
+
+def all_come(
+    name: str, size: int, within_s: float, is_ready: Callable[[], bool], is_lost: Callable[[], bool]
+) -> bool:
+    """Whether all ranks come here and become ready in time; the same on all that come. It needs no
+    group, and no rank that does not come.
+
+    Args:
+        name: of the place; no other has it.
+        size: number of ranks.
+        within_s: how long this rank waits; COME_S at most for those that have not come.
+        is_ready: whether this rank is; asked again and again.
+        is_lost: whether it is known that some rank does not come.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"hybridrl/place/{name}", store)
+    since, is_counted, patience_s = time.monotonic(), False, min(within_s, COME_S)
+    try:
+        store.add("here", 1)
+        while not store.check(["outcome"]):
+            if not is_counted and is_ready():
+                is_counted = True
+                store.add("ready", 1)
+            waited_s, num_here = time.monotonic() - since, store.add("here", 0)
+            if store.add("ready", 0) >= size:
+                store.compare_set("outcome", "", "all")
+            elif waited_s > (within_s if num_here >= size else patience_s) or is_lost():
+                store.compare_set("outcome", "", "some")
+            else:
+                time.sleep(POLL_S)
+        return bool(store.get("outcome") == b"all")
+    except dist.DistError:  # the store was in a rank that has ended
+        return False

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_runs import files_of_at_most, small_run
+from command_line import QUICKSTART, run
+from small_runs import SMALL, files_of_at_most, small_run
 
 from hybridrl import Trainer
 from hybridrl.checkpoint.folders import Checkpoint
@@ -136,6 +137,61 @@ def test_a_full_disk_is_told_at_the_next_step_and_a_file_stops_a_run(
         said = f"stopped by SIGTERM after step {first} of 4: saved to"
         assert said in capsys.readouterr().out
     assert names(tmp_path)[0] == "step_1" and names(tmp_path)[-1] == f"step_{first}"
+
+
+@pytest.mark.parametrize(("grace_s", "is_complete"), [(30.0, True), (0.3, False)])
+def test_an_error_does_not_lose_what_is_being_written(
+    grace_s: float,
+    is_complete: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write = _FileWriter.write
+
+    def slow(writer: _FileWriter) -> None:
+        time.sleep(1.5)
+        write(writer)
+
+    def fail(step: int) -> None:
+        monkeypatch.setattr(_FileWriter, "write", slow)
+        if step == 2:  # that of step 1 is being written
+            raise RuntimeError("a fault of the user's loop")
+
+    knobs = ("checkpoint.every=1", "log.console=true", f"run.grace_s={grace_s}")
+    with small_run(tmp_path, *KNOBS, *knobs) as trainer:
+        after_each_step(trainer, fail)
+        with pytest.raises(RuntimeError, match="a fault of"):
+            trainer.fit()
+        said = capsys.readouterr().out
+        assert trainer.store.is_writing is not is_complete
+        assert ("step_1, which was being written, is complete" in said) is is_complete
+        assert (
+            f"had written their files within run.grace_s={grace_s:g}" in said
+        ) is not is_complete
+    if is_complete:
+        assert list(found_in(tmp_path)) == ["step_1"]
+    else:
+        assert names(tmp_path) == ["step_1.partial"]
+
+
+def test_a_trainer_that_is_closed_completes_what_is_being_written(tmp_path: Path) -> None:
+    with small_run(tmp_path, *KNOBS) as trainer:
+        trainer.check_engine()
+        trainer.train_step()
+        trainer.save_checkpoint(waits=False)
+    assert list(found_in(tmp_path)) == ["step_1"]
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_ranks_that_end_by_one_rank_s_error_complete_what_is_being_written(tmp_path: Path) -> None:
+    knobs = ("reward.function=slow_files:fails_at_step_3", "reward.isolated=false")
+    layout = ("train.tp=2", "rollout.engine=hf", "rollout.max_new_tokens=8")
+    given = [QUICKSTART / "grpo.yaml", *SMALL, *KNOBS, *layout, *knobs, "log.console=true"]
+    output = run("train", *given, f"run.dir={tmp_path}", "--world", "2", expect=2)
+    assert "step_2, which was being written, is complete" in output, output[-4000:]
+    assert list(found_in(tmp_path)) == ["step_1", "step_2"]
 
 
 def test_never_is_said() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 import torch
 from command_line import QUICKSTART, ROOT, exported_weights, run, start
 from launch import free_port
+from network_nodes import CAN_MAKE, network_nodes
 from small_runs import SMALL
 
 KNOBS = (*SMALL, "train.tp=2", "steps.num_steps=2")
@@ -56,13 +58,18 @@ def command(folder: Path, hostfile: Path, ssh: str, *knobs: str) -> list[str | P
 
 def check_same_weights(tmp_path: Path, hostfile: Path, ssh: str) -> None:
     run(*command(tmp_path / "hosts_run", hostfile, ssh))
-    local = tmp_path / "local"
-    run("train", QUICKSTART / "grpo.yaml", *KNOBS, f"run.dir={local}", "--world", "2")
     logs = tmp_path / "hosts_run" / "quickstart-grpo" / "logs"
     names = {path.name for path in logs.iterdir()}
     assert names == {f"rank_{rank}.{kind}" for rank in range(2) for kind in ("log", "phase")}
     assert "step 2/2" in (logs / "rank_0.log").read_text()
-    found = exported_weights(tmp_path / "hosts_run" / "quickstart-grpo", tmp_path / "hf_hosts")
+    check_same_as_local(tmp_path, tmp_path / "hosts_run", 2)
+
+
+def check_same_as_local(tmp_path: Path, folder: Path, world: int) -> None:
+    """Compares a run's weights with those of the local launcher, bit by bit."""
+    local = tmp_path / "local"
+    run("train", QUICKSTART / "grpo.yaml", *KNOBS, f"run.dir={local}", "--world", str(world))
+    found = exported_weights(folder / "quickstart-grpo", tmp_path / "hf_hosts")
     expected = exported_weights(local / "quickstart-grpo", tmp_path / "hf_local")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -74,33 +81,46 @@ def test_two_hosts_give_the_weights_of_the_local_launcher(tmp_path: Path, stub: 
     check_same_weights(tmp_path, hostfile, stub)
 
 
-@pytest.fixture
-def sshd(tmp_path: Path) -> Iterator[str]:
-    """A server of this user on a loopback port; the value is the ssh command for it."""
-    assert SSHD is not None
-    key, port = tmp_path / "key", free_port()
+def write_sshd_files(folder: Path, port: int) -> str:
+    """Writes keys and the configuration of a server of this user; returns the ssh command for it.
+
+    Its listener is told on the server's command line.
+    """
+    key = folder / "key"
     subprocess.run(["ssh-keygen", "-q", "-N", "", "-t", "ed25519", "-f", key], check=True)
-    (tmp_path / "authorized").write_text((tmp_path / "key.pub").read_text())
+    (folder / "authorized").write_text((folder / "key.pub").read_text())
     options = {
-        "ListenAddress": f"127.0.0.1:{port}",
         "HostKey": key,
         "PidFile": "none",
-        "AuthorizedKeysFile": tmp_path / "authorized",
+        "AuthorizedKeysFile": folder / "authorized",
         "StrictModes": "no",
         "UsePAM": "no",
         "PermitRootLogin": "yes",
     }
-    (tmp_path / "sshd_config").write_text(
+    (folder / "sshd_config").write_text(
         "".join(f"{name} {value}\n" for name, value in options.items())
     )
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
+    known = f"-o StrictHostKeyChecking=no -o UserKnownHostsFile={folder / 'known'}"
+    return f"ssh -p {port} -i {key} -l {getpass.getuser()} {known}"
+
+
+def sshd_command(folder: Path, address: str, port: int) -> list[str]:
+    assert SSHD is not None
+    listens = f"ListenAddress={address}:{port}"
+    return [SSHD, "-D", "-e", "-f", str(folder / "sshd_config"), "-o", listens]
+
+
+@pytest.fixture
+def sshd(tmp_path: Path) -> Iterator[str]:
+    """A server of this user on a loopback port; the value is the ssh command for it."""
+    port = free_port()
+    ssh = write_sshd_files(tmp_path, port)
     server = subprocess.Popen(
-        [SSHD, "-D", "-e", "-f", tmp_path / "sshd_config"],
-        stderr=(tmp_path / "sshd.log").open("w"),
+        sshd_command(tmp_path, "127.0.0.1", port), stderr=(tmp_path / "sshd.log").open("w")
     )
-    known = f"-o StrictHostKeyChecking=no -o UserKnownHostsFile={tmp_path / 'known'}"
-    yield f"ssh -p {port} -i {key} -l {getpass.getuser()} {known}"
+    yield ssh
     server.terminate()
     server.wait()
 
@@ -112,6 +132,40 @@ def test_two_hosts_over_ssh_give_the_weights_of_the_local_launcher(
     tmp_path: Path, sshd: str
 ) -> None:
     check_same_weights(tmp_path, hosts(tmp_path, "127.0.0.1", "localhost slots=1"), sshd)
+
+
+@pytest.mark.dist
+@pytest.mark.full
+@pytest.mark.skipif(SSHD is None or not CAN_MAKE, reason="needs OpenSSH's server and namespaces")
+@pytest.mark.parametrize("count", [2, 4])
+def test_nodes_over_ssh_give_the_weights_of_the_local_launcher(count: int, tmp_path: Path) -> None:
+    names = [f"node-{letter}" for letter in "abcd"[:count]]
+    ssh, servers = write_sshd_files(tmp_path, 2222), list[subprocess.Popen[str]]()
+    with network_nodes(names, tmp_path / "nodes") as nodes:
+
+        def start_on(index: int, *program: str | Path) -> subprocess.Popen[str]:
+            own = f"cd {ROOT} && exec env PATH={os.environ['PATH']} OMP_NUM_THREADS=1 "
+            own += f"PYTHONPATH={ROOT / 'tests'} {shlex.join(map(str, program))}"
+            output = (tmp_path / f"{len(servers)}.log").open("w")
+            return subprocess.Popen(
+                [nodes.ssh, names[index], own], text=True, stdout=output, stderr=output
+            )
+
+        try:
+            for index in range(count):
+                address = f"10.77.0.{index + 1}"
+                servers.append(start_on(index, *sshd_command(tmp_path, address, 2222)))
+            given = command(tmp_path / "nodes_run", nodes.hostfile, ssh)
+            job = start_on(0, sys.executable, "-m", "hybridrl.cli.main", *given)
+            code = job.wait(timeout=240)
+        finally:
+            for server in servers:
+                server.terminate()
+                server.wait()
+        assert code == 0, (tmp_path / f"{count}.log").read_text()[-4000:]
+    starts = json.loads((tmp_path / "nodes_run" / "quickstart-grpo" / "run.json").read_text())
+    assert [(one["world_size"], one["hosts"]) for one in starts["starts"]] == [(count, count)]
+    check_same_as_local(tmp_path, tmp_path / "nodes_run", count)
 
 
 def started(logs: Path, output: subprocess.Popen[str], steps: int) -> None:
