@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Mapping, Sequence
 
@@ -44,6 +45,21 @@ class Sums:
         observation = seen if self.turns % 2 else " ".join(map(str, seen))
         notes = ["even"] * (self.total % 2 == 0)
         return Turn(observation, self.total / 64, self.total % 3 == 0, notes)
+
+
+class Counts:
+    """Answers a turn with how many letters it has read; is done when that is divisible by 3. Takes
+    another time for each turn, in every run.
+    """
+
+    def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
+        self.total, self.clock = len(prompt), random.SystemRandom()
+        return "1" if self.total % 2 else None
+
+    def step(self, tokens: Sequence[int], text: str) -> Turn:
+        time.sleep(0.02 * self.clock.random())
+        self.total += len(text)
+        return Turn(str(self.total), self.total / 64, self.total % 3 == 0, ["read"])
 
 
 class Faulty(Sums):

@@ -113,14 +113,6 @@ def lag_rules(config: Config) -> Iterator[UserError]:
 
 def _combination_rules(config: Config, lag: int) -> Iterator[UserError]:
     algorithm = config.algorithm
-    if config.environment.name is not None:
-        yield UserError(
-            KEY,
-            lag,
-            f"0 with environment.name={config.environment.name}: an environment under way cannot "
-            "move to another rank with its response",
-            f"Set {KEY}=0.",
-        )
     if isinstance(algorithm, PolicyGradientConfig):
         correction = algorithm.correction
         if correction.weight == "none" and correction.proximal == "old":

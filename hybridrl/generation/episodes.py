@@ -5,14 +5,16 @@ were sampled, those observed as they were encoded once. So what is trained on is
 fed. Owns the responses under way; the engine is the sampler's, the environments are the stages'.
 
 Who waits for whom: of a replica's ranks the first alone has environments, and tells the others what
-they answered. All its ranks call `advance` alike. Nothing else waits: while an environment thinks,
-the engine goes on with other responses.
+they answered. All its ranks call `advance`, or `end_turns` and `answer_due`, alike. `advance` takes
+answers as they come: while an environment thinks, the engine goes on with other responses. Where
+what is finished when must not depend on time, `answer_due` takes those that were asked for before
+its last call, and waits for them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -37,6 +39,7 @@ from hybridrl.rollout.engine import (
 )
 
 LONGEST_WAIT_S = 1.0  # for an environment; then it is asked whether ranks are to stop
+NO_VERSION = -1  # of what an environment gave before the policy's first turn, until that has one
 End = Literal["done", "turns", "tokens", "failure"]
 
 
@@ -81,7 +84,8 @@ def restored(fields: Mapping[str, Any]) -> Completion:
 @dataclass
 class _Episode:
     """A response under way; `actions` are tokens and text of its turns, `waits` whether the last
-    of them (or the beginning) is with the environment.
+    of them (or the beginning) is with the environment, `runs` which weights made how many of its
+    tokens, [version, number]: what is observed counts with the turn before it.
     """
 
     step: int
@@ -93,18 +97,36 @@ class _Episode:
     observed: list[bool] = field(default_factory=list)
     actions: list[tuple[Sequence[int], str]] = field(default_factory=list)
     num_turns: int = 0
-    version: int = -1
+    runs: list[list[int]] = field(default_factory=list)
     reward: float = 0.0
     failure: tuple[str, str] | None = None
     notes: Counter[str] = field(default_factory=Counter)
     waits: bool = True
     experts: Experts | None = None
 
-    def add(self, tokens: Sequence[int], logps: Sequence[float] | None) -> None:
-        """Adds tokens; without log-probabilities they are observed."""
+    def add_turn(self, done: Completion) -> None:
+        """Adds what the policy sampled."""
+        self._add(done.tokens, done.logps, is_observed=False)
+        for version, count in done.runs:
+            if self.runs and self.runs[-1][0] in (version, NO_VERSION):
+                self.runs[-1] = [version, self.runs[-1][1] + count]
+            else:
+                self.runs.append([version, count])
+        self.experts = done.experts
+        self.num_turns += 1
+
+    def add_observed(self, tokens: Sequence[int]) -> None:
+        """Adds what the environment gave."""
+        self._add(tokens, [0.0] * len(tokens), is_observed=True)
+        if self.runs:
+            self.runs[-1][1] += len(tokens)
+        elif tokens:
+            self.runs.append([NO_VERSION, len(tokens)])
+
+    def _add(self, tokens: Sequence[int], logps: Sequence[float], is_observed: bool) -> None:
         self.tokens += tokens
-        self.logps += logps or [0.0] * len(tokens)
-        self.observed += [logps is None] * len(tokens)
+        self.logps += logps
+        self.observed += [is_observed] * len(tokens)
 
     @property
     def room(self) -> int:
@@ -117,7 +139,7 @@ class _Episode:
             tuple(self.tokens),
             tuple(self.logps),
             "stop" if ended == "done" else "length",
-            self.version,
+            self.runs[0][0],
             tuple(self.observed),
             self.num_turns,
             ended,
@@ -125,13 +147,39 @@ class _Episode:
             self.failure,
             dict(self.notes),
             experts=self.experts,
+            versions=tuple((v, count) for v, count in self.runs) if len(self.runs) > 1 else (),
         )
 
 
 _SAVED = (
     *("tokens", "logps", "observed", "actions", "num_turns"),
-    *("version", "reward", "failure", "notes", "waits"),
+    *("runs", "reward", "failure", "notes", "waits"),
 )
+
+
+@dataclass(frozen=True)
+class OpenResponse:
+    """A response under way, for another replica or another process to go on with.
+
+    Args:
+        turns: of `Episodes.state`, perhaps after a trip through JSON; not changed.
+        request: of the turn that the engine has; None: it waits for its environment.
+    """
+
+    turns: Mapping[str, Any]
+    request: Request | None = None
+
+    @property
+    def request_id(self) -> int:
+        """The number of the sample."""
+        number: int = self.turns["sample_id"]
+        return number
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Which weights made how many of its tokens so far."""
+        whole = tuple((version, count) for version, count in self.turns["runs"])
+        return whole if self.request is None else whole + self.request.runs
 
 
 class Episodes:
@@ -161,6 +209,7 @@ class Episodes:
         self._stages = Stages(config) if replica.is_first else None
         self._open: dict[int, _Episode] = {}
         self._plays: dict[int, Future[list[Answer]]] = {}  # of the first rank
+        self._asked: list[int] = []  # those that waited when `answer_due` was last called
 
     @property
     def is_waiting(self) -> bool:
@@ -183,6 +232,9 @@ class Episodes:
         """
         episode = _Episode(step, sample_id, prompt, sampling)
         if saved is not None:
+            if "runs" not in saved:  # a checkpoint of before responses had several versions
+                runs = [[saved["version"], len(saved["tokens"])]] if saved["tokens"] else []
+                saved = {**saved, "runs": runs}
             for name in _SAVED:
                 setattr(episode, name, deepcopy(saved[name]))
             episode.notes = Counter(saved["notes"])
@@ -191,6 +243,7 @@ class Episodes:
         self._open[sample_id] = episode
         if episode.waits:
             self._ask(episode)
+            self._asked.append(sample_id)
 
     def advance(
         self, completions: Sequence[Completion], blocks: bool
@@ -204,17 +257,59 @@ class Episodes:
         Returns:
             Responses that ended, and the requests of further turns.
         """
+        responses = self.end_turns(completions)
+        answered, requests = self._go_on(self._answers(blocks and not responses))
+        return responses + answered, requests
+
+    def end_turns(self, completions: Sequence[Completion]) -> list[Response]:
+        """Takes in turns that the policy ended, and asks the environments for what comes next.
+
+        Args:
+            completions: of requests that came from here.
+
+        Returns:
+            Responses that ended without an answer.
+        """
         ended = [self._turn_ended(done) for done in completions]
         responses = [response for response in ended if response is not None]
-        requests: list[Request] = []
-        for sample_id, answer in self._answers(blocks and not responses):
+        for response in responses:
+            del self._open[response.request_id]
+        return responses
+
+    def answer_due(self, gives_up: Callable[[], bool]) -> tuple[list[Response], list[Request]]:
+        """Waits for the answers to what was asked before the last call, or at the beginning; takes
+        in these alone, so that it does not depend on time which they are.
+
+        Args:
+            gives_up: asked now and then; true ends the wait, and there are no answers.
+
+        Returns:
+            As `advance`.
+        """
+        answers: list[tuple[int, Answer]] | UserError = []
+        if self._stages is not None and self._are_there(self._asked, gives_up):
+            answers = self._results(self._asked)
+        found = self._go_on(self._told(answers) if self._asked else [])
+        self._asked = [one for one, episode in self._open.items() if episode.waits]
+        return found
+
+    def _are_there(self, asked: Sequence[int], gives_up: Callable[[], bool]) -> bool:
+        plays = [self._plays[one] for one in asked]
+        while wait(plays, LONGEST_WAIT_S).not_done:
+            if gives_up():
+                return False
+        return True
+
+    def _go_on(self, answers: Sequence[tuple[int, Answer]]) -> tuple[list[Response], list[Request]]:
+        """Returns the responses that end with these answers, and the requests of further turns."""
+        responses, requests = list[Response](), list[Request]()
+        for sample_id, answer in answers:
             found = self._answered(self._open[sample_id], answer)
             if isinstance(found, Request):
                 requests.append(found)
             else:
                 responses.append(found)
-        for response in responses:
-            del self._open[response.request_id]
+                del self._open[sample_id]
         return responses, requests
 
     def finish(self) -> None:
@@ -224,7 +319,7 @@ class Episodes:
 
     def forget(self) -> None:
         """Gives up all responses under way."""
-        self._open, self._plays = {}, {}
+        self._open, self._plays, self._asked = {}, {}, []
         self.finish()
 
     def state(self) -> list[dict[str, Any]]:
@@ -250,7 +345,7 @@ class Episodes:
             play = Play(key, prompt.text, prompt.columns, list(episode.actions))
             self._plays[episode.sample_id] = self._stages.play(play, episode.sample_id)
 
-    def _answers(self, blocks: bool) -> list[tuple[int, Answer]]:
+    def _answers(self, blocks: bool) -> Sequence[tuple[int, Answer]]:
         """Returns what environments answered since the last call, on all ranks of the replica."""
         if not self.is_waiting:
             return []
@@ -258,22 +353,26 @@ class Episodes:
         if self._stages is not None:
             if blocks:
                 wait(self._plays.values(), LONGEST_WAIT_S, FIRST_COMPLETED)
-            ready = [sample_id for sample_id, play in self._plays.items() if play.done()]
-            try:
-                answers = [(one, _plain(self._plays.pop(one).result()[0])) for one in ready]
-            except UserError as error:  # the others of the replica wait to hear of it
-                answers = error
-        answers = self._replica.broadcast_object(answers)
-        if isinstance(answers, UserError):
-            raise answers
-        return answers
+            answers = self._results([one for one, play in self._plays.items() if play.done()])
+        return self._told(answers)
+
+    def _results(self, ready: Sequence[int]) -> list[tuple[int, Answer]] | UserError:
+        """Returns what is there of these responses; an error for all of the replica to raise."""
+        try:
+            return [(one, _plain(self._plays.pop(one).result()[0])) for one in ready]
+        except UserError as error:
+            return error
+
+    def _told(self, answers: list[tuple[int, Answer]] | UserError) -> Sequence[tuple[int, Answer]]:
+        """Returns the first rank's answers on all ranks of the replica."""
+        told: list[tuple[int, Answer]] | UserError = self._replica.broadcast_object(answers)
+        if isinstance(told, UserError):
+            raise told
+        return told
 
     def _turn_ended(self, done: Completion) -> Response | None:
         episode = self._open[done.request_id]
-        episode.version = done.version if episode.version < 0 else episode.version
-        episode.add(done.tokens, done.logps)
-        episode.experts = done.experts
-        episode.num_turns += 1
+        episode.add_turn(done)
         if episode.failure is not None:
             return episode.response("failure")
         if done.finish_reason == "length":  # cut off, and so nothing to answer
@@ -297,7 +396,7 @@ class Episodes:
             if isinstance(observed, ScorerFailure):
                 answer = observed
             elif len(observed) < episode.room:
-                episode.add(observed, None)
+                episode.add_observed(observed)
             elif is_first:
                 got = f"returned {len(observed)} tokens at the start of {WHERE}"
                 expected = f"fewer than rollout.max_new_tokens = {episode.room}"

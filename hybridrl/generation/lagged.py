@@ -13,13 +13,6 @@ begun, and what all know of them is a `Group` each (in_flight.py): whose they ar
 made how many of their tokens. At the beginning of a step the groups are dealt to replicas anew, and
 tokens travel to where they go on.
 
-Where engines have ranks of their own, what is under way is generated ahead while the policy trains
-(`ahead`), on a thread of its own: the main threads of all ranks go through the training together,
-and those of ranks with an engine have nothing to do there but to answer. The threads that generate
-look, in a process group of their own, how many samples are unfinished, and pause at the same step
-of their engines on all ranks; then the new weights come, and the rest is as on shared ranks, with
-less to wait for. Which side does what in which order is in timeline.py, and checked on the way.
-
 Where the algorithm replaces groups that teach nothing (resampling.py), `generate` is called again
 for the step, and completes as many groups as were asked of `take`, by the same rule.
 
@@ -29,21 +22,19 @@ samples would not be those of a run that was not stopped.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from hybridrl.contracts.batch import Prompt, RolloutBatch
 from hybridrl.data.prompts import PromptSource
-from hybridrl.generation.beside import Beside
-from hybridrl.generation.idle import Clock, WaitClock, added, idle_shares
+from hybridrl.generation.episodes import OpenResponse
+from hybridrl.generation.idle import Clock, WaitClock
 from hybridrl.generation.in_flight import (
     Group,
     Limits,
@@ -56,10 +47,8 @@ from hybridrl.generation.in_flight import (
 )
 from hybridrl.generation.pool import Pool, Sample, States, known_states, restored_pool
 from hybridrl.generation.sampler import Progress, Sampler
-from hybridrl.generation.saved_rollouts import joined, rollout_state
+from hybridrl.generation.saved_rollouts import joined
 from hybridrl.generation.timeline import Timeline
-from hybridrl.metrics.timing import Span
-from hybridrl.parallel.replica import EngineGroup
 from hybridrl.parallel.stopping import check_stop
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
 
@@ -67,9 +56,6 @@ from hybridrl.rollout.engine import Completion, Request, SamplingParams, request
 # vain; a look takes one small collective over gloo, of less than a millisecond, while a step of a
 # model that is worth the trouble takes ten.
 STEPS_BETWEEN_ENDS = 8
-# For a thread that generates to see, at its next look, that what it does is not wanted any more.
-CANCEL_S = 60.0
-logger = logging.getLogger(__name__)
 
 
 class LaggedSampler(Sampler):
@@ -87,21 +73,12 @@ class LaggedSampler(Sampler):
         self._cursor: Mapping[str, int | str] | None = None  # before the last `take`
         self._left: dict[int, int] = {}  # unfinished samples of this replica, by group
         self._room = limits.per_step  # groups that the next `generate` completes
-        # Of the step under way: what it took and threw away, and the time of earlier rounds.
+        # Of the step under way: what it took and threw away.
         self._taken, self._num_dropped = list[Group](), 0
         self._lag: dict[str, float] = {}
-        self._clocks: Sequence[Clock] = ()
         self._num_taken = 0  # prompts of the step under way
-        self._side: Literal["rollout", "training", "both"] = "both"
-        self._waits, self._idle = WaitClock(), dict[str, float]()
-        self._busy_ahead_s = 0.0  # seconds that this rank's engine generated ahead
-        if limits.ahead_until is not None:
-            is_engine = self.world.rank in self.layout.ranks
-            self._side = "rollout" if is_engine else "training"
-            self._engines = EngineGroup(self.layout, self.world.rank, self.world.heartbeat)
-            self._beside = Beside(self.world.platform.device)
-        self._is_cancelled = False
-        self.timeline = Timeline(self._side)
+        self._waits = WaitClock()
+        self.timeline = Timeline("both")
 
     def take(self, source: PromptSource, per_step: int) -> list[Prompt]:
         """Returns the prompts that come to those under way, so that the next `generate` completes
@@ -160,8 +137,7 @@ class LaggedSampler(Sampler):
             for num_steps in itertools.count():
                 if num_steps % STEPS_BETWEEN_ENDS == 0 and self._may_end():
                     break
-                if self.has_unfinished:
-                    self.advance()
+                self._advance(num_steps, lambda: self.world.heartbeat.stop_signal != 0)
                 if on_progress is not None:
                     on_progress(len(self._done), len(self._owners))
             agreement.value = self._leave_engine()
@@ -175,88 +151,31 @@ class LaggedSampler(Sampler):
     def ahead(
         self, source: PromptSource, waits: AbstractContextManager[None] | None = None
     ) -> Iterator[None]:
-        """Generates ahead while the block runs, where engines have ranks of their own, with what is
-        under way and further prompts. Collective.
-
-        Args:
-            source: of the run's prompts.
-            waits: surrounds the wait for generation, after the block.
-        """
-        if self._limits.ahead_until is None:
-            self.timeline.take("train", self.engine.version)
-            yield
-            self.timeline.take("weights", self.engine.version + 1)
-            return
-        try:
-            self._begin_ahead(source)
-            self.timeline.take("train", self.engine.version)
-            yield
-        except BaseException:
-            self.cancel()
-            raise
-        with waits or nullcontext():
-            self._end_ahead()
+        """Notes that the policy trains and gives its weights; arguments as of Sampler."""
+        self.timeline.take("train", self.engine.version)
+        yield
         self.timeline.take("weights", self.engine.version + 1)
 
-    def _begin_ahead(self, source: PromptSource) -> None:
-        """Hands what is under way to the engines again, with further prompts, and lets them go."""
-        self.timeline.take("generate_ahead", self.engine.version)
-        prompts = self._take(source, num_new(len(self._pool.groups), self._limits, is_ahead=True))
-        with self.world.all_agree("beginning to generate ahead"):
-            self._begin(prompts, self._step, self._has_greedy)
-        self._is_cancelled = False
-        if self._side == "rollout":
-            self._beside.start(self._generate_ahead, "generate ahead")
+    def _advance(self, num_steps: int, gives_up: Callable[[], bool]) -> None:
+        """Lets the engine take a step, if it has something to do; environments answer before each
+        look, what they were asked for before the last one, so that the rest does not depend on how
+        long they take.
 
-    def _generate_ahead(self) -> None:
-        """Takes steps of the engine until few samples of all replicas are unfinished; on a thread
-        of its own, on the ranks with an engine. One that fails tells the others at the next look.
+        Args:
+            num_steps: that were taken.
+            gives_up: whether not to wait for environments any more.
         """
-        assert self._limits.ahead_until is not None
-        failure: Exception | None = None
-        for num_steps in itertools.count():
-            if num_steps % STEPS_BETWEEN_ENDS == 0:
-                num_left = sum(self._left.values()) if self._replica.is_first else 0
-                ends = self._is_cancelled or failure is not None
-                flags = self._engines.sum(torch.tensor([int(ends), num_left])).tolist()
-                if failure is not None:
-                    raise failure
-                if flags[0] or flags[1] <= self._limits.ahead_until:
-                    return
-            try:
-                if self.has_unfinished and failure is None:
-                    self.advance()
-            except Exception as error:
-                failure = error
+        if self.has_unfinished:
+            self.advance()
+        if self.episodes is not None and (num_steps + 1) % STEPS_BETWEEN_ENDS == 0:
+            ended, requests = self.episodes.answer_due(gives_up)
+            self.engine.submit(requests)
+            self._keep(ended)
 
-    def _end_ahead(self) -> None:
-        """Waits until the engines pause, and takes their samples out."""
-        began = time.perf_counter()
-        with self.world.all_agree("generating ahead") as agreement:
-            self._beside.join(self.world.check)
-            agreement.value = self._leave_engine()
-        self._waits.waited_s += time.perf_counter() - began
-        # Of the next step, also where an evaluation comes before it.
-        self._busy_ahead_s, self._busy_s = self._busy_s, 0.0
-        told = self._pool.told(known_states(agreement.values))
-        self._pool = replace(self._pool, groups=told)
-
-    @property
-    def ahead_span(self) -> Span | None:
-        """When this rank's engine last generated ahead."""
-        return None if self._limits.ahead_until is None else self._beside.span
-
-    def cancel(self) -> None:
-        """Ends what is generated ahead, if anything is, for nobody to use; all ranks with an engine
-        call it, or end.
-        """
-        if self._limits.ahead_until is None:
-            return
-        self._is_cancelled = True
-        try:
-            self._beside.join(self.world.check, CANCEL_S)
-        except Exception as error:  # what ended the step is told, not what came of it here
-            logger.warning("generating ahead: %s: %s", type(error).__name__, error)
+    def _take_turns(self, completions: Sequence[Completion]) -> Sequence[Completion]:
+        if self.episodes is None or self._is_evaluation:
+            return super()._take_turns(completions)
+        return self.episodes.end_turns(completions)
 
     def _begin(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> None:
         """Deals all groups to replicas, brings begun samples there and hands them to the engine,
@@ -286,7 +205,8 @@ class LaggedSampler(Sampler):
         )
         self._step, self._has_greedy = step, greedy
         self._owners, self._done, self._left = {}, {}, {}
-        best = dataclasses.replace(self.sampling, temperature=0.0)
+        if self.episodes is not None:
+            self.episodes.forget()  # evaluations may have had some
         requests = []
         for group in dealt:
             if group.replica != mine:
@@ -295,20 +215,32 @@ class LaggedSampler(Sampler):
             for sample_id in self._sample_ids(group):
                 self._owners[sample_id] = (group.prompt, group.number)
                 sample = samples.get(sample_id)
-                if sample is None:
-                    how = best if sample_id < 0 else self.sampling
-                    seed = request_seed(self.seed, group.born, sample_id)
-                    sample = Request(sample_id, group.prompt.tokens, seed, how)
-                if isinstance(sample, Request):
-                    requests.append(sample)
-                else:
+                if isinstance(sample, Completion):
                     self._done[sample_id] = sample
+                elif (request := self._request(sample, sample_id, group)) is not None:
+                    requests.append(request)
         self.engine.submit(requests)
+
+    def _request(self, sample: Sample | None, sample_id: int, group: Group) -> Request | None:
+        """Returns what the engine is to go on with, or to begin with; None where an environment
+        comes first.
+        """
+        if isinstance(sample, Request):
+            return sample
+        how = self.sampling if sample_id >= 0 else replace(self.sampling, temperature=0.0)
+        if self.episodes is None:
+            seed = request_seed(self.seed, group.born, sample_id)
+            return Request(sample_id, group.prompt.tokens, seed, how)
+        turns, request = None, None
+        if isinstance(sample, OpenResponse):
+            turns, request = sample.turns, sample.request
+        self.episodes.begin(group.born, sample_id, group.prompt, how, turns)
+        return request
 
     def _begun_from(self, step: int) -> None:
         """Notes where a step begins, to go back to."""
         self._forget_counts(step)
-        self._taken, self._num_dropped, self._clocks = [], 0, ()
+        self._taken, self._num_dropped = [], 0
         self._pool = replace(self._pool, response_lengths=self._lengths.state())
         self._began = self._pool
 
@@ -374,6 +306,11 @@ class LaggedSampler(Sampler):
         begun = {request.request_id: request for request in self.engine.pending()}
         self.engine.clear()
         samples: dict[int, Sample] = {**begun, **self._done}
+        if self.episodes is not None:
+            for turns in self.episodes.state():
+                number = turns["sample_id"]
+                samples[number] = OpenResponse(turns, begun.get(number))
+            self.episodes.forget()
         self._pool = replace(self._pool, samples=samples)
         if not self._replica.is_first:
             return None
@@ -400,22 +337,13 @@ class LaggedSampler(Sampler):
         self._pool = self._pool.without(left, self._sample_ids)
 
     def _clock(self) -> Clock:
-        if self._is_evaluation:
-            return super()._clock()
-        busy_s, self._busy_ahead_s = self._busy_s + self._busy_ahead_s, 0.0
-        return self._waits.take(busy_s)
-
-    def _note_busy(self, clocks: Sequence[Clock]) -> None:
-        super()._note_busy(clocks)
-        if self._limits.ahead_until is not None and not self._is_evaluation:
-            self._clocks = added(self._clocks, clocks)
-            self._idle = idle_shares(self._clocks, self.layout.ranks)
+        return super()._clock() if self._is_evaluation else self._waits.take(self._busy_s)
 
     def metrics(self) -> dict[str, float]:
         """Returns what Sampler does, and how old the samples of the last step are, those that were
         replaced among them.
         """
-        return super().metrics() | self._lag | self._idle
+        return super().metrics() | self._lag
 
     @property
     def has_rollouts(self) -> bool:
@@ -446,10 +374,7 @@ class LaggedSampler(Sampler):
                 for one in self._sample_ids(group)
                 if group.replica == place[0] or (group.replica is None and rank == self._first)
             ]
-            own = [pool.samples[one] for one in numbers if one in pool.samples]
-            whole = [one for one in own if isinstance(one, Completion)]
-            begun = [one for one in own if isinstance(one, Request)]
-            mine = rollout_state(whole, begun, [], {})
+            mine = pool.rollouts(numbers)
         parts = [part for part in self.world.gather_objects(mine) if part is not None]
         return {
             "step": -1,

@@ -8,11 +8,12 @@ from typing import Any
 
 from hybridrl.contracts.samples import Prompt
 from hybridrl.data.prompts import PromptSource
-from hybridrl.generation.episodes import restored
+from hybridrl.generation.episodes import OpenResponse, restored
 from hybridrl.generation.in_flight import Group, Runs
+from hybridrl.generation.saved_rollouts import rollout_state
 from hybridrl.rollout.engine import Completion, Request
 
-Sample = Completion | Request
+Sample = Completion | Request | OpenResponse
 States = tuple[tuple[Runs, ...], tuple[bool, ...]]
 """Of the samples of a group: which weights made how many tokens, and whether it is finished."""
 
@@ -58,6 +59,15 @@ class Pool:
             cursors={step: at for step, at in self.cursors.items() if step in born},
         )
 
+    def rollouts(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """Returns the samples of these numbers that are here for a checkpoint; JSON."""
+        own = [self.samples[one] for one in numbers if one in self.samples]
+        whole = [one for one in own if isinstance(one, Completion)]
+        begun = [one for one in own if isinstance(one, Request)]
+        turns = [one for one in own if isinstance(one, OpenResponse)]
+        begun += [one.request for one in turns if one.request is not None]
+        return rollout_state(whole, begun, [one.turns for one in turns], {})
+
     def table(self) -> dict[str, Any]:
         """Returns the groups for a checkpoint, without samples and lengths; JSON."""
         return {
@@ -75,7 +85,7 @@ def known_states(told: Sequence[Mapping[int, States] | None]) -> dict[int, State
 def restored_pool(
     state: Mapping[str, Any], source: PromptSource, sample_ids: Callable[[Group], list[int]]
 ) -> Pool:
-    """Returns the pool of a checkpoint: `Pool.table` as "in_flight", "requests", "completions".
+    """Returns the pool of a checkpoint: `Pool.table` as "in_flight", and `Pool.rollouts`.
 
     Args:
         source: of the run's prompts, where it stood then, and is left.
@@ -87,6 +97,10 @@ def restored_pool(
         samples[one["request_id"]] = Request.from_dict(one)
     for one in state["completions"]:
         samples[one["request_id"]] = restored(one)
+    for turns in state["episodes"]:
+        begun = samples.get(turns["sample_id"])
+        one = OpenResponse(turns, begun if isinstance(begun, Request) else None)
+        samples[one.request_id] = one
     cursors = {int(step): cursor for step, cursor in saved["cursors"].items()}
     prompts = _taken_again(source, saved["groups"], cursors)
     groups = []

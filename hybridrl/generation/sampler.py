@@ -285,7 +285,10 @@ class Sampler:
             self.engine.step()  # returns with the tokens, so the device is done
             self._busy_s += time.perf_counter() - began
             progress.advance()
-        finished = self._take_turns(self.engine.collect())
+        self._keep(self._take_turns(self.engine.collect()))
+
+    def _keep(self, finished: Sequence[Completion]) -> None:
+        """Keeps responses that ended, and has them scored meanwhile."""
         self._done |= {done.request_id: done for done in finished}
         self._begin_scoring(finished)
 

@@ -22,6 +22,7 @@ from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError
+from hybridrl.generation.ahead import AheadSampler
 from hybridrl.generation.episodes import Episodes
 from hybridrl.generation.in_flight import Limits
 from hybridrl.generation.lagged import LaggedSampler
@@ -222,7 +223,9 @@ def make_sampler(
     of_run = config.steps.samples_per_prompt, config.run.seed, episodes, reward_models
     if (limits := lag_limits(config, placement)) is None:
         return Sampler(*parts, *of_run)
-    return LaggedSampler(limits, *parts, *of_run)
+    if limits.ahead_until is None:
+        return LaggedSampler(limits, *parts, *of_run)
+    return AheadSampler(limits, *parts, *of_run)
 
 
 def lag_limits(config: Config, placement: Placement | None = None) -> Limits | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hybridrl import Trainer
 from hybridrl.contracts.batch import ScoredBatch, TrainBatch
+from hybridrl.generation.ahead import AheadSampler
 from hybridrl.generation.lagged import LaggedSampler
 from hybridrl.generation.timeline import TRANSFERS, turns
 from hybridrl.parallel.failure import PeerError
@@ -101,8 +102,7 @@ class Seen:
         def noted_step() -> dict[str, float]:
             self.metrics.append(step())
             sampler = trainer.sampler
-            assert isinstance(sampler, LaggedSampler)
-            if (span := sampler.ahead_span) is not None:
+            if isinstance(sampler, AheadSampler) and (span := sampler.ahead_span) is not None:
                 self.ahead.append((span.began, span.ended))
             return self.metrics[-1]
 

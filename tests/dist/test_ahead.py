@@ -14,6 +14,10 @@ THREE = ("placement.policy=2", "placement.rollout=0-1")
 # So that in few steps of few samples some go on with new weights.
 MANY = "rollout.unfinished_at_update=0.6"
 TP = ("rollout.tp=2",)
+TURNS = (
+    "environment={name: 'own_environments:Counts', workers: 2, max_turns: 3}",
+    "reward.function=environment",
+)
 REPLACES = ("algorithm.max_resampling=2", "reward.function=scripted_reward:begins_even")
 
 
@@ -35,6 +39,8 @@ def test_engines_generate_while_the_policy_trains(tmp_path: Path) -> None:
         ("scripted", 2, "versions,killed", (*TWO, "rollout.at_lag_bound=drop", MANY)),
         ("scripted", 1, "versions,killed", (*TWO, "algorithm.name=remax")),
         ("scripted", 2, "repeats,stopped", (*THREE, MANY, *REPLACES)),
+        ("scripted", 2, "repeats,stopped", (*THREE, MANY, *TURNS)),
+        ("hf", 1, "killed", (*TWO, *TURNS)),
     ],
 )
 def test_runs_that_generate_ahead_repeat(
@@ -48,9 +54,13 @@ def test_runs_that_generate_ahead_repeat(
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [pytest.param("vllm", marks=needs("vllm"))])
-@pytest.mark.parametrize("knobs", [(*TP, *THREE), TP, ()], ids=["apart", "shared", "replicas"])
+@pytest.mark.parametrize(
+    "knobs",
+    [(*TP, *THREE), TP, (), (*TP, *TURNS)],
+    ids=["apart", "shared", "replicas", "turns of two ranks"],
+)
 def test_replicas_of_a_packages_engine_repeat_with_a_lag(
     engine: str, knobs: tuple[str, ...], tmp_path: Path
 ) -> None:
-    world = 3 if knobs[1:] else 2
+    world = 3 if THREE[0] in knobs else 2
     run_ranks(world, WORKER, [str(tmp_path), engine, "2", "repeats", *knobs], timeout_s=500)

@@ -28,6 +28,10 @@ STEPS = 6
 LAGGED = ("rollout.max_new_tokens=40", "data.max_prompt_tokens=40", "train.learning_rate=1e-3")
 ENGINES = ("scripted", "hf")
 # Half of the groups are replaced, in up to two rounds.
+TURNS = (
+    "environment={name: 'own_environments:Counts', workers: 2, max_turns: 3}",
+    "reward.function=environment",
+)
 REPLACES = ("algorithm.max_resampling=2", "reward.function=scripted_reward:begins_even")
 
 
@@ -57,12 +61,13 @@ def record(trainer: Trainer) -> Recorded:
         finish(version)
 
     def noted_step() -> None:
+        before = {row.request_id: len(row.tokens) for row in engine.pending()}
         step()
         held = {row.request_id: len(row.tokens) for row in engine.pending()}
         held |= {done.request_id: len(done.tokens) for done in engine._finished}
         for sample, length in held.items():
             versions = found.versions.setdefault(sample, [])
-            versions += [present[0]] * (length - len(versions))
+            versions += [present[0]] * (length - before[sample])
 
     def noted_columns(scored: ScoredBatch) -> TrainBatch:
         batch = columns(scored)
@@ -101,6 +106,7 @@ def knobs(engine: str, lag: int, *more: str) -> tuple[str, ...]:
         (1, ()),
         (1, ("rollout.at_lag_bound=drop",)),
         (1, REPLACES),
+        (1, TURNS),
         (2, ("rollout.in_flight=11", "rollout.max_batch=12")),
     ],
 )
@@ -129,7 +135,7 @@ def test_every_token_has_the_version_that_made_it(
         assert versions == {sample: found.versions[sample] for sample in versions}
         ages = [step - version for part in versions.values() for version in part]
         assert min(ages) >= 0 and max(ages) <= lag
-        if more != REPLACES:  # else those that were replaced are counted too
+        if more not in (REPLACES, TURNS):  # else what was replaced, or observed, counts too
             assert told["lag/mean"] == pytest.approx(sum(ages) / len(ages))
             assert told["lag/max"] == max(ages)
             mixed = sum(len(set(part)) > 1 for part in versions.values())
@@ -144,6 +150,9 @@ def test_every_token_has_the_version_that_made_it(
         taken += versions
     assert max(told["lag/max"] for told in metrics) == lag
     assert any(told["lag/mixed_share"] > 0 for told in metrics)
+    if more == TURNS:
+        assert max(told["environment/turns_mean"] for told in metrics) > 1.5
+        assert any(told["environment/read"] for told in metrics)
     # No sample is lost, and none is learned from twice.
     dropped = sum(told["lag/dropped"] for told in metrics)
     replaced = 2 * sum(told["generate/resampled_groups"] for told in metrics)
@@ -216,6 +225,8 @@ FULL = pytest.mark.full
         pytest.param(("scripted", 1), marks=FULL),
         ("scripted", 1, *REPLACES),
         pytest.param(("hf", 2, *REPLACES), marks=FULL),
+        ("scripted", 1, *TURNS),
+        pytest.param(("hf", 2, *TURNS), marks=FULL),
     ],
     ids=str,
 )
@@ -351,7 +362,9 @@ def test_an_algorithm_of_ones_own_says_that_it_takes_a_lag(tmp_path: Path) -> No
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("more", [(), pytest.param(REPLACES, marks=FULL)])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(REPLACES, marks=FULL), pytest.param(TURNS, marks=FULL)]
+)
 def test_replicas_share_what_is_under_way_and_a_run_goes_on_with_fewer(
     more: tuple[str, ...], tmp_path: Path
 ) -> None:

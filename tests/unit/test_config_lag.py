@@ -62,7 +62,6 @@ def test_half_a_step_more_than_a_step_is_in_flight() -> None:
         ([LAG, "algorithm.name=dpo", ONE_SAMPLE], "steps.max_policy_lag", "the data's responses"),
         ([LAG, "algorithm.name=online_dpo"], "steps.max_policy_lag", "no ratio to the policy"),
         ([LAG, "algorithm.name=gkd", "algorithm.teacher=t"], "steps.max_policy_lag", "no ratio"),
-        ([LAG, "environment.name=calculator"], "steps.max_policy_lag", "environment.name=calc"),
         ([LAG, "algorithm.correction.weight=none"], "algorithm.correction.weight", "older weights"),
     ],
 )

@@ -190,6 +190,10 @@ def test_a_step_resumes_in_the_middle_of_any_turn(make: Any, isolated: bool) -> 
         for _ in range(num_advances):
             saved.advance()
         state = json.loads(json.dumps(saved.state()))
+        if num_advances == 7:  # as checkpoints were before a response had several versions
+            for one in state["episodes"]:
+                runs = one.pop("runs")
+                one["version"] = runs[0][0] if runs else -1
         resumed = make(section)
         resumed.load_state(state)
         batch = resumed.score(resumed.generate(prompts(), step=STEP))
