@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import vllm_kernels
-from packaged import CLASSES, REFUSED_KEYS, REFUSED_MODELS, engine_class, needs
+from packaged import CLASSES, REFUSED_KEYS, engine_class, needs
 from tiny_models import LATENT
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -91,6 +91,15 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
         "head_dim": LATENT["qk_rope_head_dim"],
     },
 }
+# As Moonlight: queries without a latent, plain positions, one group of experts.
+EXPERT_MODELS["deepseek-v3-plain"] = {
+    **EXPERT_MODELS["deepseek-v3"],
+    "q_lora_rank": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 3,
+}
 # What vLLM's kernel for latent attention has on CPU.
 WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 
@@ -105,7 +114,6 @@ def of_packages(models: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         }
         for engine in CLASSES
         for name, model in models.items()
-        if model["model_type"] not in REFUSED_MODELS[engine]
     }
 
 

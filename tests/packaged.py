@@ -22,9 +22,6 @@ CLASSES = {
 # Keys of models that an engine refuses, and that its variants of the tests' models leave out.
 REFUSED_KEYS = {"vllm": (), "sglang": ("mlp_only_layers",)}
 
-# Kinds of models that an engine refuses.
-REFUSED_MODELS = {"vllm": (), "sglang": ("deepseek_v3",)}
-
 
 def needs(engine: str) -> tuple[Any, Any]:
     """Returns the marks of a test that needs an engine. On GPU hosts there is no float32 attention;

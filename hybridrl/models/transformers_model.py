@@ -19,12 +19,14 @@ from hybridrl.models.config_keys import NEUTRAL_KEYS
 from hybridrl.models.directory import read_config
 from hybridrl.models.family import is_kept_in_fp32
 
-# Keys whose null is not the default of every architecture: as many as heads, no window, no cap.
+# Keys whose null is not the default of every architecture: as many as heads, no window, no cap, no
+# latent of queries.
 NULL_IS_A_VALUE = (
     "num_key_value_heads",
     "sliding_window",
     "attn_logit_softcapping",
     "final_logit_softcapping",
+    "q_lora_rank",
 )
 # Else they are an architecture's own, of which a small vocabulary has none.
 NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

@@ -29,6 +29,7 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokenAgreement
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
+from hybridrl.rollout.latent_copies import LatentCopies, set_epsilon
 from hybridrl.rollout.live_weights import (
     check_live,
     free_bytes,
@@ -50,6 +51,7 @@ from hybridrl.rollout.stops import TokenTexts
 # Turns of SGLang's loop without a batch after which it is taken to be stuck. One may pass where the
 # tokens of the batch before have to be known first.
 MOST_EMPTY_TURNS = 3
+COPIES = LatentCopies("w_kc", "w_vc", "num_local_heads")
 
 
 def build(inputs: EngineInputs) -> SglangEngine:
@@ -113,9 +115,12 @@ class SglangEngine:
             """Runs before SGLang measures memory and captures graphs."""
             try:
                 check_live(model, self._layout, hf_shapes(family, shape), version, layout_name)
+                if shape.latent is not None:
+                    COPIES.check(model, shape.latent, shape.num_layers, version)
             except ModelError as error:
                 refusals.append(error)  # raised once SGLang has started: on all ranks alike
             else:
+                set_epsilon(model)
                 views.update(share(model, shard, self._layout, layout_name))
 
         weight_bytes = layout_bytes(self._layout, settings.dtype)
@@ -153,6 +158,10 @@ class SglangEngine:
         """Returns the live parameters, which generation reads; written in place, never replaced."""
         return self._tensors
 
+    def stale_copy(self) -> str | None:
+        """Returns the first copy of a parameter that is not of its present weights, if any."""
+        return COPIES.stale(self._live.model)
+
     def sleep(self, keeps_memory: bool = False) -> None:
         """Stops generation and gives weights and KV cache back; running requests keep their tokens.
 
@@ -178,6 +187,7 @@ class SglangEngine:
             self._is_asleep = False
         # Keys and values of older weights may be cached.
         self._scheduler.forget_requests()
+        COPIES.absorb(self._live.model)
         synchronize(self._device)  # the weights were written on another stream than SGLang's
         self._version = version
         self._is_updating = False
@@ -349,6 +359,7 @@ class SglangEngine:
 
 def layout_name(name: str) -> str:
     """Returns the layout's name of an SGLang parameter."""
+    name = name.replace(".fused_qkv_a_proj_with_mqa.", ".fused_qkv_a_proj.")
     return name.replace(".experts.w", ".experts.routed_experts.w")
 
 

@@ -14,6 +14,7 @@ from hybridrl.models.family import ModelShape
 from hybridrl.rollout.settings import EngineSettings, kv_cache_blocks, token_bytes, usable_bytes
 
 CPU_MAX_KV_CACHE_BYTES = 1 << 30
+CPU_ATTENTION = "torch_native"
 # Of the device's memory: NCCL's buffers, and what torch's allocator cannot use of its own blocks.
 GPU_SLACK = 0.03
 # Of the memory that generation may use, what weights and KV cache may take; the rest is for its
@@ -79,7 +80,7 @@ def server_arguments(
 def _of_cpu(settings: EngineSettings, per_token: int) -> dict[str, Any]:
     return {
         "device": "cpu",
-        "attention_backend": "torch_native",
+        "attention_backend": CPU_ATTENTION,
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
         "chunked_prefill_size": -1,

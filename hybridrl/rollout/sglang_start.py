@@ -31,6 +31,7 @@ from hybridrl.rollout.groups import over_layout, replica_members
 from hybridrl.rollout.process_state import keep_generators, quiet, replaced
 from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.sglang_arguments import longest_request, server_arguments
+from hybridrl.rollout.sglang_latent import latents_on_cpu
 from hybridrl.rollout.sglang_sampling import SeededSampler, keep_seeds
 from hybridrl.rollout.sglang_scheduler import make_scheduler, without_watchdog
 from hybridrl.rollout.sglang_stubs import known_models_kept, stand_in
@@ -109,6 +110,7 @@ def start(
         _after_loading(lambda model: prepare(model, version)),
         _sizes_as_they_are(),
         _seeds_as_they_are(),
+        latents_on_cpu() if is_cpu and shape.latent is not None else contextlib.nullcontext(),
         without_watchdog(),
         quiet(),
     ):

@@ -58,24 +58,14 @@ def installed_version(is_cpu: bool) -> str:
 
 
 def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
-    """Yields the violation if SGLang would build other layers than the model has, or keep copies of
-    weights that it makes once.
+    """Yields the violation if SGLang would build other layers than the model has.
 
     Args:
         shape: the model's `ModelShape`.
         is_cpu: whether this host has no GPUs; torch's attention takes all sizes of heads.
     """
     del is_cpu
-    if shape.latent_dim is not None:
-        # It multiplies with cut and turned copies of kv_b_proj, which it makes after loading, and
-        # its CPU kernels for them are of sgl_kernel, which has no build for CPUs.
-        yield UserError(
-            "model's attention",
-            "latent attention",
-            f"grouped-query attention with {NAME}",
-            "Choose another model, or set rollout.engine=vllm or rollout.engine=hf.",
-        )
-    elif shape.window is not None:
+    if shape.window is not None:
         # Its Mistral and Phi-3 are its Llama, whose attention reads no window (0.5.12 to 0.5.16).
         yield UserError(
             "model's sliding_window",
@@ -83,7 +73,8 @@ def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
             f"none with {NAME}, which would attend to all positions",
             "Choose another model, or set rollout.engine=vllm or rollout.engine=hf.",
         )
-    elif shape.moe is not None and shape.moe.dense_layers:
+    elif shape.moe is not None and shape.moe.dense_layers and shape.latent is None:
+        # Its Qwen3-MoE has experts in all layers, whatever config.json says; its DeepSeek does not.
         yield UserError(
             "model's layers without experts",
             ", ".join(map(str, shape.moe.dense_layers)),

@@ -37,6 +37,7 @@ from hybridrl.rollout.engine import (
     SamplingParams,
     new_rows,
 )
+from hybridrl.rollout.latent_copies import LatentCopies, set_epsilon
 from hybridrl.rollout.live_weights import (
     check_live,
     free_bytes,
@@ -52,13 +53,7 @@ from hybridrl.rollout.settings import EngineSettings, too_long
 from hybridrl.rollout.stops import TokenTexts
 from hybridrl.rollout.vllm_decoding import DecodingSteps
 from hybridrl.rollout.vllm_experts import deal_experts
-from hybridrl.rollout.vllm_latent import (
-    absorb,
-    check_latent,
-    layout_name,
-    set_epsilon,
-    stale_copy,
-)
+from hybridrl.rollout.vllm_latent import rotate_with_torch
 from hybridrl.rollout.vllm_memory import (
     KV_CACHE,
     WEIGHTS,
@@ -72,6 +67,7 @@ from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import is_scheduler_known, model_rules
 
 LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
+COPIES = LatentCopies("W_UK_T", "W_UV", "num_heads")
 
 
 def build(inputs: EngineInputs) -> VllmEngine:
@@ -164,7 +160,9 @@ class VllmEngine:
                     deal_experts(model, experts)
                 check_live(model, self._layout, hf_shapes(family, shape), version, layout_name)
                 if shape.latent is not None:
-                    check_latent(model, shape.latent, shape.num_layers, version)
+                    COPIES.check(model, shape.latent, shape.num_layers, version)
+                    if self._device.type == "cpu":
+                        rotate_with_torch(model, version)
             except ModelError as error:
                 refusals.append(error)
             else:
@@ -206,7 +204,7 @@ class VllmEngine:
 
     def stale_copy(self) -> str | None:
         """Returns the first copy of a parameter that is not of its present weights, if any."""
-        return stale_copy(self._live.model)
+        return COPIES.stale(self._live.model)
 
     def sleep(self, keeps_memory: bool = False) -> None:
         """Stops generation and gives weights and KV cache back; running requests keep their tokens.
@@ -246,7 +244,7 @@ class VllmEngine:
             raise RuntimeError("vLLM kept its prefix cache, which holds keys of older weights")
         if self._experts is not None:
             self._experts.forget()
-        absorb(self._live.model)
+        COPIES.absorb(self._live.model)
         self._version = version
         self._is_updating = False
 
@@ -438,6 +436,11 @@ class VllmEngine:
     def model(self) -> torch.nn.Module:
         """This rank's live module, for those who look into it; not to be changed."""
         return self._live.model
+
+
+def layout_name(name: str) -> str | None:
+    """Returns the layout's name of a vLLM parameter, which is its own; None: it is a copy."""
+    return None if COPIES.is_copy(name) else name
 
 
 def _part(

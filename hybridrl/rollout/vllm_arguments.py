@@ -73,7 +73,7 @@ def engine_arguments(
         block_size = CPU_BLOCK_SIZE
         if shape.latent is not None:
             block_size = CPU_LATENT_BLOCK_SIZE
-            # The other one packs the projection up once and for all (vllm_latent.py).
+            # The other one packs the projection up once and for all (latent_copies.py).
             arguments["attention_backend"] = "CPU_MLA"
         arguments |= {
             "block_size": block_size,

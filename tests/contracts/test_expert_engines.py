@@ -26,7 +26,7 @@ from engine_cases import (
     start_packaged,
     write_weights,
 )
-from packaged import CLASSES, engine_module, needs
+from packaged import CLASSES, engine_module, named, needs
 from tiny_models import chosen_by
 
 from hybridrl.config import engines as registry
@@ -174,7 +174,11 @@ def renamed(layout: RankLayout, change: Change) -> RankLayout:
     return dataclasses.replace(layout, regions=tuple(regions))
 
 
-DEEPSEEK = "vllm-deepseek-v3"
+DEEPSEEK = tuple(f"{engine}-deepseek-v3" for engine in CLASSES)
+OF_DEEPSEEK = [
+    pytest.param(name, marks=needs(name.partition("-")[0]), id=name.partition("-")[0])
+    for name in DEEPSEEK
+]
 # A change of a model's table, and the parameter that is named.
 LATENT_FAULTS = [
     (
@@ -205,7 +209,7 @@ EXPERT_FAULTS = [
     ),
 ]
 FAULTS = [
-    *((DEEPSEEK, *fault) for fault in LATENT_FAULTS),
+    *((name, *fault) for name in DEEPSEEK for fault in LATENT_FAULTS),
     *((f"{engine}-qwen3-moe", *fault) for engine in CLASSES for fault in EXPERT_FAULTS),
 ]
 
@@ -225,24 +229,24 @@ def test_packaged_engine_refuses_a_table_with_experts_elsewhere(
         start_packaged(model)
 
 
-@needs("vllm")[0]
-@needs("vllm")[1]
-def test_latent_attention_computes_with_copies_of_the_newest_projection_up() -> None:
+@pytest.mark.parametrize("name", OF_DEEPSEEK)
+def test_latent_attention_computes_with_copies_of_the_newest_projection_up(name: str) -> None:
     """The projection itself is not shared. Its copies are views on CPUs, and made so here that they
     are memory of their own, as on GPUs.
     """
-    config = PACKAGED_EXPERT_MODELS[DEEPSEEK]
+    config = PACKAGED_EXPERT_MODELS[name]
+    copies = named(CLASSES[name.partition("-")[0]].partition(":")[0] + ":COPIES")
     family = resolve_family(None, config)
     layout = megatron_layout(family, family.shape(config), TrainLayout(1), 0)
     shard = TrainingShard(layout, allocate(layout, torch.float32))
-    engine = start_packaged(DEEPSEEK, shard=shard)
+    engine = start_packaged(name, shard=shard)
     assert "model.layers.0.self_attn.kv_b_proj.weight" not in engine.shared
     assert "model.layers.0.self_attn.o_proj.weight" in engine.shared
-    for attention in (part for part in engine.model.modules() if hasattr(part, "W_UV")):
-        attention.W_UV.data = attention.W_UV.clone()
-        attention.W_UK_T.data = attention.W_UK_T.clone()
+    for attention in (part for part in engine.model.modules() if hasattr(part, copies.values)):
+        for copy in (getattr(attention, copies.keys), getattr(attention, copies.values)):
+            copy.data = copy.clone()
     for version in range(2):
-        model = make_reference(DEEPSEEK, version)
+        model = make_reference(name, version)
         write_weights(engine, model, version)
         requests = make_requests(4, SamplingParams(temperature=0.0, max_new_tokens=9))
         for request, completion in zip(requests, generate(engine, requests), strict=True):
@@ -252,10 +256,9 @@ def test_latent_attention_computes_with_copies_of_the_newest_projection_up() -> 
             )
 
 
-@needs("vllm")[0]
-@needs("vllm")[1]
-def test_vllm_engine_refuses_a_table_without_a_routers_bias(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("model", OF_DEEPSEEK)
+def test_packaged_engine_refuses_a_table_without_a_routers_bias(
+    monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """Such as that of another model with the same parameters beside it."""
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -266,9 +269,9 @@ def test_vllm_engine_refuses_a_table_without_a_routers_bias(
         regions = tuple(region for region in layout.regions if region.local != name)
         return dataclasses.replace(layout, shapes=shapes, regions=regions)
 
-    monkeypatch.setattr("hybridrl.rollout.vllm.fused_layout", faulty)
+    monkeypatch.setattr(f"{engine_module(model.partition('-')[0])}.fused_layout", faulty)
     with pytest.raises(ModelError, match=name):
-        start_packaged(DEEPSEEK)
+        start_packaged(model)
 
 
 def test_experts_of_all_ranks_add_up_to_those_of_one() -> None:

@@ -38,6 +38,7 @@ from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.latent_copies import LatentCopies
 from hybridrl.rollout.process_state import replaced
 from hybridrl.rollout.settings import EngineSettings
 
@@ -226,9 +227,10 @@ def check_stale(
     for name, weight in weights.items():
         if name.endswith("linear_kv_up_proj.weight"):
             weight.add_(1)
-    with replaced(sys.modules[type(engine).__module__], "absorb", lambda model: None):
+    keys = sys.modules[type(engine).__module__].COPIES.keys
+    with replaced(LatentCopies, "absorb", lambda copies, model: None):
         said = failure(hybrid)
-    assert "W_UK_T of the engine on rank 0" in said, said
+    assert f"{keys} of the engine on rank 0" in said, said
     hybrid.to_rollout()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from launch import run_ranks
-from packaged import CLASSES, PACKAGED, REFUSED_KEYS, REFUSED_MODELS, needs
+from packaged import CLASSES, PACKAGED, REFUSED_KEYS, needs
 from tiny_models import FAMILIES, tiny_model
 
 # Cases of experts: `some` has experts that are dealt out of order, where the engine takes them so,
@@ -17,7 +17,6 @@ EXPERT_CASES = [
     pytest.param(engine, cases, marks=(*needs(engine), *([pytest.mark.full] * (cases == "more"))))
     for engine in CLASSES
     for cases in ("some", "latent", "more")
-    if cases != "latent" or "deepseek_v3" not in REFUSED_MODELS[engine]
 ]
 OTHERS = ("mistral", "granite", "phi3", "phi35", "phi4mini", "glm4", "gemma2", "gemma3_text")
 WORKER = str(Path(__file__).with_name("packaged_worker.py"))

@@ -82,9 +82,12 @@ WALLS = {
     "transformer_engine": ["platform.py"],
     "vllm": [
         f"rollout/vllm{part}.py"
-        for part in ("", "_decoding", "_experts", "_latent", "_memory", "_routing", "_start")
+        for part in ("", "_decoding", "_experts", "_memory", "_routing", "_start")
     ],
-    "sglang": [f"rollout/sglang{part}.py" for part in ("", "_sampling", "_scheduler", "_start")],
+    "sglang": [
+        f"rollout/sglang{part}.py"
+        for part in ("", "_latent", "_sampling", "_scheduler", "_start")
+    ],
     "triton": ["../kernels/*"],
     "ray": ["cli/ray_launch.py"],
     "wandb": ["metrics/trackers.py"],

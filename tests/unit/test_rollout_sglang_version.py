@@ -113,17 +113,15 @@ def test_check_says_which_sglang_there_is(install: Any, monkeypatch: pytest.Monk
 
 
 def test_models_that_sglang_would_compute_otherwise_are_refused() -> None:
-    def rules(
-        moe: Any, latent_dim: int | None = None, window: int | None = None
-    ) -> list[UserError]:
-        shape = SimpleNamespace(moe=moe, latent_dim=latent_dim, window=window)
+    def rules(moe: Any, latent: Any = None, window: int | None = None) -> list[UserError]:
+        shape = SimpleNamespace(moe=moe, latent=latent, window=window)
         return list(model_rules(shape, True))
 
     assert rules(None) == rules(SimpleNamespace(dense_layers=())) == []
     (violation,) = rules(SimpleNamespace(dense_layers=(1, 3)))
     assert violation.name == "model's layers without experts" and violation.value == "1, 3"
-    (violation,) = rules(SimpleNamespace(dense_layers=(0,)), 576)
-    assert violation.value == "latent attention" and "rollout.engine=vllm" in violation.remedy
+    assert "rollout.engine=vllm" in violation.remedy
+    assert rules(SimpleNamespace(dense_layers=(0,)), latent=object()) == []  # DeepSeek's
     (violation,) = rules(None, window=4096)
     assert violation.name == "model's sliding_window" and violation.value == 4096
 
@@ -173,6 +171,10 @@ def test_names_of_parameters_are_the_layouts() -> None:
     stem = "model.layers.3.mlp.experts."
     assert layout_name(f"{stem}w13_weight") == f"{stem}routed_experts.w13_weight"
     assert layout_name("model.norm.weight") == "model.norm.weight"
+    down = "model.layers.3.self_attn.fused_qkv_a_proj"
+    assert layout_name(f"{down}_with_mqa.weight") == f"{down}.weight"
+    alone = "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"  # where queries have no latent
+    assert layout_name(alone) == alone
 
 
 @pytest.mark.parametrize(("knows_replicas", "asked"), [(True, [[0, 1], [2, 3]]), (False, [[0, 1]])])

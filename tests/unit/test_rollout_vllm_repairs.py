@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from hybridrl.errors import ModelError
-from hybridrl.models.family import LatentShape
 from hybridrl.rollout.vllm_experts import deal_experts
-from hybridrl.rollout.vllm_latent import check_latent
 from hybridrl.rollout.vllm_start import compute_on_current_stream
 
 
@@ -50,48 +48,6 @@ def test_a_layer_without_maps_is_refused(maps: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="expert_map") as caught:
         deal_experts(mixture(**maps), [1, 2])
     assert caught.value.remedy == "Set rollout.ep=1."
-
-
-class Norm(torch.nn.Module):
-    variance_epsilon = 1e-5
-
-
-def latent_model(num_layers: int, without: str = "") -> torch.nn.Module:
-    """Layers of latent attention: 2 heads of 3 + 4, latents of 5; the last lacks one module."""
-    layers = []
-    for index in range(num_layers):
-        parts: dict[str, torch.nn.Module] = {
-            "q_a_layernorm": Norm(),
-            "kv_a_layernorm": Norm(),
-            "kv_b_proj": torch.nn.Linear(5, 14, bias=False),
-        }
-        copies = {"W_UK_T": torch.zeros(2, 3, 5), "W_UV": torch.zeros(2, 5, 4)}
-        if index == num_layers - 1:
-            parts.pop(without, None)
-            copies.pop(without, None)
-        layer = torch.nn.ModuleDict(parts)
-        layer.num_heads, layer.qk_nope_head_dim = 2, 3
-        for name, copy in copies.items():
-            setattr(layer, name, copy)
-        layers.append(layer)
-    return torch.nn.Sequential(*layers)
-
-
-LATENT = LatentShape(6, 5, 3, 2, 4)
-
-
-def test_latent_attention_is_taken_where_all_is_found() -> None:
-    check_latent(latent_model(3), LATENT, 3, "vllm 1")
-    no_queries = LatentShape(0, 5, 3, 2, 4)
-    model = latent_model(1, without="q_a_layernorm")
-    check_latent(model, no_queries, 1, "vllm 1")
-
-
-@pytest.mark.parametrize("name", ["q_a_layernorm", "kv_a_layernorm", "W_UK_T", "W_UV"])
-def test_latent_attention_of_other_names_is_refused(name: str) -> None:
-    with pytest.raises(ModelError, match="vllm 1") as caught:
-        check_latent(latent_model(3, without=name), LATENT, 3, "vllm 1")
-    assert ("W_UK_T" if name.startswith("W") else "norm") in str(caught.value)
 
 
 def test_a_step_on_another_stream_is_waited_for_where_its_tokens_are_copied(

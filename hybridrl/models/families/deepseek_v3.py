@@ -42,8 +42,9 @@ NAMES = ExpertNames(
 # A group's score is the sum of so many best ones. Megatron-Core 0.16.1 takes experts per token over
 # groups per token of them (moe_utils.py, group_limited_topk).
 BEST_OF_GROUP = 2
-# What the architecture means; engines take other routers where config.json does not say it.
-STATED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+# What the architecture means. Engines take other routers, or end, where config.json does not say
+# it.
+STATED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 # Keys of published configs that change no number here: how the model was trained, where its code
 # was, and how many layers for further tokens there are.
 WITHOUT_EFFECT = frozenset(
@@ -61,7 +62,6 @@ WITHOUT_EFFECT = frozenset(
 def shape(hf_config: HfConfig) -> ModelShape:
     """Reads the sizes; defaults are those of transformers' DeepseekV3Config."""
     require(hf_config, "attention_bias", False, (False,))
-    require(hf_config, "moe_layer_freq", 1, (1,))
     for key, value in STATED.items():
         require(hf_config, key, value, (value,))
     latent = latent_shape(hf_config)
@@ -144,7 +144,6 @@ FAMILY = Family(
         "attention_bias",
         "first_k_dense_replace",
         "moe_intermediate_size",
-        "moe_layer_freq",
         "n_group",
         "n_routed_experts",
         "n_shared_experts",

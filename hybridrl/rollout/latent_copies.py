@@ -1,0 +1,114 @@
+"""Latent attention in engines of packages: copies of the projection up, and norms.
+
+For decoding an engine multiplies queries and outputs with the projection up of keys and values, cut
+and turned into two tensors, which it makes once after loading. After every write of `kv_b_proj`
+they are made again here, in place, since CUDA graphs keep their addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.errors import ModelError
+from hybridrl.models.families.latent import LATENT_EPS
+from hybridrl.models.family import LatentShape
+
+LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+
+
+@dataclass(frozen=True)
+class LatentCopies:
+    """The copies of one package, by the names of attributes of its attention layers.
+
+    Such a layer also has `kv_b_proj`, whose weight is (N * (P + V), L): of each of N heads the P
+    rows of its key, then the V rows of its value; and `qk_nope_head_dim`, which is P.
+
+    Args:
+        keys: of the copy for queries, (N, P, L).
+        values: of the copy for outputs, (N, L, V).
+        num_heads: of N, this rank's heads.
+    """
+
+    keys: str
+    values: str
+    num_heads: str
+
+    def check(
+        self, model: torch.nn.Module, latent: LatentShape, num_layers: int, version: str
+    ) -> None:
+        """Looks for all that `absorb` and `set_epsilon` set: by names alone, they would pass over
+        others.
+
+        Args:
+            model: the package's, loaded.
+            latent: sizes of its attention.
+            num_layers: of it.
+            version: name and version of the package, for the message.
+
+        Raises:
+            ModelError: a layer has not its two copies, or not its norms of latents.
+        """
+        copies, norms = len(list(self._copies(model))), len(list(_norms(model)))
+        per_layer = 1 + (latent.query_rank > 0)
+        for found, expected, what in (
+            (copies, 2 * num_layers, f"{self.keys} and {self.values}"),
+            (norms, per_layer * num_layers, f"norms of latents, {' and '.join(LATENT_NORMS)}"),
+        ):
+            if found != expected:
+                raise ModelError(
+                    "rollout.engine",
+                    f"{found} tensors of {version}",
+                    f"{expected}, over {num_layers} layers: {what}",
+                    "Install a version that the tests cover, or set rollout.engine=hf.",
+                )
+
+    def is_copy(self, name: str) -> bool:
+        """Whether a parameter of this name is such a copy: some versions have them as parameters,
+        others as plain attributes.
+        """
+        return name.rpartition(".")[2] in (self.keys, self.values)
+
+    @torch.no_grad()
+    def absorb(self, model: torch.nn.Module) -> None:
+        """Makes every layer's copies again; nothing where there are none."""
+        for _, copy, source in self._copies(model):
+            copy.copy_(source)
+
+    @torch.no_grad()
+    def stale(self, model: torch.nn.Module) -> str | None:
+        """Returns the name of the first copy that is not what `absorb` makes; None: all are."""
+        made = self._copies(model)
+        return next((name for name, copy, source in made if not copy.equal(source)), None)
+
+    def _copies(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yields the name of each copy, the copy, and the view of the weight that it is of."""
+        for name, layer in model.named_modules():
+            found = getattr(layer, self.keys, None), getattr(layer, self.values, None)
+            if not all(isinstance(copy, Tensor) for copy in found):
+                continue
+            attention: Any = layer
+            weight = attention.kv_b_proj.weight
+            heads = weight.view(getattr(attention, self.num_heads), -1, weight.size(-1))
+            size = attention.qk_nope_head_dim
+            yield f"{name}.{self.keys}", getattr(attention, self.keys), heads[:, :size]
+            values = heads[:, size:].transpose(1, 2)
+            yield f"{name}.{self.values}", getattr(attention, self.values), values
+
+
+def set_epsilon(model: torch.nn.Module) -> None:
+    """Gives norms of latents the epsilon that the model was made with: vLLM and SGLang take the
+    other norms', which in Moonlight is another. Before graphs are captured.
+    """
+    for norm in _norms(model):
+        norm.variance_epsilon = LATENT_EPS
+
+
+def _norms(model: torch.nn.Module) -> Iterator[Any]:
+    for name, part in model.named_modules():
+        if name.endswith(LATENT_NORMS) and hasattr(part, "variance_epsilon"):
+            yield part

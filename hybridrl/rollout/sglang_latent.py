@@ -1,0 +1,36 @@
+"""What SGLang's latent attention needs on CPUs, where its own kernels for it are not installed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from hybridrl.rollout.process_state import replaced
+from hybridrl.rollout.sglang_arguments import CPU_ATTENTION
+
+
+@contextlib.contextmanager
+def latents_on_cpu() -> Iterator[None]:
+    """Makes the engine that starts inside compute latent attention with torch's own.
+
+    Prompts read the cached latents as decoding does: SGLang would compute keys and values of all
+    heads for them, which torch's attention looks for in a cache of such. Positions without scaling
+    come from what other models use: SGLang's function for this model on CPUs knows YaRN alone.
+    """
+    from sglang.srt.layers.rotary_embedding import get_rope
+    from sglang.srt.models import deepseek_v2
+    from sglang.srt.models.deepseek_common import attention_backend_handler as choice
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_methods
+
+    absorbed = forward_methods.AttnForwardMethod.MLA
+    choice.AttentionBackendRegistry.register(CPU_ATTENTION, lambda layer, batch: absorbed)
+    of_yarn = deepseek_v2.get_rope_wrapper
+
+    def positions(head_size: int, *, rope_scaling: Any, device: str, **sizes: Any) -> Any:
+        if rope_scaling is not None:
+            return of_yarn(head_size, rope_scaling=rope_scaling, device=device, **sizes)
+        return get_rope(head_size, **sizes)
+
+    with replaced(deepseek_v2, "get_rope_wrapper", positions):
+        yield
