@@ -32,8 +32,10 @@ IS_GPU = torch.cuda.is_available()  # without one the script only shows that it 
 DTYPE = torch.bfloat16 if IS_GPU else torch.float32
 # Of two computations that round as often, on the worst of 1,920 tokens; and where nothing rounds.
 FACTOR, LEAST = 2.0, 1e-4
-# Of tokens that a batch beside them may change by rounding: a draw at a border of two tokens.
-SHARE_EQUAL = 0.9
+# How often a draw from one computation differs from the same draw from another, at most, in mean
+# differences of their log-probabilities: two draws by the same noise differ twice as often as the
+# total variation, which is half of that mean, and filters and low temperatures add to it.
+DRAWS = 3.0
 VOCAB = 4000
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -109,34 +111,63 @@ def logps(model: Any, request: Request, done: Completion) -> torch.Tensor:
     return found_TV.gather(-1, torch.tensor(done.tokens, device=model.device)[:, None])[:, 0].cpu()
 
 
-def check_logps(model: Any, exact: Any, asked: list[Request], done: list[Completion]) -> str:
-    """Of whole distributions each; with top-k or top-p what is left out only raises them."""
+def check_logps(
+    model: Any, exact: Any, asked: list[Request], done: list[Completion]
+) -> tuple[str, float]:
+    """Of whole distributions each; with top-k or top-p what is left out only raises them. Returns
+    what was found, and the mean difference of engine and transformers in the engine's type.
+    """
     worst = torch.zeros(2)
+    apart: list[float] = []
     for request, one in zip(asked, done, strict=True):
         wanted = logps(exact, request, one)
-        theirs = (logps(model, request, one) - wanted).abs().max()
+        of_type = logps(model, request, one)
+        theirs = (of_type - wanted).abs().max()
         gap = torch.tensor(one.logps) - wanted
         whole = request.sampling.top_k == 0 and request.sampling.top_p == 1
         ours = gap.abs().max() if whole else (-gap).max()
         worst = torch.maximum(worst, torch.stack([ours, theirs]))
+        if whole and request.sampling.temperature > 0:
+            apart += (torch.tensor(one.logps) - of_type).abs().tolist()
     said = f"log-probabilities within {worst[0]:.4f} of fp32, those of transformers {worst[1]:.4f}"
     assert worst[0] <= FACTOR * worst[1] + LEAST, said
+    return said, float(np.mean(apart))
+
+
+def share_changed(one: list[Completion], other: list[Completion]) -> float:
+    """Of draws whose tokens before them are equal, the share that differs."""
+    drawn = changed = 0
+    for a, b in zip(one, other, strict=True):
+        equal = [x == y for x, y in zip(a.tokens, b.tokens, strict=False)]
+        drawn += len(equal) if all(equal) else equal.index(False) + 1
+        changed += not all(equal)
+    return changed / drawn
+
+
+def check_changed(what: str, one: list[Completion], other: list[Completion], apart: float) -> str:
+    share = share_changed(one, other)
+    said = f"draws that differ {what} {share:.4f}, of {DRAWS * apart:.4f} at most"
+    assert share <= DRAWS * apart, said
     return said
 
 
-def share_equal(one: list[Completion], other: list[Completion]) -> float:
-    return float(np.mean([a.tokens == b.tokens for a, b in zip(one, other, strict=True)]))
-
-
-def check_batches(engine: SglangEngine, asked: list[Request], done: list[Completion]) -> str:
+def check_batches(
+    engine: SglangEngine, asked: list[Request], done: list[Completion], apart: float
+) -> str:
+    """Requests give the same whatever is beside them, but where rounding moves a draw."""
     backwards = generate(engine, asked[::-1])[::-1]
     alone = [generate(engine, [request])[0] for request in asked[:8]]
-    shares = share_equal(done, backwards), share_equal(done[:8], alone)
-    assert min(shares) >= SHARE_EQUAL - 0.15, shares
-    return f"equal responses in another order {shares[0]:.2f}, alone {shares[1]:.2f}"
+    return "; ".join(
+        [
+            check_changed("in another order", done, backwards, apart),
+            check_changed("alone", done[:8], alone, apart),
+        ]
+    )
 
 
-def check_interruption(engine: SglangEngine, asked: list[Request], done: list[Completion]) -> str:
+def check_interruption(
+    engine: SglangEngine, asked: list[Request], done: list[Completion], apart: float
+) -> str:
     engine.submit(asked)
     for _ in range(15):
         engine.step()
@@ -149,9 +180,8 @@ def check_interruption(engine: SglangEngine, asked: list[Request], done: list[Co
     engine.clear()
     finished += generate(engine, pending)
     by_id = {one.request_id: one for one in finished}
-    share = share_equal(done, [by_id[one.request_id] for one in done])
-    assert share >= SHARE_EQUAL - 0.15, share
-    return f"equal responses after a sleep in the middle {share:.2f}"
+    again = [by_id[one.request_id] for one in done]
+    return check_changed("after a sleep in the middle", done, again, apart)
 
 
 def check_sleep(engine: SglangEngine, model: Any) -> str:
@@ -189,11 +219,12 @@ def check(name: str, config: dict[str, Any], eager: bool, ep: int, rank: int, wo
         model, exact = make_reference(config, version, device)
         write_weights(engine, model, version)
         done = generate(engine, asked)
-        said.append(check_logps(model, exact, asked, done))
-    said.append(check_batches(engine, asked, done))
-    said.append(check_interruption(engine, asked, done))
+        found, apart = check_logps(model, exact, asked, done)
+        said.append(found)
+    said.append(check_batches(engine, asked, done, apart))
+    said.append(check_interruption(engine, asked, done, apart))
     said.append(check_sleep(engine, model))
-    assert share_equal(done, generate(engine, asked)) >= SHARE_EQUAL - 0.15
+    said.append(check_changed("after it", done, generate(engine, asked), apart))
     holdings = {what: round(one.num_bytes / 2**20) for what, one in engine.memory().items()}
     said.append(f"MiB {holdings}")
     engine.close()
