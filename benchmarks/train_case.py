@@ -27,7 +27,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.data.balance import Schedule
 from hybridrl.data.packing import even_sizes, round_up
-from hybridrl.loop import setup
+from hybridrl.loop import garbage, setup
 from hybridrl.metrics.flops import forward_flops, train_flops
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.groups import start_process_group
@@ -127,6 +127,7 @@ class Case(CaseRecord):
             raise RuntimeError(f"a wrong step: loss {loss}, gradient norm {norm}, change {change}")
         # From here on weights stay: the same work, and never a step that is left out.
         self.policy.model.peak_learning_rate = 0.0
+        garbage.set_aside(self.platform)  # as after a Trainer's first step
         self.result["attention_backend"] = attention_backend()
         self.save("a step", f"gradient norm {norm:.3g}, change of log-probabilities {change:.2g}")
 

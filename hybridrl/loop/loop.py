@@ -31,7 +31,7 @@ from hybridrl.data.prompt_store import Rows
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
 from hybridrl.generation.resampling import UniformGroupsWarning, replace_uniform_groups
-from hybridrl.loop import ledger, rollout_setup, setup
+from hybridrl.loop import garbage, ledger, rollout_setup, setup
 from hybridrl.loop.copying import Copies
 from hybridrl.loop.engine_phases import EnginePhases
 from hybridrl.loop.evaluate import Evaluation
@@ -85,6 +85,7 @@ class Trainer:
         trains: bool = True,
     ) -> None:
         self.config, self._trains = config, trains
+        garbage.take_back()  # of one that was not closed
         make_working_folder_importable()
         start_kernels_in_order(config.train.tp, config.train.cp)
         self.platform = Platform.detect()
@@ -117,6 +118,7 @@ class Trainer:
         setup.tell_order(config, meshes, self.journal.notify)
         self.step, self.seconds, self._started = 0, 0.0, time.monotonic()
         self._has_begun = False  # a checkpoint was loaded, or a step taken
+        self._is_settled = False  # a step of this process has made what stays
         self._saved_step = 0  # of the checkpoint that was saved or loaded last
         self._lock = RunLock(self.journal.folder)
         replay = self.journal.folder / "replay"
@@ -309,6 +311,9 @@ class Trainer:
         self.step += 1
         self._position.end_step()
         self.sampler.end_step()
+        if not self._is_settled:
+            garbage.set_aside(self.platform)
+            self._is_settled = True
         self.copies.take_due(self.step, self.trained, self._state, self.source.files, timer)
         if self.algorithm.needs.rollouts:
             metrics |= self.reshard()
@@ -487,4 +492,5 @@ class Trainer:
         self.engine.close()
         for model in self.models.values():
             model.close()
+        garbage.take_back()
         stop_process_group()

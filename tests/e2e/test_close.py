@@ -6,6 +6,7 @@ import gc
 import weakref
 from pathlib import Path
 
+import pytest
 from small_runs import small_run
 
 
@@ -18,3 +19,17 @@ def test_a_closed_trainer_frees_its_models(tmp_path: Path) -> None:
     del trainer, models, parts
     gc.collect()
     assert [name for name, part in left if part() is not None] == []
+
+
+def test_what_the_first_step_leaves_is_collected_no_more_until_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: done.append(name))
+    with small_run(tmp_path) as trainer:
+        assert done == ["unfreeze"]  # an earlier Trainer may not have been closed
+        for _ in range(2):
+            trainer.train_step()
+        assert done == ["unfreeze", "freeze"]
+    assert done == ["unfreeze", "freeze", "unfreeze"]
