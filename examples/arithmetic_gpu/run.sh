@@ -40,6 +40,7 @@ learn() {
   hybridrl report "runs/$run"
   mkdir -p "$OUT/$run"
   cp "runs/$run"/{metrics.jsonl,summary.json,config.yaml,report.html} "$OUT/$run/"
+  if [ -d "runs/$run/traces" ]; then cp -r "runs/$run/traces" "$OUT/$run/"; fi  # of KNOBS="run.profile=[6]"
 }
 
 if wants sft; then
