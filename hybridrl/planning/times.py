@@ -29,9 +29,8 @@ HIDDEN_COPIES, PRODUCT_COPIES, EXPERT_COPIES = 20, 6, 6
 LOGIT_BYTES = 8  # of fp32 logits, read and written in chunks
 # Share of the rate of large matrix products at which grouped ones of experts run.
 EXPERTS_SHARE = 0.6
-# What a backward pass costs in forward passes, of experts, and of those beside tensor-parallel
-# layers, whose cause is not known.
-BACKWARD, BACKWARD_EXPERTS, BACKWARD_EXPERTS_TP = 2.1, 2.3, 3.8
+# What a backward pass costs in forward passes, and of experts.
+BACKWARD, BACKWARD_EXPERTS = 2.1, 2.3
 # Of the link's rate, that collectives of tensor-parallel layers and of experts get.
 PAIR_SHARE, COLLECTIVE_SHARE = 0.6, 0.72  # of two ranks, of more
 # What the host takes to compute a layer again beside a forward pass: checkpoints keep and restore
@@ -235,9 +234,11 @@ class PassTimes:
             sent = 2.0 * tokens * size * (layout.cp - 1)
             total += 0.5 * sent / self._rate(layout.tp * layout.cp)
         if shape.moe is not None and layout.ep * layout.etp > 1:
-            parts = layout.ep * layout.etp
-            copies = 2 * shape.moe.experts_per_token * shape.hidden_size * layout.etp
-            sent = 2.0 * tokens / layout.tp * copies * (parts - 1) / parts
+            parts, each = layout.ep * layout.etp, shape.moe.experts_per_token
+            copies = each * layout.etp / parts
+            if layout.tp % parts == 0 and layout.ep <= each:
+                copies = 1.0  # to each other rank (models/dispatch.py)
+            sent = 2.0 * tokens / layout.tp * 2 * copies * shape.hidden_size * (parts - 1)
             total += sent / (_share(parts) * self._rate(parts))
         return total * shape.num_layers
 
@@ -249,9 +250,7 @@ class PassTimes:
         return (flops / self._matrix_rate + traffic / self._memory_rate) / cut
 
     def _backward(self) -> float:
-        if self.shape.moe is None:
-            return BACKWARD
-        return BACKWARD_EXPERTS if self.layout.tp == 1 else BACKWARD_EXPERTS_TP
+        return BACKWARD if self.shape.moe is None else BACKWARD_EXPERTS
 
     def _host_s(self) -> tuple[float, float]:
         if self.shape.moe is None:
