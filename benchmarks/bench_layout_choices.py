@@ -23,11 +23,20 @@ from hybridrl.planning.cluster import ClusterFile, Host
 MODELS = Path(__file__).parents[1] / "examples" / "recipes" / "models"
 # Layouts of recipes, read on 2026-11-25, with where they stand; sizes that are not named are free.
 RECIPES = {
-    "llama3-70b": {},
+    "llama3-70b": {
+        "NeMo-RL, grpo_math_70B_megatron.yaml, 64 GPUs": {
+            **{"tp": 4, "pp": 4, "cp": 1, "recompute": "none"},
+            "rollout.tp": 4,
+        },
+        "NeMo-RL, grpo-llama3.3-70b-instruct-4n8g.yaml, 32 GPUs": {
+            **{"tp": 4, "pp": 8, "cp": 1},
+            "rollout.tp": 4,
+        },
+    },
     "qwen3-235b-a22b": {
         "verl, docs/perf/dpsk.md, 256 GPUs": {"tp": 4, "pp": 8, "cp": 1, "ep": 4},
-        "NeMo-RL, grpo-qwen3-235b-16n8g.yaml, 128 GPUs": {
-            **{"tp": 2, "pp": 8, "cp": 2, "ep": 16},
+        "NeMo-RL, grpo-qwen3-235b-32n8g.yaml, 256 GPUs": {
+            **{"tp": 2, "pp": 8, "cp": 2, "ep": 16, "recompute": "full"},
             "rollout.tp": 16,
         },
         "slime, scripts/run-qwen3-235B-A22B.sh, 64 GPUs": {
@@ -84,7 +93,7 @@ def judged(name: str, gpu: str, keys: dict[str, Any]) -> dict[str, Any]:
     )
     started = time.monotonic()
     result, assumed = search(config, world, Host(), ClusterFile(gpu=gpu))
-    report = search_report(result, assumed, time.monotonic() - started)
+    report = search_report(result, assumed, time.monotonic() - started, keys)
     kept = {key: report[key] for key in ("seconds", "fitting", "too_large", "refused", "nearest")}
     return {
         "model": name,
