@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def _end(file: Path, what: str) -> None:
     if what == "node":
         assert os.uname().nodename.startswith("node-")
         for folder in Path("/dev/shm").iterdir():
-            shutil.rmtree(folder)
+            gone = folder.with_name(f"gone-{time.time_ns()}")  # a thread may write there
+            shutil.rmtree(folder.rename(gone), ignore_errors=True)
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
