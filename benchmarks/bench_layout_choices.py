@@ -64,8 +64,8 @@ def main() -> int:
     notes = [
         "Predicted, not measured: 5,120 tokens a sample (prompts of 1,024), 8 samples of a prompt, "
         "8 (70B) and 4 (235B) prompts a rank, GRPO with a reference, vLLM, nodes of 8 GPUs.",
-        "Some recipes are of other numbers of GPUs or engines: only their sizes are pinned, on as many "
-        "ranks as the choice; the rest is the best that the search finds beside them.",
+        "Some recipes are of other numbers of GPUs or engines: only their sizes are pinned, on as "
+        "many ranks as the choice; the rest is the best that the search finds beside them.",
     ]
     command = f"python benchmarks/bench_layout_choices.py --out {out}"
     report = {"benchmark": "choices of layout: auto", "command": command, "commit": commit()}
