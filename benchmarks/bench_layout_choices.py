@@ -23,11 +23,20 @@ from hybridrl.planning.cluster import ClusterFile, Host
 MODELS = Path(__file__).parents[1] / "examples" / "recipes" / "models"
 # Layouts of recipes, read on 2026-11-25, with where they stand; sizes that are not named are free.
 RECIPES = {
-    "llama3-70b": {},
+    "llama3-70b": {
+        "NeMo-RL, grpo_math_70B_megatron.yaml, 64 GPUs": {
+            **{"tp": 4, "pp": 4, "cp": 1, "recompute": "none"},
+            "rollout.tp": 4,
+        },
+        "NeMo-RL, grpo-llama3.3-70b-instruct-4n8g.yaml, 32 GPUs": {
+            **{"tp": 4, "pp": 8, "cp": 1},
+            "rollout.tp": 4,
+        },
+    },
     "qwen3-235b-a22b": {
         "verl, docs/perf/dpsk.md, 256 GPUs": {"tp": 4, "pp": 8, "cp": 1, "ep": 4},
-        "NeMo-RL, grpo-qwen3-235b-16n8g.yaml, 128 GPUs": {
-            **{"tp": 2, "pp": 8, "cp": 2, "ep": 16},
+        "NeMo-RL, grpo-qwen3-235b-32n8g.yaml, 256 GPUs": {
+            **{"tp": 2, "pp": 8, "cp": 2, "ep": 16, "recompute": "full"},
             "rollout.tp": 16,
         },
         "slime, scripts/run-qwen3-235B-A22B.sh, 64 GPUs": {
@@ -55,8 +64,8 @@ def main() -> int:
     notes = [
         "Predicted, not measured: 5,120 tokens a sample (prompts of 1,024), 8 samples of a prompt, "
         "8 (70B) and 4 (235B) prompts a rank, GRPO with a reference, vLLM, nodes of 8 GPUs.",
-        "Recipes are of other numbers of GPUs and engines: only their sizes are pinned, on as many "
-        "ranks as the choice; the rest is the best that the search finds beside them.",
+        "Some recipes are of other numbers of GPUs or engines: only their sizes are pinned, on as "
+        "many ranks as the choice; the rest is the best that the search finds beside them.",
     ]
     command = f"python benchmarks/bench_layout_choices.py --out {out}"
     report = {"benchmark": "choices of layout: auto", "command": command, "commit": commit()}
@@ -84,7 +93,7 @@ def judged(name: str, gpu: str, keys: dict[str, Any]) -> dict[str, Any]:
     )
     started = time.monotonic()
     result, assumed = search(config, world, Host(), ClusterFile(gpu=gpu))
-    report = search_report(result, assumed, time.monotonic() - started)
+    report = search_report(result, assumed, time.monotonic() - started, keys)
     kept = {key: report[key] for key in ("seconds", "fitting", "too_large", "refused", "nearest")}
     return {
         "model": name,

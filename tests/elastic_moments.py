@@ -221,11 +221,11 @@ def wait_for(job: Job, step: int) -> None:
         time.sleep(0.05)
 
 
-def largest_differences(job: Job, folder: Path) -> dict[str, float]:
-    """Returns the differences to a run of one rank that nothing happened to."""
+def largest_differences(job: Job, folder: Path, world: int = 1) -> dict[str, float]:
+    """Returns the differences to a run of so many ranks that nothing happened to."""
     found = job.records()
     knobs = (*KNOBS, f"steps.num_steps={len(found)}", f"run.dir={folder}", "checkpoint.every=0")
-    run("train", QUICKSTART / "grpo.yaml", *knobs, "--world", "1", timeout_s=600)
+    run("train", QUICKSTART / "grpo.yaml", *knobs, "--world", str(world), timeout_s=600)
     lines = (folder / "quickstart-grpo" / "metrics.jsonl").read_text().splitlines()
     expected = [json.loads(line) for line in lines]
     assert [one["step"] for one in found] == [one["step"] for one in expected]

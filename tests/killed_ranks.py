@@ -26,11 +26,11 @@ def wait_for(phase_file: Path, end: str) -> None:
     raise AssertionError(f"{phase_file} never said {end}")
 
 
-def rank_process(launcher_pid: int, rank: int) -> psutil.Process:
+def rank_process(launcher_pid: int, rank: int, world: int = 4) -> psutil.Process:
     """Returns the process of a rank: the launcher starts each in a session of its own, in turn."""
     children = psutil.Process(launcher_pid).children()
     ranks = [child for child in children if os.getsid(child.pid) == child.pid]
-    assert len(ranks) == 4, children
+    assert len(ranks) == world, children
     return sorted(ranks, key=lambda child: (child.create_time(), child.pid))[rank]
 
 
@@ -45,22 +45,24 @@ def check_same(found: list[dict[str, float]], expected: list[dict[str, float]]) 
         assert max(differences) < 1e-5, key
 
 
-def lose_a_rank(arguments: Sequence[str | Path], folder: Path, rank: int) -> tuple[str, float]:
-    """Runs four ranks of the quickstart, one of which is killed in step 4 and does not come back.
+def lose_a_rank(
+    arguments: Sequence[str | Path], folder: Path, rank: int, world: int = 4
+) -> tuple[str, float]:
+    """Runs ranks of the quickstart, one of which is killed in step 4 and does not come back.
 
     Returns:
         The output, and how long it took until a step was taken again, seconds.
     """
     broken = folder / "broken"
     process = start(
-        [*arguments, "run.max_restarts=3", "--world", "4"],
+        [*arguments, "run.max_restarts=3", "--world", str(world)],
         {"LOST_RANKS": str(broken)},
     )
     try:
         logs = folder / "quickstart-grpo" / "logs"
         wait_for(logs / f"rank_{rank}.phase", "update, step 4")
-        broken.write_text(f"4 {rank}")
-        os.kill(rank_process(process.pid, rank).pid, signal.SIGKILL)
+        broken.write_text(f"{world} {rank}")
+        os.kill(rank_process(process.pid, rank, world).pid, signal.SIGKILL)
         killed = time.monotonic()
         wait_for(logs / "rank_0.phase", "step 6")
         took = time.monotonic() - killed

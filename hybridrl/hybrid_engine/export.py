@@ -9,6 +9,7 @@ goes on receiving, and all ranks raise its error at the end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import CheckpointError, UserError
+from hybridrl.hybrid_engine.direct import agree_on_all
 from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype
-from hybridrl.hybrid_engine.plan import plan_reshard
+from hybridrl.hybrid_engine.plan import Plan, plan_reshard
 from hybridrl.hybrid_engine.transport import Peers
 from hybridrl.hybrid_engine.wire import wire_views
 from hybridrl.models.boxes import Shape
@@ -25,6 +27,7 @@ from hybridrl.models.hf import MAX_SHARD_BYTES, HfPlaces, HfWriter, stored_as
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_layout
 
 STAGING_BYTES = 64 << 20
+AGREED = 64  # rounds of tensors that the ranks agree on at a time
 
 
 def export_hf(
@@ -101,13 +104,34 @@ def gather_tensors(
 
     All ranks must run through the iterator; it yields nothing on others.
     """
-    regions = [_by_hf_name(layout) for layout in layouts]
     rank = peers.rank
     out_dtype = {"": torch.empty(0, dtype=dtype)} if rank in writers else {}
     wire_dtype = agree_wire_dtype(tensors, out_dtype, peers, (layouts[rank], NOTHING))
     sent = wire_views(tensors, layouts[rank], wire_dtype)
     here = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     device = next((tensor.device for tensor in tensors.values()), torch.device(here))
+    rounds = _rounds(layouts, shapes, writers, wire_dtype.itemsize)
+    while agreed := list(islice(rounds, AGREED)):
+        plans = [plan for plan, _ in agreed]
+        own = [targets.get(rank, NOTHING) for _, targets in agreed]
+        meta = [wire_views(_wholes(one, dtype, "meta"), one, wire_dtype) for one in own]
+        directs = agree_on_all(plans, peers, sent, meta, wire_dtype)
+        for plan, target, direct in zip(plans, own, directs, strict=True):
+            dests = _wholes(target, dtype, device)
+            moved = peers, sent, wire_views(dests, target, wire_dtype), STAGING_BYTES, wire_dtype
+            PackedTransport(plan, *moved, direct=direct).run()
+            while dests:
+                yield dests.popitem()
+
+
+def _rounds(
+    layouts: Sequence[RankLayout],
+    shapes: Mapping[str, Shape],
+    writers: Sequence[int],
+    itemsize: int,
+) -> Iterator[tuple[Plan, dict[int, RankLayout]]]:
+    """Yields the plans by which each writer gets one tensor, and what that is of each."""
+    regions = [_by_hf_name(layout) for layout in layouts]
     names = list(shapes)
     for first in range(0, len(names), len(writers)):
         round_of = dict(zip(writers, names[first : first + len(writers)], strict=False))
@@ -115,19 +139,19 @@ def gather_tensors(
             RankLayout(tuple(r for name in round_of.values() for r in own.get(name, ())), {})
             for own in regions
         ]
-        targets = [
-            hf_layout({round_of[one]: shapes[round_of[one]]}) if one in round_of else NOTHING
-            for one in range(len(layouts))
-        ]
-        plan = plan_reshard(sources, targets, wire_dtype.itemsize)
-        dests, name = {}, round_of.get(rank)
-        if name is not None:
-            whole = torch.empty(shapes[name], dtype=stored_as(name, dtype), device=device)
-            dests[name] = whole
-        written = wire_views(dests, targets[rank], wire_dtype)
-        PackedTransport(plan, peers, sent, written, STAGING_BYTES, wire_dtype).run()
-        if name is not None:
-            yield name, dests.pop(name)
+        targets = {one: hf_layout({name: shapes[name]}) for one, name in round_of.items()}
+        wanted = [targets.get(one, NOTHING) for one in range(len(layouts))]
+        yield plan_reshard(sources, wanted, itemsize), targets
+
+
+def _wholes(
+    layout: RankLayout, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Tensor]:
+    """Returns the tensors of a layout of whole HF tensors; their content is not set."""
+    return {
+        name: torch.empty(shape, dtype=stored_as(name, dtype), device=device)
+        for name, shape in layout.shapes.items()
+    }
 
 
 def _by_hf_name(layout: RankLayout) -> dict[str, list[Region]]:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from hybridrl import ops
 from hybridrl.hybrid_engine.chunks import Part, schedule_exchanges
-from hybridrl.hybrid_engine.direct import agree_direct
+from hybridrl.hybrid_engine.direct import Direct, agree_direct
 from hybridrl.hybrid_engine.plan import CopyOp, Plan, Stream
 from hybridrl.hybrid_engine.quantized import FP8, SENT_AS, Arrivals, Fill, Quantization
 from hybridrl.hybrid_engine.transport import (
@@ -93,6 +93,7 @@ class PackedTransport:
         scales: of this rank's block-quantized destinations; written in place.
         block_group: of all ranks, for large blocks; without it they wait for the exchanges, since
             messages of one communicator do.
+        direct: what needs no staging; None: the ranks agree on that here.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class PackedTransport:
         wire_dtype: torch.dtype,
         scales: Mapping[str, Tensor] | None = None,
         block_group: dist.ProcessGroup | None = None,
+        direct: Direct | None = None,
     ) -> None:
         if plan.itemsize != wire_dtype.itemsize:
             raise ValueError(f"plan of {plan.itemsize}-byte elements, but {wire_dtype} on the wire")
@@ -113,7 +115,8 @@ class PackedTransport:
         self._domain_size = plan.domain_size
         self._programs = PROGRAMS if plan.streams else None
         self._local_ops = [op for op in plan.ops[self._rank] if op.source_rank == self._rank]
-        self._direct = direct = agree_direct(plan, peers, sources, dests, wire_dtype)
+        direct = direct or agree_direct(plan, peers, sources, dests, wire_dtype)
+        self._direct = direct
         capacity = staging_bytes // (2 * SLOTS)
         self._exchanges = schedule_exchanges(
             plan, self._rank, capacity, direct.ops, direct.elements

@@ -61,23 +61,49 @@ def test_a_run_goes_on_without_its_first_rank(unbroken: Path, tmp_path: Path) ->
     check_same(records(tmp_path), records(unbroken))
 
 
+def without_layout(folder: Path) -> Path:
+    """Writes a configuration without what `layout: auto` may choose."""
+    config = yaml.safe_load(CONFIG.read_text())
+    for key in ("tp", "pp", "micro_batch_tokens"):
+        del config["train"][key]
+    del config["rollout"]["tp"]
+    file = folder / "auto.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
 @pytest.mark.dist
 @pytest.mark.full
 def test_a_chosen_layout_is_chosen_anew_for_fewer_ranks(tmp_path: Path) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     for folder in (unbroken, broken):
         folder.mkdir()
-    config = yaml.safe_load(CONFIG.read_text())  # without what may be chosen
-    for key in ("tp", "pp", "micro_batch_tokens"):
-        del config["train"][key]
-    del config["rollout"]["tp"]
-    file = tmp_path / "auto.yaml"
-    file.write_text(yaml.safe_dump(config))
+    file = without_layout(tmp_path)
     run(*arguments(unbroken, "layout=auto", config=file), "--world", "4")
     output, took = lose_a_rank(arguments(broken, "layout=auto", config=file), broken, 3)
     assert took < 60 and "3 ranks go on" in output, output[-4000:]
     layout = yaml.safe_load((broken / "quickstart-grpo" / "config.yaml").read_text())["layout"]
     assert layout["choose"] == "auto" and layout["chosen_for"] == 3
+    check_same(records(broken), records(unbroken))
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_a_run_that_goes_on_with_other_ranks_loses_one_of_them(tmp_path: Path) -> None:
+    """The layout is chosen for 4 ranks, by the next command for 2, and after the loss for 1."""
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    for folder in (unbroken, broken):
+        folder.mkdir()
+    file = without_layout(tmp_path)
+    run(*arguments(unbroken, "layout=auto", config=file), "--world", "4")
+    knobs = ("layout=auto", "run.max_restarts=3", "steps.num_steps=2")
+    run(*arguments(broken, *knobs, config=file), "--world", "4")
+    output, took = lose_a_rank(arguments(broken, "layout=auto", config=file), broken, 0, 2)
+    assert took < 60 and "1 ranks go on" in output, output[-4000:]
+    starts = json.loads((broken / "quickstart-grpo" / "run.json").read_text())["starts"]
+    assert [one["world_size"] for one in starts] == [4, 2, 1]
+    layout = yaml.safe_load((broken / "quickstart-grpo" / "config.yaml").read_text())["layout"]
+    assert layout["choose"] == "auto" and layout["chosen_for"] == 1
     check_same(records(broken), records(unbroken))
 
 

@@ -1,6 +1,6 @@
-"""Ranks and whole nodes are killed at random moments; see elastic_moments.py.
+"""Ranks and whole nodes are killed at random moments, and in each phase; see elastic_moments.py.
 
-HYBRIDRL_MOMENTS says how many there are.
+HYBRIDRL_MOMENTS says how many random ones there are.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
-from elastic_moments import job_on_nodes, largest_differences, moments
+from elastic_moments import Job, job_on_nodes, largest_differences, moments, wait_for
+from killed_in_phases import FILE
 from network_nodes import CAN_MAKE
 
+PHASES = ("generate", "reward", "logprobs", "advantages", "update", "checkpoint", "reshard")
 COUNT = int(os.environ.get("HYBRIDRL_MOMENTS", "6"))
 
 
@@ -31,3 +34,48 @@ def test_a_job_goes_on_after_losses_at_random_moments(tmp_path: Path) -> None:
     found = largest_differences(job, tmp_path / "unbroken")
     print(found)
     assert found["reward/mean"] == 0 and found["policy/loss"] < 1e-5
+
+
+@pytest.mark.dist
+@pytest.mark.full
+@pytest.mark.skipif(not CAN_MAKE, reason="needs root and iproute2 for network namespaces")
+def test_a_rank_or_node_that_is_killed_in_any_phase_is_replaced(tmp_path: Path) -> None:
+    """The node that takes its place has nothing in memory."""
+    knobs = ("reward.function=killed_in_phases:digits", "reward.isolated=false")
+    knobs += ("steps.num_steps=1000000", "run.max_restarts=1000", "checkpoint.every=0")
+    with job_on_nodes(tmp_path, *knobs) as job:
+        wait_for(job, 2)
+        times = list[float]()
+        for number, phase in enumerate(PHASES):
+            for what in ("rank", "node"):
+                took_s, lost = lose(job, phase, (number + (what == "node")) % 3, what)
+                print(f"{what} in {phase}: a step after {took_s:.1f} s, {lost} steps lost")
+                assert lost <= 1
+                times.append(took_s)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.process.wait(120) == 143
+        assert [one["world_size"] for one in job.starts()] == [3] * (2 * len(PHASES) + 1)
+    found = largest_differences(job, tmp_path / "unbroken", 3)
+    assert set(found.values()) == {0}  # the layout was the same all the time
+    assert max(times) < 60
+
+
+def lose(job: Job, phase: str, rank: int, what: str) -> tuple[float, int]:
+    """Loses a rank or its node in a phase; returns after how many seconds a step was finished, and
+    how many finished ones were taken again.
+    """
+    num_starts, wanted = len(job.starts()), job.run_folder / FILE
+    wanted.with_suffix(".new").write_text(f"{phase} {rank} {what}")
+    wanted.with_suffix(".new").rename(wanted)
+    deadline = time.monotonic() + 120
+    while wanted.exists():
+        job.check()
+        assert time.monotonic() < deadline, phase
+        time.sleep(0.01)
+    killed, before = time.monotonic(), job.last()
+    while len(job.starts()) == num_starts or job.last() <= job.starts()[-1]["after_step"]:
+        job.check()
+        assert time.monotonic() - killed < 120, Path(job.output.name).read_text()[-6000:]
+        time.sleep(0.02)
+    after = min(one["after_step"] for one in job.starts()[num_starts:])
+    return time.monotonic() - killed, before - after

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from command_line import QUICKSTART, exported_weights, run, start
-from slurm_stub import scheduler_stubs
+import yaml
+from command_line import QUICKSTART, ROOT, exported_weights, run, start
+from network_nodes import CAN_MAKE, network_nodes
+from slurm_stub import scheduler_stubs, write_program
 from small_runs import SMALL
 
 CONFIG = QUICKSTART / "grpo.yaml"
@@ -30,6 +35,46 @@ def test_a_submitted_job_gives_the_weights_of_the_local_launcher(tmp_path: Path)
     assert {path.name for path in logs.glob("rank_*.log")} == {"rank_0.log", "rank_1.log"}
     found = exported_weights(folder / "quickstart-grpo", tmp_path / "hf_slurm")
     expected = exported_weights(local / "quickstart-grpo", tmp_path / "hf_local")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.dist
+@pytest.mark.full
+@pytest.mark.skipif(not CAN_MAKE, reason="needs root and iproute2 for network namespaces")
+def test_pods_of_a_jobset_give_the_weights_of_the_local_launcher(tmp_path: Path) -> None:
+    """Two pods of one rank each, run as JobSet does: by index, and with its service's names."""
+    sizes = ("--nodes", "2", "--slots", "1", "--no-gpus", "--folder", ROOT, "--image", "an/image:1")
+    folder, local, run_name = tmp_path / "pods", tmp_path / "local", "quickstart-grpo"
+    text = run("launch", "--k8s", "jobset", *sizes, CONFIG, *KNOBS, f"run.dir={folder}")
+    (replicated,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
+    pods = replicated["template"]["spec"]
+    (container,) = pods["template"]["spec"]["containers"]
+    names = [f"{run_name}-node-0-{index}.{run_name}" for index in range(pods["completions"])]
+    jobs, program = [], f'#!/bin/sh\nexec {sys.executable} -m hybridrl.cli.main "$@"\n'
+    with network_nodes(names, tmp_path / "nodes") as nodes:
+        for index, name in enumerate(names):
+            write_program(nodes.home / name / "bin" / "hybridrl", program)
+            own = {one["name"]: one["value"] for one in container["env"]}
+            own |= {"JOB_COMPLETION_INDEX": str(index), "OMP_NUM_THREADS": "1"}
+            told = " ".join(f"{key}={shlex.quote(value)}" for key, value in own.items())
+            paths = f"PATH={os.environ['PATH']} PYTHONPATH={ROOT / 'tests'}"
+            command = shlex.join(container["command"])
+            line = f"cd {container['workingDir']} && exec env {told} {paths} {command}"
+            jobs.append(
+                subprocess.Popen(
+                    [nodes.ssh, name, line],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        for one in jobs:
+            output, _ = one.communicate(timeout=240)
+            assert one.returncode == 0, output[-4000:]
+    run("train", CONFIG, *KNOBS, f"run.dir={local}", "--world", "2")
+    found = exported_weights(folder / run_name, tmp_path / "hf_pods")
+    expected = exported_weights(local / run_name, tmp_path / "hf_local")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

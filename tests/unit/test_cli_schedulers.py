@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -137,6 +139,51 @@ def test_a_jobset_runs_one_pod_a_node_and_stops_at_a_mistake(tmp_path: Path) -> 
     told = run_pod(tmp_path, pod, JOB_COMPLETION_INDEX="1")
     place = "--node 1 --nodes 2 --slots 4 --address math-node-0-0.math --port 29500"
     assert told == f"launch {place} c.yaml run.name=it's --resume newest"
+
+
+def faults(value: Any, schema: dict[str, Any], where: str = "") -> list[str]:
+    """Returns where a value is not as a Kubernetes schema says; unknown fields are faults, as
+    `kubectl apply --validate=strict` has it.
+    """
+    kinds = {"object": dict, "array": list, "string": str, "integer": int}
+    expected = kinds.get(schema.get("type", ""), (int, str))
+    if not isinstance(value, expected) or isinstance(value, bool):
+        return [f"{where}: {value!r}"]
+    found = [f"{where}: {value!r}"] if value not in schema.get("enum", [value]) else []
+    if isinstance(value, str) and not re.search(schema.get("pattern", ""), value):
+        found.append(f"{where}: {value!r}")
+    if isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties")
+        found += [f"{where}: no {name}" for name in schema.get("required", ()) if name not in value]
+        for name, one in value.items():
+            part = known.get(name, others)
+            inside = f"{where}.{name}"
+            found += [f"{inside}: unknown"] if part is None else faults(one, part, inside)
+    if isinstance(value, list):
+        for index, one in enumerate(value):
+            found += faults(one, schema["items"], f"{where}[{index}]")
+    return found
+
+
+@pytest.mark.parametrize("has_gpus", [False, True])
+@pytest.mark.parametrize("volumes", [[], [("data", "/data"), ("hub", "/hub")]])
+def test_a_jobset_is_one_by_its_schema(
+    has_gpus: bool, volumes: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    schema = json.loads((Path(__file__).parent / "jobset_schema.json").read_text())["schema"]
+    text = manifest(job(tmp_path, has_gpus=has_gpus), "jobset", "an/image:1", volumes, "ml")
+    found = yaml.safe_load(text)
+    assert faults(found, schema) == []
+    found["spec"]["failurePolicy"]["maxRestart"] = 3
+    found["spec"]["failurePolicy"]["rules"][0]["action"] = "Fail"
+    found["spec"]["replicatedJobs"][0]["replicas"] = "1"
+    del found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    assert faults(found, schema) == [
+        ".spec.failurePolicy.rules[0].action: 'Fail'",
+        ".spec.failurePolicy.maxRestart: unknown",
+        ".spec.replicatedJobs[0].replicas: '1'",
+        ".spec.replicatedJobs[0].template.spec: no template",
+    ]
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])

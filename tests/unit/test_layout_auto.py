@@ -195,3 +195,18 @@ def test_a_search_says_which_keys_it_keeps(tmp_path: Path) -> None:
     arguments = ["plan", str(file), "--cluster", "8xH200", "--search"]
     kept = ["rollout.tp", "train.micro_batch_tokens", "train.pp", "train.tp"]
     assert f"kept as written: {', '.join(kept)};" in CliRunner().invoke(app, arguments).stdout
+
+
+def test_recipes_stand_beside_what_is_chosen_for_large_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from bench_layout_choices import RECIPES, judged
+
+    assert all(len(recipes) >= 2 for recipes in RECIPES.values())
+    (keys, *_) = RECIPES["llama3-70b"].values()
+    found = judged("llama3-70b", "H200", keys)
+    (best, *_) = found["best"]
+    assert (best["keys"]["train.pp"], best["keys"]["rollout.tp"]) == (4, 4)
+    assert best["keys"]["train.recompute"] == "none" and found["seconds"] < 60
+    assert judged("llama3-70b", "H100", keys)["best"] == []  # it does not fit there
