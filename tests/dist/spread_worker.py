@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import QUICKSTART
+from small_runs import small_run
 
 from hybridrl import Trainer
 from hybridrl.config.evaluation import EvalConfig
@@ -23,6 +24,7 @@ from hybridrl.errors import UserError
 from hybridrl.loop.evaluate import EvaluationSet, evaluate
 from hybridrl.parallel.exchange import collect
 from hybridrl.rewards.base import Scorer
+from hybridrl.rollout.engine import Request
 
 OVERRIDES = (
     "model.path=null",
@@ -102,6 +104,30 @@ def check_dropped_groups(trainer: Trainer, prompts: list[Prompt]) -> None:
     sampler.scorer = scorer
 
 
+def check_balance_with_a_lag(folder: Path) -> None:
+    """Prompts of unequal length keep both replicas at work, once it is known how long they are."""
+    rows = [{"prompt": f"{number}+{number}=", "answer": "1"} for number in range(10)]
+    knobs = ("steps.max_policy_lag=1", "data.shuffle=false", "rollout.max_new_tokens=40")
+    with small_run(folder, *knobs, prompts=rows) as trainer:
+        engine, stop = trainer.engine, trainer.sampler.sampling.stop_token_ids[0]
+        step, other = engine.step, 1 + (stop == 1)
+
+        def answer(request: Request) -> tuple[list[int], list[float]]:
+            """Every other prompt has responses that are nine times as long."""
+            length = 36 if request.prompt[0] % 2 else 4
+            return [other] * (length - 1) + [stop], [-1.0] * length
+
+        def timed_step() -> None:
+            time.sleep(0.001 * len(engine.pending()))
+            step()
+
+        engine._script, engine.step = answer, timed_step  # type: ignore[attr-defined,method-assign]
+        trainer.check_engine()
+        idle = [trainer.train_step()["generate/idle_share"] for _ in range(8)]
+    # 0.01 on average; 0.25 where all prompts count as equally long, as they do at first.
+    assert max(idle[:2]) > 0.2 and sum(idle[3:]) / 5 < 0.1, idle
+
+
 def main() -> None:
     trainer = Trainer.from_config(
         QUICKSTART / "grpo.yaml", [*OVERRIDES, f"run.dir={Path(sys.argv[1])}"]
@@ -155,6 +181,7 @@ def main() -> None:
     shown = world.gather_objects(sampler.metrics())
     assert shown[0] == shown[1] and 0.1 < shown[0]["generate/idle_share"] < 0.5, shown
     trainer.close()
+    check_balance_with_a_lag(Path(sys.argv[1]) / "lag")
 
 
 if __name__ == "__main__":

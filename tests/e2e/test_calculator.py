@@ -34,6 +34,22 @@ def settings(warm: Path, *more: str) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.dist
+def test_grpo_learns_to_call_the_calculator_with_a_lag(warm: Path) -> None:
+    named = ("run.name=lagged", "steps.max_policy_lag=1", "data.eval_prompts=null")
+    given = settings(warm, *named, "steps.num_steps=20", "steps.eval_every=0")
+    run("train", CALCULATOR / "grpo.yaml", *given, "--world", "2")
+    lines = (warm / "lagged" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    first, last = (sum(r["reward/mean"] for r in part) / 3 for part in (records[:3], records[-3:]))
+    assert first < 0.45 and last > first + 0.25, (first, last)
+    assert max(r["lag/max"] for r in records) == 1
+    # Old tokens are of other weights, and the others are what the trainer computes.
+    assert any(r["lag/mixed_share"] > 0 for r in records)
+    assert records[-1]["environment/turns_mean"] > 1.7
+
+
+@pytest.mark.full
+@pytest.mark.dist
 def test_grpo_learns_to_call_the_calculator(warm: Path) -> None:
     given = settings(warm, "steps.num_steps=16", "steps.eval_every=0")
     run("train", CALCULATOR / "grpo.yaml", *given)

@@ -96,6 +96,30 @@ def test_no_group_is_learned_from_too_late(lag: int, in_flight: int) -> None:
     assert taken_in.keys() | {one.number for one in held} == set(lengths)
 
 
+@pytest.mark.parametrize(("lag", "in_flight"), [(1, 4), (1, 6), (1, 8), (2, 9), (2, 12)])
+def test_lengths_that_are_all_equal_take_no_more_steps_of_an_engine(
+    lag: int, in_flight: int
+) -> None:
+    limits, length, num_steps = Limits(lag, 4, in_flight), 40, 0
+    left: dict[int, int] = {}
+    born: dict[int, int] = {}
+    held: list[int] = []
+    for step in range(24):
+        for _ in range(num_new(len(held), limits)):
+            held.append(len(left))
+            born[held[-1]], left[held[-1]] = step, length
+        while True:
+            found = [group(one, born[one], ".." if left[one] else "xx") for one in held]
+            whole = [one.born for one in found if one.is_complete]
+            of_all = [one.born for one in found]
+            if may_end(*(count_by_deadline(b, step, limits) for b in (whole, of_all)), limits):
+                break
+            left = {number: max(tokens - 8, 0) for number, tokens in left.items()}
+            num_steps += 8
+        held = [one.number for one in choose(found, step, limits)[1]]
+    assert num_steps <= 24 * length
+
+
 @pytest.mark.parametrize(("lag", "in_flight"), [(1, 4), (1, 6), (1, 8), (2, 11), (3, 16)])
 def test_further_rounds_of_a_step_end_and_leave_nothing_too_late(lag: int, in_flight: int) -> None:
     """After its groups a step takes further ones, up to twice, for those that teach nothing."""
@@ -133,14 +157,14 @@ def test_further_rounds_of_a_step_end_and_leave_nothing_too_late(lag: int, in_fl
 
 def test_what_goes_on_is_dealt_by_what_is_left_of_it() -> None:
     groups = [
-        group(0, 0, "x.", tokens=90),  # 10 tokens are left
-        group(1, 0, "..", tokens=0),
+        group(0, 0, "..", tokens=0),
+        group(1, 0, "x.", tokens=90),  # 10 tokens are left
         group(2, 0, "..", tokens=0),
         group(3, 0, "x.", tokens=120),  # longer than expected: half of 80
     ]
     expected = dict.fromkeys(range(4), 100.0)
     dealt = deal(groups, expected, longest=200, num_replicas=2)
-    assert dealt[1] != dealt[2] and dealt[0] != dealt[3]
+    assert dealt[0] != dealt[2] and dealt[1] != dealt[3]
     assert [remaining_tokens(have, 100.0, 200) for have in (0, 90, 120, 200)] == [100, 10, 40, 0]
 
 
