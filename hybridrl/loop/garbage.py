@@ -3,6 +3,8 @@
 A full collection looks at every object of the process. Libraries, models and compiled code are half
 a million of them, more with vLLM: it stops a rank for half a second, and the others wait for it.
 What a collection finds is made by steps; so what there is after the first one is looked at no more.
+vLLM sets aside what there is when an engine has started (engine/core.py, 0.26); runs without it,
+and what the first step makes, are left.
 
 Of objects that are set aside, those in circles stay when nothing refers to them any more. So they
 are taken back before a Trainer ends, and before another one is made.
