@@ -2,8 +2,9 @@
 
 A copy is a checkpoint (store.py), file by file, but in memory: a host has the files of its own
 ranks and those of the host before it in the ring of hosts, so that the loss of one host loses none.
-A run that is started again writes the newest copy to its folder of checkpoints, all hosts together,
-and goes on from there as from any other, in any layout.
+A run that is started again on one host goes on from the newest copy as from any other checkpoint,
+in any layout; on several hosts, each of which has a part, they write it to the folder of
+checkpoints together first.
 
 Who waits for whom: `take` is collective and takes all tensors to the host, after which training
 goes on. A thread of every rank writes, sends and receives; these threads wait for each other over a
@@ -89,16 +90,24 @@ class MemoryCopies:
         self._copies: HostCopies | None = None
         self._begun: _BegunCopy | None = None
         self._complete: int | None = None  # step of the newest copy
+        self._restored: int | None = None  # that this start goes on from
+        self._has_found_room = False
         self.is_off, self.busy_s = False, 0.0
 
-    def start(self) -> None:
-        """Removes the copies of earlier starts; collective."""
+    def start(self, step: int) -> None:
+        """Removes the copies of earlier starts, but for the one that the run goes on from, which is
+        the newest until the next one is complete; collective.
+
+        Args:
+            step: after which the run goes on.
+        """
         self._end_copy()
-        self._complete, self._copies = None, HostCopies()
+        self._complete = self._restored if self._restored == step else None
+        self._restored, self._has_found_room, self._copies = None, False, HostCopies()
         self._world.arrive("removing old copies")
         why = ""
         if self._leads:
-            remove_copies(self._number)
+            remove_copies(self._number, [] if self._complete is None else [self._complete])
             try:
                 make_host_folder(self._run_folder, self._number)
             except OSError as error:
@@ -125,7 +134,7 @@ class MemoryCopies:
                     (folder / name).mkdir(parents=True)
         begun = _BegunCopy(folder, self._world, self._group, self._ring, content)
         begun.begin(self._copies)
-        if self._complete is None and not self._has_room(self._copies.num_bytes):
+        if not self._has_found_room and not self._has_room(self._copies.num_bytes):
             return False
         self._begun = begun
         begun.start()
@@ -161,12 +170,14 @@ class MemoryCopies:
         found = self._world.gather_objects(own_bytes)
         place = next(i for i, ranks in enumerate(self._hosts) if self._world.rank in ranks)
         kept = {place, place - 1 if len(self._hosts) > 1 else place}
-        needed = GENERATIONS * sum(found[rank] for i in kept for rank in self._hosts[i])
+        missing = GENERATIONS - (self._complete is not None)
+        needed = missing * sum(found[rank] for i in kept for rank in self._hosts[i])
         free = free_bytes()
         said = f"host {os.uname().nodename} has {free / 1e9:.3g} GB for them in memory and "
         said += f"/dev/shm, and {needed / 1e9:.3g} GB are needed"
         self._turn_off_if(said if self._leads and free < needed else "")
-        return not self.is_off
+        self._has_found_room = not self.is_off
+        return self._has_found_room
 
     def _turn_off_if(self, why: str) -> None:
         """Gives copies up where some rank says why; collective."""
@@ -193,8 +204,8 @@ class MemoryCopies:
         self._copies = None
 
     def restore(self, root: Path) -> Path | None:
-        """Writes the newest copy to the folder of checkpoints, if it is newer than those; returns
-        the checkpoint. Collective.
+        """Returns the newest copy as a checkpoint, if it is newer than those; on several hosts it
+        is written to their folder. Collective.
 
         Args:
             root: the run's `checkpoints` folder.
@@ -212,11 +223,31 @@ class MemoryCopies:
                 agreement.value = order, list(usable(hosts, ancestor))
         order, found = agreement.values[0]
         for step, manifest, writers in found:
+            if len(self._hosts) == 1:
+                folder = host_folder(self._number) / f"step_{step}"
+                if self._is_whole(folder, manifest, writers):
+                    self._notify(f"step {step} was in host memory: the run goes on from there")
+                    self._restored = step
+                    return folder
+                continue
             folder = root / f"step_{step}"
             if self._write_out(folder, manifest.model_copy(update={"order": order + 1}), writers):
                 self._notify(f"step {step} was in host memory, and is in {folder} now")
                 return folder
         return None
+
+    def _is_whole(self, folder: Path, manifest: Manifest, readers: Mapping[str, int]) -> bool:
+        """Whether a copy of this host holds what was written; each rank verifies a part.
+        Collective.
+        """
+        with self._world.all_agree("verifying a copy in memory", True) as agreement:
+            try:
+                for name, reader in readers.items():
+                    if reader == self._world.rank:
+                        _verify(folder / name, manifest.files[name])
+            except CheckpointError as error:
+                agreement.value = str(error)
+        return all(one is None for one in agreement.values)
 
     def _write_out(self, folder: Path, manifest: Manifest, writers: Mapping[str, int]) -> bool:
         """Writes a copy as a checkpoint; returns False where a file of it is damaged."""
@@ -245,15 +276,20 @@ class MemoryCopies:
         return not damage
 
 
+def _verify(file: Path, entry: FileEntry) -> None:
+    """Raises CheckpointError where a file holds something else than was written."""
+    with open_for_reading(file) as handle:
+        for piece in entry.pieces:
+            verify_piece(file, handle, piece)
+
+
 def _copy_verified(source: Path, target: Path, entry: FileEntry) -> None:
     """Copies a file, durably.
 
     Raises:
         CheckpointError: it holds something else than was written.
     """
-    with open_for_reading(source) as handle:
-        for piece in entry.pieces:
-            verify_piece(source, handle, piece)
+    _verify(source, entry)
     with source.open("rb") as read, target.open("wb") as written:
         shutil.copyfileobj(read, written, 1 << 20)
         written.flush()

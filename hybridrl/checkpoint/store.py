@@ -77,6 +77,8 @@ class CheckpointStore:
 
     Attributes:
         root, world, keep, layout: as given.
+        copy_in_memory: what the run goes on from, where it is a copy in host memory and no
+            checkpoint has it yet.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class CheckpointStore:
     ) -> None:
         self.root, self.world, self.keep, self._notify = root, world, keep, notify
         self.layout, self._grace_s = layout, grace_s
+        self.copy_in_memory: Path | None = None
         self._lineage: list[Ancestor] = []  # of the state that the ranks hold, the newest first
         self._copies = HostCopies()
         self._pending: _Pending | None = None  # is being written
@@ -220,7 +223,7 @@ class CheckpointStore:
         if pending.writing.ident is not None:
             pending.writing.join()
         pending.begun.complete()
-        self._lineage = pending.lineage
+        self._lineage, self.copy_in_memory = pending.lineage, None
         if self.world.rank == 0:
             self._remove_old(self._lineage)
         return pending.begun.folder
@@ -337,6 +340,8 @@ class CheckpointStore:
             set_rng_state(states)
 
     def _lineage_of(self, checkpoint: Checkpoint) -> list[Ancestor]:
+        if checkpoint.folder == self.copy_in_memory:
+            return list(checkpoint.manifest.lineage)
         if checkpoint.folder.resolve().parent != self.root.resolve():
             return []  # of another run, whose checkpoints are not this one's to remove
         own = checkpoint.ancestor

@@ -43,22 +43,24 @@ class Copies:
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
         """Returns the checkpoint to go on from, None without one: the newest copy of an earlier
-        start becomes one if it is newer than those. Collective.
+        start if it is newer than those. Collective.
 
         Args:
             resume: as of `Trainer.fit`.
         """
         if resume == "previous":
             return self._store.previous()
-        if self._copies is not None:
-            self._copies.restore(self._store.root)
-        return self._store.newest()
+        found = None if self._copies is None else self._copies.restore(self._store.root)
+        if found is None or found.parent == self._store.root:
+            return self._store.newest()
+        self._store.copy_in_memory = found
+        return found
 
     def start(self, step: int, last: int) -> None:
         """Begins to copy: the run goes on after a step, to the last one. Collective."""
         if self._copies is None:
             return
-        self._copies.start()
+        self._copies.start(step)
         self._is_on, self._last = not self._copies.is_off, last
         self._next, self._step, self._since = step + 1, step, time.monotonic()
 

@@ -210,6 +210,8 @@ class Trainer:
             last = last_step(num_steps, until, first, default)
             is_done = 0 < last <= first or (first and self.evaluations.reach_goal(self.step))
             if is_done and not self.evaluations.are_due(self.step, last):
+                if self.store.copy_in_memory is not None:
+                    self.save_checkpoint()  # of what no checkpoint has
                 by_step = self.evaluations.by_step
                 return self.journal.nothing_to_do(first, last, by_step, self.seconds)
             self.journal.start(first, last)
@@ -474,7 +476,9 @@ class Trainer:
         state = self.store.load(Path(path), self.trained)
         assert state.step is not None  # the store refuses weights alone
         self._has_begun = True
-        self.step, self.seconds, self._saved_step = state.step, state.seconds, state.step
+        self.step, self.seconds = state.step, state.seconds
+        is_own = [one.step for one in self.store.lineage[:1]] == [state.step]
+        self._saved_step = state.step if is_own else 0  # the run has no checkpoint of this step
         self.evaluations.by_step = dict(state.evaluations)
         self._position.load({"prompts": state.prompts, "mix": state.mix})
         load_run_state(state, self.algorithm, self.trained)

@@ -159,7 +159,8 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-def test_a_run_goes_on_from_its_newest_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_run_goes_on_from_its_newest_copy(num_hosts: int, tmp_path: Path) -> None:
     with small_run(tmp_path / "unbroken", *KNOBS) as trainer:
         trainer.fit()
     assert not list((tmp_path / "memory").iterdir())
@@ -167,14 +168,50 @@ def test_a_run_goes_on_from_its_newest_copy(tmp_path: Path) -> None:
     # That of step 4 was not sealed before the loss, as the first of the two was.
     assert steps_in(copies) == [3, 4] and not (copies / "step_4" / "manifest.json").exists()
     with small_run(tmp_path, *KNOBS, "checkpoint.every=1") as trainer:
+        trainer.copies._copies._hosts *= num_hosts  # type: ignore[union-attr]
         trainer.fit()
-    folder = tmp_path / NAME / "checkpoints" / "step_3"
+    # Parts of several hosts are written together; that of one host is read where it lies.
+    steps = steps_in(tmp_path / NAME / "checkpoints")
+    assert steps == ([3, *steps[1:]] if num_hosts > 1 else [4, *steps[1:]])
+    folder = tmp_path / NAME / "checkpoints" / f"step_{steps[0]}"
     found = Checkpoint.open(folder)
     verify_all(folder, found.manifest)
     assert found.manifest.order == 1 and not found.manifest.lineage
     assert not list((tmp_path / "memory").iterdir())
     for ours, theirs in zip(records(tmp_path), records(tmp_path / "unbroken"), strict=True):
         assert all(ours[key] == theirs[key] for key in ("policy/loss", "policy/grad_norm"))
+
+
+def test_a_copy_that_was_gone_on_from_stays_until_the_next_is_complete(tmp_path: Path) -> None:
+    copies = lose(tmp_path, 4)
+    with small_run(tmp_path, *KNOBS) as trainer:
+        stop_after(trainer, 4)
+        trainer.copies.seal = lambda evaluations: None  # type: ignore[method-assign]
+        with pytest.raises(SystemError, match="lost"):
+            trainer.fit()
+        trainer.copies._copies._end_copy()  # type: ignore[union-attr]
+        assert steps_in(copies) == [3, 4]
+    with small_run(tmp_path, *KNOBS) as trainer:
+        trainer.fit(until=3)  # nothing to do, but that no checkpoint has it
+    assert steps_in(tmp_path / NAME / "checkpoints") == [3]
+    starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
+    assert [one["after_step"] for one in starts] == [0, 3]
+    with small_run(tmp_path, *KNOBS) as trainer:
+        trainer.fit()
+    starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
+    assert starts[-1]["after_step"] == 3 and not copies.exists()
+
+
+@pytest.mark.full
+def test_a_checkpoint_after_a_copy_knows_those_before_it(tmp_path: Path) -> None:
+    more = ("checkpoint.every=2", "checkpoint.asynchronous=false", "steps.num_steps=8")
+    lose(tmp_path, 6, *more)
+    with small_run(tmp_path, *KNOBS, "steps.num_steps=8") as trainer:
+        trainer.fit()
+    starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
+    assert [one["after_step"] for one in starts] == [0, 5]
+    found = Checkpoint.open(tmp_path / NAME / "checkpoints" / "step_8")
+    assert [one.step for one in found.manifest.lineage] == [4, 2]
 
 
 @pytest.mark.full
