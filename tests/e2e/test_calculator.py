@@ -43,8 +43,7 @@ def test_grpo_learns_to_call_the_calculator_with_a_lag(warm: Path) -> None:
     first, last = (sum(r["reward/mean"] for r in part) / 3 for part in (records[:3], records[-3:]))
     assert first < 0.45 and last > first + 0.25, (first, last)
     assert max(r["lag/max"] for r in records) == 1
-    # Old tokens are of other weights, and the others are what the trainer computes.
-    assert any(r["lag/mixed_share"] > 0 for r in records)
+    assert sum(r["lag/mean"] for r in records) / 20 > 0.3
     assert records[-1]["environment/turns_mean"] > 1.7
 
 

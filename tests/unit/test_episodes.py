@@ -209,6 +209,42 @@ def test_a_step_resumes_in_the_middle_of_any_turn(make: Any, isolated: bool) -> 
             assert begun and all(one["actions"] for one in begun)
 
 
+def test_answers_are_due_one_look_after_they_were_asked_for(make: Any) -> None:
+    """However early they are there: these environments answer at once."""
+    episodes, engine = (sampler := make()).episodes, sampler.engine
+    for number in range(2):
+        episodes.begin(STEP, number, prompts()[number], SAMPLING)
+    ended, requests = episodes.answer_due(lambda: False)
+    assert not ended and [one.request_id for one in requests] == [0, 1]
+    engine.submit(requests)
+    while engine.has_unfinished:
+        engine.step()
+    assert episodes.end_turns(engine.collect()) == []
+    assert episodes.answer_due(lambda: False) == ([], [])
+    ended, requests = episodes.answer_due(lambda: False)
+    assert sorted(one.request_id for one in (*ended, *requests)) == [0, 1]
+    assert all(len(one.prompt) > len(prompts()[one.request_id].tokens) for one in requests)
+
+
+def test_a_look_waits_for_an_environment_until_it_is_to_give_up(make: Any) -> None:
+    slow = {"name": "own_environments:Slow", "workers": 1, "timeout_s": 30.0}
+    episodes, engine = (sampler := make(slow)).episodes, sampler.engine
+    episodes.begin(STEP, 0, prompts(fault="hang")[0], SAMPLING)
+    engine.submit(episodes.answer_due(lambda: False)[1])
+    while engine.has_unfinished:
+        engine.step()
+    episodes.end_turns(engine.collect())
+    episodes.answer_due(lambda: False)
+    asked: list[float] = []
+
+    def gives_up() -> bool:
+        asked.append(time.monotonic())
+        return len(asked) == 2
+
+    assert episodes.answer_due(gives_up) == ([], [])
+    assert len(asked) == 2 and asked[1] - asked[0] > 0.9, "it has waited"
+
+
 @pytest.mark.parametrize("num_advances", [0, 2, 4, 7, 11, 40])
 def test_responses_to_other_prompts_are_not_taken_from_a_checkpoint(
     make: Any, num_advances: int
