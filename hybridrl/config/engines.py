@@ -120,6 +120,7 @@ ENGINES = {
         is_tensor_parallel=True,
         is_expert_parallel=True,
         takes_experts=True,
+        records_experts=True,
         has_fused_parameters=True,
         sleeps=True,
         shares_memory=True,

@@ -54,7 +54,7 @@ def replay_bytes(config: Config, shape: ModelShape, num_requests: int) -> Replay
     samples = config.steps.prompts_per_step * config.steps.samples_per_prompt
     kept = 0
     if ENGINES[config.rollout.engine].has_fixed_kv_cache:
-        # One number stands for no expert (rollout/vllm_routing.py).
+        # One number stands for no expert (rollout/experts_by_slot.py).
         kept = choices * (1 if num_experts < ONE_BYTE else 2) * longest * num_requests
     micro_batch = token * config.train.micro_batch_tokens // config.train.cp
     return ReplayBytes(token, token * longest * samples, micro_batch, kept)

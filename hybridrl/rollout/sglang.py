@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.alias import TrainingShard
-from hybridrl.models.family import Family
+from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokenAgreement
@@ -42,6 +42,7 @@ from hybridrl.rollout.live_weights import (
 from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import no_logprob
 from hybridrl.rollout.settings import EngineSettings, token_bytes, too_long
+from hybridrl.rollout.sglang_routing import RecordedExperts
 from hybridrl.rollout.sglang_sampling import request_sampling
 from hybridrl.rollout.sglang_scheduler import drawn_logps, synchronize
 from hybridrl.rollout.sglang_start import start, stop
@@ -104,10 +105,38 @@ class SglangEngine:
             raise violation
         if layout.experts is not None:
             raise ValueError("this engine takes experts in order")
-        if settings.records_experts:
-            raise ValueError("this engine does not record experts")
         _, tp_rank = layout.place(rank)
         self._layout = fused_layout(family, shape, layout.tp, tp_rank, settings.ep)
+        # Every unfinished request, in order of arrival, and those that SGLang has, by number.
+        self._rows: dict[int, RunningRequest] = {}
+        self._running: dict[int, _Running] = {}
+        self._experts: RecordedExperts | None = None
+        before = free_bytes(self._device)
+        views = self._start(family, shape, layout, rank, shard)
+        self._tensors = live_tensors(self._live.model, layout_name)
+        self.shared = still_shared(views, self._tensors)
+        self._agreement = TokenAgreement(self._live.tp_group)
+        itemsize = getattr(torch, settings.dtype).itemsize
+        per_token = token_bytes(shape, layout.tp, itemsize)
+        self._cache_bytes = per_token * self._scheduler.max_total_num_tokens
+        self._num_empty_turns = 0
+        self._finished: list[Completion] = []
+        self._version = -1
+        self._is_updating = True
+        self.token_texts: TokenTexts | None = None
+        self._is_asleep = self._keeps_memory = False
+        self.sleep()  # a run begins in the training phase
+        self._kept_bytes = before - free_bytes(self._device)
+
+    def _start(
+        self,
+        family: Family,
+        shape: ModelShape,
+        layout: RolloutLayout,
+        rank: int,
+        shard: TrainingShard | None,
+    ) -> dict[str, Tensor]:
+        """Starts SGLang; returns the trainer's parameters that became the engine's."""
         refusals: list[ModelError] = []
         views: dict[str, Tensor] = {}
 
@@ -123,30 +152,25 @@ class SglangEngine:
                 set_epsilon(model)
                 views.update(share(model, shard, self._layout, layout_name))
 
-        weight_bytes = layout_bytes(self._layout, settings.dtype)
-        before = free_bytes(self._device)
-        self._live = start(settings, shape, layout, rank, self._device, weight_bytes, prepare)
+        def listen(model: torch.nn.Module, slots: int, longest: int) -> RecordedExperts | None:
+            """Runs before SGLang captures graphs."""
+            if self._settings.records_experts and not refusals:
+                try:
+                    self._experts = RecordedExperts(model, shape, slots, longest, self._device)
+                except ModelError as error:
+                    refusals.append(error)
+            return self._experts
+
+        weight_bytes = layout_bytes(self._layout, self._settings.dtype)
+        parts = self._settings, shape, layout, rank, self._device, weight_bytes
+        self._live = start(*parts, prepare, listen)
         self._scheduler = self._live.scheduler
+        self._scheduler.recorder = self._experts
+        self._scheduler.before_release = self._record
         if refusals:
             self.close()
             raise refusals[0]
-        self._tensors = live_tensors(self._live.model, layout_name)
-        self.shared = still_shared(views, self._tensors)
-        self._agreement = TokenAgreement(self._live.tp_group)
-        itemsize = getattr(torch, settings.dtype).itemsize
-        per_token = token_bytes(shape, layout.tp, itemsize)
-        self._cache_bytes = per_token * self._scheduler.max_total_num_tokens
-        # Every unfinished request, in order of arrival, and those that SGLang has, by number.
-        self._rows: dict[int, RunningRequest] = {}
-        self._running: dict[int, _Running] = {}
-        self._num_empty_turns = 0
-        self._finished: list[Completion] = []
-        self._version = -1
-        self._is_updating = True
-        self.token_texts: TokenTexts | None = None
-        self._is_asleep = self._keeps_memory = False
-        self.sleep()  # a run begins in the training phase
-        self._kept_bytes = before - free_bytes(self._device)
+        return views
 
     # WeightTarget
 
@@ -187,6 +211,8 @@ class SglangEngine:
             self._is_asleep = False
         # Keys and values of older weights may be cached.
         self._scheduler.forget_requests()
+        if self._experts is not None:
+            self._experts.forget()
         COPIES.absorb(self._live.model)
         synchronize(self._device)  # the weights were written on another stream than SGLang's
         self._version = version
@@ -194,7 +220,18 @@ class SglangEngine:
 
     def _stop_generation(self) -> None:
         self._is_updating = True
+        for running in self._running.values():
+            self._record(running.request)
         self._drop_running()
+
+    def _record(self, request: Any) -> None:
+        """Records the experts of a request of SGLang's that leaves its place unfinished."""
+        running = self._running.get(int(request.rid))
+        # Without a token its prompt may not be computed yet.
+        if self._experts is not None and running is not None and request.output_ids:
+            pool = self._scheduler.req_to_token_pool
+            num_tokens = len(request.origin_input_ids) + len(request.output_ids)
+            self._experts.record(request, running.row, pool, num_tokens)
 
     def _drop_running(self) -> None:
         """Takes everything from SGLang; the rows keep the tokens that were taken from it."""
@@ -319,6 +356,7 @@ class SglangEngine:
             logprob_start_len=-1,
             top_logprobs_num=0,
             token_ids_logprob=None,
+            return_routed_experts=self._experts is not None,
             stream=False,
         )
         self._running[request_id] = _Running(row, self._scheduler.add(asked))
@@ -328,6 +366,8 @@ class SglangEngine:
         done = []
         for request_id, running in self._running.items():
             tokens, logps = running.request.output_ids, drawn_logps(running.request)
+            if self._experts is not None and running.request.finished():
+                running.row.record(0, running.request.routed_experts)
             completion: Completion | None = None
             for place in range(running.num_taken, len(tokens)):
                 completion = self._append(running.row, tokens[place], logps[place])

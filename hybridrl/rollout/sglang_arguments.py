@@ -90,6 +90,12 @@ def _of_cpu(settings: EngineSettings, per_token: int) -> dict[str, Any]:
     }
 
 
+def longest_pass(arguments: dict[str, Any]) -> int:
+    """Returns the most tokens that the model computes at once with these arguments."""
+    names = "chunked_prefill_size", "max_prefill_tokens", "max_running_requests"
+    return max(arguments.get(name, 0) for name in names)
+
+
 def longest_request(num_tokens: int) -> int:
     """Returns how many tokens a request may have in a KV cache of `num_tokens`."""
     return num_tokens - SPARE_TOKENS

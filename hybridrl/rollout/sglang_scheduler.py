@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.rollout.process_state import replaced
+from hybridrl.rollout.sglang_routing import RecordedExperts, make_current
 
 
 class _TurnIsOverError(Exception):
@@ -57,6 +58,8 @@ class _Driven:
     """
 
     running_batch: Any
+    recorder: RecordedExperts | None = None
+    before_release: Callable[[Any], None]
     _streams: Callable[[], Any]
     _turn_begins: bool
     if TYPE_CHECKING:
@@ -128,10 +131,27 @@ class _Driven:
 
     def turn(self) -> None:
         """Runs the loop's body once."""
+        make_current(self.recorder)
         self._turn_begins = True
         loop = self.event_loop_overlap if self._is_overlapped else self.event_loop_normal
         with self._streams(), contextlib.suppress(_TurnIsOverError):
             loop()
+
+    def update_running_batch(self, batch: Any) -> Any:
+        """Calls `before_release` with each request whose slots are taken back for others."""
+        if self.recorder is None:
+            return super().update_running_batch(batch)  # type: ignore[misc]
+        release = batch.release_req
+
+        def tell_and_release(index: int, *args: Any, **kwargs: Any) -> Any:
+            self.before_release(batch.reqs[index])
+            return release(index, *args, **kwargs)
+
+        batch.release_req = tell_and_release
+        try:
+            return super().update_running_batch(batch)  # type: ignore[misc]
+        finally:
+            del batch.release_req
 
     def add(self, request: Any) -> Any:
         """Queues a request and returns what the scheduler knows of it."""
@@ -146,6 +166,7 @@ class _Driven:
 
     def forget_requests(self) -> None:
         """Drops all requests, and the KV cache with the prefixes in it."""
+        make_current(None)  # of what is dropped the owner has recorded what it wanted
         with self._streams():
             while self.result_queue:
                 batch, result = self.result_queue.popleft()

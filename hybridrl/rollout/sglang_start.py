@@ -30,8 +30,9 @@ from hybridrl.rollout.cpu_experts import experts_forward
 from hybridrl.rollout.groups import over_layout, replica_members
 from hybridrl.rollout.process_state import keep_generators, quiet, replaced
 from hybridrl.rollout.settings import EngineSettings
-from hybridrl.rollout.sglang_arguments import longest_request, server_arguments
+from hybridrl.rollout.sglang_arguments import longest_pass, longest_request, server_arguments
 from hybridrl.rollout.sglang_latent import latents_on_cpu
+from hybridrl.rollout.sglang_routing import RecordedExperts, recorded_by
 from hybridrl.rollout.sglang_sampling import SeededSampler, keep_seeds
 from hybridrl.rollout.sglang_scheduler import make_scheduler, without_watchdog
 from hybridrl.rollout.sglang_stubs import known_models_kept, stand_in
@@ -77,6 +78,7 @@ def start(
     device: torch.device,
     weight_bytes: int,
     prepare: Callable[[torch.nn.Module, str], None],
+    listen: Callable[[torch.nn.Module, int, int], RecordedExperts | None],
 ) -> LiveEngine:
     """Starts this rank's part of its replica, with dummy weights; collective over the engines.
 
@@ -84,6 +86,8 @@ def start(
         weight_bytes: of this rank's parameters.
         prepare: called with the new module and SGLang's version, before SGLang measures what memory
             is left and captures graphs of the parameters that it finds.
+        listen: called after it, before graphs are captured, with the module, the slots of the KV
+            cache and the most tokens that are computed at once; returns what records experts.
 
     Raises:
         UserError: SGLang is missing, does not fit this host, or refuses the model or its memory.
@@ -103,16 +107,16 @@ def start(
     arguments = server_arguments(settings, shape, layout.tp, weight_bytes, memory)
     if not is_cpu:
         arguments |= _attention()
+    loaded: list[torch.nn.Module] = []
+
+    def prepare_loaded(model: torch.nn.Module) -> None:
+        loaded.append(model)
+        prepare(model, version)
+
     with (
-        keep_generators(device, everywhere=True),
-        _kept_threads(),
-        _groups_of(layout, settings.timeout_s),
-        _after_loading(lambda model: prepare(model, version)),
-        _sizes_as_they_are(),
-        _seeds_as_they_are(),
-        latents_on_cpu() if is_cpu and shape.latent is not None else contextlib.nullcontext(),
-        without_watchdog(),
-        quiet(),
+        _inside_the_trainer(settings, shape, layout, device),
+        _after_loading(prepare_loaded),
+        recorded_by(lambda num_slots: listen(loaded[0], num_slots, longest_pass(arguments))),
     ):
         scheduler = _make_scheduler(settings, arguments, layout, rank, device, version)
     _OPEN.append(scheduler)
@@ -124,6 +128,25 @@ def start(
         stop(engine)
         raise too_small_cache(settings.max_tokens, fits)
     return engine
+
+
+@contextlib.contextmanager
+def _inside_the_trainer(
+    settings: EngineSettings, shape: ModelShape, layout: RolloutLayout, device: torch.device
+) -> Iterator[None]:
+    """Keeps what a start of SGLang would change in this process, and what it would do otherwise."""
+    has_latents = device.type == "cpu" and shape.latent is not None
+    with (
+        keep_generators(device, everywhere=True),
+        _kept_threads(),
+        _groups_of(layout, settings.timeout_s),
+        _sizes_as_they_are(),
+        _seeds_as_they_are(),
+        latents_on_cpu() if has_latents else contextlib.nullcontext(),
+        without_watchdog(),
+        quiet(),
+    ):
+        yield
 
 
 def _attention() -> dict[str, str]:

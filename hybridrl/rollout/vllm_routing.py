@@ -1,38 +1,34 @@
-"""The experts that vLLM's routers choose, kept by the places of the KV cache.
+"""How vLLM's routers tell the experts that they choose, which are kept by places of the KV cache.
 
 vLLM's own way to return them exists in newer versions only, and not with the model runner that CPUs
-have. Here each router writes what it chose for a token where the token's keys lie in the KV cache,
-so that what holds for keys holds for choices: prompts in pieces, prompts that are found in the
-prefix cache, requests that were preempted. They are read when a request leaves its place.
+have. Here each router writes what it chose for a token where the token's keys lie
+(experts_by_slot.py), and they are read when a request leaves its place.
 
-Owns the callbacks of routers and the buffer: as many rows as the KV cache has tokens, a byte a
-choice (two from 256 experts on), which is well under a hundredth of the cache.
+Owns the callbacks of routers.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridrl.contracts.routed_experts import ONE_BYTE, Experts, experts_dtype
+from hybridrl.contracts.routed_experts import Experts
 from hybridrl.errors import ModelError
 from hybridrl.models.family import ModelShape
 from hybridrl.rollout.engine import RunningRequest
+from hybridrl.rollout.experts_by_slot import LAYER, ExpertsBySlot
 from hybridrl.rollout.vllm_decoding import cache_fits
-
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class RecordedExperts:
     """Records the experts of every request of one live engine.
 
     Made before graphs are captured, so that what routers write is captured too: the places of
-    tokens and the rows that are written lie at fixed addresses. vLLM gives tokens that pad a batch
-    the place -1, of which the last row is.
+    tokens lie at fixed addresses. vLLM gives tokens that pad a batch the place -1, of which the
+    last row is.
 
     Args:
         model: vLLM's.
@@ -48,25 +44,14 @@ class RecordedExperts:
     def __init__(
         self, model: torch.nn.Module, cache: Any, shape: ModelShape, device: torch.device
     ) -> None:
-        if shape.moe is None:
-            raise ValueError("the model has no experts")
-        self._num_experts = shape.moe.num_experts
-        wanted = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
-        found = _routers(model)
-        if sorted(found) != wanted:
-            raise _unfit(
-                type(model).__name__,
-                "a model whose routers vLLM lets be listened to, one in each layer with experts",
-            )
-        if len(cache.kv_cache_groups) != 1:
-            raise _no_places()
-        self._block_size = cache.kv_cache_groups[0].kv_cache_spec.block_size
-        dtype = torch.uint8 if self._num_experts < ONE_BYTE else torch.int16
-        self._nothing = torch.iinfo(dtype).max  # no expert has this number
+        found, groups = _routers(model), cache.kv_cache_groups
+        self._block_size = groups[0].kv_cache_spec.block_size
         # The last row is of place -1, which is that of no token.
-        size = cache.num_blocks * self._block_size + 1, len(wanted), shape.moe.experts_per_token
-        self._by_slot = torch.full(size, self._nothing, dtype=dtype, device=device)
-        for index, layer in enumerate(wanted):
+        num_slots = cache.num_blocks * self._block_size + 1
+        self._experts = ExpertsBySlot("vllm", shape, num_slots, device, found)
+        if len(groups) != 1:
+            raise self._no_places()
+        for index, layer in enumerate(self._experts.layers):
             found[layer].set_capture_fn(self._writer(index))
 
     def attach(self, scheduler: Any, running: Mapping[str, RunningRequest]) -> None:
@@ -81,10 +66,11 @@ class RecordedExperts:
         """
         self._manager, self._running = scheduler.kv_cache_manager, running
         if not cache_fits(self._manager):
-            raise _no_places()
+            raise self._no_places()
         block_size = self._manager.coordinator.single_type_managers[0].block_size
         if block_size != self._block_size:
-            raise _unfit(f"blocks of {block_size} and {self._block_size}", "one size of blocks")
+            sizes = f"blocks of {block_size} and {self._block_size}"
+            raise self._experts.unfit(sizes, "one size of blocks")
         self._free = scheduler._free_request
         scheduler._free_request = self._record_and_free
 
@@ -96,7 +82,7 @@ class RecordedExperts:
             if not slots_of_layers:  # a run to warm up, of no request
                 return
             slots_T = next(iter(slots_of_layers.values()))[: len(experts_TK)]
-            self._by_slot[slots_T, index] = experts_TK.to(self._by_slot.dtype)
+            self._experts.write(slots_T, index, experts_TK)
 
         return write
 
@@ -113,32 +99,20 @@ class RecordedExperts:
         """Returns the experts of a request's first tokens, which lie in these blocks."""
         size = self._block_size
         places = torch.tensor(blocks)[:, None] * size + torch.arange(size)
-        slots_T = places.flatten()[:num_tokens].to(self._by_slot.device)
-        found = self._by_slot[slots_T].flatten(1).cpu()  # a sync point, once a request
-        if len(found) < num_tokens or bool((found == self._nothing).any()):
-            raise RuntimeError(f"vLLM told no experts for a part of {num_tokens} tokens")
-        experts: Experts = found.numpy().astype(experts_dtype(self._num_experts))
-        return experts
+        found = self._experts.read(places.flatten()[:num_tokens])
+        if len(found) < num_tokens:
+            raise RuntimeError(f"vLLM has {len(found)} places for {num_tokens} tokens")
+        return found
 
     def forget(self) -> None:
         """Forgets all: the weights change."""
-        self._by_slot.fill_(self._nothing)
+        self._experts.forget()
 
-
-def _unfit(value: str, allowed: str) -> ModelError:
-    return ModelError(
-        "config.json",
-        value,
-        f"{allowed}, to record experts with rollout.engine=vllm",
-        "Set algorithm.router_replay=off, or rollout.engine=hf.",
-    )
-
-
-def _no_places() -> ModelError:
-    return _unfit(
-        "attention that does not keep all keys, or several kinds of it",
-        "full attention in all layers",
-    )
+    def _no_places(self) -> ModelError:
+        return self._experts.unfit(
+            "attention that does not keep all keys, or several kinds of it",
+            "full attention in all layers",
+        )
 
 
 def _routers(model: torch.nn.Module) -> dict[int, Any]:

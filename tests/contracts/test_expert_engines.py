@@ -114,7 +114,7 @@ def check_experts(model: Any, request: Request, completion: Completion) -> None:
     assert torch.equal(found_TLK.sort(-1).values, expected_TLK.sort(-1).values)
 
 
-@pytest.mark.parametrize("name", [*EXPERT_MODELS, RECORDING[0]])
+@pytest.mark.parametrize("name", [*EXPERT_MODELS, *RECORDING])
 def test_experts_that_were_recorded_stay_when_other_weights_go_on(name: str) -> None:
     """A request that is interrupted by an update, saved, and goes on after it."""
     if not records(name):

@@ -19,7 +19,7 @@ from engine_cases import (
     make_requests,
     write_weights,
 )
-from packaged import needs
+from packaged import CLASSES, needs
 
 from hybridrl.algorithms.grpo import Grpo
 from hybridrl.config.schema import GrpoConfig, TrainConfig
@@ -91,7 +91,9 @@ def trainer(mesh: Mesh, folder: Path, shares: bool) -> Policy:
 
 
 @pytest.mark.parametrize(
-    "name", [NAME, pytest.param(f"vllm-{NAME}", marks=needs("vllm"))], ids=["hf", "vllm"]
+    "name",
+    [NAME, *(pytest.param(f"{engine}-{NAME}", marks=needs(engine)) for engine in CLASSES)],
+    ids=["hf", *CLASSES],
 )
 def test_replay_gives_the_engines_log_probabilities_where_routers_differ(
     mesh: Mesh, tmp_path: Path, name: str
@@ -115,7 +117,8 @@ def test_replay_gives_the_engines_log_probabilities_where_routers_differ(
         policy.logprobs(batch.without_experts())
     experts_TK = batch.routed_experts_TK
     assert experts_TK is not None
-    for wrong_TK, said in ((experts_TK[:, 1:], "5 experts a token"), (experts_TK + 7, "expert 1")):
+    too_few = f"{experts_TK.shape[1] - 1} experts a token"
+    for wrong_TK, said in ((experts_TK[:, 1:], too_few), (experts_TK + 7, "expert 1")):
         wrong = replace(batch, routed_experts_TK=wrong_TK.contiguous())
         with pytest.raises(BatchError, match=said):
             policy.logprobs(wrong)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -23,16 +24,17 @@ from engine_cases import (
 )
 from packaged import needs
 
-from hybridrl.errors import UserError
+from hybridrl.errors import ModelError, UserError
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
-from hybridrl.rollout import sglang_scheduler, sglang_start
+from hybridrl.rollout import sglang_routing, sglang_scheduler, sglang_start
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.sglang_arguments import SPARE_TOKENS, server_arguments
 
 pytestmark = list(needs("sglang"))
 
 QWEN3 = "sglang-qwen3"
+EXPERTS = "sglang-qwen3-moe"
 TOKEN_BYTES = 2 * 3 * 2 * 32 * 4  # keys and values, layers, heads, head, float32
 
 
@@ -121,27 +123,129 @@ def test_sglang_engine_keeps_what_prompts_share() -> None:
     assert cached[0] == 0 and cached[1] >= 99
 
 
-def test_sglang_engine_takes_requests_back_where_the_cache_is_too_small() -> None:
-    requests = [
-        dataclasses.replace(request, sampling=SamplingParams(max_new_tokens=90))
-        for request in make_requests(8, MIXED)
-    ]
-    expected = generate(make_engine(QWEN3), requests)
-    engine = start_packaged(QWEN3, max_tokens=110, kv_cache_bytes=300 * TOKEN_BYTES)
-    write_weights(engine, make_reference(QWEN3), 0)
-    engine._scheduler.new_token_ratio = engine._scheduler.min_new_token_ratio = 0.01
-    retracted = []
-    update = engine._scheduler.update_running_batch
+def short_of_room(
+    name: str, token_bytes: int, records_experts: bool = False
+) -> tuple[Any, list[int]]:
+    """Returns an engine whose cache is too small for eight requests of 90 tokens, which it learns
+    late; and how many requests wait after each step, as they come.
+    """
+    room = {"max_tokens": 110, "kv_cache_bytes": 300 * token_bytes}
+    engine = start_packaged(name, **room, records_experts=records_experts)
+    write_weights(engine, make_reference(name), 0)
+    scheduler, waiting = engine._scheduler, []
+    if hasattr(scheduler, "new_token_ratio_tracker"):  # of newer versions
+        scheduler.new_token_ratio_tracker.current = scheduler.new_token_ratio_tracker.min = 0.01
+    else:
+        scheduler.new_token_ratio = scheduler.min_new_token_ratio = 0.01
+    update = scheduler.update_running_batch
 
     def noted(batch: Any) -> Any:
         found = update(batch)
-        retracted.append(len(engine._scheduler.waiting_queue))
+        waiting.append(len(scheduler.waiting_queue))
         return found
 
-    engine._scheduler.update_running_batch = noted
-    found = generate(engine, requests)
-    assert any(later > before for before, later in zip(retracted, retracted[1:], strict=False))
+    scheduler.update_running_batch = noted
+    return engine, waiting
+
+
+def were_taken_back(waiting: list[int]) -> bool:
+    return any(later > before for before, later in zip(waiting, waiting[1:], strict=False))
+
+
+def of_90_tokens() -> list[Request]:
+    sampling = SamplingParams(max_new_tokens=90)
+    return [dataclasses.replace(request, sampling=sampling) for request in make_requests(8, MIXED)]
+
+
+def test_sglang_engine_takes_requests_back_where_the_cache_is_too_small() -> None:
+    expected = generate(make_engine(QWEN3), of_90_tokens())
+    engine, waiting = short_of_room(QWEN3, TOKEN_BYTES)
+    found = generate(engine, of_90_tokens())
+    assert were_taken_back(waiting)
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def test_sglang_engine_records_experts_before_it_takes_requests_back() -> None:
+    """Those of the pass in which a position was computed first, though it is computed again."""
+    expected = generate(make_engine(EXPERTS, records_experts=True), of_90_tokens())
+    engine, waiting = short_of_room(EXPERTS, TOKEN_BYTES * 4 // 3, records_experts=True)
+    engine.submit(of_90_tokens())
+    begun: dict[int, Any] = {}
+    while engine.has_unfinished:
+        engine.step()
+        for request in engine.pending():
+            if request.experts is not None and request.request_id not in begun:
+                begun[request.request_id] = request.experts
+                assert len(request.experts) == len(request.prompt) + len(request.tokens) - 1
+    assert were_taken_back(waiting) and begun
+    by_id = {done.request_id: done for done in engine.collect()}
+    for one in expected:
+        found = by_id[one.request_id]
+        assert close(found, one) and np.array_equal(found.experts, one.experts)
+        if (first := begun.get(one.request_id)) is not None:
+            assert np.array_equal(found.experts[: len(first)], first)
+
+
+def test_sglang_engine_tells_experts_with_a_batch_under_way(
+    request: pytest.FixtureRequest,
+) -> None:
+    requests = make_requests(25, MIXED)
+    expected = generate(make_engine(EXPERTS, records_experts=True), requests)
+    close_engines()
+    request.getfixturevalue("overlapped")
+    engine = make_engine(EXPERTS, records_experts=True)
+    assert engine._scheduler.enable_overlap
+    for interrupted in (False, True):
+        engine.submit(requests)
+        done = []
+        for _ in range(6):
+            engine.step()
+        if interrupted:
+            done += engine.collect()
+            assert engine._scheduler.result_queue, "a batch is under way"
+            write_weights(engine, make_reference(EXPERTS), 1)
+            for one in engine.pending():
+                if one.tokens:
+                    assert len(one.experts) == len(one.prompt) + len(one.tokens) - 1
+        while engine.has_unfinished:
+            engine.step()
+        by_id = {one.request_id: one for one in [*done, *engine.collect()]}
+        for one in expected:
+            found = by_id[one.request_id]
+            assert close(found, one) and np.array_equal(found.experts, one.experts)
+
+
+def test_sglang_engines_of_one_process_record_apart(request: pytest.FixtureRequest) -> None:
+    requests = make_requests(6, SamplingParams(temperature=0.0, max_new_tokens=6))
+    recording = make_engine(EXPERTS, records_experts=True)
+    expected = generate(recording, requests)
+    other = make_engine(EXPERTS)
+    write_weights(other, make_reference(EXPERTS, 1), 0)
+    assert all(done.experts is None for done in generate(other, requests))
+    write_weights(recording, make_reference(EXPERTS), 1)
+    with pytest.raises(RuntimeError, match="told no experts"):  # those of older weights are gone
+        recording._experts.get_topk(1, 2, recording._scheduler.req_to_token_pool)
+    for one, two in zip(generate(recording, requests), expected, strict=True):
+        assert close(one, two) and np.array_equal(one.experts, two.experts)
+    request.getfixturevalue("overlapped")
+    first, second = (make_engine(EXPERTS, records_experts=True) for _ in range(2))
+    long = (3, *range(2, 20)) * 5  # in places where the other engine has written nothing
+    first.submit([Request(0, long, 7, SamplingParams(max_new_tokens=1))])
+    first.step()
+    assert first._scheduler.result_queue, "what finishes with the next step"
+    second.submit(requests[:1])
+    second.step()
+    first.clear()
+    assert not first.has_unfinished and second.has_unfinished
+
+
+def test_sglang_engine_refuses_to_record_where_a_router_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sglang_routing, "_routed", lambda model: [0, 2])
+    with pytest.raises(ModelError, match="in layers 0, 2; allowed.*: 0, 1, 2, 3, to record"):
+        start_packaged(EXPERTS, records_experts=True)
+    assert generate(make_engine(QWEN3), make_requests(2, MIXED))
 
 
 @pytest.mark.parametrize(("num_tokens", "allowed"), [(144, "at most 128"), (10, "less")])

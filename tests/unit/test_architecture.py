@@ -85,7 +85,8 @@ WALLS = {
         for part in ("", "_decoding", "_experts", "_memory", "_routing", "_start")
     ],
     "sglang": [
-        f"rollout/sglang{part}.py" for part in ("", "_latent", "_sampling", "_scheduler", "_start")
+        f"rollout/sglang{part}.py"
+        for part in ("", "_latent", "_routing", "_sampling", "_scheduler", "_start")
     ],
     "triton": ["../kernels/*"],
     "ray": ["cli/ray_launch.py"],

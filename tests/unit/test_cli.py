@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ QWEN25_7B = {
     "vocab_size": 152064,
 }
 PARAMETERS = 7_615_616_512
+NO_SGLANG = pytest.mark.skipif(find_spec("sglang") is not None, reason="needs its absence")
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *expected: str) -> No
         ("data.prompts=none.jsonl", ["none.jsonl", "no such file"]),
         ("data.prompt_key=question", ["prompts.jsonl:1", "question"]),
         ("steps.samples_per_prompt=1", ["steps.samples_per_prompt"]),
-        ("rollout.engine=sglang", ["rollout.engine", "sglang"]),
+        pytest.param("rollout.engine=sglang", ["rollout.engine", "sglang"], marks=NO_SGLANG),
         ("reward.function=my:f", ["reward.function", "my"]),
         ("algorithm={name: 'my.rl:Best'}", ["algorithm.name", "my.rl:Best"]),
         ("model.init=nowhere", ["model.init", "nowhere"]),

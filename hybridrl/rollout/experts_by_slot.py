@@ -1,0 +1,98 @@
+"""The experts that an engine's routers chose, kept by the places of the KV cache.
+
+What routers chose for a token is written where the token's keys lie in the KV cache, so that what
+holds for keys holds for choices: prompts in pieces, prompts that are found in the prefix cache,
+requests that were preempted. They are read when a request leaves its place.
+
+Owns the buffer: as many rows as the KV cache has tokens, a byte a choice (two from 256 experts on),
+which is well under a hundredth of the cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hybridrl.contracts.routed_experts import ONE_BYTE, Experts, experts_dtype
+from hybridrl.errors import ModelError
+from hybridrl.models.family import ModelShape
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # in names of modules
+
+
+class ExpertsBySlot:
+    """Holds the experts of each slot, a token's place in the KV cache of one live engine.
+
+    Made before graphs are captured, so that what writes it is captured too: it lies at a fixed
+    address.
+
+    Args:
+        engine: its name, for messages.
+        shape: of the model.
+        num_slots: of the KV cache; tokens that pad a batch have slots too.
+        device: of the KV cache.
+        found: the layers whose routers can be listened to.
+
+    Raises:
+        ModelError: those are not the layers with experts.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        shape: ModelShape,
+        num_slots: int,
+        device: torch.device,
+        found: Iterable[int],
+    ) -> None:
+        if shape.moe is None:
+            raise ValueError("the model has no experts")
+        self._engine, self._num_experts = engine, shape.moe.num_experts
+        self.layers = tuple(n for n in range(shape.num_layers) if shape.has_experts(n))
+        if sorted(found) != list(self.layers):
+            raise self.unfit(
+                f"routers in layers {', '.join(map(str, sorted(found))) or 'none'}",
+                "a model whose routers can be listened to, one in each layer with experts: "
+                f"{', '.join(map(str, self.layers))}",
+            )
+        self.dtype = torch.uint8 if self._num_experts < ONE_BYTE else torch.int16
+        self._nothing = torch.iinfo(self.dtype).max  # no expert has this number
+        size = num_slots, len(self.layers), shape.moe.experts_per_token
+        self._by_slot = torch.full(size, self._nothing, dtype=self.dtype, device=device)
+
+    def write(self, slots_T: Tensor, index: int, experts_TK: Tensor) -> None:
+        """Keeps what the layer `layers[index]` chose for the tokens of these slots."""
+        self._by_slot[slots_T, index] = experts_TK.to(self.dtype)
+
+    def write_all(self, slots_T: Tensor, experts_TLK: Tensor) -> None:
+        """Keeps what all `layers` chose for the tokens of these slots."""
+        self._by_slot[slots_T] = experts_TLK
+
+    def read(self, slots_T: Tensor) -> Experts:
+        """Returns the experts of these slots, (T, layers * experts a token).
+
+        Raises:
+            RuntimeError: nothing was written for one of them since `forget`.
+        """
+        # A sync point, once a request.
+        found = self._by_slot[slots_T.to(self._by_slot.device)].flatten(1).cpu()
+        if bool((found == self._nothing).any()):
+            raise RuntimeError(f"{self._engine} told no experts for a part of {len(found)} tokens")
+        experts: Experts = found.numpy().astype(experts_dtype(self._num_experts))
+        return experts
+
+    def forget(self) -> None:
+        """Forgets all: the weights change."""
+        self._by_slot.fill_(self._nothing)
+
+    def unfit(self, value: str, allowed: str) -> ModelError:
+        """Returns the refusal of a model or cache whose experts cannot be recorded."""
+        return ModelError(
+            "config.json",
+            value,
+            f"{allowed}, to record experts with rollout.engine={self._engine}",
+            "Set algorithm.router_replay=off, or rollout.engine=hf.",
+        )

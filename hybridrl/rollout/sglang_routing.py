@@ -1,0 +1,137 @@
+"""How SGLang's routers tell the experts that they choose, which are kept by places of the KV cache.
+
+SGLang's routers hand what they chose to a recorder of the process, before a rank's own numbers take
+the place of the experts'. Its own recorder copies all choices of each step to the host, into pinned
+memory, which CPUs do not have. This one stands in its place: it keeps them on the device
+(experts_by_slot.py), and they are read when a request leaves its place.
+
+Owns the recorder, and what each version asks of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.contracts.routed_experts import Experts
+from hybridrl.models.family import ModelShape
+from hybridrl.rollout.engine import RunningRequest
+from hybridrl.rollout.experts_by_slot import LAYER, ExpertsBySlot
+from hybridrl.rollout.process_state import replaced
+
+
+class RecordedExperts:
+    """Records the experts of every request of one live engine; SGLang's recorder in a process while
+    that engine takes its turn.
+
+    A pass is recorded in two steps: the routers of each layer write into the rows of its tokens,
+    which CUDA graphs capture, and after the pass the rows go to the slots of the tokens' keys.
+
+    Args:
+        model: SGLang's.
+        shape: of the model.
+        num_slots: of the KV cache, with those of tokens that pad a batch.
+        max_tokens: most tokens of a pass, with those that pad it.
+        device: of the KV cache.
+
+    Raises:
+        ModelError: the layers with experts have no routers that tell what they choose.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        shape: ModelShape,
+        num_slots: int,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._by_slot = by_slot = ExpertsBySlot("sglang", shape, num_slots, device, _routed(model))
+        self._index = {layer: index for index, layer in enumerate(by_slot.layers)}
+        assert shape.moe is not None  # ExpertsBySlot has looked
+        size = max_tokens, len(by_slot.layers), shape.moe.experts_per_token
+        self._of_pass = torch.zeros(size, dtype=by_slot.dtype, device=device)
+
+    def capture(self, layer_id: int, topk_indices: Tensor) -> None:
+        """Is told by a layer's router what it chose for the tokens of a pass, (T, K)."""
+        self._of_pass[: len(topk_indices), self._index[layer_id]] = topk_indices.to(
+            self._of_pass.dtype
+        )
+
+    def on_forward_end(self, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Is told by SGLang that a pass is over, in whose stream it is called."""
+        slots_T = forward_batch.out_cache_loc
+        self._by_slot.write_all(slots_T, self._of_pass[: len(slots_T)])
+
+    def get_topk(
+        self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
+    ) -> Experts:
+        """Is asked by SGLang for the experts of a finished request, before its slots are free.
+
+        Args:
+            req_pool_idx: its row of the pool.
+            seqlen: its tokens, of which the last was in no pass.
+            req_to_token_pool: which has each request's slots.
+            start_len: the first position, always 0 here.
+        """
+        del start_len
+        return self._by_slot.read(req_to_token_pool.req_to_token[req_pool_idx, : seqlen - 1])
+
+    def record(self, request: Any, row: RunningRequest, pool: Any, num_tokens: int) -> None:
+        """Records an unfinished request's experts, before its slots are free.
+
+        Args:
+            request: SGLang's, whose prompt has been computed.
+            row: where they are recorded.
+            pool: SGLang's `req_to_token_pool`.
+            num_tokens: of prompt and response, whose last token was in no finished pass.
+        """
+        if request.req_pool_idx is not None:
+            row.record(0, self.get_topk(request.req_pool_idx, num_tokens, pool))
+
+    def forget(self) -> None:
+        """Forgets all: the weights change."""
+        self._by_slot.forget()
+
+
+@contextlib.contextmanager
+def recorded_by(listen: Callable[[int], RecordedExperts | None]) -> Iterator[None]:
+    """Lets an engine that starts inside make its recorder before graphs are captured.
+
+    Args:
+        listen: returns the recorder, given the slots of the KV cache; None: it records nothing.
+    """
+    from sglang.srt.model_executor import model_runner
+
+    def create(num_tokens: int, **sizes: Any) -> RecordedExperts | None:
+        """Returns the recorder; the arguments are named by SGLang."""
+        return listen(num_tokens)
+
+    with replaced(model_runner, "RoutedExpertsCapturer", SimpleNamespace(create=create)):
+        yield
+
+
+def make_current(recorder: RecordedExperts | None) -> None:
+    """Makes it SGLang's recorder, of which a process has one, be there several engines or not."""
+    from sglang.srt.state_capturer.routed_experts import set_global_experts_capturer
+
+    set_global_experts_capturer(recorder)
+
+
+def _routed(model: torch.nn.Module) -> list[int]:
+    """Returns the layers whose routers tell what they choose; routers that do not know their layer,
+    as Mixtral's, are told.
+    """
+    from sglang.srt.layers.moe.topk import TopK
+
+    found = []
+    for name, part in model.named_modules():
+        if isinstance(part, TopK) and (match := LAYER.search(name)):
+            part.layer_id = int(match[1])
+            found.append(part.layer_id)
+    return found
