@@ -3,8 +3,8 @@
 Megatron's all-to-all dispatcher sends a token once for each of its experts that is on another rank,
 and a rank then sorts what it has received by expert. Tensor-parallel ranks of one replica have
 equal shares of the same positions: there every rank gets each token once instead, and sorts the
-tokens of its experts out of them. With 8 experts a token, dealt to two ranks, that is a quarter of
-the bytes and one copy less in each direction; a rank alone has one copy less too. The sums of what
+tokens of its experts out of them. With 8 experts a token, dealt to two ranks, hidden states are a
+quarter of the bytes and one copy less in each direction; a rank alone has one copy less too. The sums of what
 a rank's experts add to each token are reduced over the ranks and scattered by position, in the type
 of the activations, as tensor-parallel layers do it.
 
@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, permute
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, permute, unpermute
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
 
@@ -116,15 +116,30 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
         if self._counted is not None:
             self._counted.synchronize()  # the one sync point of the layer
         tokens_E = self._tokens_E
+        num_tokens = int(tokens_E.sum())
+        # transformer-engine's kernels (2.11) give back no rows at all for none, and their backward
+        # fails: a micro-batch of padding alone may have no token for the experts of a rank.
+        self._is_fused = self.config.moe_permute_fusion and num_tokens > 0
         found = permute(
             hidden_states,
             self.local_map,
             probs=probs,
-            num_out_tokens=int(tokens_E.sum()),
-            fused=self.config.moe_permute_fusion,
+            num_out_tokens=num_tokens,
+            fused=self._is_fused,
         )
         tokens, weights, self.reversed_local_input_permutation_mapping = found[:3]
         return tokens, tokens_E, weights
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Returns what this rank's experts add to each token, (T, D); zeros where they have none."""
+        added: Tensor = unpermute(
+            hidden_states,
+            self.reversed_local_input_permutation_mapping,
+            restore_shape=self.hidden_shape_before_permute,
+            routing_map=self.local_map,
+            fused=self._is_fused,
+        )
+        return added
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Returns the sums of this rank's tokens over all experts."""
