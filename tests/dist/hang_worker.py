@@ -2,7 +2,8 @@
 
 hang_worker.py FOLDER CASE. `cases`: rank 1 is slow, then in an endless loop until it is told of,
 twice, then in another collective than the others, then stopped. `first`: rank 0, which judges and
-keeps the store, is busy in native code that holds the interpreter, then stopped.
+keeps the store, is busy in native code that holds the interpreter, then stopped. `usual`: as
+`cases`, with the limits of a run, and nobody slow.
 """
 
 from __future__ import annotations
@@ -71,8 +72,12 @@ def stop_after(case: Case) -> None:
 
 
 def cases(case: Case) -> None:
-    is_odd = case.world.rank == 1
     slow(case)
+    usual(case)
+
+
+def usual(case: Case) -> None:
+    is_odd = case.world.rank == 1
     case.begin(2)
     if is_odd:
         spin(case.page)
@@ -111,14 +116,15 @@ def first(case: Case) -> None:
 
 def main() -> None:
     gloo_thread.part()
-    heartbeat.BEAT_S, heartbeat.SILENT_S, heartbeat.HANG_S = 0.2, 1.6, 2.5
-    heartbeat.GRACE_S = 4.0 if sys.argv[2] == "first" else 1.0
+    if sys.argv[2] != "usual":
+        heartbeat.BEAT_S, heartbeat.SILENT_S, heartbeat.HANG_S = 0.2, 1.6, 2.5
+        heartbeat.GRACE_S = 4.0 if sys.argv[2] == "first" else 1.0
     write_stacks_on_signal()
     platform = Platform.detect()
     platform.activate()
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     case = Case(World(platform, 120.0), Path(sys.argv[1]))
-    {"cases": cases, "first": first}[sys.argv[2]](case)
+    {"cases": cases, "first": first, "usual": usual}[sys.argv[2]](case)
 
 
 if __name__ == "__main__":
