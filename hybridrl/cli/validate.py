@@ -42,7 +42,7 @@ from hybridrl.data.forms import Kind, formed_rows, kind_of, validate_file
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.directory import read_config
-from hybridrl.models.families.by_length import at_length, engine_rule
+from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.headers import HfHeaders
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
@@ -83,9 +83,7 @@ def model_violations(
             family, shape = read_model(config.model.family, content)
             at_length(content, config.longest_sequence())
             hf_config = content
-            traits = ENGINES[rollout.engine]
-            found += engine_rule(content, rollout.engine, traits.takes_longrope)
-            if traits.has_fused_parameters and not check(
+            if ENGINES[rollout.engine].has_fused_parameters and not check(
                 config, world_size, hf_config, machines=machines
             ):
                 # The rules know no vocabulary.

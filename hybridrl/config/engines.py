@@ -43,7 +43,6 @@ class EngineTraits:
         lowest_temperature: the lowest that it samples at, but for 0.
         ends_by_text: it ends a response once its text has a stop string.
         penalizes: it can keep end tokens back and penalize tokens that were said.
-        takes_longrope: its longrope was compared with transformers'.
         runs_on_gpus: `hybridrl plan` takes GPUs for granted, also on a host without any.
     """
 
@@ -64,7 +63,6 @@ class EngineTraits:
     lowest_temperature: float = 0.0
     ends_by_text: bool = False
     penalizes: bool = False
-    takes_longrope: bool = False
     runs_on_gpus: bool = False
 
 
@@ -92,7 +90,6 @@ ENGINES = {
         records_experts=True,
         ends_by_text=True,
         penalizes=True,
-        takes_longrope=True,
     ),
     "vllm": EngineTraits(
         builder="hybridrl.rollout.vllm:build",
@@ -111,7 +108,6 @@ ENGINES = {
         lowest_temperature=0.01,
         ends_by_text=True,
         penalizes=True,
-        takes_longrope=True,
         runs_on_gpus=True,
     ),
     "sglang": EngineTraits(
@@ -133,7 +129,6 @@ ENGINES = {
         builder="hybridrl.rollout.scripted:build",
         computes=False,
         takes_experts=True,
-        takes_longrope=True,
     ),
 }
 

@@ -42,6 +42,7 @@ from hybridrl.rollout.live_weights import (
 from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import no_logprob
 from hybridrl.rollout.settings import EngineSettings, token_bytes, too_long
+from hybridrl.rollout.sglang_longrope import settle_longrope
 from hybridrl.rollout.sglang_routing import RecordedExperts
 from hybridrl.rollout.sglang_sampling import request_sampling
 from hybridrl.rollout.sglang_scheduler import drawn_logps, synchronize
@@ -146,6 +147,7 @@ class SglangEngine:
                 check_live(model, self._layout, hf_shapes(family, shape), version, layout_name)
                 if shape.latent is not None:
                     COPIES.check(model, shape.latent, shape.num_layers, version)
+                settle_longrope(model, version)
             except ModelError as error:
                 refusals.append(error)  # raised once SGLang has started: on all ranks alike
             else:

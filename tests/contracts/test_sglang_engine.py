@@ -12,10 +12,13 @@ import psutil
 import pytest
 import torch
 from engine_cases import (
+    ALL_MODELS,
+    LOGP_TOLERANCE,
     MIXED,
     PACKAGED_ALL,
     close,
     close_engines,
+    expected_logps,
     make_engine,
     make_reference,
     make_requests,
@@ -23,8 +26,10 @@ from engine_cases import (
     write_weights,
 )
 from packaged import needs
+from tiny_models import longrope
 
 from hybridrl.errors import ModelError, UserError
+from hybridrl.models.families.by_length import at_length
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rollout import sglang_routing, sglang_scheduler, sglang_start
@@ -277,6 +282,36 @@ def test_sglang_engine_refuses_experts_beside_dense_layers() -> None:
     config = {**PACKAGED_ALL["sglang-qwen3-moe"], "mlp_only_layers": [1]}
     with pytest.raises(UserError, match="layers without experts: got 1; allowed: none"):
         start_packaged("sglang-qwen3-moe", hf_config=config)
+
+
+def test_sglang_engine_turns_longrope_the_same_whatever_else_is_in_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the original length, 16 here, and with a longer request beside it."""
+    pairs = PACKAGED_ALL[QWEN3]["head_dim"] // 2
+    config = {
+        **PACKAGED_ALL[QWEN3],
+        "model_type": "phi3",
+        "rope_parameters": {**longrope(pairs), "rope_theta": 10000.0},
+        "original_max_position_embeddings": 16,
+        "sliding_window": None,
+    }
+    config["rope_parameters"]["original_max_position_embeddings"] = 16
+    settled = dict(at_length(config, 100))
+    for models in (PACKAGED_ALL, ALL_MODELS):
+        monkeypatch.setitem(models, "sglang-phi3", settled)
+    engine, reference = make_engine("sglang-phi3"), make_reference("sglang-phi3")
+    sampling = SamplingParams(max_new_tokens=8)
+    short = Request(1, (5, 6, 7) * 4, 3, sampling)  # positions 11 to 18 are asked for
+    long = Request(2, (8, 9, 10) * 20, 4, sampling)
+    (alone,) = generate(engine, [short])
+    beside, other = generate(engine, [short, long])
+    assert close(alone, beside)
+    for request, done in ((short, alone), (long, other)):
+        expected = expected_logps(reference, request, done)
+        assert np.allclose(done.logps, expected, rtol=0, atol=LOGP_TOLERANCE)
+    with pytest.raises(ModelError, match="short_factor and long_factor, at .*rotary_emb of sglang"):
+        start_packaged("sglang-phi3", hf_config=config)
 
 
 def test_sglang_engine_gives_memory_back_by_sglangs_own_calls() -> None:

@@ -56,9 +56,10 @@ OF_ENGINE = {
         for name in ("mistral", "granite", "phi3", "phi35", "glm4", "gemma2", "gemma3_text")
     ],
     ("vllm", "more"): [("phi4mini", PAIRS)],
-    ("sglang", "some"): [("granite", PAIRS), ("glm4", PAIRS)],
-    ("sglang", "more"): [],
+    ("sglang", "some"): [(name, PAIRS) for name in ("granite", "phi35", "glm4")],
+    ("sglang", "more"): [("phi4mini", PAIRS)],
 }
+CHOOSE_FACTORS = ("vllm",)  # of longrope, by the longest sequence that they are started for
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=6)
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_new_tokens=5)
 # float32 sums in another order, over four layers.
@@ -139,8 +140,9 @@ def run(engine_name: str, folder: Path, name: str, layout: RolloutLayout, mesh: 
     parts = family, hf_config, torch.float32, family.name, folder / f"{name}_0"
     source = ModelSource(*parts, LONGEST)
     model = ParallelModel(mesh, source, "lm", TrainConfig(micro_batch_tokens=48))
-    # Of longrope as it is on disk: the engine chooses factors as it would to serve the directory.
-    settings = EngineSettings(hf_config, family.architectures, "float32", 4, LONGEST)
+    # Of longrope as it is on disk, where the engine chooses factors as it would to serve it.
+    given = hf_config if engine_name in CHOOSE_FACTORS else source.computed_config
+    settings = EngineSettings(given, family.architectures, "float32", 4, LONGEST)
     torch.manual_seed(rank)
     before = generators()
     shard = TrainingShard(model.layout(), model.weights())

@@ -14,7 +14,7 @@ import torch
 
 from hybridrl import ops
 from hybridrl.cli import environment
-from hybridrl.errors import UserError
+from hybridrl.errors import ModelError, UserError
 from hybridrl.models.family import read_model
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout import sglang_start, sglang_version
@@ -35,6 +35,7 @@ from hybridrl.rollout.sglang_arguments import (
     longest_request,
     server_arguments,
 )
+from hybridrl.rollout.sglang_longrope import settle_longrope
 from hybridrl.rollout.sglang_sampling import IS_GREEDY, SeededSampler
 from hybridrl.rollout.sglang_scheduler import drawn_logps
 from hybridrl.rollout.sglang_version import (
@@ -124,6 +125,24 @@ def test_models_that_sglang_would_compute_otherwise_are_refused() -> None:
     assert rules(SimpleNamespace(dense_layers=(0,)), latent=object()) == []  # DeepSeek's
     (violation,) = rules(None, window=4096)
     assert violation.name == "model's sliding_window" and violation.value == 4096
+
+
+def test_longrope_has_one_table_of_angles_for_all_positions() -> None:
+    """SGLang has the rows of short factors, then those of long ones."""
+    rope = torch.nn.Module()
+    rope.short_factor, rope.long_factor = [1.0, 2.5], (1.0, 2.5)
+    rope.long_cos_sin_cache, rope.original_max_position_embeddings = torch.arange(24.0), 8
+    rope.long_short_cos_sin_cache = torch.cat((torch.arange(8.0), rope.long_cos_sin_cache))
+    model = torch.nn.ModuleDict({"other": torch.nn.Linear(1, 1), "rotary_emb": rope})
+    settle_longrope(model, "sglang 0.5.16")
+    for positions in ([7], [8], [9], [3, 20]):  # as SGLang looks rows up
+        places = torch.tensor(positions)
+        beyond = places.max() > rope.original_max_position_embeddings
+        rows = places + beyond * rope.original_max_position_embeddings
+        assert rope.long_short_cos_sin_cache[rows].tolist() == positions
+    rope.short_factor = [1.0, 1.0]
+    with pytest.raises(ModelError, match="long_factor, at rotary_emb of sglang 0.5.16"):
+        settle_longrope(model, "sglang 0.5.16")
 
 
 def test_messages_of_the_start() -> None:

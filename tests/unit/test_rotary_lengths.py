@@ -190,14 +190,6 @@ def test_plan_says_which_factors_a_run_has(tmp_path: Path) -> None:
     assert report["positions"] is None and "longrope" not in plan_text(report)
 
 
-def test_an_engine_whose_longrope_was_not_compared_is_refused(tmp_path: Path) -> None:
-    for engine, num in (("hf", 0), ("vllm", 0), ("sglang", 1)):
-        rollout = {"max_new_tokens": 12, "engine": engine}
-        _, violations = plan_report(config_of(tmp_path, PHI35, rollout=rollout), 1)
-        said = [str(one) for one in violations if "longrope" in str(one)]
-        assert len(said) == num and all("hf or vllm with rope_scaling" in one for one in said)
-
-
 @pytest.mark.parametrize("role", ["policy", "teacher", "reward model"])
 def test_plan_and_train_and_ranks_refuse_longer_sequences_alike(role: str, tmp_path: Path) -> None:
     model = {**LLAMA, "rope_scaling": DYNAMIC}

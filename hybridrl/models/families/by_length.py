@@ -13,10 +13,10 @@ to that length, in training, in each engine and in transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.errors import ModelError, UserError
+from hybridrl.errors import ModelError
 from hybridrl.models.families.reading import size
 from hybridrl.models.families.rotary import (
     DEFAULT_ORIGINAL_LENGTH,
@@ -73,18 +73,6 @@ def takes_long(hf_config: HfConfig, longest: int) -> bool:
     """Returns whether a run's sequences go beyond longrope's original length."""
     is_longrope = rope_kind(rope_parameters(hf_config)[0]) == "longrope"
     return is_longrope and longest > size(hf_config, ORIGINAL, DEFAULT_ORIGINAL_LENGTH)
-
-
-def engine_rule(hf_config: HfConfig, engine: str, takes_longrope: bool) -> Iterator[UserError]:
-    """Yields the violation if an engine may turn longrope otherwise than transformers."""
-    rope, key = rope_parameters(hf_config)
-    if rope_kind(rope) == "longrope" and not takes_longrope:
-        yield UserError(
-            "rollout.engine",
-            engine,
-            f"hf or vllm with {key}.rope_type = longrope",
-            f"{engine}'s was not compared with transformers'. Set rollout.engine=vllm.",
-        )
 
 
 def said_of_length(hf_config: HfConfig, longest: int) -> str | None:
