@@ -4,9 +4,9 @@ Megatron's all-to-all dispatcher sends a token once for each of its experts that
 and a rank then sorts what it has received by expert. Tensor-parallel ranks of one replica have
 equal shares of the same positions: there every rank gets each token once instead, and sorts the
 tokens of its experts out of them. With 8 experts a token, dealt to two ranks, hidden states are a
-quarter of the bytes and one copy less in each direction; a rank alone has one copy less too. The sums of what
-a rank's experts add to each token are reduced over the ranks and scattered by position, in the type
-of the activations, as tensor-parallel layers do it.
+quarter of the bytes and one copy less in each direction; a rank alone has one copy less too. The
+sums of what a rank's experts add to each token are reduced over the ranks and scattered by
+position, in the type of the activations, as tensor-parallel layers do it.
 
 Who waits for whom: the methods are collective over the ranks that share the experts of a layer. The
 host waits once a layer, for the number of tokens of each expert, while the tokens are on their way.
@@ -131,7 +131,7 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
         return tokens, tokens_E, weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Returns what this rank's experts add to each token, (T, D); zeros where they have none."""
+        """Returns what this rank's experts add to each token, (T, D); zeros where none do."""
         added: Tensor = unpermute(
             hidden_states,
             self.reversed_local_input_permutation_mapping,
