@@ -58,10 +58,10 @@ RECORDING = [
 
 
 def records(name: str) -> bool:
-    """Whether the engine of this model tells which experts it chose."""
+    """Whether the engine of this model, and transformers here, tell which experts they chose."""
     engine = name.partition("-")[0]
-    if engine in registry.ENGINES:
-        return registry.ENGINES[engine].records_experts
+    if engine in registry.ENGINES and not registry.ENGINES[engine].records_experts:
+        return False
     modules = make_reference(name).named_modules()
     return all(hasattr(part, "top_k") for part_name, part in modules if part_name.endswith(".gate"))
 
