@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from launch import run_ranks
-from packaged import needs
+from packaged import PACKAGED
 
 WORKER = str(Path(__file__).with_name("ahead_worker.py"))
 TWO = ("placement.policy=0", "placement.rollout=1")
@@ -53,7 +53,7 @@ def test_runs_that_generate_ahead_repeat(
 @pytest.mark.dist
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=needs("vllm"))])
+@pytest.mark.parametrize("engine", PACKAGED)
 @pytest.mark.parametrize(
     "knobs",
     [(*TP, *THREE), TP, (), (*TP, *TURNS)],
