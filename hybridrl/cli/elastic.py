@@ -124,7 +124,8 @@ class LocalJob:
         command, share = [*self._program, *arguments], Share.whole(self._size)
         outcome = run_ranks(command, share, log_dir, environment)
         code = conclude(outcome, log_dir)
-        return End(code, "lost" if code == 1 and lost_ranks(outcome) else "over")
+        is_lost = code == 1 and not outcome.stopped_by and lost_ranks(outcome)
+        return End(code, "lost" if is_lost else "over")
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
         """Chooses the number of ranks of the next start: there is always one."""

@@ -178,9 +178,14 @@ def run_ranks(
     stopped_by = [*received, *(rank.stopped_by for rank in ranks if rank.stopped_by)]
     host, codes = socket.gethostname(), {rank.index: rank.process.returncode for rank in ranks}
     ended = [EndedRank(rank.index, codes[rank.index], str(rank.log), host) for rank in ranks]
-    # Ranks that are ended by the signal say nothing; one that says something could not save.
+    # Ranks that are ended by the signal say nothing; one that says something could not save, and
+    # SIGKILL is not what they were asked by.
     blamable = [
-        rank.index for rank in culprits if not received or ended[rank.index - share.first].spoke
+        rank.index
+        for rank in culprits
+        if not received
+        or codes[rank.index] == -signal.SIGKILL
+        or ended[rank.index - share.first].spoke
     ]
     return Outcome(ended, blamable, stopped_by[0] if stopped_by else 0, copied.fault)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from hybridrl.cli.elastic import ElasticLaunch, LocalJob
+from hybridrl.cli.launch import Share, run_ranks
+from hybridrl.cli.rank_ends import lost_ranks
 from hybridrl.parallel.failure import Failure
 
 # A start is one line of `starts`; what its rank 1 does is the start's letter in the argument.
@@ -74,3 +79,37 @@ def test_ranks_that_are_lost_are_started_again(
     assert all(line.endswith("--resume newest") for line in starts[1:])
     said = capfd.readouterr().err
     assert said.count("(run.max_restarts)") == len(sizes) - 1
+
+
+# Rank 0 is killed while both were asked to save and end; rank 1 says what that does to it.
+KILLED_IN_STOP = """
+import os, signal, sys, time
+from pathlib import Path
+rank, logs = os.environ["RANK"], Path(os.environ["HYBRIDRL_LOG_DIR"])
+def asked(number, frame):
+    if rank == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    (logs / "rank_1.error").write_text(Path(__file__).with_name("x").read_text())
+    os._exit(1)
+signal.signal(signal.SIGTERM, asked)
+(logs / f"ready_{rank}").touch()
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_is_killed_while_ranks_save_is_lost(tmp_path: Path) -> None:
+    program, logs = tmp_path / "ranks.py", tmp_path / "logs"
+    program.write_text(KILLED_IN_STOP)
+    Failure("error", "RuntimeError: Connection closed by peer").write(tmp_path / "x")
+
+    def steer(received: list[int]) -> None:
+        def ask() -> None:
+            while len(list(logs.glob("ready_*"))) < 2:
+                time.sleep(0.05)
+            received.append(signal.SIGTERM)
+
+        threading.Thread(target=ask, daemon=True).start()
+
+    outcome = run_ranks([str(program)], Share.whole(2), logs, steer=steer)
+    assert lost_ranks(outcome) == [0] and outcome.stopped_by == signal.SIGTERM
+    assert sorted(outcome.culprits) == [0, 1]
