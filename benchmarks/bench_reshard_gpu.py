@@ -110,7 +110,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--frozen", action="store_true", help="no gradients, no optimizer")
     parser.add_argument("--at-once", action="store_true", help="starts all cases at once")
-    parser.add_argument("--no-baselines", dest="baselines", action="store_const", const=())
+    parser.add_argument(
+        "--no-baselines", dest="baselines", action="store_const", const=(), default=BASELINES
+    )
     parser.add_argument(
         "--baselines",
         nargs="+",
