@@ -294,7 +294,6 @@ def measure_throughput(trainer: Any, plain: Plain, repeats: int = 5) -> dict[str
             (slowest,) = largest_over_ranks(trainer, [time.perf_counter() - began])
             if repeat:
                 taken.append(slowest)
-        sampler._restored = {"step": -1, "requests": [], "completions": []}
     plain.forget(trainer)  # its last batch has no seeds: what comes next would be put beside it
     shares = trainer.world.gather_objects(
         num_tokens if sampler.layout.assignment[trainer.world.rank][1] == 0 else 0

@@ -39,7 +39,6 @@ from hybridrl.generation.lagged import STEPS_BETWEEN_ENDS
 
 PROMPTS, LONGEST, PROMPT_TOKENS, REPLICAS = 32, 1024, 256, 2
 STEPS, WARMUPS = 16, 6
-GOAL_S = 8.6
 
 
 @dataclass(frozen=True)
@@ -245,7 +244,6 @@ def main() -> int:
             "no lag": {"generation_s": 5.98},
             "lag 1, in_flight 1.5 x": {"generation_s": 4.26},
         },
-        "goal_s": GOAL_S,
         "by_samples": {
             str(samples): table(costs, samples, given.rest_s, print) for samples in (8, 16)
         },

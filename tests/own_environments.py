@@ -62,6 +62,17 @@ class Counts:
         return Turn(str(self.total), self.total / 64, self.total % 3 == 0, ["read"])
 
 
+class Stuck(Counts):
+    """Counts, but takes half a minute for a turn while the file `path` is there."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def step(self, tokens: Sequence[int], text: str) -> Turn:
+        time.sleep(30 if os.path.exists(self.path) else 0)
+        return super().step(tokens, text)
+
+
 class Faulty(Sums):
     """Sums, but for prompts whose column `fault` says what goes wrong in their second turn."""
 

@@ -43,8 +43,9 @@ class Turn(NamedTuple):
 class Environment(Protocol):
     """Answers the turns of one response; one is made for each.
 
-    It is a function of prompt, columns and turns so far: after its process was killed, or a run
-    resumed, another is made and given the same turns again.
+    It is a function of prompt, columns and turns so far. Another one is made and given the same
+    turns again after its process was killed, when a run resumes, and with `steps.max_policy_lag`
+    above 0 in every step, for each response that goes on from the step before.
     """
 
     def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:

@@ -52,6 +52,7 @@ class AheadSampler(LaggedSampler):
         self._is_engine = self.world.rank in self.layout.ranks
         self._engines = EngineGroup(self.layout, self.world.rank, self.world.heartbeat)
         self._beside, self._is_cancelled = Beside(self.world.platform.device), False
+        self._is_awaited = False  # whether the training is done and waits for what is generated
         self._busy_ahead_s = 0.0  # seconds that this rank's engine generated ahead
         self._clocks: Sequence[Clock] = ()  # of earlier rounds of the step
         self._idle: dict[str, float] = {}
@@ -78,10 +79,11 @@ class AheadSampler(LaggedSampler):
     def _begin_ahead(self, source: PromptSource) -> None:
         """Hands what is under way to the engines again, with further prompts, and lets them go."""
         self.timeline.take("generate_ahead", self.engine.version)
+        self._drop_late(self._step)
         prompts = self._take(source, num_new(len(self._pool.groups), self._limits, is_ahead=True))
         with self.world.all_agree("beginning to generate ahead"):
             self._begin(prompts, self._step, self._has_greedy)
-        self._is_cancelled = False
+        self._is_cancelled = self._is_awaited = False
         if self._is_engine:
             self._beside.start(self._generate_ahead, "generate ahead")
 
@@ -93,7 +95,7 @@ class AheadSampler(LaggedSampler):
         for num_steps in itertools.count():
             if num_steps % STEPS_BETWEEN_ENDS == 0:
                 num_left = sum(self._left.values()) if self._replica.is_first else 0
-                ends = self._is_cancelled or failure is not None
+                ends = self._gives_up() or failure is not None
                 flags = self._engines.sum(torch.tensor([int(ends), num_left])).tolist()
                 if failure is not None:
                     raise failure
@@ -101,13 +103,21 @@ class AheadSampler(LaggedSampler):
                     return
             try:
                 if failure is None:
-                    self._advance(num_steps, lambda: self._is_cancelled)
+                    self._advance(num_steps, self._gives_up)
             except Exception as error:
                 failure = error
+
+    def _gives_up(self) -> bool:
+        """Whether this rank wants generation to end now: nobody will use its samples, or a signal asks
+        to stop and training is done. While the policy trains, generation goes on after a signal: if
+        it ends by itself, the run that goes on has the same samples.
+        """
+        return self._is_cancelled or (self._is_awaited and self.world.heartbeat.stop_signal != 0)
 
     def _end_ahead(self) -> None:
         """Waits until the engines pause, and takes their samples out."""
         began = time.perf_counter()
+        self._is_awaited = True
         with self.world.all_agree("generating ahead") as agreement:
             self._beside.join(self.world.check)
             agreement.value = self._leave_engine()

@@ -277,8 +277,10 @@ class Episodes:
         return responses
 
     def answer_due(self, gives_up: Callable[[], bool]) -> tuple[list[Response], list[Request]]:
-        """Waits for the answers to what was asked before the last call, or at the beginning; takes
-        in these alone, so that it does not depend on time which they are.
+        """Takes in the answers to all questions that environments had when this was last called, or
+        when their responses began, and waits for those that are missing. Answers to later questions
+        are left for the next call, also if they are there. So which answers a call takes in does
+        not depend on how long environments think.
 
         Args:
             gives_up: asked now and then; true ends the wait, and there are no answers.

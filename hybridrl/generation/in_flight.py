@@ -91,7 +91,7 @@ def num_new(num_held: int, limits: Limits, is_ahead: bool = False, room: int | N
         num_held: groups under way.
         is_ahead: whether the step whose weights generate has its samples already: then one step
             less may learn from what is begun, and more could not all be taken in time.
-        room: groups that the step takes yet; None: all of them.
+        room: how many more groups the step takes; None: `per_step`, as at its beginning.
     """
     now = 0 if is_ahead else limits.per_step if room is None else room
     most = limits.per_step * limits.max_lag + now
@@ -124,7 +124,7 @@ def may_end(
 
     Args:
         complete, held: complete groups and all groups, as of `count_by_deadline`.
-        room: groups that the step takes yet; None: all of them.
+        room: how many more groups the step takes; None: `per_step`, as at its beginning.
     """
     room = limits.per_step if room is None else room
     if sum(complete) < room:
@@ -144,13 +144,13 @@ def may_end(
 def choose(
     groups: Sequence[Group], step: int, limits: Limits, room: int | None = None
 ) -> tuple[list[Group], list[Group], list[Group]]:
-    """Returns the groups that a step takes, those that stay under way and those that are thrown
-    away because no later step may learn from them.
+    """Returns the groups that a step takes, those that stay under way, and those that no later step
+    may learn from: unless a further round of this step takes them, they are thrown away at its end.
 
     Args:
         groups: all of them, `may_end` is true of.
         step: the present one.
-        room: groups that it takes yet; None: all of them.
+        room: how many more groups the step takes; None: `per_step`, as at its beginning.
     """
     room = limits.per_step if room is None else room
     ordered = sorted(groups, key=lambda group: group.number)

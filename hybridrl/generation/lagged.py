@@ -72,7 +72,8 @@ class LaggedSampler(Sampler):
         self._began: Pool | None = None  # at the beginning of the step under way
         self._cursor: Mapping[str, int | str] | None = None  # before the last `take`
         self._left: dict[int, int] = {}  # unfinished samples of this replica, by group
-        self._room = limits.per_step  # groups that the next `generate` completes
+        # Groups that the last `generate` was to complete, and that the next one is to.
+        self._room = self._next_room = limits.per_step
         # Of the step under way: what it took and threw away.
         self._taken, self._num_dropped = list[Group](), 0
         self._lag: dict[str, float] = {}
@@ -84,7 +85,7 @@ class LaggedSampler(Sampler):
         """Returns the prompts that come to those under way, so that the next `generate` completes
         `per_step` groups; arguments as of Sampler.
         """
-        self._room, num_held = per_step, len(self._pool.groups)
+        self._next_room, num_held = per_step, len(self._pool.groups)
         return self._take(source, num_new(num_held, self._limits, room=per_step))
 
     def _take(self, source: PromptSource, num: int) -> list[Prompt]:
@@ -103,8 +104,9 @@ class LaggedSampler(Sampler):
         greedy: bool = False,
     ) -> RolloutBatch | None:
         """Goes on with what is under way and begins with these prompts, until as many groups as
-        `take` was asked for are complete; arguments, returns and errors as of Sampler. A second
-        call for a step is a further round. Evaluations run to their end.
+        the `take` before it was asked for are complete, without one as many as a step has;
+        arguments, returns and errors as of Sampler. A second call for a step is a further round.
+        Evaluations run to their end.
 
         Args:
             prompts: of `take`.
@@ -126,6 +128,7 @@ class LaggedSampler(Sampler):
         if samples_per_prompt is not None or sampling is not None:
             raise ValueError("steps with max_policy_lag sample as the run does")
         began = time.perf_counter()
+        self._room, self._next_room = self._next_room, self._limits.per_step
         if self._began is not None and step == self._step:
             self.timeline.begin_round(step)
         else:
@@ -241,6 +244,7 @@ class LaggedSampler(Sampler):
         """Notes where a step begins, to go back to."""
         self._forget_counts(step)
         self._taken, self._num_dropped = [], 0
+        self._drop_late(step - 1)  # of a step that nobody ended
         self._pool = replace(self._pool, response_lengths=self._lengths.state())
         self._began = self._pool
 
@@ -327,14 +331,24 @@ class LaggedSampler(Sampler):
         groups = self._pool.told(known)
         taken, left, late = choose(groups, self._step, self._limits, self._room)
         self._taken += taken
-        self._num_dropped += sum(len(group.is_done) for group in late)
         self._lag = lag_metrics(self._taken, self._num_dropped, self._step)
         numbers = {group.number for group in taken}
         self._prompts = {group.number: group.prompt for group in taken}
         done, owners = self._done, self._owners
         self._owners = {one: owner for one, owner in owners.items() if owner[1] in numbers}
         self._done = {one: done[one] for one in self._owners}
-        self._pool = self._pool.without(left, self._sample_ids)
+        # A further round of the step may still take those that are late.
+        kept = sorted([*left, *late], key=lambda group: group.number)
+        self._pool = self._pool.without(kept, self._sample_ids)
+
+    def _drop_late(self, step: int) -> None:
+        """Throws away what no step after this one may learn from."""
+        _, left, late = choose(self._pool.groups, step, self._limits, room=0)
+        if late:
+            self._num_dropped += sum(len(group.is_done) for group in late)
+            self._pool = self._pool.without(left, self._sample_ids)
+            if self._taken:
+                self._lag = lag_metrics(self._taken, self._num_dropped, step)
 
     def _clock(self) -> Clock:
         return super()._clock() if self._is_evaluation else self._waits.take(self._busy_s)
@@ -352,6 +366,7 @@ class LaggedSampler(Sampler):
 
     def end_step(self) -> None:
         """The samples of a step were learned from; the others stay under way."""
+        self._drop_late(self._step)
         super().end_step()
         self._began = None
 

@@ -85,7 +85,7 @@ class Trainer:
         trains: bool = True,
     ) -> None:
         self.config, self._trains = config, trains
-        garbage.take_back()  # of one that was not closed
+        garbage.collect_earlier()
         make_working_folder_importable()
         start_kernels_in_order(config.train.tp, config.train.cp)
         self.platform = Platform.detect()

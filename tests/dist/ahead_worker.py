@@ -258,6 +258,47 @@ def check_stop(folder: Path, *knobs: str) -> None:
     compare((expected[0][2:], expected[1]), (found, kept))
 
 
+def check_stuck(folder: Path, *knobs: str) -> None:
+    """A signal ends the wait for an environment that is stuck while engines generate ahead; the
+    step is finished and saved, and a run goes on from there.
+    """
+    folder.mkdir(exist_ok=True)
+    stuck, environment = folder / "stuck", "environment={name: 'own_environments:Stuck', "
+    knobs = (
+        *knobs,
+        f"{environment}options: {{path: {stuck}}}, workers: 2, max_turns: 3, timeout_s: 60}}",
+        "reward.function=environment",
+    )
+    with run(folder, *knobs) as (trainer, _):
+        update, world = trainer.update, trainer.world
+
+        def stick(batch: TrainBatch) -> dict[str, float]:
+            if trainer.step == 1:
+                stuck.touch()
+                time.sleep(1.0)  # the engines come to ask it
+            found = update(batch)
+            if trainer.step == 1 and world.rank == 0:
+                world.heartbeat.stop_signal = 15
+            return found
+
+        trainer.update = stick  # type: ignore[method-assign]
+        began = time.monotonic()
+        try:
+            trainer.fit(until=STEPS)
+            raise AssertionError("it goes on")
+        except SystemExit:
+            assert trainer.step == 2
+        took_s = time.monotonic() - began
+        unfinished = [not all(group.is_done) for group in trainer.sampler._pool.groups]
+        world.arrive("the end")
+        stuck.unlink(missing_ok=True)
+    assert took_s < 15 and any(unfinished), (took_s, unfinished)
+    with run(folder, *knobs) as (trainer, seen):
+        trainer.fit(until=STEPS)
+        assert trainer.step == STEPS and len(seen.metrics) == STEPS - 2
+        assert max(one["lag/max"] for one in seen.metrics) > 0
+
+
 def check_failure(folder: Path, *knobs: str) -> None:
     """An engine that fails beside training ends the run on all ranks, and is named."""
     with run(folder, *knobs) as (trainer, _):
@@ -340,6 +381,8 @@ def main() -> None:
             check_versions(folder / part, lag, *knobs)
         elif part == "stopped":
             check_stop(folder / part, *knobs)
+        elif part == "stuck":
+            check_stuck(folder / part, *knobs)
         elif part == "fails":
             check_failure(folder / part, *knobs)
         elif part == "killed":

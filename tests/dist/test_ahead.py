@@ -23,7 +23,7 @@ REPLACES = ("algorithm.max_resampling=2", "reward.function=scripted_reward:begin
 
 @pytest.mark.dist
 def test_engines_generate_while_the_policy_trains(tmp_path: Path) -> None:
-    parts = "versions,overlap,stopped,fails"
+    parts = "versions,overlap,stopped,stuck,fails"
     run_ranks(2, WORKER, [str(tmp_path), "scripted", "2", parts, *TWO, MANY], timeout_s=300)
 
 

@@ -21,7 +21,7 @@ from small_runs import small_run
 
 from hybridrl import Trainer
 from hybridrl.config.needs import Needs
-from hybridrl.contracts.batch import GREEDY, ScoredBatch, TrainBatch
+from hybridrl.contracts.batch import GREEDY, RolloutBatch, ScoredBatch, TrainBatch
 from hybridrl.errors import UserError
 from hybridrl.generation.lagged import LaggedSampler
 
@@ -165,6 +165,42 @@ def test_every_token_has_the_version_that_made_it(
     assert drops or len(under_way | set(taken)) == 2 * pool.next_number - replaced
     assert drops or not dropped
     assert dropped or not drops or engine == "hf"
+
+
+def numbers(batch: RolloutBatch | None) -> list[int]:
+    """Returns the numbers of a batch's groups."""
+    assert batch is not None
+    return batch.group_B.unique().tolist()
+
+
+@pytest.mark.parametrize("uses_late", [True, False])
+def test_a_further_round_takes_what_the_step_would_throw_away(
+    uses_late: bool, tmp_path: Path
+) -> None:
+    with small_run(tmp_path, *knobs("scripted", 1, "rollout.at_lag_bound=drop")) as trainer:
+        trainer.check_engine()
+        trainer.train_step()
+        sampler, source = trainer.sampler, trainer.prompts
+        assert isinstance(sampler, LaggedSampler)
+        taken = numbers(sampler.generate(sampler.take(source, 4), step=1))
+        late = {group.number for group in sampler._pool.groups if group.born == 0}
+        assert late and not late & set(taken)
+        if uses_late:
+            more = numbers(sampler.generate(sampler.take(source, 4), step=1))
+            assert late <= set(more) and len(more) == 4
+        sampler.end_step()
+        assert not late & {group.number for group in sampler._pool.groups}
+        assert sampler.metrics()["lag/dropped"] == (0 if uses_late else 2 * len(late))
+
+
+def test_a_step_after_further_rounds_has_as_many_groups_as_any(tmp_path: Path) -> None:
+    drops = "rollout.at_lag_bound=drop"  # nothing is waited for beyond what a step needs
+    with small_run(tmp_path, *knobs("scripted", 1, drops, *REPLACES)) as trainer:
+        trainer.check_engine()
+        metrics = trainer.train_step()
+        assert metrics["generate/resampled_groups"] < 4 * metrics["generate/resampling_rounds"]
+        # A dataflow of one's own may not say how many it needs.
+        assert len(numbers(trainer.sampler.generate(trainer.prompts.take(4), step=1))) == 4
 
 
 def finished(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
