@@ -156,7 +156,7 @@ def inputs(
 
 
 def checkpoint_bytes(config: Mapping[str, Any], knobs: Sequence[str], world: int) -> int:
-    """Returns what a checkpoint has of all ranks."""
+    """Returns what copies of a checkpoint take on all ranks."""
     report, violations = plan_report(load_config_dict(config, knobs), world)
     if violations:
         raise violations[0]

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-KERNELS_TOLD = 40  # of a profile: what comes after them is less than a hundredth
-CALLS_TOLD = 15
-OPERATIONS_TOLD = 30
-GAPS_TOLD = 12
+# How many of a profile's are told, those that take longest.
+MAX_KERNELS = 40  # what comes after them is less than a hundredth
+MAX_CALLS = 15
+MAX_OPERATIONS = 30
+MAX_GAPS = 12
 
 
 class Span(NamedTuple):
@@ -58,7 +59,7 @@ def profiled(run: Callable[[], object]) -> dict[str, Any]:
         else:
             operations.append(span)
     # Of operations in others both have the time.
-    return said_of(kernels, calls) | {"operations": totals(operations, OPERATIONS_TOLD)}
+    return said_of(kernels, calls) | {"operations": totals(operations, MAX_OPERATIONS)}
 
 
 def said_of(kernels: Iterable[Span], calls: Iterable[Span]) -> dict[str, Any]:
@@ -81,12 +82,12 @@ def said_of(kernels: Iterable[Span], calls: Iterable[Span]) -> dict[str, Any]:
         busy_us += max(0.0, kernel.end - max(kernel.start, until))
         if kernel.end > until:
             until, last = kernel.end, kernel.name
-    longest = sorted(gaps, key=lambda gap: gap[0].start - gap[0].end)[:GAPS_TOLD]
+    longest = sorted(gaps, key=lambda gap: gap[0].start - gap[0].end)[:MAX_GAPS]
     return {
         "span_ms": (until - kernels[0].start) / 1e3,
         "busy_ms": busy_us / 1e3,
-        "kernels": totals(kernels, KERNELS_TOLD),
-        "calls": totals(calls, CALLS_TOLD),
+        "kernels": totals(kernels, MAX_KERNELS),
+        "calls": totals(calls, MAX_CALLS),
         "gaps": [
             {
                 "ms": (gap.end - gap.start) / 1e3,

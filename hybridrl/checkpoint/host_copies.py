@@ -12,8 +12,9 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-SEGMENT_BYTES = 1 << 30
-ALIGNED = 512  # bytes, as torch's own tensors are
+from hybridrl.checkpoint.segments import next_segment_bytes
+
+ALIGNMENT_BYTES = 512  # as torch's own tensors have it
 
 
 def locked_memory(num_bytes: int) -> torch.Tensor:
@@ -42,9 +43,10 @@ class Segments:
         if index is None:
             index = len(self._free)
             least = 1 << max(size - 1, 0).bit_length()
-            self._free.append((self._make(max(SEGMENT_BYTES, least)), 0))
+            taken = sum(len(segment) for segment, _ in self._free)
+            self._free.append((self._make(max(next_segment_bytes(taken), least)), 0))
         segment, begin = self._free[index]
-        self._free[index] = segment, begin + math.ceil(size / ALIGNED) * ALIGNED
+        self._free[index] = segment, begin + math.ceil(size / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         # By numpy, as a slice of torch's would have the segment's storage.
         return torch.from_numpy(segment.numpy()[begin : begin + size]).view(dtype).view(shape)
 
@@ -72,7 +74,7 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Of all copies."""
+        """Of all copies, as files of them take; segments of page-locked memory have more."""
         return sum(copy.nbytes for copy in self._kept.values())
 
     def finish(self) -> None:

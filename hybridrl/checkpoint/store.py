@@ -18,7 +18,9 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +51,30 @@ from hybridrl.checkpoint.writing import (
 from hybridrl.errors import CheckpointError
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.groups import World
-from hybridrl.parallel.waiting_room import all_come
+from hybridrl.parallel.waiting_room import BarrierOutcome, timed_barrier
 
 # Ancestors in a manifest beyond those that stay: of them some may not have been removed.
 KEPT_BEYOND = 20
+# How long ranks wait, after an error, for those that have not come to complete what is being
+# written; ranks that end by the same error come within much less.
+COME_S = 3.0
+_NUMBERS = count()  # of the checkpoints that this process began, the same on all ranks
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that a thread writes, and the lineage once it is complete."""
+    """A checkpoint that a thread writes, and the lineage once it is complete.
+
+    Attributes:
+        number: of it, the same on all ranks.
+        attempts: counts the calls of `complete_at_end`.
+    """
 
     begun: BegunCheckpoint
     lineage: list[Ancestor]
     writing: threading.Thread
+    number: int = field(default_factory=partial(next, _NUMBERS))
+    attempts: Iterator[int] = field(default_factory=count)
 
 
 class CheckpointStore:
@@ -73,7 +86,7 @@ class CheckpointStore:
         keep: how many of the newest checkpoints stay, of those that the run went through.
         notify: tells the user, once.
         layout: of the run's models, in words; random states go on in the same one only.
-        grace_s: how long the ranks have, after an error, for what is being written.
+        grace_s: how long the ranks have, after an error and at the end, for what is being written.
 
     Attributes:
         root, world, keep, layout: as given.
@@ -236,31 +249,41 @@ class CheckpointStore:
         try:
             yield
         except Exception:
-            self.complete_at_end()
+            self.complete_at_end(is_after_error=True)
             raise
 
-    def complete_at_end(self) -> None:
+    def complete_at_end(self, is_after_error: bool = False) -> None:
         """Completes the checkpoint that is being written, if all ranks come here and have written
-        their files within the grace; says whether it is complete. Also after an error, which may
-        keep ranks from coming.
+        their files within the grace; says whether it is complete, or why not. If it is not, all
+        ranks may call this again later.
+
+        Args:
+            is_after_error: an error may keep ranks from coming, so that they are waited for COME_S
+                only; otherwise for the whole grace.
         """
         if self._pending is None:
             return
-        pending, world = self._pending, self.world
-        own = pending.lineage[0]
-        place = f"checkpoint/{own.step}/{own.order}"
-        why = f"not all ranks had written their files within run.grace_s={self._grace_s:g}"
+        pending, world, grace_s = self._pending, self.world, self._grace_s
+        name = f"checkpoint/{pending.number}/{next(pending.attempts)}"
+        come_s = min(COME_S, grace_s) if is_after_error else grace_s
         with world.heartbeat.part("completing the checkpoint"):
-            parts = place, world.size, self._grace_s
-            is_written = all_come(*parts, lambda: not pending.writing.is_alive(), world.has_lost)
+            is_written = partial(_has_ended, pending.writing)
+            parts = name, world.size, grace_s, come_s, is_written, world.has_lost
+            outcome = timed_barrier(*parts)
+        why = {
+            BarrierOutcome.UNREADY: "not all ranks had written their files within "
+            f"run.grace_s={grace_s:g}",
+            BarrierOutcome.LATE: "not all ranks came to complete it within "
+            + (f"{come_s:g} s of an error" if is_after_error else f"run.grace_s={grace_s:g}"),
+            BarrierOutcome.LOST: "a rank is lost",
+        }.get(outcome, "")
         try:
-            if is_written:
+            if outcome is BarrierOutcome.READY:
                 self.finish()
         except (CheckpointError, PeerError) as error:
-            is_written, why = False, str(error)
+            why = str(error)
         folder = f"{pending.begun.folder}, which was being written,"
-        is_so = "is complete" if is_written else f"is not complete: {why}"
-        self._notify(f"{folder} {is_so}")
+        self._notify(f"{folder} is not complete: {why}" if why else f"{folder} is complete")
 
     def _decide_order(self) -> int:
         what = "preparing the checkpoint folder"
@@ -351,3 +374,7 @@ class CheckpointStore:
         # Format 1 knows no lineage; the run went through all that have fewer steps.
         steps = sorted(step_folders(self.root), reverse=True)
         return [*lineage, *(Ancestor(step=s, order=0) for s in steps if own and s < own.step)]
+
+
+def _has_ended(thread: threading.Thread) -> bool:
+    return not thread.is_alive()

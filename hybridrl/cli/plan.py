@@ -37,8 +37,8 @@ from hybridrl.planning.memory import (
     copies_checkpoints,
     estimate_memory,
     itemsize_of,
-    num_copies,
     role_models,
+    state_copy_bytes,
 )
 from hybridrl.planning.models import planned_models
 from hybridrl.planning.place import Placed, choices, held_by_ranks, place_models
@@ -176,13 +176,13 @@ def _report(
 
 
 def _peaks(config: Config, memories: Sequence[Memory], num_hosts: int) -> dict[str, Any]:
-    replay, saved = memories[0].replay, max(memory.saved for memory in memories)
+    replay, copied = memories[0].replay, max(memory.copied for memory in memories)
     return {
         "train_peak_bytes": max(memory.train for memory in memories),
         "rollout_peak_bytes": max(memory.rollout for memory in memories),
         "staging_bytes": memories[0].staging,
-        "checkpoint_copy_bytes": saved if copies_checkpoints(config) else 0,
-        "state_copy_bytes": saved * num_copies(config, num_hosts),
+        "checkpoint_copy_bytes": copied if copies_checkpoints(config) else 0,
+        "state_copy_bytes": state_copy_bytes(config, memories, num_hosts),
         "router_replay": replay.as_json() if replay else None,
     }
 

@@ -104,7 +104,7 @@ class RunConfig(Section):
     grace_s: float = Field(
         30.0,
         gt=0,
-        description="Seconds from SIGINT or SIGTERM until the ranks begin to save; those that are still in a phase then end unsaved. 30: what clusters leave a job, with time to write.",
+        description="Seconds from SIGINT or SIGTERM until the ranks begin to save; those that are still in a phase then end unsaved. Also the longest that, after an error and when a trainer is closed, ranks wait for each other and for a checkpoint that is still being written. 30: what clusters leave a job, with time to write.",
     )
     max_restarts: int = Field(
         0,

@@ -74,22 +74,24 @@ def agree_on_all(
         peers, sources, wire_dtype: as of `PackedTransport`.
         dests: of each plan; tensors without memory (of device "meta") will do.
     """
-    ways = [_Ways(plan, peers.rank, wire_dtype) for plan in plans]
-    pairs = list(zip(ways, dests, strict=True))
+    single_hops = [_SingleHops(plan, peers.rank, wire_dtype) for plan in plans]
+    pairs = list(zip(single_hops, dests, strict=True))
     asked = peers.gather_objects([one.asked(own) for one, own in pairs])
     granted = [
         one.granted([of_rank[number] for of_rank in asked], sources)
-        for number, one in enumerate(ways)
+        for number, one in enumerate(single_hops)
     ]
     answers = peers.gather_objects(granted)
     return [
         one.direct(granted[number], [of_rank[number] for of_rank in answers])
-        for number, one in enumerate(ways)
+        for number, one in enumerate(single_hops)
     ]
 
 
-class _Ways:
-    """The operations of a plan that go straight from this rank to another, or from there."""
+class _SingleHops:
+    """The operations of one plan that go from this rank to another, or from there, without a rank
+    between: what this rank asks for, grants and gets of them.
+    """
 
     def __init__(self, plan: Plan, rank: int, wire_dtype: torch.dtype) -> None:
         self._rank, self._dtype = rank, wire_dtype

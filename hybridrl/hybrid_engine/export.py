@@ -27,7 +27,7 @@ from hybridrl.models.hf import MAX_SHARD_BYTES, HfPlaces, HfWriter, stored_as
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_layout
 
 STAGING_BYTES = 64 << 20
-AGREED = 64  # rounds of tensors that the ranks agree on at a time
+ROUNDS_PER_AGREEMENT = 64  # of tensors, whose messages the ranks agree on together
 
 
 def export_hf(
@@ -111,7 +111,7 @@ def gather_tensors(
     here = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     device = next((tensor.device for tensor in tensors.values()), torch.device(here))
     rounds = _rounds(layouts, shapes, writers, wire_dtype.itemsize)
-    while agreed := list(islice(rounds, AGREED)):
+    while agreed := list(islice(rounds, ROUNDS_PER_AGREEMENT)):
         plans = [plan for plan, _ in agreed]
         own = [targets.get(rank, NOTHING) for _, targets in agreed]
         meta = [wire_views(_wholes(one, dtype, "meta"), one, wire_dtype) for one in own]

@@ -115,7 +115,8 @@ class PackedTransport:
         self._domain_size = plan.domain_size
         self._programs = PROGRAMS if plan.streams else None
         self._local_ops = [op for op in plan.ops[self._rank] if op.source_rank == self._rank]
-        direct = direct or agree_direct(plan, peers, sources, dests, wire_dtype)
+        if direct is None:  # the same on all ranks, which agree here
+            direct = agree_direct(plan, peers, sources, dests, wire_dtype)
         self._direct = direct
         capacity = staging_bytes // (2 * SLOTS)
         self._exchanges = schedule_exchanges(

@@ -394,23 +394,19 @@ class Trainer:
         return metrics
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
-        """Brings the policy's weights into the engine; returns the bytes and the rate."""
+        """Brings the weights of this step into the engine, as `EnginePhases.reshard` says."""
         return self._phases.reshard(self.step, verifies)
 
     def check_engine(self) -> None:
-        """Brings the weights into the engine and proves that it computes what the trainer does.
-
-        Raises:
-            VerifyError, EngineDiffersError: naming the parameter, or the replica that differs.
-        """
+        """Compares the engine with the trainer, or raises, as `EnginePhases.check` says."""
         self._phases.check(self.step, self.memory_table)
 
     def enter_training(self, frees_memory: bool = False) -> None:
-        """Ends the rollout phase, if it is the current one; the engine has nothing to generate."""
+        """Ends the rollout phase, as `EnginePhases.enter_training` says."""
         self._phases.enter_training(frees_memory)
 
     def enter_rollout(self) -> None:
-        """Begins the rollout phase with the policy's weights, if it is not the current one."""
+        """Begins the rollout phase, as `EnginePhases.enter_rollout` says."""
         self._phases.enter_rollout(self.step)
 
     def evaluate(self, temperature: float | None = None) -> Evaluation:

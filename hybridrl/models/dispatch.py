@@ -56,7 +56,8 @@ def gather_tokens(chunks: Iterable[torch.nn.Module], shape: ModelShape) -> None:
 
 def gathers(groups: ProcessGroupCollection, experts_per_token: int) -> bool:
     """Whether the ranks that share a layer's experts have shares of one micro-batch, and a token
-    that is sent to all of them is not sent more often than for each of its experts.
+    that is sent to all of them is not sent more often than for each of its experts. Of a layout
+    `TrainLayout.gathers_tokens` says the same.
 
     Args:
         groups: Megatron's of this rank, those of experts among them.

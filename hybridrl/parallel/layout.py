@@ -134,6 +134,30 @@ class TrainLayout:
         """
         return self._expert_coordinates[rank]
 
+    @cached_property
+    def _replicas_of_experts(self) -> dict[tuple[int, int], set[tuple[int, int]]]:
+        """The (cp, dp) of the ranks that share a layer's experts, by their (edp, pp)."""
+        found: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        for at, where in zip(self._expert_coordinates, self._coordinates, strict=True):
+            found.setdefault((at.edp, at.pp), set()).add((where.cp, where.dp))
+        return found
+
+    def gathers_tokens(self, experts_per_token: int, rank: int = 0) -> bool:
+        """Whether all ranks that share `rank`'s experts get each token once, whichever experts it
+        has: they are tensor-parallel ranks of one replica, which have shares of one micro-batch,
+        and a token that is sent to all of them is not sent more often than for each of its experts.
+        `models/dispatch.py` decides the same from process groups.
+
+        Args:
+            experts_per_token: experts that compute with a token.
+            rank: where `ep * etp` divides `tp`, the answer is the same for all.
+        """
+        if self.ep * self.etp == 1:
+            return True
+        at = self.expert_coordinates(rank)
+        is_one_batch = len(self._replicas_of_experts[at.edp, at.pp]) == 1
+        return is_one_batch and self.ep <= experts_per_token
+
     def experts(self, rank: int, num_experts: int) -> range:
         """Returns the global indices of the experts that `rank` holds of each of its layers."""
         if num_experts % self.ep:

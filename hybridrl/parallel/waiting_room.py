@@ -1,5 +1,5 @@
-"""Where ranks wait for each other once one of them has failed: those of one `World.all_agree`, and
-those that have something left to do together.
+"""Where ranks wait for each other though some may not come: those of one `World.all_agree` once one
+has failed, and those that complete something before they end, in a barrier with a time limit.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from enum import StrEnum
 
 import torch.distributed as dist
 
@@ -17,7 +18,6 @@ from hybridrl.parallel.heartbeat import POLL_S
 # at most, and at least: a straggler may be waited for by hundreds, for hours.
 PATIENCE_S = 10.0
 MAX_POLL_S = 2.0
-COME_S = 3.0  # ranks that end by the same error come to `all_come` within much less
 _NUMBERS = itertools.count()  # of the agreements of this process, the same on all ranks
 
 
@@ -78,35 +78,54 @@ class WaitingRoom:
         return None if culprit == self._rank else PeerError(f"rank {rank} {message}", culprit)
 
 
-def all_come(
-    name: str, size: int, within_s: float, is_ready: Callable[[], bool], is_lost: Callable[[], bool]
-) -> bool:
-    """Whether all ranks come here and become ready in time; the same on all that come. It needs no
-    group, and no rank that does not come.
+class BarrierOutcome(StrEnum):
+    """How a `timed_barrier` ended."""
+
+    READY = "ready"  # all ranks came and became ready
+    UNREADY = "unready"  # all came, some did not become ready in time
+    LATE = "late"  # some did not come in time
+    LOST = "lost"  # some rank is lost
+
+
+def timed_barrier(
+    name: str,
+    size: int,
+    within_s: float,
+    come_within_s: float,
+    is_ready: Callable[[], bool],
+    is_lost: Callable[[], bool],
+) -> BarrierOutcome:
+    """Waits, for a bounded time, until all ranks have called this and are ready. It needs no
+    process group and no rank that does not come: ranks meet in the job's key-value store. The first
+    rank that decides does so for all; one that comes later gets the same outcome at once.
 
     Args:
-        name: of the place; no other has it.
+        name: of this barrier, the same on all ranks; each use needs a name of its own.
         size: number of ranks.
-        within_s: how long this rank waits; COME_S at most for those that have not come.
-        is_ready: whether this rank is; asked again and again.
-        is_lost: whether it is known that some rank does not come.
+        within_s: how long this rank waits once all have come, from its own coming on.
+        come_within_s: how long it waits for ranks that have not come; at most `within_s`.
+        is_ready: whether this rank is ready; called repeatedly until it is.
+        is_lost: whether a rank is known to be lost; called repeatedly.
     """
     store = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore(f"hybridrl/place/{name}", store)
-    since, is_counted, patience_s = time.monotonic(), False, min(within_s, COME_S)
+    store = dist.PrefixStore(f"hybridrl/barrier/{name}", store)
+    since, is_counted = time.monotonic(), False
     try:
         store.add("here", 1)
         while not store.check(["outcome"]):
             if not is_counted and is_ready():
                 is_counted = True
                 store.add("ready", 1)
-            waited_s, num_here = time.monotonic() - since, store.add("here", 0)
+            waited_s, have_come = time.monotonic() - since, store.add("here", 0) >= size
             if store.add("ready", 0) >= size:
-                store.compare_set("outcome", "", "all")
-            elif waited_s > (within_s if num_here >= size else patience_s) or is_lost():
-                store.compare_set("outcome", "", "some")
+                store.compare_set("outcome", "", BarrierOutcome.READY)
+            elif is_lost():
+                store.compare_set("outcome", "", BarrierOutcome.LOST)
+            elif waited_s > (within_s if have_come else come_within_s):
+                found = BarrierOutcome.UNREADY if have_come else BarrierOutcome.LATE
+                store.compare_set("outcome", "", found)
             else:
                 time.sleep(POLL_S)
-        return bool(store.get("outcome") == b"all")
+        return BarrierOutcome(store.get("outcome").decode())
     except dist.DistError:  # the store was in a rank that has ended
-        return False
+        return BarrierOutcome.LOST

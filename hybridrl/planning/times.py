@@ -27,6 +27,8 @@ from hybridrl.planning.memory import ADAM_BYTES, MASTER_BYTES, RoleModel
 # which is copied to its expert and back, in hidden sizes.
 HIDDEN_COPIES, PRODUCT_COPIES, EXPERT_COPIES = 20, 6, 6
 LOGIT_BYTES = 8  # of fp32 logits, read and written in chunks
+# Of a gathered token and an expert: its fp32 weight and whether it was chosen (models/dispatch.py).
+ROUTER_BYTES = 4 + 1
 # Share of the rate of large matrix products at which grouped ones of experts run.
 EXPERTS_SHARE = 0.6
 # What a backward pass costs in forward passes, and of experts.
@@ -235,10 +237,11 @@ class PassTimes:
             total += 0.5 * sent / self._rate(layout.tp * layout.cp)
         if shape.moe is not None and layout.ep * layout.etp > 1:
             parts, each = layout.ep * layout.etp, shape.moe.experts_per_token
-            copies = each * layout.etp / parts
-            if layout.tp % parts == 0 and layout.ep <= each:
-                copies = 1.0  # to each other rank (models/dispatch.py)
-            sent = 2.0 * tokens / layout.tp * 2 * copies * shape.hidden_size * (parts - 1)
+            copies, of_router = each * layout.etp / parts, 0
+            if layout.gathers_tokens(each):
+                copies, of_router = 1.0, ROUTER_BYTES * shape.moe.num_experts
+            of_token = 2 * 2 * copies * shape.hidden_size + of_router  # there and back
+            sent = tokens / layout.tp * of_token * (parts - 1)
             total += sent / (_share(parts) * self._rate(parts))
         return total * shape.num_layers
 

@@ -14,9 +14,16 @@ from hybridrl.rollout.sglang_arguments import CPU_ATTENTION
 def latents_on_cpu() -> Iterator[None]:
     """Makes the engine that starts inside compute latent attention with torch's own.
 
-    Prompts read the cached latents as decoding does: SGLang would compute keys and values of all
-    heads for them, which torch's attention looks for in a cache of such. Positions without scaling
-    come from what other models use: SGLang's function for this model on CPUs knows YaRN alone.
+    Works around SGLang 0.5.12 to 0.5.16. Its table of attention backends has no entry for torch's,
+    and takes Triton's instead: keys and values of all heads are computed for prompts, which torch's
+    attention looks for in a cache of such. With the entry made here prompts read the cached latents
+    as decoding does. The entry stays for the process, since every forward pass looks it up; only
+    models with latent attention do. Positions without scaling come from what other models use while
+    the engine starts, and then SGLang's function is put back: for this model on CPUs it knows YaRN
+    alone.
+
+    The entry may go once SGLang has one for torch's attention, and the positions once its function
+    takes a model without scaling on CPUs.
     """
     from sglang.srt.layers.rotary_embedding import get_rope
     from sglang.srt.models import deepseek_v2

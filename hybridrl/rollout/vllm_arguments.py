@@ -22,7 +22,7 @@ CPU_MAX_KV_CACHE_BYTES = 1 << 30
 # arg_utils.py, 0.26). Of short prompts it takes only some of the requests into a step, which then
 # begin and end in turn, and each step with a prompt or a last token is scheduled the long way. A
 # small model takes more, as long as what it holds of them is little beside its cache.
-GPU_PREFILL_TOKENS, GPU_MOST_PREFILL_TOKENS, GPU_PREFILL_BYTES = 2048, 8192, 256 << 20
+GPU_MIN_PREFILL_TOKENS, GPU_MAX_PREFILL_TOKENS, GPU_PREFILL_BYTES = 2048, 8192, 256 << 20
 GPU_BLOCK_SIZE = 64  # the largest that vLLM's attention kernels for dense models take
 # Of the device's memory: NCCL's buffers, and what torch's allocator cannot use of its own blocks.
 GPU_SLACK = 0.03
@@ -106,8 +106,8 @@ def prefill_tokens(settings: EngineSettings, shape: ModelShape, tp: int) -> int:
     # The feed-forward layer's halves and their product, and hidden states.
     itemsize = getattr(torch, settings.dtype).itemsize
     of_token = itemsize * (3 * width // tp + (3 + copies) * shape.hidden_size)
-    most = min(GPU_PREFILL_BYTES // of_token // 256 * 256, GPU_MOST_PREFILL_TOKENS)
-    return max(most, GPU_PREFILL_TOKENS, settings.max_batch)
+    most = min(GPU_PREFILL_BYTES // of_token // 256 * 256, GPU_MAX_PREFILL_TOKENS)
+    return max(most, GPU_MIN_PREFILL_TOKENS, settings.max_batch)
 
 
 def _gpu_memory(

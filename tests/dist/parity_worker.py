@@ -249,16 +249,9 @@ def check_disagreement(model: ParallelModel, vocab: int) -> None:
 
 
 def check_dispatch(model: ParallelModel) -> None:
-    """Tokens are gathered by ranks that share experts and a micro-batch, and by no others."""
+    """Which tokens are gathered is decided by the process groups, and is what the layout says."""
     layout, moe, rank = model.mesh.layout, model.source.shape.moe, model.world.rank
-    at = layout.expert_coordinates(rank)
-    places = {
-        (where.cp, where.dp)
-        for other in range(layout.world_size)
-        if (found := layout.expert_coordinates(other)).edp == at.edp and found.pp == at.pp
-        for where in [layout.coordinates(other)]
-    }
-    gathers = len(places) == 1 and layout.ep <= moe.experts_per_token
+    gathers = layout.gathers_tokens(moe.experts_per_token, rank)
     for chunk in model._chunks:
         for part in chunk.modules():
             if isinstance(part, MoELayer):

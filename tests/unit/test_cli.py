@@ -338,6 +338,11 @@ def test_plan_counts_copies_of_the_state(here: Path) -> None:
     assert held() == held(**restarts, checkpoint={"copy_every": 0}) == 0
     saved = report_of(here, 2)["memory"]["checkpoint_copy_bytes"]
     assert held(**restarts) == held(**restarts, checkpoint={"copy_every": 4}) == 3 * saved > 0
+    # Copies of GPUs' tensors are in page-locked segments: of a large model whole GiB.
+    on_gpus = {"rollout": {"engine": "vllm"}}
+    locked = report_of(here, 2, **on_gpus)["memory"]["checkpoint_copy_bytes"]
+    files = held(**restarts, **on_gpus) - locked
+    assert locked % (1 << 30) == 0 and 0 < locked - files / 2 < 1 << 30
 
 
 def test_plan_counts_the_models_beside_the_policy(here: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hybridrl.planning.cluster import ClusterFile, Host, assume
 from hybridrl.planning.estimate import estimate
 from hybridrl.planning.memory import role_models
 from hybridrl.planning.models import planned_models
-from hybridrl.planning.times import Lengths, Packs, PassTimes, packs
+from hybridrl.planning.times import PAIR_SHARE, Lengths, Packs, PassTimes, packs
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -184,3 +185,21 @@ def test_a_step_with_short_responses_takes_what_the_plan_says_of_its_tokens(tmp_
     memory = predicted_step(case, tmp_path).memory
     # Within 7%: the tokens are a half of all, of which the fuller replica has a little more.
     assert memory.train == pytest.approx(case["measured_memory"]["update"], rel=0.07)
+
+
+def test_gathered_tokens_bring_their_weights_for_all_experts() -> None:
+    shape = read_model(None, json.loads((MODELS / "qwen3-30b-a3b.json").read_text()))[1]
+    assumed, _ = assume(ClusterFile(gpu="H200"), 2, Host())
+    assert assumed is not None and shape.moe is not None
+    more = replace(shape, moe=replace(shape.moe, num_experts=shape.moe.num_experts + 100))
+    found = Packs(1, 1000, 1000.0, 1000)
+
+    def added_s(layout: TrainLayout) -> float:
+        times = (PassTimes(one, layout, assumed, 1) for one in (shape, more))
+        fewer_s, more_s = (one._sent_s(found) for one in times)
+        return more_s - fewer_s
+
+    # Of each of the other rank's 500 tokens an fp32 weight and a byte an expert.
+    sent_s = 500 * 5 * 100 * shape.num_layers / (PAIR_SHARE * assumed.cluster.link_rate)
+    assert added_s(TrainLayout(2, tp=2, ep=2)) == pytest.approx(sent_s, rel=1e-6)
+    assert added_s(TrainLayout(2, ep=2)) == 0.0  # sent once an expert, with one weight each

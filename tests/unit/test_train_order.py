@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from clock import is_within
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridrl.cli.plan import plan_report
@@ -25,6 +26,7 @@ from hybridrl.hybrid_engine.assign import OrderChoice, assign, choose_order
 from hybridrl.hybrid_engine.order import order_layout
 from hybridrl.hybrid_engine.owned import equal_shares
 from hybridrl.loop.setup import training_layout
+from hybridrl.models.dispatch import gathers
 from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.models.weights import RankLayout, fused_layout, megatron_layouts
 from hybridrl.parallel.layout import DEFAULT_ORDER, Coordinates, ExpertCoordinates, TrainLayout
@@ -102,7 +104,7 @@ EXPERT_SIZES = [(2, 1, 1, 2, 1), (2, 2, 1, 2, 2), (1, 2, 2, 2, 1), (4, 1, 1, 2, 
 @pytest.mark.usefixtures("one_rank_of_eight")
 def test_experts_lie_where_megatron_puts_them(sizes: tuple[int, int, int, int, int]) -> None:
     tp, pp, cp, ep, etp = sizes
-    found = set()
+    found, gathering = set(), set()
     for order in ORDERS:
         if pp > 1 and not order.endswith("pp"):
             continue
@@ -126,7 +128,13 @@ def test_experts_lie_where_megatron_puts_them(sizes: tuple[int, int, int, int, i
         assert layout.expert_coordinates(5) == at, order
         assert layout.edp == parallel_state.get_expert_data_parallel_world_size()
         found.add(at)
+        groups = get_default_pg_collection()
+        for experts_per_token in (1, 2):
+            is_gathered = layout.gathers_tokens(experts_per_token, 5)
+            assert gathers(groups, experts_per_token) is is_gathered, order
+            gathering.add(is_gathered)
     assert len(found) > 1
+    assert gathering == ({True, False} if tp >= ep * etp else {False})
 
 
 @pytest.mark.parametrize(
