@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from hybridrl.checkpoint.segments import locked_bytes
 from hybridrl.cli.plan_text import order_reason
 from hybridrl.cli.validate import model_violations
 from hybridrl.config.engines import ENGINES
@@ -167,7 +168,7 @@ def _report(
             "choices": choices(config.train.order, laid, node, itemsize),
         },
         "reshard": _reshard(config, laid, plan, assumed),
-        "memory": _peaks(config, memories, machines.num_ranks // node),
+        "memory": _peaks(config, memories, machines.num_ranks // node, on_gpu),
         "ranks": [one.as_json() for one in found],
         "assumptions": assumed and {key: v._asdict() for key, v in assumed.values.items()},
         "cluster": _cluster_report(laid, plan, assumed),
@@ -175,14 +176,17 @@ def _report(
     }
 
 
-def _peaks(config: Config, memories: Sequence[Memory], num_hosts: int) -> dict[str, Any]:
-    replay, copied = memories[0].replay, max(memory.copied for memory in memories)
+def _peaks(
+    config: Config, memories: Sequence[Memory], num_hosts: int, on_gpu: bool
+) -> dict[str, Any]:
+    replay, saved = memories[0].replay, max(memory.saved for memory in memories)
+    copied = locked_bytes(saved) if on_gpu else saved  # of GPUs' tensors to page-locked segments
     return {
         "train_peak_bytes": max(memory.train for memory in memories),
         "rollout_peak_bytes": max(memory.rollout for memory in memories),
         "staging_bytes": memories[0].staging,
         "checkpoint_copy_bytes": copied if copies_checkpoints(config) else 0,
-        "state_copy_bytes": state_copy_bytes(config, memories, num_hosts),
+        "state_copy_bytes": state_copy_bytes(config, saved, copied, num_hosts),
         "router_replay": replay.as_json() if replay else None,
     }
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
+from operator import mul
 
 from hybridrl.config.rules import ORDER_AXES
 
@@ -100,10 +101,7 @@ class TrainLayout:
     @cached_property
     def _grid(self) -> dict[Coordinates, int]:
         order = [axis for axis in self.order.split("-") if axis != "ep"]
-        strides, stride = {}, 1
-        for axis in order:
-            strides[axis] = stride
-            stride *= self.size(axis)
+        strides = self._strides(order)
         return {
             Coordinates(*position): sum(strides[a] * i for a, i in zip(AXES, position, strict=True))
             for position in product(*(range(self.size(a)) for a in AXES))
@@ -134,14 +132,6 @@ class TrainLayout:
         """
         return self._expert_coordinates[rank]
 
-    @cached_property
-    def _replicas_of_experts(self) -> dict[tuple[int, int], set[tuple[int, int]]]:
-        """The (cp, dp) of the ranks that share a layer's experts, by their (edp, pp)."""
-        found: dict[tuple[int, int], set[tuple[int, int]]] = {}
-        for at, where in zip(self._expert_coordinates, self._coordinates, strict=True):
-            found.setdefault((at.edp, at.pp), set()).add((where.cp, where.dp))
-        return found
-
     def gathers_tokens(self, experts_per_token: int, rank: int = 0) -> bool:
         """Whether all ranks that share `rank`'s experts get each token once, whichever experts it
         has: they are tensor-parallel ranks of one replica, which have shares of one micro-batch,
@@ -154,9 +144,22 @@ class TrainLayout:
         """
         if self.ep * self.etp == 1:
             return True
-        at = self.expert_coordinates(rank)
-        is_one_batch = len(self._replicas_of_experts[at.edp, at.pp]) == 1
-        return is_one_batch and self.ep <= experts_per_token
+        if self.ep > experts_per_token or self.ep * self.etp > self.tp:
+            return False
+        # By strides: a search asks this of layouts whose coordinates it never lays out.
+        axes = self.order.split("-")
+        dense = self._strides([axis for axis in axes if axis != "ep"])["tp"]
+        strides = self._strides([EXPERT_AXES[axis] for axis in axes if axis in EXPERT_AXES])
+        ep, etp = strides["ep"], strides["etp"]
+        first = rank - rank // ep % self.ep * ep - rank // etp % self.etp * etp
+        sharing = [first + i * ep + j * etp for i in range(self.ep) for j in range(self.etp)]
+        # The first rank of each one's tensor-parallel group.
+        return len({other - other // dense % self.tp * dense for other in sharing}) == 1
+
+    def _strides(self, axes: Sequence[str]) -> dict[str, int]:
+        """Returns how far apart neighbours on each axis are; the first axis varies fastest."""
+        products = accumulate((self.size(axis) for axis in axes), mul, initial=1)
+        return dict(zip(axes, products, strict=False))
 
     def experts(self, rank: int, num_experts: int) -> range:
         """Returns the global indices of the experts that `rank` holds of each of its layers."""

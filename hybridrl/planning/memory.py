@@ -10,7 +10,6 @@ from math import prod
 from typing import Any
 
 from hybridrl.checkpoint.memory_folders import GENERATIONS
-from hybridrl.checkpoint.segments import locked_bytes
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.lag import requests_under_way
 from hybridrl.config.placement import REWARD, Place
@@ -50,7 +49,6 @@ class Memory:
         least_requests: for how many the cache must have room; others would wait.
         staging: of the reshard, where weights travel as messages.
         saved: what a checkpoint has of a rank.
-        copied: what a copy of that takes in host memory; of GPUs' tensors page-locked segments.
         replay: of it, what recorded experts take; None: they are not replayed.
     """
 
@@ -61,7 +59,6 @@ class Memory:
     least_requests: int
     staging: int
     saved: int = 0
-    copied: int = 0
     replay: ReplayBytes | None = None
 
     @property
@@ -258,7 +255,6 @@ def estimate_memory(
         least_requests=1 if engine.has_fixed_kv_cache else num_requests,
         staging=config.rollout.staging_mib * MIB,
         saved=trained + states,
-        copied=locked_bytes(trained + states) if on_gpu else trained + states,
         replay=replay,
     )
 
@@ -270,15 +266,21 @@ def copies_checkpoints(config: Config) -> bool:
     return is_saved and section.asynchronous and not section.export_hf
 
 
-def state_copy_bytes(config: Config, memories: Sequence[Memory], num_hosts: int) -> int:
+def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) -> int:
     """Returns what hosts hold of a rank's training state, so that a run goes on after a loss
     (checkpoint/memory_copies.py): the copy that is taken, and of a rank's own files, and of those
     of a rank of another host, GENERATIONS each.
+
+    Args:
+        config: of the run.
+        saved: what files of its state take.
+        copied: what its copy takes.
+        num_hosts: of the run.
     """
     if not config.run.max_restarts or config.checkpoint.copy_every == 0:
         return 0
     num_files = GENERATIONS * (2 if num_hosts > 1 else 1)
-    return max(memory.copied + memory.saved * num_files for memory in memories)
+    return copied + saved * num_files
 
 
 def _kv_cache_bytes(
