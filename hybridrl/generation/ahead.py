@@ -108,9 +108,9 @@ class AheadSampler(LaggedSampler):
                 failure = error
 
     def _gives_up(self) -> bool:
-        """Whether this rank wants generation to end now: nobody will use its samples, or a signal asks
-        to stop and training is done. While the policy trains, generation goes on after a signal: if
-        it ends by itself, the run that goes on has the same samples.
+        """Whether this rank wants generation to end now: nobody will use its samples, or a signal
+        asks to stop and training is done. While the policy trains, generation goes on after a
+        signal: if it ends by itself, the run that goes on has the same samples.
         """
         return self._is_cancelled or (self._is_awaited and self.world.heartbeat.stop_signal != 0)
 
