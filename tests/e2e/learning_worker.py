@@ -64,6 +64,10 @@ class ComparedTrainer(Trainer):
             self.compare()
         return metrics
 
+    def check_engine(self) -> None:
+        super().check_engine()
+        self.compare()
+
     def compare(self) -> None:
         """Asks every rank's engine and transformers the same; all ranks fail where one does."""
         world, model = self.world, self.policy.model
