@@ -53,7 +53,8 @@ class ExpertsBySlot:
         self._engine, self._num_experts = engine, shape.moe.num_experts
         self.layers = tuple(n for n in range(shape.num_layers) if shape.has_experts(n))
         if sorted(found) != list(self.layers):
-            raise self.unfit(
+            raise unfit(
+                engine,
                 f"routers in layers {', '.join(map(str, sorted(found))) or 'none'}",
                 "a model whose routers can be listened to, one in each layer with experts: "
                 f"{', '.join(map(str, self.layers))}",
@@ -88,11 +89,12 @@ class ExpertsBySlot:
         """Forgets all: the weights change."""
         self._by_slot.fill_(self._nothing)
 
-    def unfit(self, value: str, allowed: str) -> ModelError:
-        """Returns the refusal of a model or cache whose experts cannot be recorded."""
-        return ModelError(
-            "config.json",
-            value,
-            f"{allowed}, to record experts with rollout.engine={self._engine}",
-            "Set algorithm.router_replay=off, or rollout.engine=hf.",
-        )
+
+def unfit(engine: str, value: str, allowed: str) -> ModelError:
+    """Returns the refusal of a model or cache whose experts an engine cannot record."""
+    return ModelError(
+        "config.json",
+        value,
+        f"{allowed}, to record experts with rollout.engine={engine}",
+        "Set algorithm.router_replay=off, or rollout.engine=hf.",
+    )

@@ -19,7 +19,7 @@ from hybridrl.contracts.routed_experts import Experts
 from hybridrl.errors import ModelError
 from hybridrl.models.family import ModelShape
 from hybridrl.rollout.engine import RunningRequest
-from hybridrl.rollout.experts_by_slot import LAYER, ExpertsBySlot
+from hybridrl.rollout.experts_by_slot import LAYER, ExpertsBySlot, unfit
 from hybridrl.rollout.vllm_decoding import cache_fits
 
 
@@ -45,12 +45,12 @@ class RecordedExperts:
         self, model: torch.nn.Module, cache: Any, shape: ModelShape, device: torch.device
     ) -> None:
         found, groups = _routers(model), cache.kv_cache_groups
+        if len(groups) != 1:
+            raise _no_places()
         self._block_size = groups[0].kv_cache_spec.block_size
         # The last row is of place -1, which is that of no token.
         num_slots = cache.num_blocks * self._block_size + 1
         self._experts = ExpertsBySlot("vllm", shape, num_slots, device, found)
-        if len(groups) != 1:
-            raise self._no_places()
         for index, layer in enumerate(self._experts.layers):
             found[layer].set_capture_fn(self._writer(index))
 
@@ -66,11 +66,11 @@ class RecordedExperts:
         """
         self._manager, self._running = scheduler.kv_cache_manager, running
         if not cache_fits(self._manager):
-            raise self._no_places()
+            raise _no_places()
         block_size = self._manager.coordinator.single_type_managers[0].block_size
         if block_size != self._block_size:
             sizes = f"blocks of {block_size} and {self._block_size}"
-            raise self._experts.unfit(sizes, "one size of blocks")
+            raise unfit("vllm", sizes, "one size of blocks")
         self._free = scheduler._free_request
         scheduler._free_request = self._record_and_free
 
@@ -108,11 +108,10 @@ class RecordedExperts:
         """Forgets all: the weights change."""
         self._experts.forget()
 
-    def _no_places(self) -> ModelError:
-        return self._experts.unfit(
-            "attention that does not keep all keys, or several kinds of it",
-            "full attention in all layers",
-        )
+
+def _no_places() -> ModelError:
+    kinds = "attention that does not keep all keys, or several kinds of it"
+    return unfit("vllm", kinds, "full attention in all layers")
 
 
 def _routers(model: torch.nn.Module) -> dict[int, Any]:
