@@ -49,7 +49,7 @@ docs: .venv/installed-docs
 	$(BIN)/python docs/scripts/cluster_check.py
 	$(BIN)/python docs/scripts/pictures.py
 	$(BIN)/python docs/scripts/recipes.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .
