@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.models.init import init_weights
+from hybridrl.models.router import Router
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World, start_process_group
 from hybridrl.parallel.layout import TrainLayout
@@ -151,13 +152,29 @@ class Run:
         if source.shape.moe is not None:
             model.replay_experts()
 
-    def gradients(self) -> tuple[dict[str, Any], torch.Tensor]:
-        """Returns what parity_worker does, and the log-probabilities of response tokens."""
+    def use_few_experts(self) -> None:
+        """Makes routers choose the first experts for all tokens, so that the ranks of the others
+        get none.
+        """
+        for chunk in self.model._chunks:
+            for part in chunk.modules():
+                if isinstance(part, Router):
+                    part.routing = first_experts(part.topk)  # type: ignore[method-assign]
+
+    def gradients(self, pads: bool = False) -> tuple[dict[str, Any], torch.Tensor]:
+        """Returns what parity_worker does, and the log-probabilities of response tokens.
+
+        Args:
+            pads: whether a micro-batch of padding alone comes first, as a rank has it that has
+                fewer micro-batches than others.
+        """
         batch = a_batch(self.model.source.shape)
         plan = self.model.plan(batch)
         inputs = plan.inputs
         outputs = self.model.forward_all(inputs)
         logp_T = plan.column([output.logp_S for output in outputs])
+        if pads:
+            inputs = [self.model.planner._input(plan.here, [], 1.0), *inputs]
         # Twice: from the second time on gradients are reduced while the backward pass runs.
         for _ in range(2):
             self.model.accumulate(inputs, objective)
@@ -207,19 +224,53 @@ def group_bytes(platform: Platform) -> int:
     return before - torch.cuda.mem_get_info()[0]
 
 
+def first_experts(count: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Returns what routers do in place of choosing: the first `count` experts, weighted by their
+    own scores.
+    """
+
+    def routing(logits: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_TE = logits.view(-1, logits.size(-1))
+        chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool)
+        chosen_TE[:, :count] = True
+        return logits_TE.float().sigmoid() * chosen_TE, chosen_TE
+
+    return routing
+
+
+def has_experts(name: str) -> bool:
+    return "num_experts" in MODELS[name] or "n_routed_experts" in MODELS[name]
+
+
+def few(name: str) -> str:
+    """Returns the name of the reference that `use_few_experts` gives."""
+    return f"{name}_few"
+
+
 def check_layouts(platform: Platform, name: str, folder: Path, layouts: list[str]) -> None:
-    reference = load_file(folder / f"{name}.safetensors")
-    if "num_experts" not in MODELS[name] and "n_routed_experts" not in MODELS[name]:
+    if not has_experts(name):
         layouts = [text for text in layouts if "ep" not in text]
     for text, mesh in worlds(platform, *layouts):
         run = Run(name, mesh, torch.bfloat16)
-        gradients, logp_T = run.gradients()
         print_once(mesh, f"{name} {text}: {run.model.layers.said}")
-        error = away(mesh, gradients, reference)["all"]
-        mean = float((logp_T - reference["logp_T"]).abs().sum() / (logp_T != 0).sum())
-        print_once(mesh, f"    gradients {error:.2e}, log-probabilities {mean:.2e} away")
-        assert error < TOLERANCE, f"{name} {text}: gradients are {error} from fp32"
-        assert mean < TOLERANCE, f"{name} {text}: log-probabilities are {mean} nats from fp32"
+        check_gradients(run, f"{name} {text}", load_file(folder / f"{name}.safetensors"))
+        if has_experts(name):
+            run = Run(name, mesh, torch.bfloat16)
+            run.use_few_experts()
+            reference = load_file(folder / f"{few(name)}.safetensors")
+            check_gradients(run, f"{name} {text}, few experts", reference, pads=True)
+
+
+def check_gradients(
+    run: Run, what: str, reference: Mapping[str, torch.Tensor], pads: bool = False
+) -> None:
+    mesh = run.mesh
+    gradients, logp_T = run.gradients(pads)
+    error = away(mesh, gradients, reference)["all"]
+    mean = float((logp_T - reference["logp_T"]).abs().sum() / (logp_T != 0).sum())
+    print_once(mesh, f"    {what}: gradients {error:.2e}, log-probabilities {mean:.2e} away")
+    assert error < TOLERANCE, f"{what}: gradients are {error} from fp32"
+    assert mean < TOLERANCE, f"{what}: log-probabilities are {mean} nats from fp32"
 
 
 def check_alone(platform: Platform, name: str, folder: Path) -> None:
@@ -279,6 +330,17 @@ def in_hf_names(model: ParallelModel) -> Iterator[tuple[tuple[str, Any], torch.T
         yield (region.hf, region.hf_box), weights[region.local][inner]
 
 
+def write_reference(platform: Platform, name: str, folder: Path) -> None:
+    for _, mesh in worlds(platform, "tp1"):
+        for kind in (name, few(name)) if has_experts(name) else (name,):
+            run = Run(name, mesh, torch.float32, layers="torch")
+            if kind != name:
+                run.use_few_experts()
+            gradients, logp_T = run.gradients()
+            tensors = {n: gradient for n, (gradient, _) in gradients.items()}
+            save_file({**tensors, "logp_T": logp_T}, folder / f"{kind}.safetensors")
+
+
 def main() -> None:
     mode, folder, layouts = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     platform = Platform.detect()
@@ -289,10 +351,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     for name in MODELS:
         if mode == "reference":
-            for _, mesh in worlds(platform, "tp1"):
-                gradients, logp_T = Run(name, mesh, torch.float32, layers="torch").gradients()
-                tensors = {n: gradient for n, (gradient, _) in gradients.items()}
-                save_file({**tensors, "logp_T": logp_T}, folder / f"{name}.safetensors")
+            write_reference(platform, name, folder)
         elif layouts == ["alone"]:
             check_alone(platform, name, folder)
         else:
