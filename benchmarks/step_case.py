@@ -335,7 +335,8 @@ class DeviceMemory:
         if not torch.cuda.is_available():
             return
         *_, engine = pool_bytes()
-        gradients = trainer.policy.model.memory.gradient_bytes() if keeps_memory else 0
+        memory = trainer.policy.model.memory  # none on a rank that only generates
+        gradients = memory.gradient_bytes() if keeps_memory and memory is not None else 0
         for phase, peak in trainer.journal.timer.peak_bytes().items():
             own = peak + self.others_bytes - self.context_bytes
             own -= engine if phase in ASLEEP else gradients if phase in AWAKE else 0

@@ -26,7 +26,7 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -287,7 +287,10 @@ def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleS
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
     )
-    submodules_of(layer.mlp).router = Router
+    parts = submodules_of(layer.mlp)
+    parts.router = Router
+    if module_of(parts.experts) is TEGroupedMLP:
+        parts.experts = with_module(parts.experts, GroupedExperts)
     spec.module = ReplayingLayer
     _keep_name(spec, "pre_mlp_layernorm.")
     if kind == "transformer_engine":
@@ -436,3 +439,31 @@ class LeanExperts(SequentialMLP):
         super().__init__(*args, **kwargs)
         for expert in self.local_experts:  # SequentialMLP makes them MLPs whatever its spec says
             expert.__class__ = LeanMlp
+
+
+class GroupedExperts(TEGroupedMLP):
+    """Megatron's experts whose products transformer-engine computes at once, of which none may have
+    a token.
+
+    transformer-engine (2.11) ends the process by a segmentation fault where no expert has a row. So
+    the first one gets a row of zeros, whose output nothing reads and whose gradients are zeros.
+    """
+
+    def forward(
+        self, hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns what experts make of their tokens, (T, D), and their bias.
+
+        Args:
+            hidden_states: (T, D), in the order of their experts.
+            tokens_per_expert: (E,), how many each has, on the CPU.
+            probs: (T,), the weights of the tokens' experts.
+        """
+        if len(hidden_states):
+            return super().forward(hidden_states, tokens_per_expert, probs)  # type: ignore[no-any-return]
+        counts_E = tokens_per_expert.clone()
+        counts_E[0] = 1
+        pad = torch.nn.functional.pad
+        row, weight = pad(hidden_states, (0, 0, 0, 1)), pad(probs, (0, 1))
+        output, bias = super().forward(row, counts_E, weight)
+        return output[:0], bias

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from hybridrl.models.dispatch import GatheringDispatcher
+from hybridrl.models.layers import GroupedExperts
 
 
 def test_experts_without_tokens_add_zeros_without_fused_kernels() -> None:
@@ -24,3 +28,26 @@ def test_experts_without_tokens_add_zeros_without_fused_kernels() -> None:
     added_TD.sum().backward()  # reaches what was gathered, so that every rank reduces gradients
     assert hidden_TD.grad is not None and hidden_TD.grad.shape == (5, 3)
     assert weights_TE.grad is not None and not weights_TE.grad.any()
+
+
+def test_grouped_experts_never_multiply_without_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ends the process on GPUs; what the row adds goes nowhere."""
+    weight_DD = torch.randn(3, 3, requires_grad=True)
+
+    def multiply(_: Any, tokens: torch.Tensor, counts_E: torch.Tensor, probs: torch.Tensor) -> Any:
+        assert len(tokens) == len(probs) == int(counts_E.sum()) > 0
+        return probs[:, None] * (tokens @ weight_DD), None
+
+    monkeypatch.setattr(TEGroupedMLP, "forward", multiply)
+    experts = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(experts)
+    hidden_TD, probs_T = torch.randn(4, 3, requires_grad=True), torch.rand(4, requires_grad=True)
+    none_E = torch.zeros(2, dtype=torch.int64)
+    output, _ = experts(hidden_TD[:0], none_E, probs_T[:0])
+    assert output.shape == (0, 3) and not none_E.any()
+    output.sum().backward()  # reaches the weights too, whose gradients ranks reduce together
+    for one in (weight_DD, hidden_TD, probs_T):
+        assert one.grad is not None and not one.grad.any()
+    some_E = torch.tensor([1, 3])
+    output, _ = experts(hidden_TD, some_E, probs_T)
+    assert torch.equal(output, probs_T[:, None] * (hidden_TD @ weight_DD))
