@@ -80,10 +80,9 @@ def main() -> int:
     folders = {part: Path(f"runs/arithmetic-{part}-{world}gpu") for part in parts}
     runs = {p: learned(f) for p, f in folders.items() if (f / "summary.json").exists()}
     from_below = MOE_FROM_BELOW if is_moe else FROM_BELOW
-    has_learned = all(
-        run["accuracy_before"] < from_below and run["accuracy_after"] > TO_ABOVE
-        for part, run in runs.items()
-        if not part.endswith("sft")
+    rewarded = [run for part, run in runs.items() if not part.endswith("sft")]
+    has_learned = bool(rewarded) and all(
+        run["accuracy_before"] < from_below and run["accuracy_after"] > TO_ABOVE for run in rewarded
     )
     result = {"world": int(world), "has_learned": has_learned, "runs": runs}
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
