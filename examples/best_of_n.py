@@ -32,7 +32,7 @@ steps, sampler, loop = trainer.config.steps, trainer.sampler, Producer.here("bes
 student = Policy(trainer.policy.model, make_algorithm(SftConfig()), steps.num_steps)
 trainer.hybrid_engine.to_rollout()
 for step in range(steps.num_steps):
-    prompts = trainer.prompts.take(steps.prompts_per_step)
+    prompts = sampler.take(trainer.prompts, steps.prompts_per_step)
     scored = sampler.score(sampler.generate(prompts))  # all samples; tokens where they were scored
     trainer.hybrid_engine.to_train()
     best, metrics = best_of_groups(scored), {"policy/loss": 0.0}

@@ -13,7 +13,7 @@ policy, sampler, algorithm = trainer.policy, trainer.sampler, trainer.algorithm
 steps, loop = trainer.config.steps, Producer.here("the custom loop")
 trainer.hybrid_engine.to_rollout()
 for step in range(steps.num_steps):
-    prompts = trainer.prompts.take(steps.prompts_per_step)
+    prompts = sampler.take(trainer.prompts, steps.prompts_per_step)
     rollouts = sampler.generate(prompts)  # this replica's share
     scored = sampler.score(rollouts)  # all samples; tokens where they were scored
     trainer.hybrid_engine.to_train()

@@ -112,6 +112,10 @@ class LaggedSampler(Sampler):
             prompts: of `take`.
             samples_per_prompt, sampling: of evaluations alone.
             first_group: without a meaning: groups have numbers of the run.
+
+        Raises:
+            ValueError: with these prompts the step could never end: they are fewer than it takes,
+                or more than this step and later ones can take in time.
         """
         if step is None:
             step, self._next_step = self._next_step, self._next_step + 1
@@ -134,6 +138,7 @@ class LaggedSampler(Sampler):
         else:
             self._begun_from(step)
             self.timeline.begin(step)
+        self._check_number(len(prompts), step)
         self.timeline.take("generate", self.engine.version)
         with self.world.all_agree("generation") as agreement:
             self._begin(prompts, step, greedy)
@@ -149,6 +154,18 @@ class LaggedSampler(Sampler):
         self._end(known_states(agreement.values))
         self.timeline.take("samples", self.engine.version)
         return self.collect()
+
+    def _check_number(self, num_new: int, step: int) -> None:
+        """Refuses prompts with which the step would never end, even if all were answered."""
+        born = [group.born for group in self._pool.groups] + [step] * num_new
+        held = count_by_deadline(born, step, self._limits)
+        if not may_end(held, held, self._limits, self._room):
+            raise ValueError(
+                f"step {step} was given {num_new} prompts beside {len(born) - num_new} under way, "
+                f"of which it completes {self._room}, and each later step "
+                f"{self._limits.per_step}, within {self._limits.max_lag} steps. Give `generate` "
+                "the prompts of `take`."
+            )
 
     @contextmanager
     def ahead(

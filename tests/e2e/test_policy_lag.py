@@ -203,6 +203,17 @@ def test_a_step_after_further_rounds_has_as_many_groups_as_any(tmp_path: Path) -
         assert len(numbers(trainer.sampler.generate(trainer.prompts.take(4), step=1))) == 4
 
 
+def test_prompts_with_which_a_step_would_never_end_are_refused(tmp_path: Path) -> None:
+    with small_run(tmp_path, *knobs("scripted", 1)) as trainer:
+        trainer.check_engine()
+        sampler, source = trainer.sampler, trainer.prompts
+        for num in (3, 9):  # a step takes 4, and the next one as many: a tenth would be too old
+            with pytest.raises(ValueError, match=f"step 0 was given {num} prompts beside 0 under"):
+                sampler.generate(source.take(num), step=0)
+            sampler.drop()
+        assert len(numbers(sampler.generate(source.take(8), step=0))) == 4
+
+
 def finished(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """Runs to the last step, from a checkpoint if there is one; returns weights and metrics."""
     with small_run(folder, *overrides) as trainer:
