@@ -118,7 +118,7 @@ def check(
     if mismatch is not None:
         _check_mismatch(mismatch, overrides or [], world, reference, against, as_json)
     cluster_check.refuse_without_cluster(hostfile, slurm)
-    for name, given in (("KEY=VALUE", "".join(overrides or ())), ("--against", against)):
+    for name, given in (("KEY=VALUE", " ".join(overrides or ())), ("--against", against)):
         if given:
             raise UserError(name, given, "nothing without --mismatch CONFIG", "Add it.")
     with _json_only(as_json) as emit:
