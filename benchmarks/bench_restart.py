@@ -44,9 +44,8 @@ import psutil
 import torch
 import yaml
 from bench_reshard_gpu import ROOT, check_gpus
-from bench_train import command_of
 from case_name import CaseName, parse_case
-from case_record import PROGRESS, commit
+from case_record import PROGRESS, command_of, commit
 from random_workload import random_prompts, word_tokenizer
 from restart_case import Run
 

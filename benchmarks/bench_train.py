@@ -33,13 +33,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench_reshard_gpu import ROOT, check_gpus, run_showing_progress
-from bench_rollout import command_of
 from case_name import parse_case, with_num_layers
-from case_record import PROGRESS, commit
+from case_record import PROGRESS, command_of, commit, stacks_of
 
 
 def main() -> int:
@@ -117,6 +118,7 @@ def run_jobs(
     out: Path,
     script: str,
     table: Callable[[Mapping[str, Any]], Iterator[str]],
+    at_once: int = 1,
 ) -> int:
     """Runs cases one after another and prints them; returns 1 if one failed.
 
@@ -126,6 +128,7 @@ def run_jobs(
         out: the report, written anew after each case.
         script: the benchmark that a case's ranks run.
         table: gives the lines of a table of the report.
+        at_once: how many cases run at the same time.
     """
     report: dict[str, Any] = {
         "benchmark": benchmark,
@@ -134,10 +137,14 @@ def run_jobs(
         "cases": [],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    for job in jobs:
-        report["cases"].append(launch(job, script))
-        out.write_text(json.dumps(report, indent=1) + "\n")
-        Path(job["partial"]).unlink(missing_ok=True)
+    if at_once > 1:
+        report["at_once"] = at_once
+    with ThreadPoolExecutor(at_once) as pool:
+        in_turn = pool.map if at_once > 1 else map
+        for job, found in zip(jobs, in_turn(partial(launch, script=script), jobs), strict=True):
+            report["cases"].append(found)
+            out.write_text(json.dumps(report, indent=1) + "\n")
+            Path(job["partial"]).unlink(missing_ok=True)
     print("\n".join(table(report)))
     failed = [
         case["case"]
@@ -165,6 +172,7 @@ def launch(job: Mapping[str, Any], script: str) -> dict[str, Any]:
         code, tail = run_showing_progress(command, job["limit_s"], environment, turn)
         seconds = time.monotonic() - began
         result = json.loads(result_file.read_text()) if result_file.is_file() else {}
+        stacks = stacks_of(folder)
     ending = f"exit {code} after {seconds:.0f} s"
     print(f"{PROGRESS} {job['case']}: {ending}", flush=True)
     found = {"case": job["case"], "world": job["world"], **result}
@@ -172,6 +180,10 @@ def launch(job: Mapping[str, Any], script: str) -> dict[str, Any]:
     if not found.pop("is_complete", False):
         print("\n".join(tail), flush=True)
         found |= {"error": ending, "output": "\n".join(tail)[-4000:]}
+        for rank, stack in stacks.items():
+            print(f"rank {rank} shortly before the limit:\n{stack}", flush=True)
+        if stacks:
+            found["stacks"] = stacks
     return found
 
 

@@ -1,22 +1,31 @@
 """What a benchmark says of what it measures: the commit, and a case what it knows of itself so far.
 
 Rank 0 writes the result anew after each part, so that what was measured stays if a later part ends
-the processes.
+the processes, and says where it is while a part takes long. Shortly before its limit every rank
+writes the stacks of its threads.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, ClassVar
 
+ROOT = Path(__file__).resolve().parents[1]
 PROGRESS = "[bench]"
+# Of the limit, what is left when the stacks are written: they take milliseconds.
+STACKS_BEFORE_END_S, STACKS_BEFORE_END_SHARE = 5.0, 0.25
+WHERE_EVERY_S = 15.0
+NUM_FRAMES = 3  # of where a rank is
 # Of cases that are started at once: what one says once started, and the file that lets it go on.
 READY, TURN = "ready", "turn"
 
@@ -35,6 +44,31 @@ def commit() -> str | None:
     return found.strip() or None
 
 
+def command_of(argv: Sequence[str]) -> str:
+    """Returns a command line as a report names it: of files elsewhere their names."""
+    return " ".join(["python", *(Path(a).name if Path(a).is_absolute() else a for a in argv)])
+
+
+def write_stacks_late(job: Mapping[str, Any]) -> None:
+    """Has the stacks of all threads of this rank written shortly before the case's limit, to a file
+    of its own in the case's folder.
+
+    Args:
+        job: the case; `limit_s` counts from `launched_at`.
+    """
+    path = Path(job["folder"], f"stacks.{os.environ['RANK']}.txt")
+    file = path.open("w")  # noqa: SIM115  # stays open: it is written to at the limit
+    before_end = min(STACKS_BEFORE_END_S, STACKS_BEFORE_END_SHARE * job["limit_s"])
+    left = job["launched_at"] + job["limit_s"] - before_end - time.time()
+    faulthandler.dump_traceback_later(max(left, 0.1), file=file)
+
+
+def stacks_of(folder: str | Path) -> dict[str, str]:
+    """Returns the stacks that ranks have written, by rank."""
+    found = {file.suffixes[0][1:]: file.read_text() for file in Path(folder).glob("stacks.*.txt")}
+    return {rank: text for rank, text in sorted(found.items()) if text}
+
+
 @dataclass
 class CaseRecord:
     """A case and what is known of it so far.
@@ -46,6 +80,7 @@ class CaseRecord:
 
     job: Mapping[str, Any]
     result: dict[str, Any] = field(default_factory=dict)
+    said_at: ClassVar[float] = 0.0  # on the monotonic clock
 
     @property
     def age_s(self) -> float:
@@ -58,11 +93,48 @@ class CaseRecord:
             return
         seconds = self.age_s
         self.result.setdefault("seconds", {})[done] = round(seconds, 1)
-        # In one piece: others write into the same pipe.
-        sys.stdout.write(f"{PROGRESS} {self.job['case']} {seconds:6.1f} s: {done} {found}\n")
-        sys.stdout.flush()
+        self.say(f"{done} {found}")
         files = [Path(self.job["folder"], "result.json"), self.job.get("partial")]
         for file in map(Path, filter(None, files)):
             part = file.with_suffix(".part")
             part.write_text(json.dumps(self.result))
             part.replace(file)
+
+    def say(self, text: str) -> None:
+        """Writes a line of progress, in one piece: others write into the same pipe."""
+        CaseRecord.said_at = time.monotonic()
+        sys.stdout.write(f"{PROGRESS} {self.job['case']} {self.age_s:6.1f} s: {text}\n")
+        sys.stdout.flush()
+
+    def begin(self) -> None:
+        """Begins the record: from now on rank 0 says where it is whenever it has said nothing for a
+        while, and all ranks write their stacks shortly before the case's limit.
+        """
+        write_stacks_late(self.job)
+        self.save("starting")
+        if int(os.environ["RANK"]) == 0:
+            threading.Thread(target=self._say_where, name="where", daemon=True).start()
+
+    def _say_where(self) -> None:
+        main = threading.main_thread().ident
+        while True:
+            time.sleep(1)
+            frame = sys._current_frames().get(main or 0)
+            if frame is not None and time.monotonic() - self.said_at > WHERE_EVERY_S:
+                self.say(f"  in {where(frame)}")
+
+
+def where(frame: FrameType) -> str:
+    """Returns the innermost calls of a thread, and the innermost one in this repository."""
+    calls, of_ours = list[str](), ""
+    inner: FrameType | None = frame
+    while inner is not None:
+        file = Path(inner.f_code.co_filename)
+        call = f"{file.name}:{inner.f_lineno} {inner.f_code.co_name}"
+        if len(calls) < NUM_FRAMES:
+            calls.append(call)
+        is_ours = file.is_relative_to(ROOT / "hybridrl") or file.parent == ROOT / "benchmarks"
+        if is_ours and not of_ours:
+            of_ours = call
+        inner = inner.f_back
+    return " < ".join(calls if of_ours in calls else [*calls, "...", of_ours])

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_rollout import command_of
-from case_record import commit
+from case_record import command_of, commit
 from step_case import response_lengths
 
 from hybridrl.contracts.samples import Prompt

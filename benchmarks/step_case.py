@@ -5,7 +5,6 @@ Who waits for whom: every function is collective over the world.
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import random
@@ -20,20 +19,17 @@ from typing import Any
 
 import torch
 from bench_reshard_gpu import POLL_S, ROOT
-from bench_rollout import largest_over_ranks, timed_calls
 from bench_step import PARTS
 from case_record import CaseRecord
+from engine_import import import_engine
 from random_workload import checksum_reward, random_prompts, word_tokenizer
-from reshard_clock import Clock, matmul_rate
-from reshard_gpu_case import machine
+from reshard_clock import Clock, largest_over_ranks, machine, matmul_rate, timed_calls
 from train_case import attention_backend
 
 from hybridrl.cli.plan import plan_report
 from hybridrl.config.lag import num_in_flight
 from hybridrl.config.load import load_config_dict
 from hybridrl.loop.loop import Trainer
-from hybridrl.rollout import vllm_start
-from hybridrl.rollout.vllm_version import installed_version
 
 # Of the logarithm of tailed response lengths, whose median is a quarter of the longest: 4 of 100
 # are cut at the longest. Half of the variance is the prompt's, half the sample's.
@@ -50,7 +46,7 @@ AWAKE = ("generate",)
 def run_case(job: Mapping[str, Any]) -> None:
     """Measures everything that the job asks for; does not return."""
     case = Case(job if job["turn"] is None else after_turn(job))
-    case.save("starting")
+    case.begin()
     case.start()
     case.take_steps()
     case.finish()
@@ -68,10 +64,7 @@ def after_turn(job: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         SystemExit: whoever gives turns is gone.
     """
-    is_cpu = not torch.cuda.is_available()
-    vllm_start._import_vllm(installed_version(is_cpu), is_cpu)
-    importlib.import_module("vllm.v1.engine.llm_engine")
-    importlib.import_module("vllm.v1.worker.gpu_worker")
+    import_engine("vllm")
     turn = Path(job["turn"])
     while not turn.exists():
         if not turn.parent.exists():

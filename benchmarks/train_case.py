@@ -16,10 +16,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from bench_rollout import timed_calls
+from bench_reshard_gpu import ROOT
 from case_record import CaseRecord
-from reshard_clock import Clock, attempted, matmul_rate
-from reshard_gpu_case import ROOT, machine
+from reshard_clock import Clock, attempted, machine, matmul_rate, timed_calls
 from train_profile import driver_counts, profiled
 
 from hybridrl.algorithms import make_algorithm
@@ -47,7 +46,7 @@ PARTS = ("accumulate", "grad_norm", "apply")  # of an update
 def run_case(job: Mapping[str, Any]) -> None:
     """Measures everything that the job asks for; does not return."""
     case = Case(job)
-    case.save("starting")
+    case.begin()
     case.start()
     case.measure_peak()
     case.check()

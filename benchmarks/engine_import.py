@@ -1,0 +1,30 @@
+"""Imports what an engine needs before it is made, which on a machine just started takes longest."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+
+def import_engine(engine: str, tp: int = 1) -> None:
+    """Imports an engine's package as its adapter does; touches no GPU.
+
+    Args:
+        engine: its name.
+        tp: ranks of a replica.
+
+    Raises:
+        UserError: it is missing or does not fit this host.
+    """
+    is_cpu = not torch.cuda.is_available()
+    if engine == "vllm":
+        from hybridrl.rollout import vllm_start, vllm_version
+
+        vllm_start._import_vllm(vllm_version.installed_version(is_cpu), is_cpu)
+        importlib.import_module("vllm.v1.engine.llm_engine")
+        importlib.import_module("vllm.v1.worker.gpu_worker")
+    elif engine == "sglang":
+        from hybridrl.rollout import sglang_start, sglang_version
+
+        sglang_start._import_sglang(sglang_version.installed_version(is_cpu), is_cpu, tp)
