@@ -2,7 +2,7 @@
 
 Rank 0 writes the result anew after each part, so that what was measured stays if a later part ends
 the processes, and says where it is while a part takes long. Shortly before its limit every rank
-writes the stacks of its threads.
+writes the stacks of its threads and ends.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRESS = "[bench]"
-# Of the limit, what is left when the stacks are written: they take milliseconds.
-STACKS_BEFORE_END_S, STACKS_BEFORE_END_SHARE = 5.0, 0.25
+# Of the limit, what is left when ranks end by themselves.
+END_BEFORE_LIMIT_S, END_BEFORE_LIMIT_SHARE = 2.0, 0.25
 WHERE_EVERY_S = 15.0
 NUM_FRAMES = 3  # of where a rank is
 # Of cases that are started at once: what one says once started, and the file that lets it go on.
@@ -49,18 +49,18 @@ def command_of(argv: Sequence[str]) -> str:
     return " ".join(["python", *(Path(a).name if Path(a).is_absolute() else a for a in argv)])
 
 
-def write_stacks_late(job: Mapping[str, Any]) -> None:
-    """Has the stacks of all threads of this rank written shortly before the case's limit, to a file
-    of its own in the case's folder.
+def end_late(job: Mapping[str, Any]) -> None:
+    """Ends this rank shortly before the case's limit, with the stacks of its threads in a file of
+    its own in the case's folder. Not by a signal: the Trainer takes one for a request to stop.
 
     Args:
         job: the case; `limit_s` counts from `launched_at`.
     """
     path = Path(job["folder"], f"stacks.{os.environ['RANK']}.txt")
     file = path.open("w")  # noqa: SIM115  # stays open: it is written to at the limit
-    before_end = min(STACKS_BEFORE_END_S, STACKS_BEFORE_END_SHARE * job["limit_s"])
-    left = job["launched_at"] + job["limit_s"] - before_end - time.time()
-    faulthandler.dump_traceback_later(max(left, 0.1), file=file)
+    before_limit = min(END_BEFORE_LIMIT_S, END_BEFORE_LIMIT_SHARE * job["limit_s"])
+    left = job["launched_at"] + job["limit_s"] - before_limit - time.time()
+    faulthandler.dump_traceback_later(max(left, 0.1), file=file, exit=True)
 
 
 def stacks_of(folder: str | Path) -> dict[str, str]:
@@ -108,9 +108,9 @@ class CaseRecord:
 
     def begin(self) -> None:
         """Begins the record: from now on rank 0 says where it is whenever it has said nothing for a
-        while, and all ranks write their stacks shortly before the case's limit.
+        while, and all ranks end with their stacks written shortly before the case's limit.
         """
-        write_stacks_late(self.job)
+        end_late(self.job)
         self.save("starting")
         if int(os.environ["RANK"]) == 0:
             threading.Thread(target=self._say_where, name="where", daemon=True).start()

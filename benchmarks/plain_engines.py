@@ -7,6 +7,7 @@ with as little around it as the package allows, in the same process with the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, NamedTuple
 
 
@@ -63,9 +64,12 @@ def forget_sglang(trainer: Any) -> None:
 
 
 def plain_sglang(trainer: Any, prompts: Any, with_logprobs: bool) -> None:
-    """SGLang's loop with SGLang's sampler; tokens are not read before the end."""
+    """SGLang's loop with SGLang's sampler and its own way with tokens, which are not read before
+    the end.
+    """
     from sglang.srt.layers.sampler import create_sampler
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -75,6 +79,7 @@ def plain_sglang(trainer: Any, prompts: Any, with_logprobs: bool) -> None:
     runner = scheduler.tp_worker.model_runner
     ours, made = runner.sampler, SamplingBatchInfo.from_schedule_batch
     runner.sampler = create_sampler()
+    scheduler.process_batch_result = MethodType(Scheduler.process_batch_result, scheduler)
     SamplingBatchInfo.from_schedule_batch = staticmethod(made.without_seeds)
     requests = []
     try:
@@ -104,6 +109,7 @@ def plain_sglang(trainer: Any, prompts: Any, with_logprobs: bool) -> None:
             scheduler.turn()
     finally:
         runner.sampler = ours
+        del scheduler.process_batch_result
         SamplingBatchInfo.from_schedule_batch = staticmethod(made)
 
 

@@ -358,6 +358,28 @@ class RunningRequest:
             versions=self._versions,
         )
 
+    def extend(
+        self, tokens: Sequence[int], logps: Sequence[float], version: int
+    ) -> Completion | None:
+        """Adds tokens made by the weights `version`, one at least; returns the completion if the
+        last of them is the response's last.
+
+        Raises:
+            RuntimeError: the response ends before the last of them.
+        """
+        sampling, length = self.request.sampling, len(self.tokens) + len(tokens)
+        earlier = tokens[:-1]
+        if length > sampling.max_new_tokens or not set(sampling.stop_token_ids).isdisjoint(earlier):
+            raise RuntimeError(
+                f"request {self.request.request_id} has tokens after its end: {list(tokens)}"
+            )
+        if earlier:
+            self.append(earlier[0], logps[0], version)
+            self._runs[-1][1] += len(earlier) - 1
+            self.tokens += earlier[1:]
+            self.logps += logps[1:-1]
+        return self.append(tokens[-1], logps[-1], version)
+
     def so_far(self) -> Request:
         """Returns the request with the tokens it has, ready to be saved or submitted again."""
         return replace(

@@ -5,16 +5,17 @@ write, forget the cache). Not owned: how SGLang is started (sglang_start.py), ho
 (sglang_scheduler.py) and who sends weights.
 
 Who waits for whom: `submit`, `step`, `begin_update` and `finish_update` are made by all
-tensor-parallel ranks of a replica alike; replicas are independent of each other. Invariant: between
-calls every unfinished request lies here with all its tokens, so that SGLang's own state can be
-dropped at any time and a request continues from prompt and tokens: what it draws next depends on
-its seed and its position alone.
+tensor-parallel ranks of a replica alike; replicas are independent of each other. Invariant: a
+request lies here with all its tokens once it ended, is asked for, or SGLang's own state is dropped,
+which can be at any time between calls: it then continues from prompt and tokens, since what it
+draws next depends on its seed and its position alone. In between SGLang's request has its tokens.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +118,7 @@ class SglangEngine:
         self._tensors = live_tensors(self._live.model, layout_name)
         self.shared = still_shared(views, self._tensors)
         self._agreement = TokenAgreement(self._live.tp_group)
+        self._scheduler.tells_drawn = layout.tp > 1
         itemsize = getattr(torch, settings.dtype).itemsize
         per_token = token_bytes(shape, layout.tp, itemsize)
         self._cache_bytes = per_token * self._scheduler.max_total_num_tokens
@@ -222,6 +224,7 @@ class SglangEngine:
 
     def _stop_generation(self) -> None:
         self._is_updating = True
+        self._take_running()
         for running in self._running.values():
             self._record(running.request)
         self._drop_running()
@@ -299,6 +302,7 @@ class SglangEngine:
 
     def pending(self) -> list[Request]:
         """Returns the unfinished requests with the tokens they have."""
+        self._take_running()
         return [row.so_far() for row in self._rows.values()]
 
     def clear(self) -> None:
@@ -324,18 +328,24 @@ class SglangEngine:
         self._agreement.settle()
         if not self._rows:
             return
-        with keep_generators(self._device), torch.no_grad():
+        scheduler = self._scheduler
+        # No generator is kept: nothing here draws from one.
+        with torch.no_grad():
             if len(self._running) < len(self._rows):
                 for request_id, row in self._rows.items():
                     if request_id not in self._running:
                         self._add(request_id, row)
-            self._scheduler.turn()
-        drawn = list(self._take())
-        self._num_empty_turns = (
-            0 if drawn or self._scheduler.last_batch else 1 + (self._num_empty_turns)
-        )
+            scheduler.turn()
+        if scheduler.has_wrong_logp:
+            self._take_running()
+        ended, scheduler.ended = scheduler.ended, []
+        for request in ended:
+            self._end(request)
+        is_empty = not ended and not scheduler.last_batch
+        self._num_empty_turns = self._num_empty_turns + 1 if is_empty else 0
         if self._num_empty_turns >= MOST_EMPTY_TURNS:
             raise RuntimeError(f"SGLang runs none of {len(self._running)} unfinished requests")
+        drawn, scheduler.drawn = scheduler.drawn, []
         self._agreement.report(drawn)
         if not self._rows:
             self._agreement.settle()  # no step follows that would
@@ -363,35 +373,43 @@ class SglangEngine:
         )
         self._running[request_id] = _Running(row, self._scheduler.add(asked))
 
-    def _take(self) -> Iterator[tuple[int, int]]:
-        """Keeps the tokens that SGLang has drawn since; yields (request id, token)."""
-        done = []
-        for request_id, running in self._running.items():
-            tokens, logps = running.request.output_ids, drawn_logps(running.request)
-            if self._experts is not None and running.request.finished():
-                running.row.record(0, running.request.routed_experts)
-            completion: Completion | None = None
-            for place in range(running.num_taken, len(tokens)):
-                completion = self._append(running.row, tokens[place], logps[place])
-                yield request_id, tokens[place]
-            running.num_taken = len(tokens)
-            if running.request.finished() != (completion is not None):
-                raise RuntimeError(
-                    f"SGLang ended request {request_id} with {running.request.finished_reason} "
-                    f"after {len(running.row.tokens)} of "
-                    f"{running.row.request.sampling.max_new_tokens} tokens"
-                )
-            if completion is not None:
-                done.append(request_id)
-                self._finished.append(completion)
-        for request_id in done:
-            del self._rows[request_id], self._running[request_id]
+    def _end(self, request: Any) -> None:
+        """Takes a request that SGLang has ended, and keeps its completion."""
+        request_id = int(request.rid)
+        running = self._running[request_id]
+        if self._experts is not None:
+            running.row.record(0, request.routed_experts)
+        completion = self._take(running)
+        if completion is None:
+            raise RuntimeError(
+                f"SGLang ended request {request_id} with {request.finished_reason} "
+                f"after {len(running.row.tokens)} of "
+                f"{running.row.request.sampling.max_new_tokens} tokens"
+            )
+        self._finished.append(completion)
+        del self._rows[request_id], self._running[request_id]
 
-    def _append(self, row: RunningRequest, token: int, logp: float) -> Completion | None:
-        if not -float("inf") < logp <= 0:
-            number = row.request.request_id
-            raise no_logprob("sglang", logp, number, self._version, self._tensors)
-        return row.append(token, logp, self._version)
+    def _take_running(self) -> None:
+        """Takes the tokens of all requests that SGLang has, none of which has ended."""
+        for request_id, running in self._running.items():
+            if self._take(running) is not None:
+                raise RuntimeError(f"SGLang did not end request {request_id}, which is at its end")
+
+    def _take(self, running: _Running) -> Completion | None:
+        """Keeps the tokens that SGLang has drawn for a request since; returns its completion if
+        they end it.
+        """
+        request, since = running.request, running.num_taken
+        tokens, logps = list(request.output_ids[since:]), drawn_logps(request)[since:]
+        if not tokens:
+            return None
+        running.num_taken += len(tokens)
+        # A sum is finite if all are; only a NaN's comparison tells nothing.
+        if not math.isfinite(sum(logps)) or max(logps) > 0:
+            wrong = next(logp for logp in logps if not -float("inf") < logp <= 0)
+            number = running.row.request.request_id
+            raise no_logprob("sglang", wrong, number, self._version, self._tensors)
+        return running.row.extend(tokens, logps, self._version)
 
     @property
     def model(self) -> torch.nn.Module:

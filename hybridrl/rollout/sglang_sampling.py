@@ -12,6 +12,7 @@ package asks for otherwise.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -69,7 +70,43 @@ def keep_seeds() -> None:
 
 
 class SeededSampler(torch.nn.Module):
-    """Takes the place of the sampler of SGLang's model runner."""
+    """Takes the place of the sampler of SGLang's model runner.
+
+    While the rows of a batch stay the same its tensors are SGLang's same ones, which are replaced
+    and never written: what is made of them is made once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: tuple[Any, ...] = ()
+        self._rows: RowSampling | None = None
+        self._is_greedy_B: Tensor | None = None
+
+    def _rows_of(self, info: Any) -> tuple[RowSampling, Tensor]:
+        """Returns how rows are sampled, and which ask for the most probable token by temperature 0,
+        (B,).
+        """
+        of = (
+            *(info.temperatures, info.top_ks, info.top_ps, info.min_ps, info.is_all_greedy),
+            *(info.need_top_k_sampling, info.need_top_p_sampling, info.need_min_p_sampling),
+        )
+        is_same = len(of) == len(self._of) and all(map(operator.is_, of, self._of))
+        if is_same and self._rows is not None and self._is_greedy_B is not None:
+            return self._rows, self._is_greedy_B
+        is_greedy_B, all_greedy = info.min_ps == IS_GREEDY, info.is_all_greedy
+        takes_most_B = torch.ones_like(is_greedy_B) if all_greedy else is_greedy_B
+        has_filter = info.need_top_k_sampling or info.need_top_p_sampling
+        self._rows = RowSampling(
+            info.temperatures[:, 0].contiguous(),
+            info.top_ks.long().masked_fill(takes_most_B, KEEPS_ALL),
+            info.top_ps.double().masked_fill(info.top_ps >= 1.0, 2.0),
+            takes_most_B,
+            are_all_greedy=all_greedy,
+            is_any_greedy=info.need_min_p_sampling,
+            has_filter=has_filter and not all_greedy,
+        )
+        self._of, self._is_greedy_B = of, is_greedy_B
+        return self._rows, is_greedy_B
 
     @torch.no_grad()
     def forward(
@@ -87,23 +124,10 @@ class SeededSampler(torch.nn.Module):
         Args:
             positions: (B,), of the last token of each row: with the seed the row's randomness.
         """
-        logits_BV = logits_output.next_token_logits
-        is_greedy_B = sampling_info.min_ps == IS_GREEDY
-        all_greedy = sampling_info.is_all_greedy
-        takes_most_B = torch.ones_like(is_greedy_B) if all_greedy else is_greedy_B
-        has_filter = sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling
-        rows = RowSampling(
-            sampling_info.temperatures[:, 0],
-            sampling_info.top_ks.long().masked_fill(takes_most_B, KEEPS_ALL),
-            sampling_info.top_ps.double().masked_fill(sampling_info.top_ps >= 1.0, 2.0),
-            takes_most_B,
-            are_all_greedy=all_greedy,
-            is_any_greedy=sampling_info.need_min_p_sampling,
-            has_filter=has_filter and not all_greedy,
-        )
-        seed_B = sampling_info.sampling_seed
+        logits_BV, seed_B = logits_output.next_token_logits, sampling_info.sampling_seed
+        rows, is_greedy_B = self._rows_of(sampling_info)
         tokens_B, logp_B = draw_rows(logits_BV, rows, seed_B, positions.long())
-        if all_greedy:
+        if rows.are_all_greedy:
             # Of a request with a top-k of 1 nothing is left to chance; a NaN stays one.
             logp_B = torch.where(is_greedy_B, logp_B, logp_B * 0.0)
         if return_logprob:

@@ -4,14 +4,16 @@ SGLang runs a scheduler in a process of its own, whose loop asks sockets for req
 tokens to others. Here the same loop runs for one turn and is left where it would ask again; what a
 turn did is read from the requests. The loop itself stays SGLang's, with all that its versions do in
 it. Owns what of the scheduler's parts is replaced: sockets, the receiver of requests, the sender of
-tokens, the watchdog that would end the process, checks of idle servers.
+tokens, the watchdog that would end the process, checks of idle servers, and what is done with the
+token of a request that goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,12 @@ class _Driven:
     running_batch: Any
     recorder: RecordedExperts | None = None
     before_release: Callable[[Any], None]
+    # Since the owner has looked: requests that ended, in order; (request, token) of what was drawn,
+    # where it wants to know; and whether a log-probability is none.
+    ended: list[Any]
+    drawn: list[tuple[int, int]]
+    tells_drawn = False
+    has_wrong_logp = False
     _streams: Callable[[], Any]
     _turn_begins: bool
     if TYPE_CHECKING:
@@ -117,6 +125,7 @@ class _Driven:
 
     def prepare_turns(self) -> None:
         """Makes the streams that SGLang makes where its loop begins."""
+        self.ended, self.drawn = [], []
         self._is_overlapped = self.enable_overlap
         self._streams = contextlib.nullcontext
         if self.device == "cpu":
@@ -136,6 +145,39 @@ class _Driven:
         loop = self.event_loop_overlap if self._is_overlapped else self.event_loop_normal
         with self._streams(), contextlib.suppress(_TurnIsOverError):
             loop()
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        """Keeps the tokens that a batch drew, once they are there, and ends requests.
+
+        While a batch decodes, SGLang is left to end requests. With the token of one that goes on it
+        does a dozen things of which none is needed here, one request after another: on the host
+        that takes longer than a small model on the GPU.
+        """
+        if not batch.forward_mode.is_decode():
+            super().process_batch_result(batch, result)  # type: ignore[misc]
+            self.ended += [request for request in batch.reqs if request.finished()]
+            begun = [request for request in batch.reqs if request.output_ids]
+            self._note([(int(one.rid), one.output_ids[-1]) for one in begun])
+            self.has_wrong_logp |= not all(
+                -float("inf") < drawn_logps(one)[-1] <= 0 for one in begun
+            )
+            return
+        if result.copy_done is not None:
+            result.copy_done.synchronize()
+        logp_B = result.logits_output.next_token_logprobs
+        self.has_wrong_logp |= not bool(((logp_B <= 0) & (logp_B > -torch.inf)).all())
+        tokens = result.next_token_ids.tolist()
+        ending = keep_tokens(batch.reqs, tokens, logp_B.tolist())
+        if self.tells_drawn:
+            self._note([(int(r.rid), token) for r, token in zip(batch.reqs, tokens, strict=True)])
+        if ending:
+            part = rows_of(batch, result, ending)
+            super().process_batch_result(*part)  # type: ignore[misc]
+            self.ended += [request for request in part[0].reqs if request.finished()]
+
+    def _note(self, drawn: list[tuple[int, int]]) -> None:
+        if self.tells_drawn:
+            self.drawn += drawn
 
     def update_running_batch(self, batch: Any) -> Any:
         """Calls `before_release` with each request whose slots are taken back for others."""
@@ -173,6 +215,9 @@ class _Driven:
                 self.process_batch_result(batch, result)
             if self.device != "cpu":
                 self.device_module.synchronize()
+            self.ended.clear()
+            self.drawn.clear()
+            self.has_wrong_logp = False
             self.waiting_queue.clear()
             self.chunked_req = self.last_batch = self.cur_batch = None
             self.running_batch = type(self.running_batch)(reqs=[], batch_is_full=False)
@@ -182,6 +227,50 @@ class _Driven:
             self.new_token_ratio_tracker.reset()
         else:
             self.new_token_ratio = self.init_new_token_ratio
+
+
+def keep_tokens(
+    requests: Sequence[Any], tokens: Sequence[int], logps: Sequence[float]
+) -> list[int]:
+    """Gives requests the tokens that they drew, but for those that end with them.
+
+    Args:
+        requests: SGLang's, of a batch.
+        tokens, logps: of each of them.
+
+    Returns:
+        The places of the requests that end. Those that ended, or were taken back, while the batch
+        was under way get nothing.
+    """
+    ending = []
+    for place, request in enumerate(requests):
+        if request.finished_reason is not None or request.is_retracted:
+            continue
+        token, sampling, kept = tokens[place], request.sampling_params, request.output_ids
+        stops = sampling.stop_token_ids
+        if (
+            len(kept) + 1 >= sampling.max_new_tokens
+            or (stops is not None and token in stops)
+            or request.to_finish is not None
+        ):
+            ending.append(place)
+        else:
+            kept.append(token)
+            drawn_logps(request).append(logps[place])
+    return ending
+
+
+def rows_of(batch: Any, result: Any, places: list[int]) -> tuple[Any, Any]:
+    """Returns a batch of decoding with some of its requests alone, and its result, which is on the
+    host.
+    """
+    batch, result = copy.copy(batch), copy.copy(result)
+    batch.reqs = [batch.reqs[place] for place in places]
+    output = result.logits_output = copy.copy(result.logits_output)
+    output.next_token_logprobs = output.next_token_logprobs[places]
+    result.next_token_ids = result.next_token_ids[places]
+    result.copy_done = None
+    return batch, result
 
 
 def drawn_logps(request: Any) -> list[float]:
