@@ -7,6 +7,7 @@ Owns which engines are measured and what is printed. Each engine has ranks of it
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,8 @@ def measure(
     load: Load,
     arguments: Sequence[str],
 ) -> tuple[dict[str, Any], int]:
-    """Measures engines one after another, telling of each on stdout as soon as it is done.
+    """Measures engines one after another, telling of each on stdout as soon as it is done; of what
+    is done before, the first rank tells on stderr.
 
     Args:
         names: of the engines.
@@ -91,6 +93,7 @@ def measure(
             if isinstance(found, UserError):
                 entry = {"engine": name, "refused": " ".join(str(found).splitlines())}
             else:
+                print(f"{name:8} starts", flush=True)
                 command = ["bench", "rollout", *arguments, *overrides, *changes[name]]
                 measured = report_of_ranks(command, found[1])
                 if isinstance(measured, int):
@@ -122,10 +125,16 @@ def measure_on_rank(load: Callable[[], Config], num_rounds: int) -> None:
     started = time.monotonic()
     from hybridrl.loop.rollout_speed import measure_rank
 
+    config, is_first = load(), os.environ["RANK"] == "0"
+
+    def tell(text: str) -> None:
+        if is_first:
+            print(f"{config.rollout.engine:8} {text}", file=sys.stderr, flush=True)
+
     # What `train` tells of its start is not the answer here.
     with log.open("a", encoding="utf-8") as told, redirect_stdout(told):
-        report = measure_rank(load(), num_rounds, started)
-    if os.environ["RANK"] == "0":
+        report = measure_rank(config, num_rounds, started, tell)
+    if is_first:
         leave_for_parent(report)
 
 

@@ -12,6 +12,7 @@ Who waits for whom: all ranks begin a round together and wait for its slowest re
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -29,13 +30,16 @@ from hybridrl.rollout.engine import Request, generate, request_seed
 WARM_UP_TOKENS = 16
 
 
-def measure_rank(config: Config, num_rounds: int, started: float) -> dict[str, Any]:
+def measure_rank(
+    config: Config, num_rounds: int, started: float, tell: Callable[[str], None]
+) -> dict[str, Any]:
     """Runs one rank of `hybridrl bench rollout`.
 
     Args:
         config: of a run with rollouts.
         num_rounds: that are timed.
         started: `time.monotonic()` at the start of this rank.
+        tell: is told of every part as it is done, in a line for people.
 
     Returns:
         The same on all ranks: `tokens_per_s` of all replicas together (the median of the rounds),
@@ -47,9 +51,14 @@ def measure_rank(config: Config, num_rounds: int, started: float) -> dict[str, A
     trainer.check_engine()
     world = trainer.world
     start_s = max(world.gather_objects(time.monotonic() - started))
+    tell(f"engine agrees with the trainer after {start_s:.0f} s")
     new_tokens = config.rollout.max_new_tokens
-    _generate(trainer, 0, min(WARM_UP_TOKENS, new_tokens))
-    rounds_s = [_generate(trainer, 1 + number, new_tokens) for number in range(num_rounds)]
+    warm_up_s = _generate(trainer, 0, min(WARM_UP_TOKENS, new_tokens))
+    tell(f"warm-up took {warm_up_s:.1f} s")
+    rounds_s = list[float]()
+    for number in range(1, num_rounds + 1):
+        rounds_s.append(_generate(trainer, number, new_tokens))
+        tell(f"round {number} of {num_rounds} took {rounds_s[-1]:.2f} s")
     num_tokens = config.steps.prompts_per_step * config.steps.samples_per_prompt * new_tokens
     held = [part.num_bytes for part in trainer.engine.memory().values() if not part.is_shared]
     used = world.gather_objects((sum(held), _used_bytes(trainer.platform)))

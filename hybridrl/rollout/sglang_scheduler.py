@@ -242,7 +242,7 @@ def keep_tokens(
         The places of the requests that end. Those that ended, or were taken back, while the batch
         was under way get nothing.
     """
-    ending = []
+    ending, is_new = [], hasattr(requests[0], "logprob")  # as in `drawn_logps`
     for place, request in enumerate(requests):
         if request.finished_reason is not None or request.is_retracted:
             continue
@@ -256,7 +256,8 @@ def keep_tokens(
             ending.append(place)
         else:
             kept.append(token)
-            drawn_logps(request).append(logps[place])
+            holder = request.logprob if is_new else request
+            holder.output_token_logprobs_val.append(logps[place])
     return ending
 
 

@@ -61,6 +61,10 @@ def test_bench_rollout_measures_every_installed_engine_and_leaves_nothing(folder
     lines = done.stderr.splitlines()
     assert sum(" tokens/s, " in one for one in lines) == len(engines)
     assert not any("memory of this rank" in one for one in lines)
+    for engine in ("hf", *INSTALLED):
+        told = [one.split(maxsplit=1)[1] for one in lines if one.startswith(f"{engine} ")]
+        parts = ("starts", "engine agrees", "warm-up", "round 1 of 2", "round 2 of 2")
+        assert [one for one in told if one.startswith(parts)] == told[:-1] and len(told) == 6
 
 
 @pytest.mark.full

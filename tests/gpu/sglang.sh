@@ -18,14 +18,14 @@ export OMP_NUM_THREADS=4 CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONPATH="$PWD:$PWD/tes
 part() { # NAME LIMIT_S COMMAND...
   local name=$1 limit=$2 began=$SECONDS
   shift 2
-  timeout -k 20 "$limit" "$@" > "$OUT/$name.log" 2>&1
-  echo "$name: exit $? after $((SECONDS - began)) s" | tee -a "$OUT/summary.txt"
+  timeout -k 20 "$limit" "$@" 2>&1 | tee "$OUT/$name.log" | grep --line-buffered '^\[bench\]'
+  echo "$name: exit ${PIPESTATUS[0]} after $((SECONDS - began)) s" | tee -a "$OUT/summary.txt"
   tail -n 4 "$OUT/$name.log"
 }
 bench() { # NAME LIMIT_S CASE... OPTIONS...
   local name=$1 limit=$2
   shift 2
-  part "$name" "$limit" python benchmarks/bench_rollout.py "$OUT/$name.json" "$@" --world "$GPUS" --engine sglang --limit-s "$limit"
+  part "$name" "$((limit + 60))" python benchmarks/bench_rollout.py "$OUT/$name.json" "$@" --world "$GPUS" --engine sglang --limit-s "$limit"
 }
 python -m hybridrl.cli.main check > "$OUT/check.txt" 2>&1
 grep -i sglang "$OUT/check.txt"
@@ -34,10 +34,11 @@ grep -i sglang "$OUT/check.txt"
 if wants contract; then part contract 300 python tests/gpu/sglang_worker.py; fi
 # Whole steps with every phase change: free memory after each, and the mismatch. Graphs must stay valid.
 if wants cycles; then bench cycles 500 0.5b/tp1/tp1 --cycles 100 --new-tokens 64; fi
-# In the loop against plain SGLang, short and long responses; and what an interruption in the middle costs.
+# In the loop against plain SGLang, short and long responses; and what an interruption in the middle costs. What is known when the
+# time is over is in speed.json, or in speed.partial.json. On a machine just started kernels of attention may be compiled first, a minute.
 if wants speed; then
-  bench speed 400 0.5b/tp1/tp1 --throughput --interrupt --new-tokens 512
-  bench speed7b 500 7b/tp1/tp1 --throughput --new-tokens 256 --set train.offload_optimizer=true
+  bench speed 400 0.5b/tp1/tp1 --throughput --repeats 3 --steps 0 --interrupt --new-tokens 512
+  bench speed7b 500 7b/tp1/tp1 --throughput --repeats 3 --steps 0 --new-tokens 256 --set train.offload_optimizer=true
 fi
 # A step of 0.5B as the throughput of a step is reported: medians/time of its phases are in the JSON.
 if wants step; then bench step 300 0.5b/tp1/tp1 --steps 6 --new-tokens 512; fi
