@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,9 @@ from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rollout import sglang_routing, sglang_scheduler, sglang_start
 from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.sglang import token_ids
 from hybridrl.rollout.sglang_arguments import SPARE_TOKENS, server_arguments
+from hybridrl.rollout.sglang_sampling import request_sampling
 
 pytestmark = list(needs("sglang"))
 
@@ -115,6 +118,66 @@ def test_sglang_engine_generates_the_same_with_a_batch_under_way(
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
 
 
+def test_sglang_engine_forgets_what_others_have_under_way(
+    request: pytest.FixtureRequest,
+) -> None:
+    """Requests of nobody here, without log-probabilities, as of a benchmark of SGLang alone."""
+    requests = make_requests(6, MIXED)
+    request.getfixturevalue("overlapped")
+    engine = make_engine(QWEN3)
+    expected = generate(engine, requests)
+    scheduler = engine._scheduler
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+
+    asked = TokenizedGenerateReqInput(
+        rid="another",
+        input_text=None,
+        input_ids=token_ids([3, 4, 5], scheduler),
+        input_embeds=None,
+        token_type_ids=None,
+        mm_inputs=None,
+        sampling_params=request_sampling(SamplingParams(max_new_tokens=9), 1, 0),
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+    )
+    scheduler.process_batch_result = MethodType(Scheduler.process_batch_result, scheduler)
+    scheduler.add(asked)
+    for _ in range(4):
+        scheduler.turn()
+    assert scheduler.result_queue, "a batch is under way"
+    del scheduler.process_batch_result
+    scheduler.forget_requests()
+    found = generate(engine, requests)
+    assert all(close(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def test_sglang_engine_keeps_what_older_weights_drew_of_requests_that_nobody_asked_for() -> None:
+    engine = make_engine(QWEN3)
+    engine.submit(make_requests(6, SamplingParams(max_new_tokens=12)))
+    for _ in range(5):
+        engine.step()
+    write_weights(engine, make_reference(QWEN3), 3)
+    while engine.has_unfinished:
+        engine.step()
+    assert [one.runs for one in engine.collect()] == [((0, 5), (3, 7))] * 6
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_sglang_engine_refuses_a_non_finite_logp_as_soon_as_it_is_drawn(num_before: int) -> None:
+    engine = make_engine(QWEN3)
+    engine.submit(make_requests(3, SamplingParams(max_new_tokens=30)))
+    for _ in range(num_before):
+        engine.step()
+    engine.tensors()["lm_head.weight"].fill_(float("nan"))
+    with pytest.raises(UserError, match=r"log-probability nan for request 100"):
+        engine.step()
+    engine.clear()
+
+
 def test_sglang_engine_keeps_what_prompts_share() -> None:
     engine = make_engine(QWEN3)
     prompt = tuple(2 + i % 20 for i in range(100))
@@ -162,8 +225,14 @@ def of_90_tokens() -> list[Request]:
     return [dataclasses.replace(request, sampling=sampling) for request in make_requests(8, MIXED)]
 
 
-def test_sglang_engine_takes_requests_back_where_the_cache_is_too_small() -> None:
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_sglang_engine_takes_requests_back_where_the_cache_is_too_small(
+    request: pytest.FixtureRequest, is_overlapped: bool
+) -> None:
     expected = generate(make_engine(QWEN3), of_90_tokens())
+    if is_overlapped:
+        close_engines()
+        request.getfixturevalue("overlapped")
     engine, waiting = short_of_room(QWEN3, TOKEN_BYTES)
     found = generate(engine, of_90_tokens())
     assert were_taken_back(waiting)

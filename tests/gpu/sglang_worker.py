@@ -204,6 +204,11 @@ def check_sleep(engine: SglangEngine, model: Any) -> str:
     return f"sleep freed {freed:.0f} MiB in {times[0]:.4f} s, waking took {times[1]:.4f} s"
 
 
+def generators() -> list[torch.Tensor]:
+    """States of torch's global generators, which the trainer draws from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if IS_GPU else [])]
+
+
 def check(name: str, config: dict[str, Any], eager: bool, ep: int, rank: int, world: int) -> None:
     family = resolve_family(None, config)
     settings = EngineSettings(
@@ -218,7 +223,9 @@ def check(name: str, config: dict[str, Any], eager: bool, ep: int, rank: int, wo
     for version in range(2):
         model, exact = make_reference(config, version, device)
         write_weights(engine, model, version)
+        before = generators()
         done = generate(engine, asked)
+        assert all(map(torch.equal, before, generators())), "torch's generators were drawn from"
         found, apart = check_logps(model, exact, asked, done)
         said.append(found)
     said.append(check_batches(engine, asked, done, apart))
