@@ -12,7 +12,7 @@ padding between buckets, at places that count it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -176,10 +176,38 @@ def _sharded(
             # The last coordinate is the data-parallel one: of these ranks only the keeper has it.
             "replica_id": (*of_model.replica_id[:-1], 0),
         }
-        if not isinstance(of_model, ShardedTensorFactory):
+        if isinstance(of_model, ShardedTensorFactory):
+            changes["merge_fn"] = partial(_merged, changes["data"], of_model.merge_fn)
+        else:
             changes["dtype"] = tensor.dtype
         parts[name] = replace(of_model, **changes)
     return parts
+
+
+def _merged(whole: Tensor, merge: Callable[[Any], Tensor], parts: Any) -> Tensor:
+    """Stands in for `ShardedTensorFactory.merge_fn`, which makes one tensor of those that were
+    read, in new memory: of a feed-forward layer's halves, more than half of the state. They were
+    read to where they belong.
+
+    Args:
+        whole: that Megatron's `build_fn` has cut.
+        merge: Megatron's, for parts that are elsewhere.
+        parts: as read.
+    """
+    return whole if _fill(parts, whole) else merge(parts)
+
+
+def _fill(parts: Any, whole: Tensor) -> bool:
+    """Whether these are tensors that, one after the other, are all of a tensor's memory."""
+    if not isinstance(parts, list) or not whole.is_contiguous():
+        return False
+    place = whole.data_ptr()
+    for part in parts:
+        is_next = isinstance(part, Tensor) and part.is_contiguous() and part.data_ptr() == place
+        if not is_next or part.dtype != whole.dtype:
+            return False
+        place += part.nbytes
+    return place == whole.data_ptr() + whole.nbytes
 
 
 class _Exchange:

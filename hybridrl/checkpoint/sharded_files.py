@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,7 +41,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
     _StoragePrefix,
 )
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -67,13 +68,13 @@ from hybridrl.checkpoint.manifest import (
     read_piece,
     verify_piece,
 )
+from hybridrl.checkpoint.reading import in_threads
 from hybridrl.errors import CheckpointError
 from hybridrl.parallel import progress
 from hybridrl.parallel.groups import World
 
 INDEX = ".metadata"
 FILES_PER_RANK = 2  # as Megatron; each is written by a thread
-READING_THREADS = 4  # of a rank: digests of some tensors are computed while others are read
 # What the index of a sharded checkpoint is made of, by module. A pickle that names anything else
 # was not written by a checkpoint's writer.
 INDEX_CLASSES = {
@@ -203,13 +204,15 @@ class ShardedReader:
         folder: of the checkpoint.
         part: which of its sharded parts, `policy` or `critic`.
         manifest: of the checkpoint; one of format 1 has no digests.
+        num_threads: that read and verify, of `reading_threads`.
 
     Raises:
         CheckpointError: the index is damaged.
     """
 
-    def __init__(self, folder: Path, part: str, manifest: Manifest) -> None:
-        self._reader = _FileReader(folder, part, manifest, load_index(folder, part, manifest))
+    def __init__(self, folder: Path, part: str, manifest: Manifest, num_threads: int) -> None:
+        index = load_index(folder, part, manifest)
+        self._reader = _FileReader(folder, part, manifest, index, num_threads)
 
     def load(self, asked: ShardedStateDict) -> StateDict:
         """Reads what a state asks for: Megatron's TorchDistLoadShardedStrategy.load (0.16.1, 0.19)
@@ -219,6 +222,11 @@ class ShardedReader:
             CheckpointError: on all ranks, naming a file that is damaged.
         """
         tensors = [x for x in nested_values(asked) if isinstance(x, ShardedTensor)]
+        for tensor in tensors:
+            if tensor.allow_shape_mismatch and self._reader.has_shape_of(tensor):
+                # Megatron clears these first, which takes as long as to read them: embeddings,
+                # padded for another layout, may have rows that the files lack. Here none are.
+                tensor.allow_shape_mismatch = False
         named, flat, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(asked)
         state: dict[str, Any] = torch_dist.mcore_to_pyt_state_dict(named, True)
         planner = torch_dist.MCoreLoadPlanner(
@@ -306,13 +314,21 @@ class _FileWriter(FileSystemWriter):
 class _FileReader(FileSystemReader):
     """Reads tensors and verifies them; has the index already."""
 
-    def __init__(self, folder: Path, part: str, manifest: Manifest, index: Metadata) -> None:
+    def __init__(
+        self, folder: Path, part: str, manifest: Manifest, index: Metadata, num_threads: int
+    ) -> None:
         super().__init__(folder / part)
+        self._num_threads = num_threads
         self._folder, self._part, self._manifest, self._index = folder, part, manifest, index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the index."""
         return self._index
+
+    def has_shape_of(self, tensor: ShardedTensor) -> bool:
+        """Whether the files have a tensor, over all ranks, in the shape that is asked for."""
+        found = self._index.state_dict_metadata.get(tensor.key)
+        return isinstance(found, TensorStorageMetadata) and found.size == tensor.global_shape
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads each tensor that is asked for once, several at a time, in order of place."""
@@ -320,14 +336,8 @@ class _FileReader(FileSystemReader):
         for item in plan.items:
             place: _StorageInfo = self.storage_data[item.storage_index]
             asked.setdefault((place.relative_path, place.offset), []).append(item)
-        with ThreadPoolExecutor(READING_THREADS) as pool:
-            reading = [pool.submit(self._read, asked[key], planner) for key in sorted(asked)]
-            try:
-                for done in reading:
-                    done.result()
-            finally:
-                for done in reading:
-                    done.cancel()
+        reads = [partial(self._read, asked[key], planner) for key in sorted(asked)]
+        in_threads(reads, self._num_threads)
         found: Future[None] = Future()
         found.set_result(None)
         return found

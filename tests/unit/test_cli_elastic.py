@@ -113,3 +113,44 @@ def test_a_rank_that_is_killed_while_ranks_save_is_lost(tmp_path: Path) -> None:
     outcome = run_ranks([str(program)], Share.whole(2), logs, steer=steer)
     assert lost_ranks(outcome) == [0] and outcome.stopped_by == signal.SIGTERM
     assert sorted(outcome.culprits) == [0, 1]
+
+
+# Rank 1 of the first start holds a gigabyte, which the kernel frees page by page, and is killed;
+# ranks of the second say whether it is gone: before they have waited for it, and afterwards.
+HOLDING = """
+import os, signal, sys, time
+from pathlib import Path
+from hybridrl.cli.leaving import GATE_FD, wait_for_gate
+rank, logs = os.environ["RANK"], Path(os.environ["HYBRIDRL_LOG_DIR"])
+held = logs / "held"
+if rank == "1" and not held.exists():
+    memory = b"x" * (1 << 30)
+    held.with_suffix(".part").write_text(str(os.getpid()))
+    held.with_suffix(".part").rename(held)
+    os.kill(os.getpid(), signal.SIGKILL)
+while not held.exists():
+    time.sleep(0.05)
+if GATE_FD not in os.environ and not (logs / "first").exists():
+    (logs / "first").touch()
+    time.sleep(60)
+wait_for_gate()
+alive = Path("/proc", held.read_text()).exists()
+print(rank, "there" if alive else "gone", file=sys.stderr)
+"""
+
+
+def test_ranks_wait_until_what_killed_ranks_hold_is_free(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "ranks.py"
+    program.write_text(HOLDING)
+    launch = ElasticLaunch(1, LocalJob(2, lambda size: True, [str(program)]))
+    assert launch([], 2, tmp_path / "logs") == 0
+    said = capfd.readouterr().err + (tmp_path / "logs" / "rank_1.log").read_text()
+    assert "0 gone" in said and "there" not in said
+    for name in ("held", "first"):
+        (tmp_path / "logs" / name).unlink()
+    last = ElasticLaunch(0, LocalJob(2, lambda size: True, [str(program)]))
+    assert last([], 2, tmp_path / "logs") == 1
+    pid = (tmp_path / "logs" / "held").read_text()
+    assert not Path("/proc", pid).exists()  # the command ends when its ranks are gone
