@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, Protocol
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -246,7 +246,39 @@ def verify_piece(file: Path, handle: BinaryIO, piece: Piece) -> None:
     Raises:
         CheckpointError: it holds something else than what was written.
     """
-    read_piece(file, handle, piece.offset, piece.length, 0, memoryview(b""), piece)
+    nothing = range(0), MemoryRoom(memoryview(b""))
+    read_piece(file, handle, piece.offset, piece.length, *nothing, piece)
+
+
+class Room(Protocol):
+    """Where a part of a byte range is read to, from its begin to its end."""
+
+    def next_block(self, start: int) -> memoryview:
+        """Returns where the bytes from `start` of the part on go: at least one, not beyond its end.
+        """
+        ...
+
+    def filled(self, start: int, num_bytes: int) -> None:
+        """Tells that so many of them are there."""
+        ...
+
+
+class MemoryRoom:
+    """A part that is read to memory.
+
+    Args:
+        content: gets the part.
+    """
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+
+    def next_block(self, start: int) -> memoryview:
+        """Returns where the bytes from `start` on go."""
+        return self._content[start : start + READ_BYTES]
+
+    def filled(self, start: int, num_bytes: int) -> None:
+        """They are where they belong."""
 
 
 def read_piece(
@@ -254,8 +286,8 @@ def read_piece(
     handle: BinaryIO,
     offset: int,
     length: int,
-    begin: int,
-    content: memoryview,
+    part: range,
+    room: Room,
     piece: Piece | None,
 ) -> None:
     """Reads a part of a byte range, and verifies all of the range.
@@ -264,28 +296,29 @@ def read_piece(
         file: its path, for the error.
         handle: open for reading; best without a buffer of its own.
         offset, length: of the range in the file, bytes.
-        begin: where in the range the part begins.
-        content: gets the part.
+        part: the bytes of the range that are wanted.
+        room: gets them.
         piece: the range with its digest; None: nothing is verified.
 
     Raises:
         CheckpointError: the range is cut short, or holds something else than what was written.
     """
-    digest, passed = xxhash.xxh3_64(), _thread_buffer()
-    end = begin + len(content)
-    place = 0
+    digest, passed, place = xxhash.xxh3_64(), _thread_buffer(), 0
     try:
         handle.seek(offset)
         while place < length:
-            if begin <= place < end:
-                block = content[place - begin :][:READ_BYTES]
+            is_wanted = part.start <= place < part.stop
+            if is_wanted:
+                block = room.next_block(place - part.start)
             else:
-                limit = begin if place < begin else length
+                limit = part.start if place < part.start else length
                 block = passed[: min(limit - place, READ_BYTES)]
             num_read: int = handle.readinto(block)  # type: ignore[attr-defined]  # of a raw file
             if not num_read:
                 break
             digest.update(block[:num_read])
+            if is_wanted:
+                room.filled(place - part.start, num_read)
             place += num_read
     except OSError as error:
         raise _unreadable(file, error) from None

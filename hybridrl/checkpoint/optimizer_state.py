@@ -105,7 +105,8 @@ def _param_state(
     Args:
         optimizer: a `DistributedOptimizer`.
         model_state: sharded state of the model, whose data are the parameters themselves.
-        is_loading: whether the tensors are to be filled from a checkpoint.
+        is_loading: whether the tensors are to be filled from a checkpoint: those that this rank
+            has alone are the optimizer's own.
         metadata: not used.
 
     Returns:
@@ -118,11 +119,15 @@ def _param_state(
     for index, cut in enumerate(_cuts(optimizer, exchange.size)):
         if exchange.rank not in cut.pieces:
             continue
-        if is_loading:
+        if is_loading and len(cut.pieces) > 1:
             kept = {name: cut.empty() for name in STATES}
         else:
             states = optimizer._get_main_param_and_optimizer_states(cut.parameter)
             own = {name: states[name].detach() for name in STATES}
+            if is_loading and own["param"].dtype == cut.parameter.dtype:
+                # The model's own memory: its weights are read to it at the same time, and Megatron
+                # copies the master over them afterwards.
+                own["param"] = cut.empty()
             kept = own if len(cut.pieces) == 1 else _gathered(cut, own, exchange)
         if exchange.rank == cut.keeper:
             found[index] = _sharded(described, cut.parameter, kept)

@@ -16,7 +16,7 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,12 +56,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hybridrl.checkpoint import torch_dist_format
+from hybridrl.checkpoint.device_room import DeviceRoom
 from hybridrl.checkpoint.host_copies import HostCopies
 from hybridrl.checkpoint.manifest import (
     DigestingFile,
     FileEntry,
     Manifest,
+    MemoryRoom,
     Piece,
+    Room,
     damaged,
     open_for_reading,
     read_listed,
@@ -356,7 +359,7 @@ class _FileReader(FileSystemReader):
         if any(item.type != LoadItemType.TENSOR for item in items):
             raise damaged(file, "an object that is no tensor", "tensors")
         targets = [planner.resolve_tensor(item).detach() for item in items]
-        with open_for_reading(file) as handle:
+        with open_for_reading(file) as handle, _current(targets[0].device):
             part = self._slice_file(handle, place)
             whole = _read_tensor(file, handle, part, place, piece, targets[0])
         for item, target in zip(items, targets, strict=True):
@@ -369,6 +372,11 @@ class _FileReader(FileSystemReader):
             planner.commit_tensor(item, target)
 
 
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a tensor's GPU this thread's: threads begin with the first one of all."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _read_tensor(
     file: Path,
     handle: BinaryIO,
@@ -379,7 +387,8 @@ def _read_tensor(
 ) -> torch.Tensor:
     """Reads and verifies one tensor of a sharded file.
 
-    Where torch says at which byte its data lie, they are read once, straight to their place.
+    Where torch says at which byte its data lie, they are read once, straight to their place, or to
+    a GPU through a little of the host's memory.
 
     Args:
         file: for errors.
@@ -387,7 +396,7 @@ def _read_tensor(
         part: the file as if it held this tensor alone.
         place: the range of bytes that holds the tensor as torch.save wrote it.
         piece: the same with its digest; None: the checkpoint has no digests.
-        target: where the tensor may be read to, if it is on the host and of its shape and type.
+        target: where the tensor may be read to, if it is of its shape and type.
     """
     try:
         described = torch.load(part, map_location="meta", weights_only=True)
@@ -404,11 +413,16 @@ def _read_tensor(
         part.seek(0)
         found: torch.Tensor = torch.load(part, map_location="cpu", weights_only=True)
         return found
-    is_same = target.is_cpu and target.is_contiguous()
-    is_same = is_same and (target.shape, target.dtype) == (described.shape, described.dtype)
+    is_same = (target.shape, target.dtype) == (described.shape, described.dtype)
+    is_same = is_same and target.is_contiguous()
     whole = target if is_same else torch.empty_like(described, device="cpu")
-    content = whole.reshape(-1).view(torch.uint8).numpy().data
-    read_piece(file, handle, place.offset, place.length, begin, content, piece)
+    part_bytes = range(begin, begin + whole.nbytes)
+    room: Room
+    if whole.is_cpu:
+        room = MemoryRoom(whole.reshape(-1).view(torch.uint8).numpy().data)
+    else:
+        room = DeviceRoom(whole)
+    read_piece(file, handle, place.offset, place.length, part_bytes, room, piece)
     return whole
 
 
