@@ -1,4 +1,4 @@
-"""How checkpoints are read: by several threads, to memory or through a little of it, and verified."""
+"""How checkpoints are read: by several threads, straight to their place, and verified."""
 
 from __future__ import annotations
 
