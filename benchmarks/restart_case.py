@@ -203,7 +203,8 @@ class Run:
             return is_new and records[-1]["step"] > starts[1]["after_step"]
 
         took = self._wait(is_finished) - killed
-        after = int(read_starts(self._run_folder)[1]["after_step"])
+        start = read_starts(self._run_folder)[1]
+        after = int(start["after_step"])
         told = [(round(at - killed, 2), what) for at, what in self.events.phases[num_phases:]]
         lines = [(round(at - killed, 2), what) for at, what in self.events.output[num_lines:]]
         return {
@@ -212,6 +213,7 @@ class Run:
             "restart_s": round(took, 2),
             "after_step": after,
             "lost_steps": last - after,
+            "seconds_of_rank_0": start.get("seconds"),
             "phases_of_rank_0": told,
             "output": lines[-80:],
         }

@@ -36,8 +36,8 @@ from hybridrl.checkpoint.manifest import (
     FileEntry,
     Manifest,
     entry_of,
-    open_for_reading,
-    verify_piece,
+    verify_file,
+    verify_files,
     write_digested,
 )
 from hybridrl.checkpoint.memory_folders import (
@@ -52,6 +52,7 @@ from hybridrl.checkpoint.memory_folders import (
 )
 from hybridrl.checkpoint.model_state import sharded_state
 from hybridrl.checkpoint.random_states import rng_file, rng_state
+from hybridrl.checkpoint.reading import reading_threads
 from hybridrl.checkpoint.sharded_files import BegunFiles, begin_sharded
 from hybridrl.checkpoint.writing import Content, give_name, remove_leftovers
 from hybridrl.errors import CheckpointError
@@ -82,6 +83,7 @@ class MemoryCopies:
                 agreement.value = run_id(run_folder)
         self._number: str = agreement.values[0]
         self._leads = world.rank == world.mates[0]
+        self._num_threads = reading_threads(len(world.mates))
         hosts = sorted({tuple(one) for one in world.gather_objects(world.mates)})
         self._hosts: list[tuple[int, ...]] = hosts
         group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
@@ -225,32 +227,42 @@ class MemoryCopies:
         for step, manifest, writers in found:
             if len(self._hosts) == 1:
                 folder = host_folder(self._number) / f"step_{step}"
-                if self._is_whole(folder, manifest, writers):
+                if (damage := self._damage(folder, manifest, writers)) is None:
                     self._notify(f"step {step} was in host memory: the run goes on from there")
                     self._restored = step
                     return folder
+                self._tell_damage(step, damage)
                 continue
             folder = root / f"step_{step}"
-            if self._write_out(folder, manifest.model_copy(update={"order": order + 1}), writers):
+            numbered = manifest.model_copy(update={"order": order + 1})
+            if (damage := self._write_out(folder, numbered, writers)) is None:
                 self._notify(f"step {step} was in host memory, and is in {folder} now")
                 return folder
+            self._tell_damage(step, damage)
         return None
 
-    def _is_whole(self, folder: Path, manifest: Manifest, readers: Mapping[str, int]) -> bool:
-        """Whether a copy of this host holds what was written; each rank verifies a part.
-        Collective.
+    def _tell_damage(self, step: int, damage: str) -> None:
+        self._notify(f"step {step} was in host memory and is passed over: {damage}")
+
+    def _damage(
+        self, folder: Path, manifest: Manifest, readers: Mapping[str, int]
+    ) -> str | None:
+        """Returns what is wrong with a copy of this host, None if it holds what was written; each
+        rank verifies a part. Collective.
         """
         with self._world.all_agree("verifying a copy in memory", True) as agreement:
             try:
-                for name, reader in readers.items():
-                    if reader == self._world.rank:
-                        _verify(folder / name, manifest.files[name])
+                mine = [name for name, reader in readers.items() if reader == self._world.rank]
+                files = [(folder / name, manifest.files[name]) for name in mine]
+                verify_files(files, self._num_threads)
             except CheckpointError as error:
                 agreement.value = str(error)
-        return all(one is None for one in agreement.values)
+        return next((one for one in agreement.values if one is not None), None)
 
-    def _write_out(self, folder: Path, manifest: Manifest, writers: Mapping[str, int]) -> bool:
-        """Writes a copy as a checkpoint; returns False where a file of it is damaged."""
+    def _write_out(
+        self, folder: Path, manifest: Manifest, writers: Mapping[str, int]
+    ) -> str | None:
+        """Writes a copy as a checkpoint; returns which file of it is damaged, None if none is."""
         world, partial = self._world, folder.with_name(folder.name + PARTIAL)
         source = host_folder(self._number) / folder.name
         with world.all_agree("making a checkpoint of a copy in memory"):
@@ -263,7 +275,8 @@ class MemoryCopies:
             try:
                 for name, writer in writers.items():
                     if writer == world.rank:
-                        _copy_verified(source / name, partial / name, manifest.files[name])
+                        verify_file(source / name, manifest.files[name], self._num_threads)
+                        _copy(source / name, partial / name)
             except CheckpointError as error:
                 agreement.value = str(error)
         damage = [one for one in agreement.values if one is not None]
@@ -273,23 +286,11 @@ class MemoryCopies:
             elif world.rank == 0:
                 manifest.write(partial)
                 give_name(partial, folder)
-        return not damage
+        return damage[0] if damage else None
 
 
-def _verify(file: Path, entry: FileEntry) -> None:
-    """Raises CheckpointError where a file holds something else than was written."""
-    with open_for_reading(file) as handle:
-        for piece in entry.pieces:
-            verify_piece(file, handle, piece)
-
-
-def _copy_verified(source: Path, target: Path, entry: FileEntry) -> None:
-    """Copies a file, durably.
-
-    Raises:
-        CheckpointError: it holds something else than was written.
-    """
-    _verify(source, entry)
+def _copy(source: Path, target: Path) -> None:
+    """Copies a file, durably."""
     with source.open("rb") as read, target.open("wb") as written:
         shutil.copyfileobj(read, written, 1 << 20)
         written.flush()

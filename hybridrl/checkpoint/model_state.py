@@ -25,6 +25,7 @@ from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.manifest import Manifest, damaged, read_listed
 from hybridrl.checkpoint.opening import Notify, damage_is_told
 from hybridrl.checkpoint.optimizer_state import hand_out, own_shares
+from hybridrl.checkpoint.reading import reading_threads
 from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failure
 from hybridrl.checkpoint.torch_dist_format import COMMON_FILE, FORMAT_FILE
 from hybridrl.config.files import parse_json
@@ -82,7 +83,8 @@ def load_model(
         )
     with damage_is_told(world, f"verifying {folder / part}", folder, notify):
         plain = _plain_values(folder, part, manifest)
-        reader = ShardedReader(folder, part, manifest)
+        threads = reading_threads(len(world.mates))
+        reader = ShardedReader(folder, part, manifest, threads)
     with (
         damage_is_told(world, f"loading {folder / part}", folder, notify, is_unbounded=True),
         model.mesh.active(),

@@ -12,7 +12,7 @@ padding between buckets, at places that count it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -105,7 +105,8 @@ def _param_state(
     Args:
         optimizer: a `DistributedOptimizer`.
         model_state: sharded state of the model, whose data are the parameters themselves.
-        is_loading: whether the tensors are to be filled from a checkpoint.
+        is_loading: whether the tensors are to be filled from a checkpoint: those that this rank
+            has alone are the optimizer's own.
         metadata: not used.
 
     Returns:
@@ -118,11 +119,15 @@ def _param_state(
     for index, cut in enumerate(_cuts(optimizer, exchange.size)):
         if exchange.rank not in cut.pieces:
             continue
-        if is_loading:
+        if is_loading and len(cut.pieces) > 1:
             kept = {name: cut.empty() for name in STATES}
         else:
             states = optimizer._get_main_param_and_optimizer_states(cut.parameter)
             own = {name: states[name].detach() for name in STATES}
+            if is_loading and own["param"].dtype == cut.parameter.dtype:
+                # The model's own memory: its weights are read to it at the same time, and Megatron
+                # copies the master over them afterwards.
+                own["param"] = cut.empty()
             kept = own if len(cut.pieces) == 1 else _gathered(cut, own, exchange)
         if exchange.rank == cut.keeper:
             found[index] = _sharded(described, cut.parameter, kept)
@@ -176,10 +181,38 @@ def _sharded(
             # The last coordinate is the data-parallel one: of these ranks only the keeper has it.
             "replica_id": (*of_model.replica_id[:-1], 0),
         }
-        if not isinstance(of_model, ShardedTensorFactory):
+        if isinstance(of_model, ShardedTensorFactory):
+            changes["merge_fn"] = partial(_merged, changes["data"], of_model.merge_fn)
+        else:
             changes["dtype"] = tensor.dtype
         parts[name] = replace(of_model, **changes)
     return parts
+
+
+def _merged(whole: Tensor, merge: Callable[[Any], Tensor], parts: Any) -> Tensor:
+    """Stands in for `ShardedTensorFactory.merge_fn`, which makes one tensor of those that were
+    read, in new memory: of a feed-forward layer's halves, more than half of the state. They were
+    read to where they belong.
+
+    Args:
+        whole: that Megatron's `build_fn` has cut.
+        merge: Megatron's, for parts that are elsewhere.
+        parts: as read.
+    """
+    return whole if _fill(parts, whole) else merge(parts)
+
+
+def _fill(parts: Any, whole: Tensor) -> bool:
+    """Whether these are tensors that, one after the other, are all of a tensor's memory."""
+    if not isinstance(parts, list) or not whole.is_contiguous():
+        return False
+    place = whole.data_ptr()
+    for part in parts:
+        is_next = isinstance(part, Tensor) and part.is_contiguous() and part.data_ptr() == place
+        if not is_next or part.dtype != whole.dtype:
+            return False
+        place += part.nbytes
+    return place == whole.data_ptr() + whole.nbytes
 
 
 class _Exchange:

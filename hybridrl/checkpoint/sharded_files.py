@@ -16,8 +16,9 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,7 +41,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
     _StoragePrefix,
 )
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -55,25 +56,28 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hybridrl.checkpoint import torch_dist_format
+from hybridrl.checkpoint.device_room import DeviceRoom
 from hybridrl.checkpoint.host_copies import HostCopies
 from hybridrl.checkpoint.manifest import (
     DigestingFile,
     FileEntry,
     Manifest,
+    MemoryRoom,
     Piece,
+    Room,
     damaged,
     open_for_reading,
     read_listed,
     read_piece,
     verify_piece,
 )
+from hybridrl.checkpoint.reading import in_threads
 from hybridrl.errors import CheckpointError
 from hybridrl.parallel import progress
 from hybridrl.parallel.groups import World
 
 INDEX = ".metadata"
 FILES_PER_RANK = 2  # as Megatron; each is written by a thread
-READING_THREADS = 4  # of a rank: digests of some tensors are computed while others are read
 # What the index of a sharded checkpoint is made of, by module. A pickle that names anything else
 # was not written by a checkpoint's writer.
 INDEX_CLASSES = {
@@ -203,13 +207,15 @@ class ShardedReader:
         folder: of the checkpoint.
         part: which of its sharded parts, `policy` or `critic`.
         manifest: of the checkpoint; one of format 1 has no digests.
+        num_threads: that read and verify, of `reading_threads`.
 
     Raises:
         CheckpointError: the index is damaged.
     """
 
-    def __init__(self, folder: Path, part: str, manifest: Manifest) -> None:
-        self._reader = _FileReader(folder, part, manifest, load_index(folder, part, manifest))
+    def __init__(self, folder: Path, part: str, manifest: Manifest, num_threads: int) -> None:
+        index = load_index(folder, part, manifest)
+        self._reader = _FileReader(folder, part, manifest, index, num_threads)
 
     def load(self, asked: ShardedStateDict) -> StateDict:
         """Reads what a state asks for: Megatron's TorchDistLoadShardedStrategy.load (0.16.1, 0.19)
@@ -219,6 +225,11 @@ class ShardedReader:
             CheckpointError: on all ranks, naming a file that is damaged.
         """
         tensors = [x for x in nested_values(asked) if isinstance(x, ShardedTensor)]
+        for tensor in tensors:
+            if tensor.allow_shape_mismatch and self._reader.has_shape_of(tensor):
+                # Megatron clears these first, which takes as long as to read them: embeddings,
+                # padded for another layout, may have rows that the files lack. Here none are.
+                tensor.allow_shape_mismatch = False
         named, flat, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(asked)
         state: dict[str, Any] = torch_dist.mcore_to_pyt_state_dict(named, True)
         planner = torch_dist.MCoreLoadPlanner(
@@ -306,13 +317,21 @@ class _FileWriter(FileSystemWriter):
 class _FileReader(FileSystemReader):
     """Reads tensors and verifies them; has the index already."""
 
-    def __init__(self, folder: Path, part: str, manifest: Manifest, index: Metadata) -> None:
+    def __init__(
+        self, folder: Path, part: str, manifest: Manifest, index: Metadata, num_threads: int
+    ) -> None:
         super().__init__(folder / part)
+        self._num_threads = num_threads
         self._folder, self._part, self._manifest, self._index = folder, part, manifest, index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the index."""
         return self._index
+
+    def has_shape_of(self, tensor: ShardedTensor) -> bool:
+        """Whether the files have a tensor, over all ranks, in the shape that is asked for."""
+        found = self._index.state_dict_metadata.get(tensor.key)
+        return isinstance(found, TensorStorageMetadata) and found.size == tensor.global_shape
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads each tensor that is asked for once, several at a time, in order of place."""
@@ -320,14 +339,8 @@ class _FileReader(FileSystemReader):
         for item in plan.items:
             place: _StorageInfo = self.storage_data[item.storage_index]
             asked.setdefault((place.relative_path, place.offset), []).append(item)
-        with ThreadPoolExecutor(READING_THREADS) as pool:
-            reading = [pool.submit(self._read, asked[key], planner) for key in sorted(asked)]
-            try:
-                for done in reading:
-                    done.result()
-            finally:
-                for done in reading:
-                    done.cancel()
+        reads = [partial(self._read, asked[key], planner) for key in sorted(asked)]
+        in_threads(reads, self._num_threads)
         found: Future[None] = Future()
         found.set_result(None)
         return found
@@ -346,7 +359,7 @@ class _FileReader(FileSystemReader):
         if any(item.type != LoadItemType.TENSOR for item in items):
             raise damaged(file, "an object that is no tensor", "tensors")
         targets = [planner.resolve_tensor(item).detach() for item in items]
-        with open_for_reading(file) as handle:
+        with open_for_reading(file) as handle, _current(targets[0].device):
             part = self._slice_file(handle, place)
             whole = _read_tensor(file, handle, part, place, piece, targets[0])
         for item, target in zip(items, targets, strict=True):
@@ -359,6 +372,11 @@ class _FileReader(FileSystemReader):
             planner.commit_tensor(item, target)
 
 
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a tensor's GPU this thread's: threads begin with the first one of all."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _read_tensor(
     file: Path,
     handle: BinaryIO,
@@ -369,7 +387,8 @@ def _read_tensor(
 ) -> torch.Tensor:
     """Reads and verifies one tensor of a sharded file.
 
-    Where torch says at which byte its data lie, they are read once, straight to their place.
+    Where torch says at which byte its data lie, they are read once, straight to their place, or to
+    a GPU through a little of the host's memory.
 
     Args:
         file: for errors.
@@ -377,7 +396,7 @@ def _read_tensor(
         part: the file as if it held this tensor alone.
         place: the range of bytes that holds the tensor as torch.save wrote it.
         piece: the same with its digest; None: the checkpoint has no digests.
-        target: where the tensor may be read to, if it is on the host and of its shape and type.
+        target: where the tensor may be read to, if it is of its shape and type.
     """
     try:
         described = torch.load(part, map_location="meta", weights_only=True)
@@ -394,11 +413,16 @@ def _read_tensor(
         part.seek(0)
         found: torch.Tensor = torch.load(part, map_location="cpu", weights_only=True)
         return found
-    is_same = target.is_cpu and target.is_contiguous()
-    is_same = is_same and (target.shape, target.dtype) == (described.shape, described.dtype)
+    is_same = (target.shape, target.dtype) == (described.shape, described.dtype)
+    is_same = is_same and target.is_contiguous()
     whole = target if is_same else torch.empty_like(described, device="cpu")
-    content = whole.reshape(-1).view(torch.uint8).numpy().data
-    read_piece(file, handle, place.offset, place.length, begin, content, piece)
+    part_bytes = range(begin, begin + whole.nbytes)
+    room: Room
+    if whole.is_cpu:
+        room = MemoryRoom(whole.reshape(-1).view(torch.uint8).numpy().data)
+    else:
+        room = DeviceRoom(whole)
+    read_piece(file, handle, place.offset, place.length, part_bytes, room, piece)
     return whole
 
 

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Literal, Protocol
 
 from hybridrl.cli.launch import Share, caught_signals, run_ranks
+from hybridrl.cli.leaving import Leaving
 from hybridrl.cli.rank_ends import conclude, lost_ranks
 from hybridrl.loop.run_starts import read_starts
 
@@ -59,6 +60,9 @@ class ElasticJob(Protocol):
             received: signals that come meanwhile, which end a wait.
         """
 
+    def close(self) -> None:
+        """Returns when nothing is left of the ranks of all starts."""
+
 
 class ElasticLaunch:
     """Starts the ranks of a run, and starts them again; called as `launch`.
@@ -81,6 +85,14 @@ class ElasticLaunch:
         """Runs the ranks until they are done, or may not be started again; arguments and result as
         of `launch`.
         """
+        try:
+            return self._run(arguments, log_dir, environment)
+        finally:
+            self._job.close()
+
+    def _run(
+        self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]
+    ) -> int:
         folder, given, num_restarts = log_dir.parent, list(arguments), 0
         while True:
             num_starts = len(read_starts(folder))
@@ -113,6 +125,7 @@ class LocalJob:
         self, size: int, fits: Callable[[int], bool], program: Sequence[str] = PROGRAM
     ) -> None:
         self._full, self._size, self._fits, self._program = size, size, fits, program
+        self._leaving = Leaving()
 
     @property
     def where(self) -> str:
@@ -120,9 +133,11 @@ class LocalJob:
         return f"{self._size} ranks"
 
     def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
-        """Runs the ranks and waits for them."""
+        """Runs the ranks and waits for them; what killed ranks hold may not be free yet, and the
+        ranks of the next start wait for that.
+        """
         command, share = [*self._program, *arguments], Share.whole(self._size)
-        outcome = run_ranks(command, share, log_dir, environment)
+        outcome = run_ranks(command, share, log_dir, environment, leaving=self._leaving)
         code = conclude(outcome, log_dir)
         is_lost = code == 1 and not outcome.stopped_by and lost_ranks(outcome)
         return End(code, "lost" if is_lost else "over")
@@ -135,6 +150,10 @@ class LocalJob:
             fewer = range(self._size - 1, 0, -1)
             self._size = next((size for size in fewer if self._fits(size)), self._size)
         return True
+
+    def close(self) -> None:
+        """Returns when nothing is left of the ranks of all starts."""
+        self._leaving.wait()
 
 
 def _has_stepped(folder: Path, num_starts: int) -> bool:

@@ -147,6 +147,9 @@ class HostsJob:
                 is_told = True
             time.sleep(WAIT_S)
 
+    def close(self) -> None:
+        """Nothing is left: each host waits for its ranks at the end of a start."""
+
     def _ask(self) -> None:
         """Takes in those hosts that were down and answer again."""
         down = [host for host in self._hosts if host.name in self._down]

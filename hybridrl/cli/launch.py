@@ -1,10 +1,11 @@
 """Starts the ranks of one machine and watches them. No torch.
 
 Owns the rank processes: their environment, log files and end. What their end means for the job, and
-what is said of it, is in rank_ends.py. Who waits for whom: the launcher waits for every rank of its
-machine; ranks wait for each other only inside collectives. Invariant: when a rank fails, no other
-of the machine outlives it by more than the grace and kill delays below. Ranks die with their
-launcher.
+what is said of it, is in rank_ends.py; what they hold after it, in leaving.py. Who waits for whom:
+the launcher waits for every rank of its machine; ranks wait for each other only inside collectives.
+Invariant: when a rank fails, no other of the machine outlives it by more than the grace and kill
+delays below, and none of them at all where one was killed: nothing that the others could still do
+or say would count. Ranks die with their launcher.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import IO
 
 from hybridrl.checkpoint.run_lock import LOCK_TOKEN, RunLock
+from hybridrl.cli.copied_stderr import CopiedStderr
+from hybridrl.cli.leaving import GATE_FD, Leaving, is_killed
 from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, RUNNING, STORE_FD, Failure, is_launched
@@ -77,18 +78,24 @@ class _Rank:
     log: Path
 
     @property
+    def code(self) -> int | None:
+        """The exit code of the process, -N: signal N; None while it runs."""
+        code = self.process.poll()
+        return -signal.SIGKILL if code is None and is_killed(self.process.pid) else code
+
+    @property
     def failed(self) -> bool:
         """Whether the process has ended with anything but 0 and not as it was asked to stop, or
         before its command was done.
         """
-        code = self.process.poll()
+        code = self.code
         is_done = code in (0, *STOP_CODES) and not self.log.with_suffix(RUNNING).exists()
         return code is not None and not is_done
 
     @property
     def stopped_by(self) -> int:
         """The signal that it was asked to stop with, and did; 0: none."""
-        code = self.process.poll()
+        code = self.code
         return code - 128 if code in STOP_CODES and not self.failed else 0
 
     @property
@@ -140,6 +147,7 @@ def run_ranks(
     log_dir: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
     steer: Callable[[list[int]], None] | None = None,
+    leaving: Leaving | None = None,
 ) -> Outcome:
     """Runs this machine's ranks of a job and waits for them.
 
@@ -150,33 +158,30 @@ def run_ranks(
         environment: further variables of the ranks.
         steer: called at the start with the list of signals that the ranks are to get; it may append
             to it from a thread. Two signals end the ranks at once.
+        leaving: of the starts before, whose processes these ranks wait for; takes those that have
+            ended here and are not gone yet. None: this start is the only one, and waits for all.
 
     Returns:
         How they ended.
     """
     ranks: list[_Rank] = []
-    copied = _Copied()
+    copied, of_starts = CopiedStderr(), leaving or Leaving()
     with caught_signals() as received:
         if steer is not None:
             steer(received)
         try:
             _make_log_dir(log_dir, share)
-            # Rank 0 listens on this socket, for the job's store: a port that was only found to be
-            # free would be anybody's in the seconds until the rank has imported torch.
-            with socket.socket() as server:
-                if share.first == 0:
-                    _bind(server, share)
-                port = server.getsockname()[1] if share.first == 0 else share.port
-                for index in range(share.first, share.first + share.count):
-                    variables = _environment(share, index, port, log_dir, environment)
-                    ranks.append(_start(command, index, server, log_dir, copied, variables))
+            _start_all(ranks, command, share, log_dir, copied, environment, of_starts.gate())
             _wait(ranks, received)
             culprits = [rank for rank in ranks if rank.failed]
         finally:
-            _end(ranks, received)
-    copied.finish()
-    stopped_by = [*received, *(rank.stopped_by for rank in ranks if rank.stopped_by)]
-    host, codes = socket.gethostname(), {rank.index: rank.process.returncode for rank in ranks}
+            codes = _end(ranks, received)
+            stopped_by = [*received, *(rank.stopped_by for rank in ranks if rank.stopped_by)]
+            of_starts.take([(f"rank {rank.index}", rank.process) for rank in ranks])
+            if leaving is None:
+                of_starts.wait()
+    copied.finish(is_gone=all(rank.process.returncode is not None for rank in ranks))
+    host = socket.gethostname()
     ended = [EndedRank(rank.index, codes[rank.index], str(rank.log), host) for rank in ranks]
     # Ranks that are ended by the signal say nothing; one that says something could not save, and
     # SIGKILL is not what they were asked by.
@@ -188,6 +193,38 @@ def run_ranks(
         or ended[rank.index - share.first].spoke
     ]
     return Outcome(ended, blamable, stopped_by[0] if stopped_by else 0, copied.fault)
+
+
+def _start_all(
+    ranks: list[_Rank],
+    command: Sequence[str],
+    share: Share,
+    log_dir: Path,
+    copied: CopiedStderr,
+    environment: Mapping[str, str],
+    gate: int | None,
+) -> None:
+    """Starts the ranks, each of which is in the list as soon as it runs.
+
+    Args:
+        gate: of `Leaving`; is closed.
+    """
+    try:
+        # Rank 0 listens on this socket, for the job's store: a port that was only found to be free
+        # would be anybody's in the seconds until the rank has imported torch.
+        with socket.socket() as server:
+            if share.first == 0:
+                _bind(server, share)
+            port = server.getsockname()[1] if share.first == 0 else share.port
+            for index in range(share.first, share.first + share.count):
+                variables = _environment(share, index, port, log_dir, environment)
+                fds = {STORE_FD: server.fileno()} if index == 0 else {}
+                if gate is not None:
+                    fds[GATE_FD] = gate
+                ranks.append(_start(command, index, fds, log_dir, copied, variables))
+    finally:
+        if gate is not None:
+            os.close(gate)
 
 
 def _bind(server: socket.socket, share: Share) -> None:
@@ -305,21 +342,25 @@ def _environment(
         LOG_DIR: str(log_dir.absolute()),
         **further,
     }
-    environment.pop(STORE_FD, None)  # of a rank that launches others
+    for name in (STORE_FD, GATE_FD):  # of a rank that launches others
+        environment.pop(name, None)
     return environment
 
 
 def _start(
     command: Sequence[str],
     index: int,
-    server: socket.socket,
+    descriptors: Mapping[str, int],
     log_dir: Path,
-    copied: _Copied,
+    copied: CopiedStderr,
     environment: dict[str, str],
 ) -> _Rank:
-    """Starts a rank; of a machine the one with the store writes to the console too."""
-    if index == 0:
-        environment[STORE_FD] = str(server.fileno())
+    """Starts a rank; of a machine the one with the store writes to the console too.
+
+    Args:
+        descriptors: that it gets, by the variable that tells it of each.
+    """
+    environment |= {name: str(descriptor) for name, descriptor in descriptors.items()}
     log = log_dir / f"rank_{index}.log"
     try:
         file = log.open("ab", buffering=0)
@@ -330,7 +371,7 @@ def _start(
         process = subprocess.Popen(
             [sys.executable, *command],
             env=environment,
-            pass_fds=(server.fileno(),) if index == 0 else (),
+            pass_fds=tuple(descriptors.values()),
             stdin=subprocess.DEVNULL,
             stdout=None if index == 0 else file,
             stderr=subprocess.PIPE if index == 0 else file,
@@ -339,43 +380,6 @@ def _start(
     if process.stderr is not None:
         copied.start(process.stderr, log)
     return _Rank(index, process, log)
-
-
-class _Copied:
-    """Rank 0's stderr, on its way to its log and to ours.
-
-    Attributes:
-        fault: why the log lacks the rest; None if it is whole.
-    """
-
-    def __init__(self) -> None:
-        self.fault: str | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self, source: IO[bytes], log: Path) -> None:
-        """Begins to copy."""
-        self._thread = threading.Thread(target=self._copy, args=(source, log), daemon=True)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Waits until all is copied, unless something the rank started keeps its stderr open."""
-        if self._thread is not None:
-            self._thread.join(1.0)
-
-    def _copy(self, source: IO[bytes], log: Path) -> None:
-        with log.open("ab", buffering=0) as file:
-            while block := os.read(source.fileno(), 65536):
-                try:
-                    if self.fault is None:
-                        _write_all(file.fileno(), block)
-                except OSError as error:  # the disk is full; the console still gets all
-                    self.fault = error.strerror
-                _write_all(2, block)
-
-
-def _write_all(descriptor: int, block: bytes) -> None:
-    while block:  # a disk takes what it has room for, and fails only the next time
-        block = block[os.write(descriptor, block) :]
 
 
 @contextmanager
@@ -402,11 +406,11 @@ def caught_signals() -> Iterator[list[int]]:
 
 
 def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Returns when all ranks are done, one has failed and the grace is over, or a second signal
-    came; hands the first one on.
+    """Returns when all ranks are done, one has failed and the grace is over, one was killed or is
+    lost, or a second signal came; hands the first one on.
     """
     deadline, notice, is_told = float("inf"), float("inf"), False
-    while len(received) < 2 and any(rank.process.poll() is None for rank in ranks):
+    while len(received) < 2 and any(rank.code is None for rank in ranks):
         now = time.monotonic()
         if received and not is_told:
             is_told = True
@@ -417,7 +421,7 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
         if any(rank.failed or rank.stopped_by for rank in ranks) and deadline == float("inf"):
             deadline = now + (KILL_AFTER_S if received else GRACE_S)
         is_final = any((f := rank.failure) is not None and f.kind == "lost" for rank in failed)
-        if is_final or now > deadline:
+        if is_final or _is_one_killed(failed) or now > deadline:
             return
         if now > notice:
             notice = now + NOTICE_EVERY_S
@@ -427,30 +431,46 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
         time.sleep(POLL_S)
 
 
-def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Ends every rank still alive, and what ranks had started.
+def _is_one_killed(failed: Sequence[_Rank]) -> bool:
+    """Whether one of the ranks that failed got SIGKILL. The others then wait for it in collectives,
+    or report broken connections.
+    """
+    return any(rank.code == -signal.SIGKILL for rank in failed)
+
+
+def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> dict[int, int]:
+    """Ends every rank still alive, and what ranks had started; returns the exit codes by rank.
 
     Where a rank has failed, the others write first where they were. A stopped rank takes no signal
-    but the last, and those that were asked to end already get that one.
+    but the last, those that were asked to end already get that one, and so do all where one was
+    killed.
     """
-    alive = [rank for rank in ranks if rank.process.poll() is None]
-    if not received and any(rank.failed and rank.process.returncode != 2 for rank in ranks):
+    alive = [rank for rank in ranks if rank.code is None]
+    failed = [] if received else [rank for rank in ranks if rank.failed]
+    if any(rank.code != 2 for rank in failed):
         asked = [rank for rank in alive if writes_stacks(rank.process.pid)]
         for rank in asked:
             rank.process.send_signal(STACKS_SIGNAL)
         if asked:
             time.sleep(STACKS_S)
+    is_at_once = bool(received) or _is_one_killed(failed)
     for rank in alive:
-        if received or process_status(rank.process.pid).get("State", "").startswith("T"):
+        if is_at_once or process_status(rank.process.pid).get("State", "").startswith("T"):
             rank.process.kill()
         else:
             rank.process.terminate()
     deadline = time.monotonic() + KILL_AFTER_S
-    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
+    while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    if not received and not any(rank.process.poll() != 0 for rank in ranks):
-        return
-    for rank in ranks:
-        with suppress(ProcessLookupError):  # nothing is left of the group: the usual case
-            os.killpg(rank.process.pid, signal.SIGKILL)
-        rank.process.wait()
+    if received or any(rank.code != 0 for rank in ranks):
+        for rank in ranks:
+            with suppress(ProcessLookupError):  # nothing is left of the group: the usual case
+                os.killpg(rank.process.pid, signal.SIGKILL)
+    return {rank.index: _known_code(rank) for rank in ranks}
+
+
+def _known_code(rank: _Rank) -> int:
+    """Returns the exit code of a rank that was ended, once it is known."""
+    while (code := rank.code) is None:
+        time.sleep(POLL_S)
+    return code

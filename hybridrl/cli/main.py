@@ -31,6 +31,7 @@ from hybridrl.cli.launch import (
     is_rank,
     launch_without_run,
 )
+from hybridrl.cli.leaving import wait_for_gate
 from hybridrl.cli.options import ConfigFile, Json, Overrides, World
 from hybridrl.cli.pinning import laid_out, with_commits
 from hybridrl.cli.rank_log import log_to, write_stacks_on_signal
@@ -189,6 +190,7 @@ def train(
             log_to(run_folder(loaded) / "logs")
         from hybridrl.loop.run import train_rank
 
+        wait_for_gate()
         raise typer.Exit(train_rank(loaded, resume))
     arguments = ["train", str(config), *(overrides or []), "--resume", resume]
     raise typer.Exit(launch_training(loaded, arguments, world, resume))

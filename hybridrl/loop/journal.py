@@ -93,6 +93,11 @@ class Journal:
         self._starts = RunStarts(self.folder)
         self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
 
+    def note_start(self, seconds: Mapping[str, float]) -> None:
+        """Notes what this start took to the end of its first step, by part, in order."""
+        if self.is_writer:
+            self._starts.took(seconds)
+
     def notify(self, text: str) -> None:
         """Prints a line for the user, once, and logs it."""
         if not self.is_writer:

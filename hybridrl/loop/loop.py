@@ -39,6 +39,7 @@ from hybridrl.loop.exports import Exports
 from hybridrl.loop.journal import Journal
 from hybridrl.loop.position import Position
 from hybridrl.loop.run_data import Given, make_data
+from hybridrl.loop.run_starts import StartTimes
 from hybridrl.loop.saves import SaveClock, again, load_run_state, run_state, stop_notice
 from hybridrl.loop.schedule import last_step
 from hybridrl.loop.skipped import SkippedSteps
@@ -85,6 +86,8 @@ class Trainer:
         trains: bool = True,
     ) -> None:
         self.config, self._trains = config, trains
+        self._times = StartTimes()
+        self._times.over("imports")
         garbage.collect_earlier()
         make_working_folder_importable()
         start_kernels_in_order(config.train.tp, config.train.cp)
@@ -110,6 +113,7 @@ class Trainer:
         machines = setup.find_machines(self.platform)
         setup.check_rules(config, machines, self._trains)
         meshes = setup.make_meshes(config, self.platform, machines)
+        self._times.over("process groups")
         self.world = meshes.world
         self.platform.seed(config.run.seed)
         with self.world.all_agree("checking the run folder"):
@@ -131,12 +135,14 @@ class Trainer:
         config = self.config = setup.with_epochs(config, len(self.prompts))
         self._position = Position(self.prompts, self.mix)
         self.evaluations = data.evaluations(config)
+        self._times.over("data")
         parts = (config, meshes, self.algorithm, self.models, self.journal.notify)
         roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
         self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
         passes = self.algorithm, roles, self.enter_training, self.journal
         self.validation = Validation(config.steps, data.validation, *passes)
+        self._times.over("models")
         self._warnings = (MismatchWarning(self.source.dtype), UniformGroupsWarning())
         generation = rollout_setup.make_generation(
             config,
@@ -155,9 +161,11 @@ class Trainer:
         self.exports = Exports(config, self.journal.notify)
         self._saves = SaveClock(config.checkpoint, self.world)
         self.copies = Copies(config, self.store, self.journal.notify)
+        self._times.over("plan of the weights")
 
     def _note_engine(self, engine: EngineAdapter) -> None:
         self._engine_bytes = engine.memory
+        self._times.over("engine")
 
     @classmethod
     def from_config(
@@ -205,7 +213,9 @@ class Trainer:
         self._started = time.monotonic()
         with self._lock.held(self.world, self.journal.notify):
             if not self._has_begun and (found := self.copies.newest(resume)) is not None:
+                self._times.over("choice of the state")
                 self.load_checkpoint(found)
+                self._times.over("state")
             default, first = self.config.steps.num_steps, self.step
             last = last_step(num_steps, until, first, default)
             is_done = 0 < last <= first or (first and self.evaluations.reach_goal(self.step))
@@ -216,6 +226,7 @@ class Trainer:
                 return self.journal.nothing_to_do(first, last, by_step, self.seconds)
             self.journal.start(first, last)
             self.copies.start(first, last)
+            self._times.over("records and copies")
             try:
                 save = partial(self._save_at_stop, last, resume)
                 asked = stops_on_signals(self.world, save, stop_notice(self.config))
@@ -234,6 +245,7 @@ class Trainer:
                 self.enter_rollout()
             else:
                 self.check_engine()
+        self._times.over("first weights")
         self._saves.start()
         self.validation.begin(self.step, last)
         if self.evaluations.are_due(self.step, last):
@@ -244,6 +256,8 @@ class Trainer:
         while self.step < last and not self.evaluations.reach_goal(self.step):
             with self.journal.traced(self.step + 1):
                 metrics = self.train_step()
+            if self._times.over("first step", is_last=True):
+                self.journal.note_start(self._times.seconds)
             try:
                 check_stop(self.world)
                 metrics |= self.validation.measure_due(self.step, last)

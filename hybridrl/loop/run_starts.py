@@ -1,22 +1,30 @@
 """What a run notes of each of its starts, for its report: when, by how many ranks, on what, which
-code, and how it ended.
+code, what it took to the first step, and how it ended.
 
 Owns `run.json` in the run folder: `{"starts": [...]}`, the oldest first. Rank 0 writes. A start
-without `exit` goes on, or ended without a chance to say so.
+without `exit` goes on, or ended without a chance to say so. Which code it is finds a thread, since
+git takes seconds on some file systems and nothing waits for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
+import threading
+import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hybridrl import __version__
 from hybridrl.config.files import parse_json
 from hybridrl.metrics.page_data import RUN_FILE
+from hybridrl.parallel.failure import is_launched
 
 GIT_TIMEOUT_S = 10
 
@@ -32,6 +40,8 @@ class RunStarts:
         self._path = folder / RUN_FILE
         self._starts: list[dict[str, Any]] = []
         self._is_open = False
+        self._writing = threading.Lock()
+        self._finding: threading.Thread | None = None  # which code it is
 
     def begin(self, after_step: int, world_size: int, hosts: int, device: str | None) -> None:
         """Notes a start.
@@ -52,20 +62,67 @@ class RunStarts:
             device=device or "CPU",
             is_cpu=device is None,
             version=__version__,
-            commit=commit(),
         )
+        note = self._note_commit
+        self._finding = threading.Thread(target=note, name="commit", daemon=True)
+        self._finding.start()
+
+    def took(self, seconds: Mapping[str, float]) -> None:
+        """Notes what the start took to the end of its first step.
+
+        Args:
+            seconds: of each part, in order.
+        """
+        if self._is_open:
+            self._note(seconds={name: round(value, 2) for name, value in seconds.items()})
 
     def end(self, how: str) -> None:
         """Notes how the start ended, if that is not noted yet."""
         if self._is_open:
             self._is_open = False
+            if self._finding is not None:
+                self._finding.join()
             self._note(ended=_now(), exit=how)
 
+    def _note_commit(self) -> None:
+        found = commit()
+        with contextlib.suppress(OSError):  # of a full disk; the main thread says so
+            self._note(commit=found)
+
     def _note(self, **values: object) -> None:
-        self._starts[-1] |= values
-        partial = self._path.with_name(self._path.name + ".new")
-        partial.write_text(json.dumps({"starts": self._starts}, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, self._path)
+        with self._writing:
+            self._starts[-1] |= values
+            partial = self._path.with_name(self._path.name + ".new")
+            content = json.dumps({"starts": self._starts}, indent=1) + "\n"
+            partial.write_text(content, encoding="utf-8")
+            os.replace(partial, self._path)
+
+
+class StartTimes:
+    """What the parts of a start take on this rank, from the process's begin or this object's.
+
+    Attributes:
+        seconds: of each part that is over, in order.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._is_over, self._since = False, time.monotonic()
+        if is_launched():  # a process of this start alone; a notebook's has done other things
+            self._since -= time.time() - psutil.Process().create_time()
+
+    def over(self, part: str, is_last: bool = False) -> bool:
+        """Says that a part is over, which began when the one before was.
+
+        Returns:
+            Whether that was noted: nothing is after the last part.
+        """
+        if self._is_over:
+            return False
+        now = time.monotonic()
+        self.seconds[part] = now - self._since
+        self._since, self._is_over = now, is_last
+        return True
 
 
 def exit_of(error: BaseException | None) -> str:

@@ -113,3 +113,36 @@ def test_a_rank_that_is_killed_while_ranks_save_is_lost(tmp_path: Path) -> None:
     outcome = run_ranks([str(program)], Share.whole(2), logs, steer=steer)
     assert lost_ranks(outcome) == [0] and outcome.stopped_by == signal.SIGTERM
     assert sorted(outcome.culprits) == [0, 1]
+
+
+# Rank 1 of the first start holds a gigabyte, which the kernel frees page by page, and is killed;
+# ranks of the second say whether it is gone once they have waited for it.
+HOLDING = """
+import os, signal, sys, time
+from pathlib import Path
+from hybridrl.cli.leaving import wait_for_gate
+rank, held = os.environ["RANK"], Path(os.environ["HYBRIDRL_LOG_DIR"]) / "held"
+if sys.argv[1] == "previous":  # the first start
+    if rank == "1":
+        memory = b"x" * (1 << 30)
+        held.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+wait_for_gate()
+print(rank, "there" if Path("/proc", held.read_text()).exists() else "gone", file=sys.stderr)
+"""
+
+
+def test_ranks_wait_until_what_killed_ranks_hold_is_free(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "ranks.py"
+    program.write_text(HOLDING)
+    launch = ElasticLaunch(1, LocalJob(2, lambda size: True, [str(program)]))
+    assert launch(["previous"], 2, tmp_path / "logs") == 0
+    said = capfd.readouterr().err + (tmp_path / "logs" / "rank_1.log").read_text()
+    assert "0 gone" in said and "there" not in said
+    last = ElasticLaunch(0, LocalJob(2, lambda size: True, [str(program)]))
+    assert last(["previous"], 2, tmp_path / "logs") == 1
+    pid = (tmp_path / "logs" / "held").read_text()
+    assert not Path("/proc", pid).exists()  # the command ends when its ranks are gone

@@ -214,13 +214,46 @@ def test_a_checkpoint_after_a_copy_knows_those_before_it(tmp_path: Path) -> None
     assert [one.step for one in found.manifest.lineage] == [4, 2]
 
 
-@pytest.mark.full
-def test_a_damaged_copy_is_passed_over(tmp_path: Path) -> None:
-    copies = lose(tmp_path, 4, "checkpoint.every=2")
-    file = next((copies / "step_3" / "policy").glob("*.distcp"))
+def damage(file: Path) -> None:
+    """Flips a bit in the middle of a file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("num_hosts", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_damaged_copy_is_named_and_the_one_before_is_taken(
+    num_hosts: int, tmp_path: Path
+) -> None:
+    with small_run(tmp_path, *KNOBS) as trainer:
+        seal = trainer.copies.seal
+
+        def end_with_two_copies(evaluations: Any) -> None:
+            seal(evaluations)
+            trainer.copies._copies._begun._thread.join()  # type: ignore[union-attr]
+            if trainer.step == 4:
+                raise SystemError("lost")
+
+        trainer.copies.seal = end_with_two_copies  # type: ignore[method-assign]
+        with pytest.raises(SystemError, match="lost"):
+            trainer.fit()
+    copies = host_folder(run_id(tmp_path / NAME))
+    file = next((copies / "step_4" / "policy").glob("*.distcp"))
+    damage(file)
+    with small_run(tmp_path, *KNOBS) as trainer:
+        trainer.copies._copies._hosts *= num_hosts  # type: ignore[union-attr]
+        trainer.fit()
+    starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
+    assert starts[-1]["after_step"] == 3
+    said = (tmp_path / NAME / "logs" / "rank_0.log").read_text()
+    assert f"step 4 was in host memory and is passed over: {file}" in said
+    assert "step 3 was in host memory" in said
+
+
+@pytest.mark.full
+def test_a_damaged_copy_is_passed_over(tmp_path: Path) -> None:
+    copies = lose(tmp_path, 4, "checkpoint.every=2")
+    damage(next((copies / "step_3" / "policy").glob("*.distcp")))
     with small_run(tmp_path, *KNOBS) as trainer:
         trainer.fit(until=3)
     starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]

@@ -1,0 +1,144 @@
+"""How checkpoints are read: by several threads, straight to their place, and verified."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from hybridrl.checkpoint import device_room, manifest
+from hybridrl.checkpoint.device_room import DeviceRoom
+from hybridrl.checkpoint.manifest import (
+    DigestingFile,
+    FileEntry,
+    Manifest,
+    MemoryRoom,
+    Room,
+    open_for_reading,
+    read_piece,
+    verify_files,
+)
+from hybridrl.checkpoint.optimizer_state import _merged
+from hybridrl.checkpoint.reading import in_threads, reading_threads
+from hybridrl.checkpoint.sharded_files import _FileReader
+from hybridrl.errors import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(2, 1, 4), (32, 2, 16), (64, 8, 8), (64, 2, 16), (8, 16, 4)]
+)
+def test_ranks_of_a_host_share_its_cores(
+    cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert reading_threads(ranks) == threads
+
+
+def test_calls_are_made_beside_each_other_and_end_at_the_first_failure() -> None:
+    both = threading.Barrier(2, timeout=10)
+    in_threads([both.wait, both.wait], 2)
+    made: list[int] = []
+
+    def call(number: int) -> None:
+        made.append(number)
+        time.sleep(0.02)
+        if number in (1, 2):
+            raise RuntimeError(f"call {number}")
+
+    with pytest.raises(RuntimeError, match="call 1"):
+        in_threads([partial(call, number) for number in range(100)], 2)
+    assert len(made) < 10
+
+
+def written(file: Path, sizes: list[int]) -> tuple[bytes, FileEntry]:
+    """Writes pieces of random bytes; returns all of them, and the file's entry."""
+    content = torch.randint(256, (sum(sizes),), dtype=torch.uint8).numpy().tobytes()
+    with file.open("wb", buffering=0) as handle:
+        found, place = DigestingFile(handle), 0
+        for size in sizes:
+            found.write(content[place : place + size])
+            found.end_piece()
+            place += size
+    return content, found.entry()
+
+
+@pytest.mark.parametrize("way", ["memory", "device"])
+@pytest.mark.parametrize(("begin", "size"), [(0, 10_000), (700, 8192), (9_999, 1), (3, 4096)])
+def test_a_part_is_read_to_its_place_and_all_is_verified(
+    way: str, begin: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "READ_BYTES", 1000)
+    monkeypatch.setattr(device_room, "STAGED_BYTES", 1024)
+    monkeypatch.setattr(device_room, "_STAGED", threading.local())
+    file = tmp_path / "file"
+    content, entry = written(file, [500, 10_000])
+    target = torch.zeros(size, dtype=torch.uint8)
+
+    def read() -> None:
+        room: Room = MemoryRoom(target.numpy().data) if way == "memory" else DeviceRoom(target)
+        with open_for_reading(file) as handle:
+            parts = 500, 10_000, range(begin, begin + size), room, entry.pieces[1]
+            read_piece(file, handle, *parts)
+
+    read()
+    assert target.numpy().tobytes() == content[500 + begin : 500 + begin + size]
+    for place in (500, 10_499):  # of the piece, which the part may lie within
+        changed = bytearray(content)
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        with pytest.raises(CheckpointError, match="at bytes 500 to 10499"):
+            read()
+    file.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match="cut short in bytes 500 to 10499"):
+        read()
+
+
+def test_the_first_damaged_piece_of_files_is_named(tmp_path: Path) -> None:
+    files = []
+    for name in ("a", "b"):
+        content, entry = written(tmp_path / name, [300_000] * 5)
+        files.append((tmp_path / name, entry))
+    verify_files(files, 4)
+    changed = bytearray(content)
+    changed[700_000] ^= 1
+    changed[-1] ^= 1
+    files[1][0].write_bytes(changed)
+    with pytest.raises(CheckpointError, match="/b: .*at bytes 600000 to 899999"):
+        verify_files(files, 4)
+    (tmp_path / "a").unlink()
+    with pytest.raises(CheckpointError, match="/a: "):
+        verify_files(files, 4)
+
+
+def test_halves_that_lie_in_their_whole_are_not_made_anew() -> None:
+    whole = torch.arange(12.0).view(6, 2)
+    parts = list(whole.chunk(2))
+    assert _merged(whole, torch.cat, parts) is whole
+    elsewhere = [parts[0], parts[1].clone()]
+    for other in (elsewhere, parts[::-1], parts[:1]):
+        made = _merged(whole, torch.cat, other)
+        assert made is not whole and torch.equal(made, torch.cat(other))
+
+
+@pytest.mark.parametrize(("saved", "is_same"), [((8, 2), True), ((12, 2), False), (None, False)])
+def test_tensors_are_cleared_before_only_where_files_lack_rows(
+    saved: tuple[int, ...] | None, is_same: bool, tmp_path: Path
+) -> None:
+    tensor = ShardedTensor.from_rank_offsets("a", torch.zeros(4, 2), (0, 1, 2))
+    found = {}
+    if saved is not None:
+        found["a"] = TensorStorageMetadata(
+            properties=None,  # type: ignore[arg-type]
+            size=torch.Size(saved),
+            chunks=[],
+        )
+    parts = Manifest(step=1, order=1, lineage=[], files={}), Metadata(found)
+    reader = _FileReader(tmp_path, "policy", *parts, 4)
+    assert reader.has_shape_of(tensor) is is_same
