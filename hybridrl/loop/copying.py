@@ -44,6 +44,7 @@ class Copies:
         made = MemoryCopies(run_folder(config), store.world, notify) if is_wanted else None
         self._copies: MemoryCopies | None = made
         self._is_on, self._last, self._has_said = False, 0, False
+        self._is_first = True  # copy of this start
         self._next, self._step, self._since = 0, 0, 0.0  # of rank 0: to copy; copied, and when
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
@@ -80,6 +81,7 @@ class Copies:
         if has_room or not self._is_on:
             self._reserve_for_checkpoints(num_bytes)
         self._next, self._step, self._since = step + 1, step, time.monotonic()
+        self._is_first = True
 
     def _reserve_for_checkpoints(self, num_bytes: int) -> None:
         if self._saves_beside:
@@ -134,6 +136,8 @@ class Copies:
         is_cpu = self._store.world.platform.is_cpu
         cost_s = now - begun + (self._copies.busy_s if is_cpu else 0.0)
         every = every_steps(cost_s, step_s, COST if is_cpu else WAITING_COST)
+        if self._is_first:  # it may have waited for its memory: the next one says what copies take
+            self._is_first, every = False, 1
         self._next, self._step, self._since = step + every, step, now
         if self._every == "auto" and not self._has_said and self._copies.busy_s:
             self._has_said = True

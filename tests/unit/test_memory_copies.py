@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from hybridrl.checkpoint.manifest import (
     read_manifest,
     verify_all,
 )
+from hybridrl.checkpoint.memory_copies import MemoryCopies
 from hybridrl.checkpoint.memory_folders import (
     RUN_ID,
     HostFiles,
@@ -34,6 +36,7 @@ from hybridrl.checkpoint.memory_folders import (
     run_id,
     usable,
 )
+from hybridrl.checkpoint.writing import Content
 from hybridrl.loop.copying import COST, WAITING_COST, every_steps
 from hybridrl.parallel.ring import next_of
 
@@ -329,6 +332,23 @@ def test_copies_have_half_of_what_is_free_without_those_of_checkpoints(
     assert found == [40, 50, 80, 87, 90]
     memory.f_bavail = 1000
     assert memory_folders.free_bytes(500) == 100
+
+
+def test_the_first_copy_does_not_say_how_often_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def take(copies: MemoryCopies, content: Content, waits: bool, reserved: int) -> bool:
+        assert content.step is not None and not waits
+        taken.append(content.step)
+        time.sleep(0.5 if len(taken) < 3 else 0.0)
+        return True
+
+    monkeypatch.setattr(MemoryCopies, "take", take)
+    with small_run(tmp_path, *KNOBS, "checkpoint.copy_every=auto") as trainer:
+        trainer.fit()
+    assert taken == [1, 2]  # as often as the second one, which takes more than 3% of five steps
 
 
 def test_a_copy_that_was_gone_on_from_stays_until_the_next_is_complete(tmp_path: Path) -> None:

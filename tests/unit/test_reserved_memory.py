@@ -208,18 +208,19 @@ def test_threads_take_half_of_a_rank_s_processors(monkeypatch: pytest.MonkeyPatc
         assert threads_beside_training(num_ranks) == num_threads
 
 
-def test_pages_are_taken_without_the_interpreter_lock() -> None:
-    """What fills them lets other threads go on."""
-    memory, lap = np.empty(256 * MIB, np.uint8), [0.0]
-
-    def spin() -> None:
-        last = time.perf_counter()
-        while working.is_alive():
-            now = time.perf_counter()
-            lap[0], last = max(lap[0], now - last), now
-
-    began = time.perf_counter()
+def longest_lap() -> float:
+    """Returns the longest pause of a thread beside one that takes pages, as a share of all."""
+    memory = np.empty(256 * MIB, np.uint8)
     working = threading.Thread(target=reserved_memory._touch, args=([memory], []))
+    began = last = time.perf_counter()
+    longest = 0.0
     working.start()
-    spin()
-    assert lap[0] < (time.perf_counter() - began) / 2
+    while working.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    return longest / (time.perf_counter() - began)
+
+
+def test_pages_are_taken_without_the_interpreter_lock() -> None:
+    # Else each is nearly 1; where other processes keep this one waiting some are.
+    assert min(longest_lap() for _ in range(5)) < 0.5
