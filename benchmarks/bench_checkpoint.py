@@ -139,9 +139,9 @@ def hash_rates() -> dict[str, float]:
     rates = {}
     for name, stride in (("in_cache", 0), ("from_memory", 1)):
         began, digest = time.perf_counter(), xxhash.xxh3_64()
-        for start in range(0, len(content), manifest.BLOCK_BYTES):
+        for start in range(0, len(content), manifest.READ_BYTES):
             first = start * stride
-            digest.update(content[first : first + manifest.BLOCK_BYTES])
+            digest.update(content[first : first + manifest.READ_BYTES])
         rates[name] = round(len(content) / 1e9 / (time.perf_counter() - began), 2)
     return rates
 

@@ -26,8 +26,9 @@ import psutil
 from bench_reshard_gpu import ENVIRONMENT, ROOT
 from case_record import PROGRESS
 
-from hybridrl.checkpoint.memory_folders import remove_copies, run_id
-from hybridrl.loop.copying import every_steps
+from hybridrl.checkpoint.manifest import MANIFEST_DIGEST
+from hybridrl.checkpoint.memory_folders import RUN_ID, host_folder, remove_copies, run_id
+from hybridrl.loop.copying import WAITING_COST, every_steps
 from hybridrl.loop.run_starts import read_starts
 
 WARMUPS = 2
@@ -44,12 +45,14 @@ class Events:
         records: when the line of a step came, by number; the first time it did.
         output: lines of the launcher.
         writing: when a checkpoint was being written, by looks.
+        complete: when a copy in host memory was complete, by step.
     """
 
     phases: list[tuple[float, str]] = field(default_factory=list)
     records: dict[int, float] = field(default_factory=dict)
     output: list[tuple[float, str]] = field(default_factory=list)
     writing: list[float] = field(default_factory=list)
+    complete: dict[int, float] = field(default_factory=dict)
 
     def begun(self, step: int) -> float | None:
         """When the first phase of a step began."""
@@ -97,7 +100,7 @@ class Run:
             self._wait(lambda: self._at(f"update, step {killed_step}"))
             steps = self._steps()
             found["steps"], found["first_step_s"] = steps, self._since_start(1)
-            found |= costs(steps)
+            found |= costs(steps, self._every)
             found["restart"] = self._kill_and_wait(killed_step)
         except (RuntimeError, psutil.Error) as error:
             found["error"] = f"{type(error).__name__}: {error}"
@@ -131,6 +134,10 @@ class Run:
                 self.events.phases.append((now, phase))
         if any(self._run_folder.glob("checkpoints/*.partial")):
             self.events.writing.append(now)
+        if (self._run_folder / RUN_ID).exists():
+            copies = host_folder(run_id(self._run_folder))
+            for file in copies.glob(f"step_*/{MANIFEST_DIGEST}"):  # the last that is written
+                self.events.complete.setdefault(int(file.parent.name[5:]), now)
         for record in self.records()[len(self.events.records) :]:
             self.events.records.setdefault(int(record["step"]), now)
 
@@ -173,12 +180,13 @@ class Run:
             number = int(record["step"])
             ended, next_begun = self.events.records[number], self.events.begun(number + 1)
             copy_s = record.get("time_s/checkpoint", 0.0)
-            begun = ended - record["time_s/step"]
+            begun, complete = ended - record["time_s/step"], self.events.complete.get(number)
             found.append(
                 {
                     "step": number,
                     "step_s": record["time_s/step"],
                     "copy_s": copy_s,
+                    "complete_s": None if complete is None else max(complete - ended, 0.0),
                     "gap_s": None if next_begun is None else max(next_begun - ended, 0.0),
                     "is_warm": number > WARMUPS,
                     "is_beside_copy": bool(found and found[-1]["copy_s"]),
@@ -232,11 +240,12 @@ def _rank(process: psutil.Process) -> int | None:
 # Costs
 
 
-def costs(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def costs(steps: Sequence[Mapping[str, Any]], every: int) -> dict[str, Any]:
     """Returns what copies and checkpoints cost, from what each step took.
 
     Args:
         steps: as of `Run`.
+        every: steps between copies.
 
     Raises:
         RuntimeError: there was no copy, or no step beside nothing.
@@ -260,6 +269,8 @@ def costs(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     saved = [one for one in warm if one["has_checkpoint"] and one["gap_s"] is not None]
     usual = statistics.median(gaps) if gaps else 0.0
     stalls = [round(one["gap_s"] - usual, 3) for one in saved]
+    cost, by_auto = wait + max(slower, 0.0), every_steps(wait, without, WAITING_COST)
+    ends = [one["complete_s"] for one in copied if one["complete_s"] is not None]
     return {
         "copy": {
             "step_without_s": round(without, 4),
@@ -267,8 +278,13 @@ def costs(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "waits_s": round(wait, 4),
             "first_waits_s": round(copied[0]["copy_s"], 4),
             "step_beside_is_longer_s": round(slower, 4),
-            "share_of_a_step": round((wait + max(slower, 0.0)) / without, 4),
-            "auto_would_copy_every": every_steps(wait, without),
+            "complete_after_s": [round(end, 2) for end in ends],
+            "share_of_a_step": round(cost / without, 4),
+            "waits_share": round(wait / (every * without), 4),
+            "share": round(cost / (every * without), 4),
+            "auto_would_copy_every": by_auto,
+            "auto_waits_share": round(wait / (by_auto * without), 4),
+            "auto_share": round(cost / (by_auto * without), 4),
         },
         "checkpoint": {
             "stalls_s": stalls[-1] if stalls else None,

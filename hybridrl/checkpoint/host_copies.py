@@ -1,7 +1,8 @@
 """Copies of tensors in host memory, from which a checkpoint is written while training goes on.
 
 Owns the memory: page-locked where tensors come from a GPU, so that copies run at the link's rate,
-and kept from one checkpoint to the next, since locking pages takes longer than a copy. Invariant:
+and kept from one checkpoint to the next, since locking pages takes longer than a copy. It can be
+reserved, so that the first copies do not wait for it. Invariant:
 a copy is not changed between two calls of `take`; who reads it is done before the next checkpoint.
 """
 
@@ -9,10 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from contextlib import suppress
+from functools import partial
 
+import psutil
 import torch
 
-from hybridrl.checkpoint.segments import next_segment_bytes
+from hybridrl.checkpoint.reserved_memory import ReservedMemory, threads_beside_training
+from hybridrl.checkpoint.segments import FIRST_BYTES, next_segment_bytes
 
 ALIGNMENT_BYTES = 512  # as torch's own tensors have it
 
@@ -36,6 +41,10 @@ class Segments:
         self._make = make
         self._free: list[tuple[torch.Tensor, int]] = []  # segments, and where their free ends begin
 
+    def add(self, segment: torch.Tensor) -> None:
+        """Takes tensors from a segment too; uint8."""
+        self._free.append((segment, 0))
+
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor that is all of its storage, with any content."""
         size = math.prod(shape) * dtype.itemsize
@@ -57,6 +66,26 @@ class HostCopies:
     def __init__(self) -> None:
         self._kept: dict[Hashable, torch.Tensor] = {}
         self._locked = Segments(locked_memory)
+        self._reserved: ReservedMemory | None = None
+        self._has_reserved = False  # in the segments
+
+    def reserve(self, num_bytes: int, num_ranks: int) -> None:
+        """Begins to take page-locked memory, beside what else the process does; once, and not where
+        the ranks of this host would leave less than half of its free memory.
+
+        Args:
+            num_bytes: that copies will have, about.
+            num_ranks: of this host, all of which call this.
+        """
+        if self._reserved is not None or self._kept or not torch.cuda.is_available():
+            return
+        if num_bytes < FIRST_BYTES or num_bytes * num_ranks > psutil.virtual_memory().available / 2:
+            return
+        runtime, device = torch.cuda.cudart(), torch.cuda.current_device()
+        locks = partial(_lock, device), runtime.cudaHostUnregister
+        with suppress(OSError):
+            more = num_bytes + FIRST_BYTES  # for the alignment of tensors
+            self._reserved = ReservedMemory(more, threads_beside_training(num_ranks), *locks)
 
     def take(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy on the host that is all of its storage; `finish` before it is read.
@@ -67,20 +96,40 @@ class HostCopies:
         """
         copy = self._kept.get(name)
         if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-            make = self._locked.empty if tensor.is_cuda else _empty
+            make = self._empty_locked if tensor.is_cuda else _empty
             copy = self._kept[name] = make(tensor.shape, tensor.dtype)
         copy.copy_(tensor.detach(), non_blocking=True)
         return copy
+
+    def _empty_locked(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        if self._reserved is not None and not self._has_reserved:
+            self._has_reserved = True
+            if (segment := self._reserved.tensor()) is not None:
+                self._locked.add(segment)
+            else:
+                self._reserved = None
+        return self._locked.empty(shape, dtype)
 
     @property
     def num_bytes(self) -> int:
         """Of all copies, as files of them take; segments of page-locked memory have more."""
         return sum(copy.nbytes for copy in self._kept.values())
 
+    @property
+    def reserved_bytes(self) -> int:
+        """What `reserve` has taken of the host's memory by now."""
+        return 0 if self._reserved is None else self._reserved.num_taken
+
     def finish(self) -> None:
         """Waits until all copies are made: the one sync point of an asynchronous checkpoint."""
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
+
+
+def _lock(device: int, address: int, num_bytes: int) -> None:
+    """Page-locks memory for a device; on a thread, which has not chosen it yet."""
+    torch.cuda.set_device(device)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

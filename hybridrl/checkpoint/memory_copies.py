@@ -10,7 +10,7 @@ Who waits for whom: `take` is collective and takes all tensors to the host, afte
 goes on. A thread of every rank writes, sends and receives; these threads wait for each other over a
 group of their own. A copy counts once its manifest is there, which rank 0 writes after `seal`: when
 the step is in the run's records. Invariant: the copy before stays until the next one is complete on
-all ranks.
+all ranks; the one before that is written over, and has no manifest from then on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,21 @@ from hybridrl.checkpoint.manifest import (
 )
 from hybridrl.checkpoint.memory_folders import (
     GENERATIONS,
+    SHARDED,
     files_of_host,
     free_bytes,
     host_folder,
+    keep_files,
     make_host_folder,
     remove_copies,
+    renew_copy,
     run_id,
     usable,
 )
 from hybridrl.checkpoint.model_state import sharded_state
 from hybridrl.checkpoint.random_states import rng_file, rng_state
 from hybridrl.checkpoint.reading import reading_threads
+from hybridrl.checkpoint.reserved_memory import threads_beside_training
 from hybridrl.checkpoint.sharded_files import BegunFiles, begin_sharded
 from hybridrl.checkpoint.writing import Content, give_name, remove_leftovers
 from hybridrl.errors import CheckpointError
@@ -96,12 +101,16 @@ class MemoryCopies:
         self._has_found_room = False
         self.is_off, self.busy_s = False, 0.0
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, num_bytes: int) -> bool:
         """Removes the copies of earlier starts, but for the one that the run goes on from, which is
         the newest until the next one is complete; collective.
 
         Args:
             step: after which the run goes on.
+            num_bytes: that a copy will have of this rank, about.
+
+        Returns:
+            Whether this host has room for copies of so many bytes, and for checkpoints beside them.
         """
         self._end_copy()
         self._complete = self._restored if self._restored == step else None
@@ -115,13 +124,21 @@ class MemoryCopies:
             except OSError as error:
                 why = f"on host {os.uname().nodename} {error.strerror or error.args[-1]}"
         self._turn_off_if(why)
+        if self.is_off:
+            return False
+        found, mates = self._world.gather_objects(num_bytes), self._world.mates
+        has_room = self._needed_bytes(found) <= free_bytes(-sum(found[rank] for rank in mates))
+        if has_room:
+            self._copies.reserve(num_bytes, len(mates))
+        return has_room
 
-    def take(self, content: Content, waits: bool) -> bool:
+    def take(self, content: Content, waits: bool, reserved: int = 0) -> bool:
         """Copies the state of a step; returns whether it did. Collective.
 
         Args:
             content: of the checkpoint that the copy is.
             waits: until the last copy is complete; else nothing is done while it is written.
+            reserved: bytes of host memory that this rank has taken for checkpoints.
         """
         if waits and self._begun is not None:
             self._begun.wait()
@@ -131,16 +148,25 @@ class MemoryCopies:
         folder = host_folder(self._number) / f"step_{content.step}"
         with self._world.all_agree("making room for a copy in memory"):
             if self._leads:
-                remove_copies(self._number, [-1 if self._complete is None else self._complete])
-                for name in (*content.models, HF_FILES):
-                    (folder / name).mkdir(parents=True)
+                parts = *content.models, HF_FILES
+                renew_copy(self._number, content.step, self._complete, parts)
         begun = _BegunCopy(folder, self._world, self._group, self._ring, content)
         begun.begin(self._copies)
-        if not self._has_found_room and not self._has_room(self._copies.num_bytes):
+        found = self._world.gather_objects(begun.names)
+        written = {folder / name for rank in self._kept_ranks for name in found[rank]}
+        if self._leads:
+            with suppress(OSError):  # those of another layout only take room
+                keep_files(folder, lambda path: path.suffix != SHARDED or path in written)
+        if not self._has_found_room and not self._has_room(reserved):
             return False
         self._begun = begun
         begun.start()
         return True
+
+    @property
+    def num_bytes(self) -> int:
+        """What a copy has of this rank; 0: none was taken yet."""
+        return 0 if self._copies is None else self._copies.num_bytes
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
         """Tells that the step of the last copy is in the run's records, so that it may count.
@@ -167,19 +193,28 @@ class MemoryCopies:
             self._complete = begun.step
         return not self.is_off
 
-    def _has_room(self, own_bytes: int) -> bool:
-        """Whether all hosts have room for copies of so many bytes a rank; collective."""
-        found = self._world.gather_objects(own_bytes)
-        place = next(i for i, ranks in enumerate(self._hosts) if self._world.rank in ranks)
-        kept = {place, place - 1 if len(self._hosts) > 1 else place}
-        missing = GENERATIONS - (self._complete is not None)
-        needed = missing * sum(found[rank] for i in kept for rank in self._hosts[i])
-        free = free_bytes()
+    def _has_room(self, reserved: int) -> bool:
+        """Whether all hosts have room for copies as the one that is begun; collective."""
+        found = self._world.gather_objects((self.num_bytes, reserved))
+        needed = self._needed_bytes([num_bytes for num_bytes, _ in found])
+        free = free_bytes(sum(found[rank][1] for rank in self._world.mates))
         said = f"host {os.uname().nodename} has {free / 1e9:.3g} GB for them in memory and "
         said += f"/dev/shm, and {needed / 1e9:.3g} GB are needed"
         self._turn_off_if(said if self._leads and free < needed else "")
         self._has_found_room = not self.is_off
         return self._has_found_room
+
+    @property
+    def _kept_ranks(self) -> list[int]:
+        """The ranks whose files this host has: its own, and those of the host before it."""
+        place = next(i for i, ranks in enumerate(self._hosts) if self._world.rank in ranks)
+        kept = {place, place - 1 if len(self._hosts) > 1 else place}
+        return [rank for i in kept for rank in self._hosts[i]]
+
+    def _needed_bytes(self, found: Sequence[int]) -> int:
+        """Returns what copies will take of this host, of so many bytes by rank."""
+        missing = GENERATIONS - (self._complete is not None)
+        return missing * sum(found[rank] for rank in self._kept_ranks)
 
     def _turn_off_if(self, why: str) -> None:
         """Gives copies up where some rank says why; collective."""
@@ -244,9 +279,7 @@ class MemoryCopies:
     def _tell_damage(self, step: int, damage: str) -> None:
         self._notify(f"step {step} was in host memory and is passed over: {damage}")
 
-    def _damage(
-        self, folder: Path, manifest: Manifest, readers: Mapping[str, int]
-    ) -> str | None:
+    def _damage(self, folder: Path, manifest: Manifest, readers: Mapping[str, int]) -> str | None:
         """Returns what is wrong with a copy of this host, None if it holds what was written; each
         rank verifies a part. Collective.
         """
@@ -340,8 +373,14 @@ class _BegunCopy:
                 with model.mesh.active():
                     state = sharded_state(model, is_loading=False)
                     parts = self._folder / name, model.mesh.ranks, self._world, copies
-                    self._begun[name] = begin_sharded(state, *parts)
+                    num_files = threads_beside_training(len(self._world.mates))
+                    self._begun[name] = begin_sharded(state, *parts, num_files)
             self._random = save_tensors(rng_state())
+
+    @property
+    def names(self) -> list[str]:
+        """This rank's files of sharded tensors."""
+        return [f"{name}/{file}" for name, begun in self._begun.items() for file in begun.names]
 
     @property
     def is_alive(self) -> bool:

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ MEMORY = Path("/dev/shm")
 RUN_ID = "copies_id"  # in a run folder
 OF_RUN = "run"  # in a folder of copies: the run folder, and the number that it had
 GENERATIONS = 2  # of copies: one is complete while the next is written
+SHARDED = ".distcp"  # torch's ending of files of sharded tensors
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,39 @@ def _remove_file(file: Path) -> None:
         file.unlink()
 
 
+def renew_copy(number: str, step: int, complete: int | None, parts: Sequence[str]) -> None:
+    """Makes the folder of a run's next copy on this host, of the copy before the complete one.
+
+    Its sharded files stay, to be written over: taking new memory for them, and giving theirs back,
+    each takes as long as writing. It counts no more before any of them changes.
+
+    Args:
+        number: of the run.
+        step: of the next copy.
+        complete: step of the copy that stays; None: there is none.
+        parts: folders in a copy.
+    """
+    new = host_folder(number) / f"step_{step}"
+    found = {old: path for old, path in _steps(host_folder(number)) if old != complete}
+    old = found.pop(max(found)) if found else new
+    for path in found.values():
+        shutil.rmtree(path, ignore_errors=True)
+    if old.exists():
+        for name in (MANIFEST, MANIFEST_DIGEST):
+            (old / name).unlink(missing_ok=True)
+        old.rename(new)
+        keep_files(new, lambda path: path.suffix == SHARDED)
+    for part in parts:
+        (new / part).mkdir(parents=True, exist_ok=True)
+
+
+def keep_files(folder: Path, is_kept: Callable[[Path], bool]) -> None:
+    """Removes all files of a folder, and of those in it, but for some."""
+    for path in list(folder.rglob("*")):
+        if not path.is_dir() and not is_kept(path):
+            path.unlink()
+
+
 def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in folder.glob("step_*"):
         if match := STEP_FOLDER.fullmatch(path.name):
@@ -183,9 +217,12 @@ def usable(
             yield step, manifest, writers
 
 
-def free_bytes() -> int:
-    """Returns how much copies may take of this host's memory: half of what is free, since files
-    that are read need some too, and no more than the memory file system has.
+def free_bytes(reserved: int = 0) -> int:
+    """Returns how much copies may take of this host's memory: half of what is free, since
+    checkpoints and files that are read need some too, and no more than the memory file system has.
+
+    Args:
+        reserved: what checkpoints have of it already. Negative: what will be taken before.
     """
-    found = os.statvfs(MEMORY)
-    return min(found.f_bavail * found.f_frsize, psutil.virtual_memory().available // 2)
+    found, available = os.statvfs(MEMORY), psutil.virtual_memory().available
+    return min(found.f_bavail * found.f_frsize, available, (available + reserved) // 2)

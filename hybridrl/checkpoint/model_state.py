@@ -24,7 +24,7 @@ from hybridrl.checkpoint import torch_dist_format
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.manifest import Manifest, damaged, read_listed
 from hybridrl.checkpoint.opening import Notify, damage_is_told
-from hybridrl.checkpoint.optimizer_state import hand_out, own_shares
+from hybridrl.checkpoint.optimizer_state import hand_out, kept_bytes, own_shares
 from hybridrl.checkpoint.reading import reading_threads
 from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failure
 from hybridrl.checkpoint.torch_dist_format import COMMON_FILE, FORMAT_FILE
@@ -163,6 +163,26 @@ def sharded_state(model: Saved, is_loading: bool) -> dict[str, Any]:
     if not is_loading:
         _separate_storages(parts["optimizer"])
     return parts
+
+
+def saved_bytes(model: Saved) -> int:
+    """Returns what this rank writes of a model, but for what replicas share out otherwise."""
+    if not model.mesh.is_member:
+        return 0
+    with model.mesh.active():
+        is_first = {
+            True: parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+            False: parallel_state.get_expert_data_parallel_rank() == 0,
+        }
+    found = sum(
+        parameter.numel() * parameter.element_size()
+        for chunk in model.chunks
+        for parameter in chunk.parameters()
+        if is_first[getattr(parameter, "allreduce", True)]  # Megatron: experts' is False
+    )
+    return (
+        found if model.optimizer is None else found + kept_bytes(model.optimizer.chained_optimizers)
+    )
 
 
 def _separate_storages(state: dict[str, Any]) -> None:

@@ -97,6 +97,17 @@ def hand_out(optimizers: Sequence[Any], states: Any) -> None:
         exchange.wait()
 
 
+def kept_bytes(optimizers: Iterable[Any]) -> int:
+    """Returns what this rank writes of the states of Megatron's distributed optimizers."""
+    groups = [(one, one.data_parallel_group_gloo) for one in optimizers]
+    return sum(
+        len(STATES) * np.dtype(np.float32).itemsize * cut.parameter.numel()
+        for optimizer, group in groups
+        for cut in _cuts(optimizer, group.size())
+        if cut.keeper == group.rank()
+    )
+
+
 def _param_state(
     optimizer: Any, model_state: Mapping[str, Any], is_loading: bool, metadata: Mapping[str, Any]
 ) -> dict[int, dict[str, Any]]:

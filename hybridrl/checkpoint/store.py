@@ -197,6 +197,20 @@ class CheckpointStore:
             writing.start()
         return folder
 
+    def reserve(self, num_bytes: int) -> None:
+        """Begins to take host memory for checkpoints that are written beside training, so that the
+        first one does not wait for it. Nothing is done at later calls.
+
+        Args:
+            num_bytes: that a checkpoint will have of this rank, about.
+        """
+        self._copies.reserve(num_bytes, len(self.world.mates))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What `reserve` has taken of the host's memory by now."""
+        return self._copies.reserved_bytes
+
     @property
     def lineage(self) -> list[Ancestor]:
         """The checkpoints that the ranks' state went through, the newest first; also one that is

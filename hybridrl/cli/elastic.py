@@ -90,9 +90,7 @@ class ElasticLaunch:
         finally:
             self._job.close()
 
-    def _run(
-        self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]
-    ) -> int:
+    def _run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> int:
         folder, given, num_restarts = log_dir.parent, list(arguments), 0
         while True:
             num_starts = len(read_starts(folder))

@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.checkpoint.memory_copies import MemoryCopies
-from hybridrl.checkpoint.model_state import Saved
+from hybridrl.checkpoint.model_state import Saved, saved_bytes
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.checkpoint.writing import Content, ModelFiles
 from hybridrl.config.identity import run_folder
 from hybridrl.config.schema import Config
 from hybridrl.metrics.timing import PhaseTimer
+from hybridrl.planning.memory import copies_checkpoints
 
-COST = 0.03  # of a step's time, which copies may take
+COST = 0.03  # of the time, which copies may take
+# Of the time, what training may wait for copies where a GPU trains: steps beside the threads that
+# write take longer too, since they share memory and the interpreter with them.
+WAITING_COST = 0.02
 
 
 class Copies:
@@ -35,10 +39,12 @@ class Copies:
         self, config: Config, store: CheckpointStore, notify: Callable[[str], None]
     ) -> None:
         self._every, self._store, self._notify = config.checkpoint.copy_every, store, notify
+        self._saves_beside = copies_checkpoints(config)
         is_wanted = config.run.max_restarts > 0 and self._every != 0
         made = MemoryCopies(run_folder(config), store.world, notify) if is_wanted else None
         self._copies: MemoryCopies | None = made
         self._is_on, self._last, self._has_said = False, 0, False
+        self._is_first = True  # copy of this start
         self._next, self._step, self._since = 0, 0, 0.0  # of rank 0: to copy; copied, and when
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
@@ -56,13 +62,30 @@ class Copies:
         self._store.copy_in_memory = found
         return found
 
-    def start(self, step: int, last: int) -> None:
-        """Begins to copy: the run goes on after a step, to the last one. Collective."""
-        if self._copies is None:
-            return
-        self._copies.start(step)
-        self._is_on, self._last = not self._copies.is_off, last
+    def start(self, step: int, last: int, models: Mapping[str, Saved]) -> None:
+        """Begins to copy: the run goes on after a step, to the last one. Collective.
+
+        Memory is taken beside the first steps: for copies, and for checkpoints that are written
+        beside training, in this order.
+
+        Args:
+            step: number of finished steps.
+            last: the step to end with.
+            models: as of `CheckpointStore.save`.
+        """
+        num_bytes = sum(saved_bytes(model) for model in models.values())
+        has_room = True
+        if self._copies is not None:
+            has_room = self._copies.start(step, num_bytes)
+            self._is_on, self._last = not self._copies.is_off, last
+        if has_room or not self._is_on:
+            self._reserve_for_checkpoints(num_bytes)
         self._next, self._step, self._since = step + 1, step, time.monotonic()
+        self._is_first = True
+
+    def _reserve_for_checkpoints(self, num_bytes: int) -> None:
+        if self._saves_beside:
+            self._store.reserve(num_bytes)
 
     def _is_due(self, step: int) -> bool:
         """Whether the state after this step is to be copied; collective. That after the last one is
@@ -97,9 +120,11 @@ class Copies:
         with timer.phase("checkpoint"):
             lineage = [old for old in self._store.lineage if old.step != step]
             content = Content(models, state(), files, step, 0, lineage, self._store.layout)
-            is_taken = self._copies.take(content, waits=self._every != "auto")
+            reserved = self._store.reserved_bytes
+            is_taken = self._copies.take(content, self._every != "auto", reserved)
         self._is_on = not self._copies.is_off
         if is_taken:
+            self._reserve_for_checkpoints(self._copies.num_bytes)
             self._plan_next(step, begun)
 
     def _plan_next(self, step: int, begun: float) -> None:
@@ -107,10 +132,12 @@ class Copies:
         assert self._copies is not None
         now = time.monotonic()
         step_s = (begun - self._since) / max(step - self._step, 1)
-        # The thread that writes takes time of the processors that train only where those are CPUs.
+        # Where CPUs train, the threads that write take their time.
         is_cpu = self._store.world.platform.is_cpu
         cost_s = now - begun + (self._copies.busy_s if is_cpu else 0.0)
-        every = every_steps(cost_s, step_s)
+        every = every_steps(cost_s, step_s, COST if is_cpu else WAITING_COST)
+        if self._is_first:  # it may have waited for its memory: the next one says what copies take
+            self._is_first, every = False, 1
         self._next, self._step, self._since = step + every, step, now
         if self._every == "auto" and not self._has_said and self._copies.busy_s:
             self._has_said = True
@@ -129,11 +156,12 @@ class Copies:
             self._is_on = False
 
 
-def every_steps(cost_s: float, step_s: float) -> int:
-    """Returns after how many steps something is done again that may take COST of the time.
+def every_steps(cost_s: float, step_s: float, share: float) -> int:
+    """Returns after how many steps something is done again that may take a share of the time.
 
     Args:
         cost_s: that it takes.
         step_s: that a step takes without it.
+        share: of the time.
     """
-    return max(1, math.ceil(cost_s / (COST * max(step_s, 1e-9))))
+    return max(1, math.ceil(cost_s / (share * max(step_s, 1e-9))))

@@ -225,7 +225,7 @@ class Trainer:
                 by_step = self.evaluations.by_step
                 return self.journal.nothing_to_do(first, last, by_step, self.seconds)
             self.journal.start(first, last)
-            self.copies.start(first, last)
+            self.copies.start(first, last, self.trained)
             self._times.over("records and copies")
             try:
                 save = partial(self._save_at_stop, last, resume)

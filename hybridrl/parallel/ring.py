@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -76,6 +77,8 @@ class HostRing:
         dist.recv(text, source, self._group)
         failure: OSError | None = None
         for name, num_bytes in json.loads(text.numpy().tobytes()):
+            with suppress(FileNotFoundError):  # memory of a file before it is written over
+                (folder / name).replace(folder / (name + PARTIAL))
             try:
                 content = _room(folder / (name + PARTIAL), num_bytes)
             except OSError as error:
@@ -102,11 +105,12 @@ def _chunks(folder: Path, files: Sequence[tuple[str, int]]) -> list[torch.Tensor
 
 
 def _room(file: Path, size: int) -> torch.Tensor:
-    """Makes a file of a size and returns its content, in place. The file system says here whether
+    """Makes a file have a size and returns its content, in place. The file system says here whether
     it has room: later, writing would end the process.
     """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        os.ftruncate(descriptor, size)
         if size:
             os.posix_fallocate(descriptor, 0, size)
     finally:

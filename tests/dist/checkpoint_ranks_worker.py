@@ -17,6 +17,7 @@ from small_runs import SMALL, files_of_at_most
 from hybridrl import Trainer
 from hybridrl.checkpoint import opening
 from hybridrl.checkpoint.manifest import read_manifest
+from hybridrl.checkpoint.model_state import saved_bytes
 from hybridrl.errors import CheckpointError
 
 FOLDER = Path(sys.argv[1])
@@ -92,6 +93,17 @@ def damage_that_one_rank_reads(trainer: Trainer) -> None:
     assert "rng_rank_1" in message, message
 
 
+def sizes_are_known_before(trainer: Trainer) -> None:
+    """What memory is reserved for is what copies take."""
+    store = trainer.store
+    store.save(9, trainer.trained, {}, trainer.source.files, waits=False)
+    store.finish()
+    took, told = store._copies.num_bytes, sum(map(saved_bytes, trainer.trained.values()))
+    assert 0.98 * took <= told <= 1.02 * took, (took, told)
+    shutil.rmtree(ROOT / "step_9", ignore_errors=True)
+    trainer.world.gather_objects(None)
+
+
 def a_disk_that_is_full_on_one_rank(trainer: Trainer) -> None:
     trainer.train_step()
     size = 10_000 if trainer.world.rank == 1 else 1 << 40
@@ -116,6 +128,8 @@ def main() -> None:
     stale_listings(trainer)
     newest_is_rank_0s(trainer)
     damage_that_one_rank_reads(trainer)
+    trainer.load_checkpoint(ROOT / "step_4")
+    sizes_are_known_before(trainer)
     trainer.load_checkpoint(ROOT / "step_4")
     a_disk_that_is_full_on_one_rank(trainer)
     trainer.close()

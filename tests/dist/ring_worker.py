@@ -46,6 +46,18 @@ def main() -> None:
         for name in SIZES:
             assert (folder / f"{name}_{source}").read_bytes() == content(source, name)
     assert not list(folder.rglob(f"*{PARTIAL}"))
+    received = [folder / f"folder/large_{source}" for source in sources]
+    places = [file.stat().st_ino for file in received]
+    held = [file.open("rb") for file in received]  # or a new file might get the same number
+    own = folder / f"folder/large_{rank}"
+    own.write_bytes(content(rank, "folder/large")[:1000:-1])
+    assert place.exchange(folder, names) is None
+    assert [file.stat().st_ino for file in received] == places  # over what was there
+    for source, file in zip(sources, received, strict=True):
+        assert file.read_bytes() == content(source, "folder/large")[:1000:-1]
+    for file in held:
+        file.close()
+    own.write_bytes(content(rank, "folder/large"))
     for file in folder.rglob("*_*"):
         if int(file.name[-1]) != rank:
             file.unlink()

@@ -32,6 +32,7 @@ def test_restart_benchmark_kills_a_rank_and_measures_what_follows(tmp_path: Path
     assert done.returncode == int(not all(found["is_met"].values()))
     assert [bool(one["copy_s"]) for one in found["steps"]] == [n % 3 == 0 for n in range(1, 14)]
     assert found["restart"]["after_step"] == 12 and found["restart"]["lost_steps"] == 1
+    assert len(found["copy"]["complete_after_s"]) == 4
     assert found["copy"]["waits_s"] > 0 and found["copy"]["num_without"] >= 2
     assert found["checkpoint"]["stalls_s"] is not None
     said = [text for _, text in found["restart"]["output"]]
@@ -41,7 +42,13 @@ def test_restart_benchmark_kills_a_rank_and_measures_what_follows(tmp_path: Path
 
 
 def step(number: int, step_s: float, **changed: Any) -> dict[str, Any]:
-    kept = {"copy_s": 0.0, "gap_s": 0.1, "is_warm": number > 2, "has_checkpoint": False}
+    kept = {
+        "copy_s": 0.0,
+        "complete_s": None,
+        "gap_s": 0.1,
+        "is_warm": number > 2,
+        "has_checkpoint": False,
+    }
     beside = {"is_beside_copy": False, "is_beside_checkpoint": False}
     return {"step": number, "step_s": step_s, **kept, **beside, **changed}
 
@@ -56,24 +63,29 @@ def test_costs_are_those_of_steps_beside_nothing(monkeypatch: pytest.MonkeyPatch
         step(3, 19.0, copy_s=9.0),
         step(4, 30.0, is_beside_copy=True),
         step(5, 10.0, has_checkpoint=True, gap_s=7.0),
-        step(6, 14.5, copy_s=0.5, is_beside_checkpoint=True),
+        step(6, 14.5, copy_s=0.5, complete_s=4.0, is_beside_checkpoint=True),
         step(7, 10.3, is_beside_copy=True),
         step(8, 10.0),
-        step(9, 10.5, copy_s=0.5),
+        step(9, 10.5, copy_s=0.5, complete_s=2.5),
         step(10, 10.1, is_beside_copy=True, has_checkpoint=True, gap_s=1.6),
         step(11, 10.0, gap_s=None),
     ]
-    found = costs(steps)
+    found = costs(steps, 3)
     assert found["copy"] == {
         "step_without_s": 10.0,
         "num_without": 5,
         "waits_s": 0.5,
         "first_waits_s": 9.0,
         "step_beside_is_longer_s": pytest.approx(0.2),
+        "complete_after_s": [4.0, 2.5],
         "share_of_a_step": pytest.approx(0.07),
-        "auto_would_copy_every": 2,
+        "waits_share": pytest.approx(0.5 / 30, abs=1e-4),
+        "share": pytest.approx(0.7 / 30, abs=1e-4),
+        "auto_would_copy_every": 3,
+        "auto_waits_share": pytest.approx(0.5 / 30, abs=1e-4),
+        "auto_share": pytest.approx(0.7 / 30, abs=1e-4),
     }
     saved = found["checkpoint"]
     assert (saved["stalls_s"], saved["first_stalls_s"]) == (1.5, 6.9)
     with pytest.raises(RuntimeError, match="no copies"):
-        costs([one | {"copy_s": 0.0} for one in steps])
+        costs([one | {"copy_s": 0.0} for one in steps], 3)

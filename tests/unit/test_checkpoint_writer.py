@@ -5,11 +5,13 @@ and how they are read: only what their digests and an index of tensors allow.
 from __future__ import annotations
 
 import gc
+import io
 import os
 import pickle
 import resource
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hybridrl.checkpoint.manifest import FileEntry, Manifest, entry_of
+from hybridrl.checkpoint.manifest import (
+    DigestingFile,
+    FileEntry,
+    Manifest,
+    entry_of,
+    verify_piece,
+)
 from hybridrl.checkpoint.sharded_files import INDEX, _FileWriter, load_index
 from hybridrl.errors import CheckpointError
 
@@ -90,6 +98,75 @@ def test_tensors_come_to_the_host_one_after_the_other(
             (tmp_path / "part").write_bytes(part)
             found = torch.load(tmp_path / "part", weights_only=True)
             assert torch.equal(found, torch.full(SIZE, value))
+
+
+def test_a_file_is_written_over_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "0").write_bytes(b"\1" * 99_999)
+    inode, sizes = (tmp_path / "0").stat().st_ino, set[int]()
+    real = DigestingFile.write
+
+    def write(self: DigestingFile, content: Any) -> int:
+        sizes.add((tmp_path / "0").stat().st_size)
+        return real(self, content)
+
+    monkeypatch.setattr(DigestingFile, "write", write)
+    made = writer(tmp_path, [[1.0, 2.0], [3.0]])
+    assert made.names == ["0", "1"]
+    made.write()
+    for number in range(2):
+        entry, file = made.entries[f"{number}"], tmp_path / f"{number}"
+        assert file.stat().st_size == entry.bytes < 20_000
+        with file.open("rb", buffering=0) as handle:
+            for piece in entry.pieces:
+                verify_piece(file, handle, piece)
+    assert (tmp_path / "0").stat().st_ino == inode
+    assert 99_999 in sizes and 0 not in sizes  # or its memory would be given back first
+
+
+@pytest.mark.parametrize("is_of_process", [False, True])
+def test_threads_leave_checksums_out_and_then_as_they_were(
+    is_of_process: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a copy and a checkpoint too, whichever ends first."""
+    found: list[bool] = []
+    if is_of_process:  # as of some versions of torch
+        option = [True]
+        monkeypatch.setattr(torch.serialization, "get_crc32_options", lambda: option[0])
+        monkeypatch.setattr(
+            torch.serialization, "set_crc32_options", lambda on: option.insert(0, on)
+        )
+    (tmp_path / "other").mkdir()
+    one, other = writer(tmp_path, [[1.0], [2.0]]), writer(tmp_path / "other", [[2.0]])
+    real = torch.save
+
+    def save(*given: Any) -> None:
+        found.append(torch.serialization.get_crc32_options())
+        if not (tmp_path / "other" / "0").exists():
+            other.write()
+        found.append(torch.serialization.get_crc32_options())
+        real(*given)
+
+    monkeypatch.setattr(torch, "save", save)
+    one.write()
+    assert len(found) == 6 and not any(found) and torch.serialization.get_crc32_options()
+
+
+def test_large_tensors_are_written_in_few_blocks(tmp_path: Path) -> None:
+    """Each asks for the interpreter lock, which training gives up every 5 ms only."""
+    sizes: list[int] = []
+
+    class Counting(io.FileIO):
+        def write(self, content: Any) -> int:
+            sizes.append(len(content))
+            return super().write(content)
+
+    content = memoryview(bytearray(os.urandom(1 << 20)) * 70)
+    with Counting(tmp_path / "file", "wb") as handle:
+        written = DigestingFile(handle)  # type: ignore[arg-type]
+        assert written.write(content) == len(content)
+        written.end_piece()
+    assert sizes == [32 << 20, 32 << 20, 6 << 20]
+    assert written.entry().pieces == entry_of(tmp_path / "file").pieces
 
 
 @pytest.mark.parametrize("fails", ["a tensor", "a file", "the disk"])

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
+import psutil
 import pytest
 from small_runs import small_run
 
 from hybridrl.checkpoint import memory_copies, memory_folders
 from hybridrl.checkpoint.folders import Checkpoint
-from hybridrl.checkpoint.manifest import Ancestor, FileEntry, Manifest, verify_all
+from hybridrl.checkpoint.host_copies import HostCopies
+from hybridrl.checkpoint.manifest import (
+    Ancestor,
+    FileEntry,
+    Manifest,
+    read_manifest,
+    verify_all,
+)
+from hybridrl.checkpoint.memory_copies import MemoryCopies
 from hybridrl.checkpoint.memory_folders import (
     RUN_ID,
     HostFiles,
+    files_of_host,
     host_folder,
     make_host_folder,
+    renew_copy,
     run_id,
     usable,
 )
-from hybridrl.loop.copying import COST, every_steps
+from hybridrl.checkpoint.writing import Content
+from hybridrl.loop.copying import COST, WAITING_COST, every_steps
 from hybridrl.parallel.ring import next_of
 
 NAME = "quickstart-grpo"
@@ -89,8 +104,10 @@ def test_a_copy_is_used_if_it_comes_after_the_newest_checkpoint(
 
 
 def test_copies_take_their_share_of_the_time() -> None:
-    assert every_steps(0.01, 1.0) == 1 and every_steps(1.0, 1.0) == 34
-    assert all(cost / (every_steps(cost, 2.0) * 2.0) <= COST for cost in (0.001, 0.06, 0.07, 5.0))
+    assert every_steps(0.01, 1.0, COST) == 1 and every_steps(1.0, 1.0, COST) == 34
+    for share in (COST, WAITING_COST):
+        for cost in (0.001, 0.06, 0.07, 5.0):
+            assert cost / (every_steps(cost, 2.0, share) * 2.0) <= share
 
 
 def test_folders_of_runs_that_are_gone_are_removed(tmp_path: Path) -> None:
@@ -117,6 +134,55 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, memory: Path)
     root.symlink_to(tmp_path)
     with pytest.raises(PermissionError, match="of this user alone"):
         make_host_folder(tmp_path / "run", "1")
+
+
+def old_copy(folder: Path, step: int) -> dict[str, bytes]:
+    """Makes a complete copy of a host; returns its files."""
+    names = ("policy/__0_0.distcp", "policy/.metadata", "hf/config.json", "state.json")
+    files = {name: f"{name} of step {step}".encode() for name in names}
+    for name, content in files.items():
+        (folder / f"step_{step}" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"step_{step}" / name).write_bytes(content)
+    sizes = {name: len(content) for name, content in files.items()}
+    manifest(step, [], **sizes).write(folder / f"step_{step}")
+    return files
+
+
+@pytest.mark.parametrize("done", range(7))
+def test_a_copy_that_is_written_over_counts_no_more(
+    done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, ended = run_id(tmp_path / "run"), 0
+    make_host_folder(tmp_path / "run", number)
+    folder = host_folder(number)
+    before = {step: old_copy(folder, step) for step in (2, 3)}
+    inode = (folder / "step_2/policy/__0_0.distcp").stat().st_ino
+
+    def counted(real: Any) -> Any:
+        def call(*args: Any, **given: Any) -> Any:
+            nonlocal ended
+            ended += 1
+            if ended > done:
+                raise KeyboardInterrupt  # as if the process were killed there
+            return real(*args, **given)
+
+        return call
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        for name in ("unlink", "rename"):
+            patch.setattr(Path, name, counted(getattr(Path, name)))
+        renew_copy(number, 4, 3, ("policy", "critic"))
+    found = files_of_host(number, (0,))
+    assert 3 in found.manifests and 4 not in found.manifests
+    for step in found.manifests:
+        assert all((folder / f"step_{step}" / n).read_bytes() == c for n, c in before[step].items())
+    if done < 6:  # two of the manifest, a name, and three files are given up
+        assert ended == done + 1
+        return
+    assert ended == 6 and not (folder / "step_2").exists()
+    kept = [path for path in (folder / "step_4").rglob("*") if path.is_file()]
+    assert [(path.name, path.stat().st_ino) for path in kept] == [("__0_0.distcp", inode)]
+    assert (folder / "step_4" / "critic").is_dir()
 
 
 def stop_after(trainer: Any, step: int) -> None:
@@ -180,6 +246,109 @@ def test_a_run_goes_on_from_its_newest_copy(num_hosts: int, tmp_path: Path) -> N
     assert not list((tmp_path / "memory").iterdir())
     for ours, theirs in zip(records(tmp_path), records(tmp_path / "unbroken"), strict=True):
         assert all(ours[key] == theirs[key] for key in ("policy/loss", "policy/grad_norm"))
+
+
+def test_a_copy_is_written_over_the_one_before_the_last(tmp_path: Path) -> None:
+    files: dict[int, dict[str, int]] = {}
+    held: list[IO[bytes]] = []  # or a new file might get an old one's number
+    stale = "policy/__7_0.distcp"
+    with small_run(tmp_path, *KNOBS) as trainer:
+        real = trainer.copies.seal
+
+        def seal(evaluations: Any) -> None:
+            real(evaluations)
+            begun = trainer.copies._copies._begun  # type: ignore[union-attr]
+            if trainer.step == 5 or begun is None:
+                return
+            begun._thread.join()
+            folder = host_folder(run_id(tmp_path / NAME)) / f"step_{trainer.step}"
+            found = read_manifest(folder)[0]
+            verify_all(folder, found)
+            sharded = sorted(folder.rglob("*.distcp"))
+            files[trainer.step] = {
+                path.relative_to(folder).as_posix(): path.stat().st_ino for path in sharded
+            }
+            assert set(files[trainer.step]) == {n for n in found.files if n.endswith(".distcp")}
+            for path in sharded:  # of the next copy it is written shorter
+                held.append(path.open("ab"))
+                held[-1].write(b"\0" * 9999)
+                held[-1].flush()
+            (folder / stale).write_bytes(b"of another layout")
+
+        trainer.copies.seal = seal  # type: ignore[method-assign]
+        trainer.fit()
+    for file in held:
+        file.close()
+    assert sorted(files) == [1, 2, 3, 4] and len(files[1]) > 1
+    assert files[3] == files[1] and files[4] == files[2]
+    assert not set(files[1].values()) & set(files[2].values())
+
+
+@pytest.mark.parametrize("free_gb", [100.0, pytest.param(0.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_on", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_memory_is_reserved_for_copies_and_then_for_checkpoints(
+    is_on: bool, free_gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[HostCopies, int, int]] = []
+    free: list[int] = []
+
+    def reserve(copies: HostCopies, num_bytes: int, num_ranks: int) -> None:
+        asked.append((copies, num_bytes, num_ranks))
+
+    def free_bytes(reserved: int) -> int:
+        free.append(reserved)
+        return int(free_gb * 1e9) if len(free) == 1 else 10**12
+
+    monkeypatch.setattr(HostCopies, "reserve", reserve)
+    monkeypatch.setattr(HostCopies, "reserved_bytes", 77)
+    monkeypatch.setattr(memory_copies, "free_bytes", free_bytes)
+    knobs = [*KNOBS, "steps.num_steps=3", f"run.max_restarts={int(is_on)}", "checkpoint.every=2"]
+    with small_run(tmp_path, *knobs) as trainer:
+        store = trainer.store._copies
+        trainer.fit()
+        took = store.num_bytes
+    assert took > 10_000 and all(ranks == 1 for _, _, ranks in asked)
+    of_store = [copies is store for copies, _, _ in asked]
+    if not is_on:
+        assert of_store == [True] and not free
+    elif free_gb:  # at the start for both, and after each of two copies
+        assert of_store == [False, True, True, True]
+    else:
+        assert of_store == [True, True]
+    first = asked[0][1] if not is_on or free_gb else -free[0]
+    assert 0.99 * took <= first <= took  # step counts are not estimated
+    if is_on:
+        assert free == [-first, 77]  # before there is a copy, and of what is left then
+        assert [num_bytes for _, num_bytes, _ in asked[-2:]] == [took, took]
+
+
+def test_copies_have_half_of_what_is_free_without_those_of_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = SimpleNamespace(f_bavail=90, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda folder: memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
+    found = [memory_folders.free_bytes(reserved) for reserved in (-20, 0, 60, 75, 500)]
+    assert found == [40, 50, 80, 87, 90]
+    memory.f_bavail = 1000
+    assert memory_folders.free_bytes(500) == 100
+
+
+def test_the_first_copy_does_not_say_how_often_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def take(copies: MemoryCopies, content: Content, waits: bool, reserved: int) -> bool:
+        assert content.step is not None and not waits
+        taken.append(content.step)
+        time.sleep(0.5 if len(taken) < 3 else 0.0)
+        return True
+
+    monkeypatch.setattr(MemoryCopies, "take", take)
+    with small_run(tmp_path, *KNOBS, "checkpoint.copy_every=auto") as trainer:
+        trainer.fit()
+    assert taken == [1, 2]  # as often as the second one, which takes more than 3% of five steps
 
 
 def test_a_copy_that_was_gone_on_from_stays_until_the_next_is_complete(tmp_path: Path) -> None:
@@ -276,7 +445,7 @@ def test_a_host_without_room_says_so_and_trains(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if way == "none":
-        monkeypatch.setattr(memory_copies, "free_bytes", lambda: 1000)
+        monkeypatch.setattr(memory_copies, "free_bytes", lambda reserved: 1000)
     else:
         real = memory_copies.write_digested
 
