@@ -255,7 +255,9 @@ class Room(Protocol):
     """Where a part of a byte range is read to, from its begin to its end."""
 
     def next_block(self, start: int) -> memoryview:
-        """Returns where the bytes from `start` of the part on go: at least one, not beyond its end."""
+        """Returns where the bytes from `start` of the part on go: one at least, none beyond its
+        end.
+        """
         ...
 
     def filled(self, start: int, num_bytes: int) -> None:

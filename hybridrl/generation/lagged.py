@@ -132,13 +132,7 @@ class LaggedSampler(Sampler):
         if samples_per_prompt is not None or sampling is not None:
             raise ValueError("steps with max_policy_lag sample as the run does")
         began = time.perf_counter()
-        self._room, self._next_room = self._next_room, self._limits.per_step
-        if self._began is not None and step == self._step:
-            self.timeline.begin_round(step)
-        else:
-            self._begun_from(step)
-            self.timeline.begin(step)
-        self._check_number(len(prompts), step)
+        self._begin_round(step, len(prompts))
         self.timeline.take("generate", self.engine.version)
         with self.world.all_agree("generation") as agreement:
             self._begin(prompts, step, greedy)
@@ -155,8 +149,16 @@ class LaggedSampler(Sampler):
         self.timeline.take("samples", self.engine.version)
         return self.collect()
 
-    def _check_number(self, num_new: int, step: int) -> None:
-        """Refuses prompts with which the step would never end, even if all were answered."""
+    def _begin_round(self, step: int, num_new: int) -> None:
+        """Begins a step or a further round of it with so many prompts; refuses a number with which
+        it would never end, even if all were answered.
+        """
+        self._room, self._next_room = self._next_room, self._limits.per_step
+        if self._began is not None and step == self._step:
+            self.timeline.begin_round(step)
+        else:
+            self._begun_from(step)
+            self.timeline.begin(step)
         born = [group.born for group in self._pool.groups] + [step] * num_new
         held = count_by_deadline(born, step, self._limits)
         if not may_end(held, held, self._limits, self._room):

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm, GroupAlgorithm
 from hybridrl.algorithms.preference import feedback_metrics
-from hybridrl.checkpoint.random_states import rng_state
 from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
@@ -26,7 +25,6 @@ from hybridrl.config.load import as_config
 from hybridrl.config.own_code import contained, make_working_folder_importable
 from hybridrl.config.schema import Config
 from hybridrl.contracts.batch import Prompt, ScoredBatch, TrainBatch
-from hybridrl.data.packing import even_sizes
 from hybridrl.data.prompt_store import Rows
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import UserError
@@ -43,8 +41,8 @@ from hybridrl.loop.run_starts import StartTimes
 from hybridrl.loop.saves import SaveClock, again, load_run_state, run_state, stop_notice
 from hybridrl.loop.schedule import last_step
 from hybridrl.loop.skipped import SkippedSteps
+from hybridrl.loop.updates import take_updates
 from hybridrl.loop.validation import Validation
-from hybridrl.metrics.values import SKIPPED, average
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.groups import start_process_group, stop_process_group
 from hybridrl.parallel.stopping import StopAsked, check_stop, stops_on_signals
@@ -53,9 +51,8 @@ from hybridrl.rewards.functions import RewardFunction
 from hybridrl.roles.roles import make_roles
 from hybridrl.rollout.build import EngineAdapter
 from hybridrl.rollout.engine import Holding
-from hybridrl.training.mismatch import MismatchWarning, behaviour_metrics
+from hybridrl.training.mismatch import MismatchWarning
 from hybridrl.training.model import ParallelModel
-from hybridrl.training.update import optimizer_step
 
 
 class Trainer:
@@ -382,30 +379,10 @@ class Trainer:
         return self.roles.add_columns(self.algorithm, scored, is_reused, num_updates=num_updates)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Takes `steps.updates_per_step` optimizer steps over equal parts of the batch, but for
-        those that cannot be trusted, each with its part of further terms; returns mean metrics.
-
-        Raises:
-            UserError: too many in a row could not be.
-        """
-        roles = self.roles
-        sizes = even_sizes(batch.num_samples, self.config.steps.updates_per_step)  # of those left
-        mixed = self.mix.batches(roles, len(sizes), roles.trains_policy(self.step))
-        found, end = [], 0
-        for number, (size, terms) in enumerate(zip(sizes, mixed, strict=True)):
-            part, end = batch.select(range(end, end + size)), end + size
-            random_states = rng_state()  # a pass draws from them
-            gradients = roles.gradients(part, self.step, terms)
-            found.append(optimizer_step(gradients))
-            if found[-1][SKIPPED]:
-                self.skipped.add(self.step + 1, number, part, terms, gradients, random_states)
-            else:
-                self.skipped.in_a_row = 0
-        metrics = average(found)
-        if self.algorithm.needs.rollouts and batch.old_logp_T is not None:
-            # Correlations have no mean.
-            metrics |= behaviour_metrics(batch, batch.old_logp_T, self.algorithm)
-        return metrics
+        """Takes the optimizer steps of a step; returns mean metrics, as `take_updates` says."""
+        number = self.config.steps.updates_per_step
+        parts = self.algorithm, self.roles, self.mix, self.skipped
+        return take_updates(batch, self.step, number, *parts)
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
         """Brings the weights of this step into the engine, as `EnginePhases.reshard` says."""
