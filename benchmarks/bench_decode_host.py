@@ -68,7 +68,7 @@ def main() -> int:
         "command": command_of(sys.argv),
         "commit": commit(),
         "machine": machine(1),
-        "requests": sum_of(arguments),
+        "requests": num_requests(arguments),
         "new_tokens": arguments.new_tokens,
         "us_per_step": {
             way: {
@@ -112,7 +112,7 @@ def made(arguments: argparse.Namespace, folder: str) -> Trainer:
     }
     trainer = Trainer.from_config(config_of(job), prompts=prompts_of(job), reward=share_of_digits)
     trainer.check_engine()
-    sampler, logits_BV = trainer.sampler, torch.zeros(sum_of(arguments), COLUMNS)
+    sampler, logits_BV = trainer.sampler, torch.zeros(num_requests(arguments), COLUMNS)
     # No response ends before its last token, and each has a token to be looked for.
     sampler.sampling = replace(sampler.sampling, stop_token_ids=(COLUMNS,))
     trainer.engine._scheduler.tp_worker.model_runner.forward = partial(forward, logits_BV)
@@ -132,7 +132,7 @@ def forward(logits_BV: torch.Tensor, batch: Any, **_: Any) -> SimpleNamespace:
     )
 
 
-def sum_of(arguments: argparse.Namespace) -> int:
+def num_requests(arguments: argparse.Namespace) -> int:
     """Returns the number of requests."""
     return int(arguments.prompts * arguments.samples)
 
@@ -151,7 +151,7 @@ def generate(trainer: Any, prompts: Any, way: str, arguments: argparse.Namespace
         return time.thread_time() - began
     rollouts = trainer.sampler.generate(prompts, step=10**6)
     seconds = time.thread_time() - began
-    if int(rollouts.response_lengths_B.sum()) != sum_of(arguments) * arguments.new_tokens:
+    if int(rollouts.response_lengths_B.sum()) != num_requests(arguments) * arguments.new_tokens:
         raise RuntimeError("a response has fewer tokens than asked for")
     return seconds
 

@@ -337,7 +337,8 @@ class SglangEngine:
                         self._add(request_id, row)
             scheduler.turn()
         if scheduler.has_wrong_logp:
-            self._take_running()
+            self._take_running()  # raises, unless it was of a row that nobody takes
+            scheduler.has_wrong_logp = False
         ended, scheduler.ended = scheduler.ended, []
         for request in ended:
             self._end(request)
@@ -404,7 +405,7 @@ class SglangEngine:
         if not tokens:
             return None
         running.num_taken += len(tokens)
-        # A sum is finite if all are; only a NaN's comparison tells nothing.
+        # The sum is finite only if all of them are.
         if not math.isfinite(sum(logps)) or max(logps) > 0:
             wrong = next(logp for logp in logps if not -float("inf") < logp <= 0)
             number = running.row.request.request_id
