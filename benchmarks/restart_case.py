@@ -211,7 +211,7 @@ class Run:
             return is_new and records[-1]["step"] > starts[1]["after_step"]
 
         took = self._wait(is_finished) - killed
-        start = read_starts(self._run_folder)[1]
+        first, start = read_starts(self._run_folder)[:2]
         after = int(start["after_step"])
         told = [(round(at - killed, 2), what) for at, what in self.events.phases[num_phases:]]
         lines = [(round(at - killed, 2), what) for at, what in self.events.output[num_lines:]]
@@ -222,6 +222,7 @@ class Run:
             "after_step": after,
             "lost_steps": last - after,
             "seconds_of_rank_0": start.get("seconds"),
+            "seconds_of_first_start": first.get("seconds"),
             "phases_of_rank_0": told,
             "output": lines[-80:],
         }

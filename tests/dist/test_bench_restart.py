@@ -33,6 +33,10 @@ def test_restart_benchmark_kills_a_rank_and_measures_what_follows(tmp_path: Path
     assert [bool(one["copy_s"]) for one in found["steps"]] == [n % 3 == 0 for n in range(1, 14)]
     assert found["restart"]["after_step"] == 12 and found["restart"]["lost_steps"] == 1
     assert len(found["copy"]["complete_after_s"]) == 4
+    parts = found["restart"]["seconds_of_rank_0"]
+    assert [next(iter(parts)), list(parts)[-1]] == ["imports", "first step"]
+    assert parts["state"] > 0
+    assert "state" not in found["restart"]["seconds_of_first_start"]
     assert found["copy"]["waits_s"] > 0 and found["copy"]["num_without"] >= 2
     assert found["checkpoint"]["stalls_s"] is not None
     said = [text for _, text in found["restart"]["output"]]
