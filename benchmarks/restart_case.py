@@ -207,8 +207,9 @@ class Run:
 
         def is_finished() -> bool:
             starts, records = read_starts(self._run_folder), self.records()
-            is_new = len(starts) > 1 and bool(records)
-            return is_new and records[-1]["step"] > starts[1]["after_step"]
+            # Noted after the start's first step. Before, records may yet be of the one before.
+            has_stepped = len(starts) > 1 and "seconds" in starts[1]
+            return has_stepped and records[-1]["step"] > starts[1]["after_step"]
 
         took = self._wait(is_finished) - killed
         first, start = read_starts(self._run_folder)[:2]
