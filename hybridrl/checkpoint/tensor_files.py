@@ -46,12 +46,12 @@ def without_truncating(path: str, flags: int) -> int:
 def save_tensor(tensor: torch.Tensor, file: DigestingFile) -> None:
     """Writes a tensor of any device; raises what stopped the file."""
     try:
-        torch.save(_on_host(tensor), file)  # type: ignore[arg-type]  # has what it asks for
+        torch.save(on_host(tensor), file)  # type: ignore[arg-type]  # has what it asks for
     except RuntimeError as error:  # torch's, in place of the error that writing raised
         raise file.failure or error from None
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor on the host that is all of its storage, since torch.save writes storages:
     itself if it is one, else a copy.
     """

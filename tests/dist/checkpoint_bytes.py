@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from hybridrl.checkpoint import model_state, sharded_files, torch_dist_format
+from hybridrl.checkpoint import model_state, sharded_files, tensor_files, torch_dist_format
 from hybridrl.training import optimizer as trainer_optimizer
 
 
@@ -25,7 +25,7 @@ def written_bytes() -> Iterator[dict[str, int]]:
         for _, content in writer._buckets:
             for item, tensor in content:
                 if item.index.fqn.startswith("optimizer."):
-                    is_same = sharded_files.on_host(tensor).data_ptr() == tensor.data_ptr()
+                    is_same = tensor_files.on_host(tensor).data_ptr() == tensor.data_ptr()
                     sizes["in place" if is_same else "cloned"] += tensor.nbytes
         write(writer)
 

@@ -101,7 +101,8 @@ def test_each_engine_has_ranks_of_its_own_and_a_folder_of_no_run(
         folder = run_folder(config)
         assert Path(config.run.dir) != Path("runs") and not folder.exists()
     assert report["engines"][1]["refused"].startswith("rollout.engine=sglang: got no sglang")
-    title, hf, sglang = capsys.readouterr().out.splitlines()
+    title, begins, hf, sglang = capsys.readouterr().out.splitlines()
+    assert begins == "hf       starts"
     assert title == "5 prompts x 3 responses, 7 + 256 tokens each; 2 ranks, engines of TP1"
     speed, start, *rest = hf.removeprefix("hf").strip().split(", ")
     assert (speed, start) == ("1,234 tokens/s", "3 s to start")
