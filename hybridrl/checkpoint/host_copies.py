@@ -13,9 +13,9 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
 
-import psutil
 import torch
 
+from hybridrl.checkpoint.host_memory import available_bytes
 from hybridrl.checkpoint.reserved_memory import ReservedMemory, threads_beside_training
 from hybridrl.checkpoint.segments import FIRST_BYTES, next_segment_bytes
 
@@ -79,7 +79,7 @@ class HostCopies:
         """
         if self._reserved is not None or self._kept or not torch.cuda.is_available():
             return
-        if num_bytes < FIRST_BYTES or num_bytes * num_ranks > psutil.virtual_memory().available / 2:
+        if num_bytes < FIRST_BYTES or num_bytes * num_ranks > available_bytes() / 2:
             return
         runtime, device = torch.cuda.cudart(), torch.cuda.current_device()
         locks = partial(_lock, device), runtime.cudaHostUnregister

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from hybridrl.checkpoint.folders import STEP_FOLDER
+from hybridrl.checkpoint.host_memory import available_bytes
 from hybridrl.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_DIGEST,
@@ -224,5 +223,5 @@ def free_bytes(reserved: int = 0) -> int:
     Args:
         reserved: what checkpoints have of it already. Negative: what will be taken before.
     """
-    found, available = os.statvfs(MEMORY), psutil.virtual_memory().available
+    found, available = os.statvfs(MEMORY), available_bytes()
     return min(found.f_bavail * found.f_frsize, available, (available + reserved) // 2)

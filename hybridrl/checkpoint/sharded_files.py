@@ -361,7 +361,9 @@ class _FileReader(FileSystemReader):
             place: _StorageInfo = self.storage_data[item.storage_index]
             asked.setdefault((place.relative_path, place.offset), []).append(item)
         reads = [partial(self._read, asked[key], planner) for key in sorted(asked)]
+        _wait_for_device()  # what this thread has begun, as bringing states back, on its own stream
         in_threads(reads, self._num_threads)
+        _wait_for_device()
         found: Future[None] = Future()
         found.set_result(None)
         return found
@@ -391,6 +393,12 @@ class _FileReader(FileSystemReader):
             if taken.data_ptr() != target.data_ptr():
                 target.copy_(taken)
             planner.commit_tensor(item, target)
+
+
+def _wait_for_device() -> None:
+    """Returns when a GPU has done all that was begun: threads have streams of their own."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 GATE_FD = "HYBRIDRL_GATE_FD"  # of a pipe that ends when the ranks of the starts before are gone
@@ -54,7 +55,8 @@ class Leaving:
                 process.wait(SLOW_S)
             except subprocess.TimeoutExpired:
                 said = f"hybridrl: {name} has ended, and process {process.pid} of it still holds"
-                print(f"{said} memory; it is waited for", file=sys.stderr, flush=True)
+                with suppress(OSError):  # nobody reads any more
+                    print(f"{said} memory; it is waited for", file=sys.stderr, flush=True)
                 process.wait()
 
     def gate(self) -> int | None:
@@ -65,8 +67,10 @@ class Leaving:
         reads, writes = os.pipe()
 
         def open_when_gone() -> None:
-            self.wait()
-            os.close(writes)
+            try:
+                self.wait()
+            finally:
+                os.close(writes)
 
         threading.Thread(target=open_when_gone, name="leaving", daemon=True).start()
         return reads

@@ -45,6 +45,7 @@ class Copies:
         self._copies: MemoryCopies | None = made
         self._is_on, self._last, self._has_said = False, 0, False
         self._is_first = True  # copy of this start
+        self._num_bytes = 0  # that a copy has of this rank, about
         self._next, self._step, self._since = 0, 0, 0.0  # of rank 0: to copy; copied, and when
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
@@ -73,7 +74,7 @@ class Copies:
             last: the step to end with.
             models: as of `CheckpointStore.save`.
         """
-        num_bytes = sum(saved_bytes(model) for model in models.values())
+        num_bytes = self._num_bytes = sum(saved_bytes(model) for model in models.values())
         has_room = True
         if self._copies is not None:
             has_room = self._copies.start(step, num_bytes)
@@ -123,8 +124,9 @@ class Copies:
             reserved = self._store.reserved_bytes
             is_taken = self._copies.take(content, self._every != "auto", reserved)
         self._is_on = not self._copies.is_off
+        if is_taken or not self._is_on:
+            self._reserve_for_checkpoints(self._copies.num_bytes or self._num_bytes)
         if is_taken:
-            self._reserve_for_checkpoints(self._copies.num_bytes)
             self._plan_next(step, begun)
 
     def _plan_next(self, step: int, begun: float) -> None:

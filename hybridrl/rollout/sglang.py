@@ -336,12 +336,12 @@ class SglangEngine:
                     if request_id not in self._running:
                         self._add(request_id, row)
             scheduler.turn()
-        if scheduler.has_wrong_logp:
-            self._take_running()  # raises, unless it was of a row that nobody takes
-            scheduler.has_wrong_logp = False
         ended, scheduler.ended = scheduler.ended, []
         for request in ended:
             self._end(request)
+        if scheduler.has_wrong_logp:
+            self._take_running()  # raises, unless it was of a row that nobody takes
+            scheduler.has_wrong_logp = False
         is_empty = not ended and not scheduler.last_batch
         self._num_empty_turns = self._num_empty_turns + 1 if is_empty else 0
         if self._num_empty_turns >= MOST_EMPTY_TURNS:

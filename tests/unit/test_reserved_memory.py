@@ -178,8 +178,7 @@ def test_copies_lie_in_what_was_reserved_for_them(fails: bool, device: SimpleNam
 def test_memory_is_not_reserved_where_it_would_be_short(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = SimpleNamespace(available=64 * MIB)
-    monkeypatch.setattr(host_copies.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(host_copies, "available_bytes", lambda: 64 * MIB)
     made: list[tuple[int, int]] = []
 
     def reserved(num_bytes: int, num_threads: int, *locks: object) -> object:
