@@ -20,7 +20,7 @@ from pathlib import Path
 from hybridrl.config import files
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.prompt_store import CHECKED as ENDING
-from hybridrl.data.prompt_store import cache_folder, remove_old, what_is_read
+from hybridrl.data.prompt_store import prompts_folder, remove_old, what_is_read
 from hybridrl.errors import UserError
 
 _CODE = [Path(__file__), Path(files.__file__)]  # beside the code that reads
@@ -40,7 +40,7 @@ def unless_checked(
         looked_for: JSON; what else decides what `check` finds.
         check: reads the rows.
     """
-    key, folder = _key(config, names, looked_for), cache_folder()
+    key, folder = _key(config, names, looked_for), prompts_folder()
     if key is not None and _is_marked(folder / f"{key}{ENDING}"):
         return []
     found = check()

@@ -29,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.cache import cache_folder
 from hybridrl.config.needs import Needs
 from hybridrl.config.schema import DataConfig, RolloutConfig
 from hybridrl.contracts.samples import Prompt
@@ -69,12 +70,9 @@ _READERS = (
 Rows = Iterable[Mapping[str, object]]
 
 
-def cache_folder() -> Path:
+def prompts_folder() -> Path:
     """Returns where files of prompts are kept."""
-    for name in ("HYBRIDRL_CACHE", "XDG_CACHE_HOME"):
-        if os.path.isabs(folder := os.environ.get(name, "")):
-            return Path(folder) / "hybridrl" / "prompts"
-    return Path(os.path.expanduser("~")) / ".cache" / "hybridrl" / "prompts"
+    return cache_folder("prompts")
 
 
 class PromptStore:
@@ -82,7 +80,7 @@ class PromptStore:
 
     Args:
         tokenizer: of the run.
-        folder: where files are kept; None: `cache_folder()`.
+        folder: where files are kept; None: `prompts_folder()`.
 
     Attributes:
         files: of each source that was loaded, in order; None for one that is in memory.
@@ -94,7 +92,7 @@ class PromptStore:
         self.files: list[str | None] = []
         self.notes: list[str] = []
         self.found: list[Any] = []
-        self._tokenizer, self._folder = tokenizer, folder or cache_folder()
+        self._tokenizer, self._folder = tokenizer, folder or prompts_folder()
         self._to_follow: list[str | None] | None = None
         self._to_repeat: list[Any] = []
         self._temporary: Path | None = None

@@ -8,13 +8,10 @@ and the few repairs of the installed version, each with its reason. Who waits fo
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.view import View
 from hybridrl.rollout.groups import over_layout, replica_members
+from hybridrl.rollout.model_folder import model_folder
 from hybridrl.rollout.process_state import keep_generators, ranks_in_environment, replaced
 from hybridrl.rollout.sampling import uniforms
 from hybridrl.rollout.settings import EngineSettings
@@ -106,7 +104,7 @@ def start(
         _after_loading(lambda model: prepare(model, version)),
         _after_caching(listen),
     ):
-        llm = _make_engine(settings, arguments, version)
+        llm = _make_engine(settings, arguments, version, layout.place(rank)[0])
     _OPEN.append(llm)
     finalizer = getattr(llm.engine_core, "_finalizer", None)  # since 0.32
     if finalizer is not None:
@@ -131,17 +129,24 @@ def _device_memory(layout: RolloutLayout) -> tuple[int, int]:
     return min(found), total
 
 
-def _make_engine(settings: EngineSettings, arguments: Mapping[str, Any], version: str) -> Any:
+def _make_engine(
+    settings: EngineSettings, arguments: Mapping[str, Any], version: str, replica: int
+) -> Any:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
     from vllm.v1.engine.llm_engine import LLMEngine
 
     set_num_threads = torch.set_num_threads
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with (
+        model_folder(settings.config_json(), replica) as folder,
+        # vLLM looks at the model's class in a process of its own, which takes 17 s to import all
+        # that this one has imported, so that no GPU is touched; this process does so anyway.
+        replaced(registry, "_run_in_subprocess", lambda look: look()),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
-        config = json.dumps(settings.config_json())
-        (Path(folder) / "config.json").write_text(config, encoding="utf-8")
         try:
-            return LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
+            return LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
         except ValueError as error:  # pydantic's too: a model or a size that vLLM refuses
             raise refusal(str(error), settings.max_tokens, version) from error
         finally:

@@ -103,6 +103,19 @@ def test_vllm_engine_preempts_where_the_cache_is_too_small_and_draws_the_same() 
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
 
 
+def test_vllm_engine_finds_what_an_earlier_start_compiled(monkeypatch, tmp_path) -> None:
+    from vllm.model_executor.models import registry
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # nothing is known of the model's class
+    registry._try_inspect_model_cls.cache_clear()
+    monkeypatch.setattr(registry, "_SUBPROCESS_COMMAND", ["false"])
+    keys = set()
+    for _ in range(2):
+        keys.add(start_packaged(QWEN3)._live.llm.vllm_config.compute_hash())
+        close_engines()
+    assert len(keys) == 1
+
+
 @pytest.mark.parametrize("is_second_runner", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_vllm_engine_schedules_as_vllm_does(is_async: bool, is_second_runner: bool) -> None:

@@ -119,6 +119,7 @@ TORCH_FREE = [
     "hybrid_engine/proof.py",
     "hybrid_engine/senders.py",
     "hybrid_engine/wire.py",
+    "rollout/model_folder.py",
     "rollout/sglang_version.py",
     "rollout/vllm_version.py",
     "data/packing.py",

@@ -30,7 +30,7 @@ FORMS = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HYBRIDRL_CACHE", str(tmp_path / "cache"))
-    return prompt_store.cache_folder()
+    return prompt_store.prompts_folder()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hybridrl.config.schema import DataConfig
 from hybridrl.data import prompt_store, tuple_texts
 from hybridrl.data.mixture import hold_out, prompt_source
 from hybridrl.data.prompt_file import DamagedError, MappedPrompts, PromptFile
-from hybridrl.data.prompt_store import PromptStore, cache_folder
+from hybridrl.data.prompt_store import PromptStore, prompts_folder
 from hybridrl.data.prompts import PromptSource, Reading, in_memory
 from hybridrl.errors import DataError
 
@@ -297,11 +297,11 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path) -> None
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.delenv("HYBRIDRL_CACHE", raising=False)
     monkeypatch.setenv("HOME", "/home/x")
-    assert cache_folder() == Path("/home/x/.cache/hybridrl/prompts")
+    assert prompts_folder() == Path("/home/x/.cache/hybridrl/prompts")
     monkeypatch.setenv("XDG_CACHE_HOME", "/c")
-    assert cache_folder() == Path("/c/hybridrl/prompts")
+    assert prompts_folder() == Path("/c/hybridrl/prompts")
     monkeypatch.setenv("HYBRIDRL_CACHE", str(tmp_path))
-    assert cache_folder() == tmp_path / "hybridrl" / "prompts"
+    assert prompts_folder() == tmp_path / "hybridrl" / "prompts"
 
 
 def test_what_follows_from_all_prompts_is_computed_on_one_rank() -> None:
