@@ -191,7 +191,7 @@ class Run:
                     "is_warm": number > WARMUPS,
                     "is_beside_copy": bool(found and found[-1]["copy_s"]),
                     "is_beside_checkpoint": self.events.is_writing(begun, ended),
-                    "has_checkpoint": number % (2 * self._every - 1) == 0,
+                    "has_checkpoint": number == checkpoint_step(self._every),
                 }
             )
         return found
@@ -242,6 +242,11 @@ def _rank(process: psutil.Process) -> int | None:
 # Costs
 
 
+def checkpoint_step(every: int) -> int:
+    """Returns the step after which the checkpoint is begun, with `every` steps between copies."""
+    return 4 * every - 1
+
+
 def costs(steps: Sequence[Mapping[str, Any]], every: int) -> dict[str, Any]:
     """Returns what copies and checkpoints cost, from what each step took.
 
@@ -250,7 +255,7 @@ def costs(steps: Sequence[Mapping[str, Any]], every: int) -> dict[str, Any]:
         every: steps between copies.
 
     Raises:
-        RuntimeError: there was no copy, or no step beside nothing.
+        RuntimeError: there was no copy, or no checkpoint.
     """
     warm = [one for one in steps if one["is_warm"]]
     copied = [one for one in warm if one["copy_s"]]
@@ -269,8 +274,9 @@ def costs(steps: Sequence[Mapping[str, Any]], every: int) -> dict[str, Any]:
     slower = statistics.median(body(one) for one in beside) - without if beside else 0.0
     gaps = [one["gap_s"] for one in warm if not one["has_checkpoint"] and one["gap_s"] is not None]
     saved = [one for one in warm if one["has_checkpoint"] and one["gap_s"] is not None]
+    if not saved:
+        raise RuntimeError("no checkpoint was begun between two steps: see the output")
     usual = statistics.median(gaps) if gaps else 0.0
-    stalls = [round(one["gap_s"] - usual, 3) for one in saved]
     cost, by_auto = wait + max(slower, 0.0), every_steps(wait, without, WAITING_COST)
     ends = [one["complete_s"] for one in copied if one["complete_s"] is not None]
     return {
@@ -289,9 +295,7 @@ def costs(steps: Sequence[Mapping[str, Any]], every: int) -> dict[str, Any]:
             "auto_share": round(cost / (by_auto * without), 4),
         },
         "checkpoint": {
-            "stalls_s": stalls[-1] if stalls else None,
-            "first_stalls_s": stalls[0] if stalls else None,
+            "stalls_s": round(saved[0]["gap_s"] - usual, 3),
             "usual_gap_s": round(usual, 4),
-            "one_was_being_written": bool(saved[1:] and saved[-1]["is_beside_checkpoint"]),
         },
     }

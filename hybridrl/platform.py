@@ -93,6 +93,7 @@ class Platform:
             _adapt_megatron_to_cpu()
         else:
             torch.cuda.set_device(self.device)
+            keep_compiled_kernels()
         _fix_missing_transformer_engine()
 
     @contextlib.contextmanager
@@ -128,6 +129,17 @@ class Platform:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def keep_compiled_kernels() -> None:
+    """Makes this process find Triton kernels that earlier ones compiled, and keep its own there.
+
+    Triton's folder is the same for all processes unless TRITON_CACHE_DIR names another. Inductor
+    sets that where it compiles, to a folder of what it compiles, and not where it finds all of it:
+    the second start of an engine, after a lost rank say, compiled all other kernels again, 15 s.
+    """
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
 
 
 def start_kernels_in_order(tp: int, cp: int) -> None:

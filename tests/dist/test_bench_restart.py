@@ -66,7 +66,7 @@ def test_costs_are_those_of_steps_beside_nothing(monkeypatch: pytest.MonkeyPatch
         step(2, 11.0),
         step(3, 19.0, copy_s=9.0),
         step(4, 30.0, is_beside_copy=True),
-        step(5, 10.0, has_checkpoint=True, gap_s=7.0),
+        step(5, 10.0),
         step(6, 14.5, copy_s=0.5, complete_s=4.0, is_beside_checkpoint=True),
         step(7, 10.3, is_beside_copy=True),
         step(8, 10.0),
@@ -89,7 +89,8 @@ def test_costs_are_those_of_steps_beside_nothing(monkeypatch: pytest.MonkeyPatch
         "auto_waits_share": pytest.approx(0.5 / 30, abs=1e-4),
         "auto_share": pytest.approx(0.7 / 30, abs=1e-4),
     }
-    saved = found["checkpoint"]
-    assert (saved["stalls_s"], saved["first_stalls_s"]) == (1.5, 6.9)
+    assert found["checkpoint"]["stalls_s"] == 1.5
     with pytest.raises(RuntimeError, match="no copies"):
         costs([one | {"copy_s": 0.0} for one in steps], 3)
+    with pytest.raises(RuntimeError, match="no checkpoint"):
+        costs([one | {"has_checkpoint": False} for one in steps], 3)

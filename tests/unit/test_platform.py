@@ -13,7 +13,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.debug.replay import replay_rank
 from hybridrl.loop.loop import Trainer
-from hybridrl.platform import Platform, start_kernels_in_order
+from hybridrl.platform import Platform, keep_compiled_kernels, start_kernels_in_order
 
 NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -36,6 +36,26 @@ def test_one_hardware_queue_for_tensor_and_context_parallel_unless_set(
         monkeypatch.delenv(NAME)
     start_kernels_in_order(tp, cp)
     assert os.environ.get(NAME) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "home", "expected"),
+    [
+        (None, None, "/u/.triton/cache"),
+        (None, "/t", "/t/.triton/cache"),
+        ("/mine", "/t", "/mine"),
+    ],
+)
+def test_compiled_kernels_are_kept_where_triton_looks_for_them(
+    monkeypatch: pytest.MonkeyPatch, own: str | None, home: str | None, expected: str
+) -> None:
+    monkeypatch.setenv("HOME", "/u")
+    for name, value in (("TRITON_CACHE_DIR", own), ("TRITON_HOME", home)):
+        monkeypatch.setenv(name, value or "")  # so that it is restored
+        if value is None:
+            monkeypatch.delenv(name)
+    keep_compiled_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == expected
 
 
 def replayed(config: Config) -> None:
