@@ -86,6 +86,8 @@ class Manifest(_Part):
         order: counts the checkpoints of a run folder in the order in which they were written.
         lineage: the checkpoints that the run went through before, the newest first.
         files: by path within the checkpoint.
+        unfinished: the first of the lineage, where it was still being written: it may not be there.
+            Only copies in host memory have one.
     """
 
     format: Literal[2] = 2
@@ -93,6 +95,7 @@ class Manifest(_Part):
     order: Whole
     lineage: list[Ancestor]
     files: dict[str, FileEntry]
+    unfinished: Ancestor | None = None
 
     @field_validator("files")
     @classmethod
@@ -110,7 +113,10 @@ class Manifest(_Part):
 
     def write(self, folder: Path) -> None:
         """Writes the manifest and its digest."""
-        content = json.dumps(self.model_dump(mode="json"), separators=(",", ":")).encode()
+        # Of a checkpoint it has nothing that earlier versions do not know.
+        left_out = {"unfinished"} if self.unfinished is None else set[str]()
+        found = self.model_dump(mode="json", exclude=left_out)
+        content = json.dumps(found, separators=(",", ":")).encode()
         (folder / MANIFEST).write_bytes(content)
         (folder / MANIFEST_DIGEST).write_text(digest_of(content) + "\n", encoding="ascii")
 

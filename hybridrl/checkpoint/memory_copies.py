@@ -269,7 +269,7 @@ class MemoryCopies:
                 self._tell_damage(step, damage)
                 continue
             folder = root / f"step_{step}"
-            numbered = manifest.model_copy(update={"order": order + 1})
+            numbered = manifest.model_copy(update={"order": order + 1, "unfinished": None})
             if (damage := self._write_out(folder, numbered, writers)) is None:
                 self._notify(f"step {step} was in host memory, and is in {folder} now")
                 return folder
@@ -468,8 +468,9 @@ class _BegunCopy:
         names = [path.relative_to(folder).as_posix() for path in paths]
         own = [name for name in names if name not in listed]
         listed |= {name: entry_of(folder / name) for name in own}
-        lineage = list(content.lineage)
-        Manifest(step=self.step, order=0, lineage=lineage, files=listed).write(folder)
+        lineage, unfinished = list(content.lineage), content.unfinished
+        parts = {"lineage": lineage, "files": listed, "unfinished": unfinished}
+        Manifest.model_validate({"step": self.step, "order": 0, **parts}).write(folder)
         return [*own, MANIFEST_DIGEST, MANIFEST]
 
     def _is_right(self, failure: BaseException | None) -> bool:

@@ -187,7 +187,8 @@ def usable(
     rank that writes each file, one whose host has it.
 
     A copy is newer than the newest checkpoint, which it comes after; where the user has gone back,
-    or has removed checkpoints, it does not.
+    or has removed checkpoints, it does not. A checkpoint that was not complete when the ranks were
+    lost was not removed.
 
     Args:
         hosts: all that are there.
@@ -196,8 +197,11 @@ def usable(
     manifests = {step: found for host in hosts for step, found in host.manifests.items()}
     for step in sorted(manifests, reverse=True):
         manifest = manifests[step]
-        comes_after = newest in manifest.lineage and step > newest.step if newest else False
-        if not (comes_after or (newest is None and not manifest.lineage)):
+        if newest is not None:
+            comes_after = newest in manifest.lineage and step > newest.step
+        else:
+            comes_after = all(one == manifest.unfinished for one in manifest.lineage)
+        if not comes_after:
             continue
         writers: dict[str, int] = {}
         loads = {rank: 0 for host in hosts for rank in host.ranks}

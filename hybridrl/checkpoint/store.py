@@ -219,6 +219,11 @@ class CheckpointStore:
         return list(self._lineage if self._pending is None else self._pending.lineage)
 
     @property
+    def unfinished(self) -> Ancestor | None:
+        """The first of `lineage`, where it is being written."""
+        return None if self._pending is None else self._pending.lineage[0]
+
+    @property
     def is_writing(self) -> bool:
         """Whether a checkpoint is begun and not complete."""
         return self._pending is not None

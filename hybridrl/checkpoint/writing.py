@@ -61,7 +61,7 @@ class Content:
 
     Args:
         models, state, files: as of `CheckpointStore.save`.
-        step, order, lineage: as of `Manifest`.
+        step, order, lineage, unfinished: as of `Manifest`.
         layout: in words, in which the random states go on; "": in none.
     """
 
@@ -72,6 +72,7 @@ class Content:
     order: int = 0
     lineage: Sequence[Ancestor] = ()
     layout: str = ""
+    unfinished: Ancestor | None = None
 
 
 class BegunCheckpoint:

@@ -120,7 +120,11 @@ class Copies:
         begun = time.monotonic()
         with timer.phase("checkpoint"):
             lineage = [old for old in self._store.lineage if old.step != step]
-            content = Content(models, state(), files, step, 0, lineage, self._store.layout)
+            unfinished = self._store.unfinished
+            if unfinished not in lineage:
+                unfinished = None  # is of this step
+            known = step, 0, lineage, self._store.layout, unfinished
+            content = Content(models, state(), files, *known)
             reserved = self._store.reserved_bytes
             is_taken = self._copies.take(content, self._every != "auto", reserved)
         self._is_on = not self._copies.is_off

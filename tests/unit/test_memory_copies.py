@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,6 +20,7 @@ from hybridrl.checkpoint import memory_copies, memory_folders
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.host_copies import HostCopies
 from hybridrl.checkpoint.manifest import (
+    MANIFEST,
     Ancestor,
     FileEntry,
     Manifest,
@@ -36,11 +38,12 @@ from hybridrl.checkpoint.memory_folders import (
     run_id,
     usable,
 )
-from hybridrl.checkpoint.writing import Content
+from hybridrl.checkpoint.writing import BegunCheckpoint, Content
 from hybridrl.loop.copying import COST, WAITING_COST, every_steps
 from hybridrl.parallel.ring import next_of
 
 NAME = "quickstart-grpo"
+FIVE, SIX = Ancestor(step=5, order=2), Ancestor(step=6, order=3)
 KNOBS = (
     "run.max_restarts=1",
     "checkpoint.copy_every=1",
@@ -59,9 +62,11 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield folder
 
 
-def manifest(step: int, lineage: list[Ancestor], **sizes: int) -> Manifest:
+def manifest(
+    step: int, lineage: list[Ancestor], unfinished: Ancestor | None = None, **sizes: int
+) -> Manifest:
     files = {name: FileEntry(bytes=size, pieces=[]) for name, size in sizes.items()}
-    return Manifest(step=step, order=0, lineage=lineage, files=files)
+    return Manifest(step=step, order=0, lineage=lineage, files=files, unfinished=unfinished)
 
 
 def test_hosts_are_a_ring() -> None:
@@ -101,6 +106,29 @@ def test_a_copy_is_used_if_it_comes_after_the_newest_checkpoint(
 ) -> None:
     hosts = [HostFiles((0,), {7: {"a": 1}}, {7: manifest(7, lineage, a=1)})]
     assert bool(list(usable(hosts, newest))) == is_used
+
+
+@pytest.mark.parametrize(
+    ("newest", "lineage", "is_used"),
+    [
+        (None, [SIX], True),  # it was never complete
+        (SIX, [SIX], True),
+        (FIVE, [SIX, FIVE], True),
+        (None, [SIX, FIVE], False),  # the user removed checkpoints
+    ],
+)
+def test_a_copy_is_used_if_a_checkpoint_before_it_was_never_complete(
+    newest: Ancestor | None, lineage: list[Ancestor], is_used: bool, tmp_path: Path
+) -> None:
+    manifest(7, lineage, SIX, a=1).write(tmp_path)
+    found, _ = read_manifest(tmp_path)
+    assert bool(list(usable([HostFiles((0,), {7: {"a": 1}}, {7: found})], newest))) == is_used
+
+
+def test_manifests_of_checkpoints_have_what_earlier_versions_read(tmp_path: Path) -> None:
+    manifest(7, [SIX], a=1).write(tmp_path)
+    found = json.loads((tmp_path / MANIFEST).read_text())
+    assert set(found) == {"format", "step", "order", "lineage", "files"}
 
 
 def test_copies_take_their_share_of_the_time() -> None:
@@ -369,6 +397,32 @@ def test_a_copy_that_was_gone_on_from_stays_until_the_next_is_complete(tmp_path:
         trainer.fit()
     starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
     assert starts[-1]["after_step"] == 3 and not copies.exists()
+
+
+def test_a_run_goes_on_from_a_copy_after_a_checkpoint_that_was_never_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_lost, write = threading.Event(), BegunCheckpoint.write
+
+    def held(begun: BegunCheckpoint) -> None:
+        is_lost.wait()
+        write(begun)
+
+    monkeypatch.setattr(BegunCheckpoint, "write", held)
+    with small_run(tmp_path, *KNOBS, "checkpoint.every=2", "run.grace_s=0.1") as trainer:
+        stop_after(trainer, 4)
+        with pytest.raises(SystemError, match="lost"):
+            trainer.fit()
+        trainer.copies._copies._end_copy()  # type: ignore[union-attr]
+        pending, trainer.store._pending = trainer.store._pending, None  # as of a killed process
+        is_lost.set()
+        assert pending is not None
+        pending.writing.join()
+    assert [one.name for one in (tmp_path / NAME / "checkpoints").iterdir()] == ["step_2.partial"]
+    with small_run(tmp_path, *KNOBS) as trainer:
+        trainer.fit()
+    starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
+    assert starts[-1]["after_step"] == 3
 
 
 @pytest.mark.full
