@@ -53,7 +53,8 @@ from reshard_ways import (
 )
 from torch import Tensor
 
-from hybridrl.parallel.groups import World, stop_process_group
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.joining import stop_process_group
 from hybridrl.platform import Platform
 
 # Measuring

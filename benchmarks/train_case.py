@@ -29,7 +29,7 @@ from hybridrl.data.packing import even_sizes, round_up
 from hybridrl.loop import garbage, setup
 from hybridrl.metrics.flops import forward_flops, train_flops
 from hybridrl.models.family import ModelShape
-from hybridrl.parallel.groups import start_process_group
+from hybridrl.parallel.joining import start_process_group
 from hybridrl.platform import Platform
 from hybridrl.roles.policy import Policy
 from hybridrl.training.build import build_model, model_source

@@ -27,7 +27,8 @@ from hybridrl.contracts.batch import TrainBatch
 from hybridrl.loop import setup
 from hybridrl.loop.saved_batch import SavedBatch
 from hybridrl.loop.skipped import first_cause
-from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.roles.policy import TERM_TEMPERATURE, Policy

@@ -19,13 +19,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from hybridrl.data.prompts import PromptSource
 from hybridrl.generation.beside import Beside
 from hybridrl.generation.idle import Clock, added, idle_shares
 from hybridrl.generation.in_flight import Limits, num_new
-from hybridrl.generation.lagged import STEPS_BETWEEN_ENDS, LaggedSampler
+from hybridrl.generation.lagged import LaggedSampler
+from hybridrl.generation.looks import Looks
 from hybridrl.generation.pool import known_states
 from hybridrl.generation.timeline import Timeline
 from hybridrl.metrics.timing import Span
@@ -92,20 +91,24 @@ class AheadSampler(LaggedSampler):
         of its own, on the ranks with an engine. One that fails tells the others at the next look.
         """
         failure: Exception | None = None
+
+        def counts() -> list[int]:
+            num_left = sum(self._left.values()) if self._replica.is_first else 0
+            return [int(failure is not None or self._gives_up()), num_left]
+
+        looks = Looks(
+            self._engines.begin_sum, lambda found: bool(found[0]) or found[1] <= self._ahead_until
+        )
         for num_steps in itertools.count():
-            if num_steps % STEPS_BETWEEN_ENDS == 0:
-                num_left = sum(self._left.values()) if self._replica.is_first else 0
-                ends = self._gives_up() or failure is not None
-                flags = self._engines.sum(torch.tensor([int(ends), num_left])).tolist()
-                if failure is not None:
-                    raise failure
-                if flags[0] or flags[1] <= self._ahead_until:
-                    return
+            if looks.may_end(num_steps, counts):
+                break
             try:
                 if failure is None:
                     self._advance(num_steps, self._gives_up)
             except Exception as error:
                 failure = error
+        if failure is not None:
+            raise failure
 
     def _gives_up(self) -> bool:
         """Whether this rank wants generation to end now: nobody will use its samples, or a signal

@@ -2,9 +2,9 @@
 step, with its weights (`steps.max_policy_lag`; partial rollouts, Kimi k1.5, arXiv 2501.12599, sec.
 2.6.2).
 
-Who waits for whom: all ranks call alike. After every STEPS_BETWEEN_ENDS steps of their engines they
-add up over gloo which groups are complete, and leave generation together. So where it ends follows
-from the samples and not from the time, and a run repeats itself. (On another number of replicas
+Who waits for whom: all ranks call alike. Every few steps of their engines (looks.py) they add up
+over gloo which groups are complete, and leave generation together. So where it ends follows from
+the samples and not from the time, and a run repeats itself. (On another number of replicas
 too, while `rollout.max_batch` holds all requests of each and its engine advances each by a token a
 step.)
 
@@ -29,8 +29,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from hybridrl.contracts.batch import Prompt, RolloutBatch
 from hybridrl.data.prompts import PromptSource
 from hybridrl.generation.episodes import OpenResponse
@@ -45,17 +43,13 @@ from hybridrl.generation.in_flight import (
     may_end,
     num_new,
 )
+from hybridrl.generation.looks import STEPS_BETWEEN_ENDS, Looks
 from hybridrl.generation.pool import Pool, Sample, States, known_states, restored_pool
 from hybridrl.generation.sampler import Progress, Sampler
 from hybridrl.generation.saved_rollouts import joined
 from hybridrl.generation.timeline import Timeline
 from hybridrl.parallel.stopping import check_stop
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
-
-# Steps of the engines between two looks whether generation may end. So many at most are taken in
-# vain; a look takes one small collective over gloo, of less than a millisecond, while a step of a
-# model that is worth the trouble takes ten.
-STEPS_BETWEEN_ENDS = 8
 
 
 class LaggedSampler(Sampler):
@@ -136,8 +130,9 @@ class LaggedSampler(Sampler):
         self.timeline.take("generate", self.engine.version)
         with self.world.all_agree("generation") as agreement:
             self._begin(prompts, step, greedy)
+            looks = Looks(self.world.begin_sum_on_host, self._may_end)
             for num_steps in itertools.count():
-                if num_steps % STEPS_BETWEEN_ENDS == 0 and self._may_end():
+                if looks.may_end(num_steps, self._counts):
                     break
                 self._advance(num_steps, lambda: self.world.heartbeat.stop_signal != 0)
                 if on_progress is not None:
@@ -310,17 +305,25 @@ class LaggedSampler(Sampler):
                 whole = [one for one, (_, group) in self._owners.items() if group == number]
                 super()._begin_scoring([self._done[one] for one in whole])
 
-    def _may_end(self) -> bool:
-        """Whether the step's groups are complete on all replicas together, or a signal asks to
-        stop; the same on all ranks. Collective.
+    def _counts(self) -> list[int]:
+        """Returns whether a signal asks this rank to stop, and how many groups of its replica are
+        complete, by the step that must have them.
+        """
+        whole = [g.born for g in self._pool.groups if self._left.get(g.number) == 0]
+        counted = whole if self._replica.is_first else []
+        stops = self.world.heartbeat.stop_signal != 0
+        return [int(stops), *count_by_deadline(counted, self._step, self._limits)]
+
+    def _may_end(self, found: Sequence[int]) -> bool:
+        """Returns whether the step's groups are complete on all replicas together, or a signal asks
+        to stop.
+
+        Args:
+            found: the sum of `_counts` over all ranks.
         """
         limits = self._limits
         held = count_by_deadline([g.born for g in self._pool.groups], self._step, limits)
-        whole = [g.born for g in self._pool.groups if self._left.get(g.number) == 0]
-        counts = count_by_deadline(whole if self._replica.is_first else [], self._step, limits)
-        stops = self.world.heartbeat.stop_signal != 0
-        found = self.world.sum_on_host(torch.tensor([int(stops), *counts])).tolist()
-        return bool(found[0]) or may_end(found[1:], held, limits, self._room)
+        return bool(found[0]) or may_end(list(found[1:]), held, limits, self._room)
 
     def _leave_engine(self) -> dict[int, States] | None:
         """Takes all samples out of the engine; returns of this replica's groups which weights made

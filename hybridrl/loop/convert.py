@@ -19,7 +19,8 @@ from hybridrl.models.directory import read_config
 from hybridrl.models.family import ModelShape, is_kept_in_fp32, read_model
 from hybridrl.models.hf import HfCheckpoint, load_hf
 from hybridrl.models.weights import Head, hf_shapes
-from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh, layout_name
 from hybridrl.platform import Platform

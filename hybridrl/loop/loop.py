@@ -44,7 +44,7 @@ from hybridrl.loop.skipped import SkippedSteps
 from hybridrl.loop.updates import take_updates
 from hybridrl.loop.validation import Validation
 from hybridrl.parallel.failure import PeerError
-from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.stopping import StopAsked, check_stop, stops_on_signals
 from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.rewards.functions import RewardFunction

@@ -25,7 +25,8 @@ from hybridrl.config.teacher import teacher_rules
 from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.order import is_settled, lay_out, order_layout
 from hybridrl.models.family import bias_rule, read_model
-from hybridrl.parallel.groups import World, from_rank_0, same_on_all_ranks
+from hybridrl.parallel.groups import World, same_on_all_ranks
+from hybridrl.parallel.joining import from_rank_0
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.planning.choose import chosen_values, is_wanted, with_layout

@@ -2,12 +2,13 @@
 
 Who waits for whom: all ranks of a replica call `broadcast_object` or `is_any` together, and wait
 for the others as long as they live: the first one may wait for a tool. Replicas are independent of
-each other. All ranks with an engine call `EngineGroup.sum` together, also while other threads and
-ranks talk over the world. Making the groups is collective over the world.
+each other. All ranks with an engine call `EngineGroup.begin_sum` together, also while other threads
+and ranks talk over the world. Making the groups is collective over the world.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,15 +82,17 @@ class EngineGroup:
             group = dist.new_group(list(layout.ranks), timeout=UNBOUNDED, backend="gloo")
             self._group = group if rank in layout.ranks else None
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `values`, on the CPU, over the ranks with an engine.
-
-        Raises:
-            PeerError: a rank is lost or stays away.
+    def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to add up `values`, on the CPU, over the ranks with an engine; returns what waits
+        for the sum and returns it, or raises PeerError where a rank is lost or stays away.
         """
-        total = values.clone()
-        if self._group is not None:
-            work = dist.all_reduce(total, group=self._group, async_op=True)
-            what = "how far generation is"
+        total, what = values.clone(), "how far generation is"
+        if self._group is None:
+            return lambda: total
+        work = dist.all_reduce(total, group=self._group, async_op=True)
+
+        def wait() -> torch.Tensor:
             self._heartbeat.wait(work, what, group="engines", ranks=self._ranks)
-        return total
+            return total
+
+        return wait

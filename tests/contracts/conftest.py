@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform

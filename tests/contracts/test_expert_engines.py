@@ -43,7 +43,7 @@ from hybridrl.models.weights import (
     hf_shapes,
     megatron_layout,
 )
-from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.cpu_experts import experts_forward

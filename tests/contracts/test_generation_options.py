@@ -20,7 +20,7 @@ from engine_cases import (
 from packaged import CLASSES, needs
 
 from hybridrl.config import engines as registry
-from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.stops import TokenTexts

@@ -26,7 +26,7 @@ from packaged import PACKAGED, engine_module
 
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.weights import RankLayout, Region, fused_layout
-from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Request, SamplingParams, generate

@@ -39,7 +39,7 @@ from hybridrl.config import engines as registry
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.weights import check_layout
-from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rollout.build import ComputingEngine
 from hybridrl.rollout.engine import (

@@ -31,7 +31,7 @@ from tiny_models import longrope
 
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.families.by_length import at_length
-from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rollout import sglang_routing, sglang_scheduler, sglang_start
 from hybridrl.rollout.engine import Request, SamplingParams, generate

@@ -27,7 +27,7 @@ from packaged import needs
 from scheduler_cases import Kind, compare_schedulers
 
 from hybridrl.errors import UserError
-from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE

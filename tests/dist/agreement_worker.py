@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from hybridrl.errors import UserError
 from hybridrl.parallel import waiting_room
-from hybridrl.parallel.groups import PeerError, World, start_process_group, stop_process_group
+from hybridrl.parallel.groups import PeerError, World
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform

@@ -6,7 +6,8 @@ from scripted_turns import STEP, make_sampler, prompts
 
 from hybridrl.errors import UserError
 from hybridrl.parallel.exchange import collect
-from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 

@@ -34,7 +34,7 @@ from hybridrl.models.expert_stacks import in_stacks
 from hybridrl.models.family import read_model
 from hybridrl.models.hf import box_view
 from hybridrl.models.weights import RankLayout, megatron_layouts
-from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Request, SamplingParams, generate

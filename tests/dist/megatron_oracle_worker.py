@@ -36,7 +36,8 @@ from hybridrl.loop.setup import find_machines, make_meshes
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import box_view, load_hf
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
-from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform

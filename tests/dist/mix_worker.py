@@ -25,7 +25,7 @@ from hybridrl.debug.replay import replay
 from hybridrl.errors import DataError, UserError
 from hybridrl.loop.saved_batch import SavedBatch
 from hybridrl.metrics.values import SKIPPED
-from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.roles.policy import TERM_TEMPERATURE, LossTerm, Policy
 

@@ -28,7 +28,8 @@ from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
-from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform

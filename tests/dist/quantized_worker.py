@@ -20,7 +20,7 @@ from hybridrl.hybrid_engine.plan import PlanError
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.family import ModelShape
 from hybridrl.models.weights import RankLayout
-from hybridrl.parallel.groups import stop_process_group
+from hybridrl.parallel.joining import stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.peer_memory import PeerMemory, allocate
 

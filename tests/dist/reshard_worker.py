@@ -36,7 +36,7 @@ from hybridrl.hybrid_engine.plan import PlanError
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.family import ModelShape, MoeShape
 from hybridrl.models.weights import RankLayout, hf_shapes
-from hybridrl.parallel.groups import stop_process_group
+from hybridrl.parallel.joining import stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.peer_memory import PeerMemory, allocate
 

@@ -22,7 +22,8 @@ from hybridrl.models.attention import PackedAttention
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
-from hybridrl.parallel.groups import World, start_process_group
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.joining import start_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform

@@ -32,7 +32,7 @@ from hybridrl.metrics.timing import PhaseTimer, Span
 from hybridrl.metrics.values import SKIPPED
 from hybridrl.parallel.clock import clock_offset
 from hybridrl.parallel.exchange import bring
-from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.training.update import optimizer_step
 

@@ -29,7 +29,8 @@ from hybridrl.models.family import resolve_family  # noqa: E402
 from hybridrl.models.hf import load_hf  # noqa: E402
 from hybridrl.models.init import init_weights  # noqa: E402
 from hybridrl.models.weights import Head, hf_shapes  # noqa: E402
-from hybridrl.parallel.groups import World, start_process_group  # noqa: E402
+from hybridrl.parallel.groups import World  # noqa: E402
+from hybridrl.parallel.joining import start_process_group  # noqa: E402
 from hybridrl.parallel.layout import TrainLayout  # noqa: E402
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform  # noqa: E402

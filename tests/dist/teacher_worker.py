@@ -25,7 +25,8 @@ from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf import load_hf
 from hybridrl.models.weights import hf_shapes
-from hybridrl.parallel.groups import World, start_process_group
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.joining import start_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform

@@ -23,11 +23,13 @@ from hybridrl import Trainer
 from hybridrl.config.needs import Needs
 from hybridrl.contracts.batch import GREEDY, RolloutBatch, ScoredBatch, TrainBatch
 from hybridrl.errors import UserError
+from hybridrl.generation import looks
 from hybridrl.generation.lagged import LaggedSampler
 
 STEPS = 6
 LAGGED = ("rollout.max_new_tokens=40", "data.max_prompt_tokens=40", "train.learning_rate=1e-3")
 ENGINES = ("scripted", "hf")
+DROPS = ("rollout.at_lag_bound=drop", "rollout.in_flight=8")  # some samples come too late
 # Half of the groups are replaced, in up to two rounds.
 TURNS = (
     "environment={name: 'own_environments:Counts', workers: 2, max_turns: 3}",
@@ -105,7 +107,7 @@ def knobs(engine: str, lag: int, *more: str) -> tuple[str, ...]:
     ("lag", "more"),
     [
         (1, ()),
-        (1, ("rollout.at_lag_bound=drop",)),
+        (1, DROPS),
         (1, REPLACES),
         (1, TURNS),
         (2, ("rollout.in_flight=11", "rollout.max_batch=12")),
@@ -114,7 +116,7 @@ def knobs(engine: str, lag: int, *more: str) -> tuple[str, ...]:
 def test_every_token_has_the_version_that_made_it(
     engine: str, lag: int, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    metrics, drops = [], "rollout.at_lag_bound=drop" in more
+    metrics, drops = [], more == DROPS
     with small_run(tmp_path, *knobs(engine, lag, *more)) as trainer:
         trainer.check_engine()
         found = record(trainer)
@@ -175,8 +177,9 @@ def numbers(batch: RolloutBatch | None) -> list[int]:
 
 @pytest.mark.parametrize("uses_late", [True, False])
 def test_a_further_round_takes_what_the_step_would_throw_away(
-    uses_late: bool, tmp_path: Path
+    uses_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(looks, "STEPS_BETWEEN_ENDS", 2)  # steps end before all of their groups do
     with small_run(tmp_path, *knobs("scripted", 1, "rollout.at_lag_bound=drop")) as trainer:
         trainer.check_engine()
         trainer.train_step()

@@ -25,7 +25,7 @@ from tiny_models import chosen_by
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from hybridrl.models.family import resolve_family
-from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate

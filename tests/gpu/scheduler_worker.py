@@ -18,7 +18,7 @@ from engine_cases import PACKAGED_MODELS
 from scheduler_cases import Kind, compare_schedulers
 
 from hybridrl.models.family import resolve_family
-from hybridrl.parallel.groups import start_process_group, stop_process_group
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate

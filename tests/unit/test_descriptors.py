@@ -16,7 +16,7 @@ import resource, sys
 from pathlib import Path
 soft, hard = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-from hybridrl.parallel.groups import start_process_group
+from hybridrl.parallel.joining import start_process_group
 from hybridrl.platform import Platform
 start_process_group(Platform.detect(), 60)
 print(resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -18,7 +18,8 @@ from hybridrl.contracts.batch import BatchError, Prompt, ScoredBatch
 from hybridrl.environments.base import Answer, Play, Turn
 from hybridrl.environments.stage import Stages
 from hybridrl.generation.sampler import Sampler
-from hybridrl.parallel.groups import World, start_process_group, stop_process_group
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rewards.outcome import ScorerFailure
