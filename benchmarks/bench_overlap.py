@@ -117,7 +117,7 @@ def parse() -> argparse.Namespace:
             Way.of(way)
         except ValueError:
             parser.error(f"--ways {way}: expected AT_MOST or AT_MOST/FREE_SMS, as 0.25 or 1/32")
-    found.workload, found.warmups, found.steps = "tailed", 0, 1
+    found.workload, found.warmups, found.steps, found.turn = "tailed", 0, 1, None
     return found
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from case_record import commit
+from case_record import command_of, commit
 from paper_models import deepseek_v3, engine_parts, qwen3_235b_a22b, train_layouts
 
 from hybridrl.hybrid_engine.assign import assign
@@ -167,9 +167,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of the names of the cases to measure")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/planner.json"))
     args = parser.parse_args()
-    found = [measure(case, args.repeats) for case in CASES if args.only in case.name]
+    cases = [case for case in CASES if args.only.lower() in case.name.lower()]
+    if not cases:
+        names = "".join(f"\n  {case.name}" for case in CASES)
+        parser.error(f"--only {args.only!r} is in no name of a case:{names}")
+    found = [measure(case, args.repeats) for case in cases]
     result = {
         "benchmark": "planner",
+        "command": command_of(sys.argv),
         "commit": commit(),
         "machine": {
             "processor": platform.processor() or platform.machine(),

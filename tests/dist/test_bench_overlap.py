@@ -53,7 +53,7 @@ def test_ways_and_cases_that_cannot_be_measured_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARK.parent))
-    from bench_overlap import Way, describe_overlap
+    from bench_overlap import Way, describe_overlap, parse
 
     assert Way.of("0.25") == Way("0.25", 0.25) and Way.of("1/32") == Way("1/32", 1.0, 32)
     for wrong in ("all", "1.5", "-1", "1/-8", "1/a"):
@@ -63,3 +63,6 @@ def test_ways_and_cases_that_cannot_be_measured_are_refused(
     for case in ("7b/dp2/tp1", "7b/pp2/tp1", "7b/tp2/apart-tp1"):
         with pytest.raises(SystemExit, match="one replica"):
             describe_overlap(case, arguments)  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "argv", ["bench_overlap.py", "7b/tp2/tp1", "--out", "times.json"])
+    arguments = parse()
+    assert describe_overlap(*arguments.cases, arguments)["world"] == 2  # needs all that it needs

@@ -29,7 +29,12 @@ def test_memory_for_checkpoints_is_reserved_once_copies_have_theirs_or_are_given
     copies: Any = Copies.__new__(Copies)
     world = SimpleNamespace(platform=SimpleNamespace(is_cpu=True))
     copies._store = SimpleNamespace(
-        reserve=reserved.append, lineage=[], layout={}, reserved_bytes=0, world=world
+        reserve=reserved.append,
+        lineage=[],
+        unfinished=None,
+        layout={},
+        reserved_bytes=0,
+        world=world,
     )
     copies._copies, copies._every, copies._saves_beside, copies._has_said = held, 1, True, True
     copies.start(0, 5, {"policy": None})
