@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -92,6 +92,17 @@ class Run:
         rest = np.maximum(left - STEPS_BETWEEN_ENDS, 0).tolist()
         self._left |= {group.number: one for group, one in zip(self._groups, rest, strict=True)}
 
+    def _decode_until(self, is_enough: Callable[[], bool]) -> None:
+        """Decodes up to the look after that at which there is enough: what a look counts is read at
+        the next one, but for the first (looks.py).
+        """
+        if is_enough():
+            return
+        self._decode()
+        while not is_enough():
+            self._decode()
+        self._decode()
+
     def _may_end(self, step: int) -> bool:
         assert self._limits is not None
         self._groups = [
@@ -114,14 +125,13 @@ class Run:
             self.now_s += self._train_s
             return
         self._begin(step, num_new(len(self._groups), limits))
-        while not self._may_end(step):
-            self._decode()
+        self._decode_until(lambda: self._may_end(step))
         _, self._groups, _ = choose(self._groups, step, limits)
         trained_s = self.now_s + self._train_s
         if limits.ahead_until is not None:
             self._begin(step, num_new(len(self._groups), limits, is_ahead=True))
-            while self._unfinished() > limits.ahead_until:
-                self._decode()
+            enough = limits.ahead_until
+            self._decode_until(lambda: self._unfinished() <= enough)
         self.now_s = max(self.now_s, trained_s)
 
 

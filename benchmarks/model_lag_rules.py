@@ -150,7 +150,10 @@ class Run:
         if self._rule.limits is None:
             while any(self._left[group.number].any() for group in self._groups):
                 self._decode()
-        while not self._may_end(step):
+        if not self._may_end(step):  # what a look counts is read at the next one (looks.py)
+            self._decode()
+            while not self._may_end(step):
+                self._decode()
             self._decode()
         self._groups = [self._told(group, group.replica) for group in self._groups]
         taken, self._groups, _ = choose(self._groups, step, self._limits)

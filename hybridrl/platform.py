@@ -137,9 +137,18 @@ def keep_compiled_kernels() -> None:
     Triton's folder is the same for all processes unless TRITON_CACHE_DIR names another. Inductor
     sets that where it compiles, to a folder of what it compiles, and not where it finds all of it:
     the second start of an engine, after a lost rank say, compiled all other kernels again, 15 s.
+    A folder that TORCHINDUCTOR_CACHE_DIR names has them too. Where nothing can be written, Inductor
+    is left to find a place.
     """
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
+    wanted = os.path.join(folder, "triton") if folder else os.path.join(home, ".triton", "cache")
+    try:
+        os.makedirs(wanted, exist_ok=True)
+    except OSError:
+        return
+    if os.access(wanted, os.W_OK):
+        os.environ.setdefault("TRITON_CACHE_DIR", wanted)
 
 
 def start_kernels_in_order(tp: int, cp: int) -> None:

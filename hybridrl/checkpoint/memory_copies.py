@@ -34,6 +34,7 @@ from hybridrl.checkpoint.host_copies import HostCopies
 from hybridrl.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_DIGEST,
+    Ancestor,
     FileEntry,
     Manifest,
     entry_of,
@@ -79,6 +80,7 @@ class MemoryCopies:
     Attributes:
         is_off: there is no room for them.
         busy_s: how long this rank's thread has worked on the last complete copy, seconds.
+        lineage: of the copy that `restore` returned, the checkpoints that are there.
     """
 
     def __init__(self, run_folder: Path, world: World, notify: Notify) -> None:
@@ -100,6 +102,7 @@ class MemoryCopies:
         self._restored: int | None = None  # that this start goes on from
         self._has_found_room = False
         self.is_off, self.busy_s = False, 0.0
+        self.lineage: Sequence[Ancestor] = ()
 
     def start(self, step: int, num_bytes: int) -> bool:
         """Removes the copies of earlier starts, but for the one that the run goes on from, which is
@@ -264,12 +267,12 @@ class MemoryCopies:
                 folder = host_folder(self._number) / f"step_{step}"
                 if (damage := self._damage(folder, manifest, writers)) is None:
                     self._notify(f"step {step} was in host memory: the run goes on from there")
-                    self._restored = step
+                    self._restored, self.lineage = step, manifest.lineage
                     return folder
                 self._tell_damage(step, damage)
                 continue
             folder = root / f"step_{step}"
-            numbered = manifest.model_copy(update={"order": order + 1, "unfinished": None})
+            numbered = manifest.model_copy(update={"order": order + 1})
             if (damage := self._write_out(folder, numbered, writers)) is None:
                 self._notify(f"step {step} was in host memory, and is in {folder} now")
                 return folder

@@ -187,8 +187,9 @@ def usable(
     rank that writes each file, one whose host has it.
 
     A copy is newer than the newest checkpoint, which it comes after; where the user has gone back,
-    or has removed checkpoints, it does not. A checkpoint that was not complete when the ranks were
-    lost was not removed.
+    or has removed checkpoints, it does not. A checkpoint that was being written when the copy was
+    taken may be missing all the same: ranks were lost before it was complete. The manifest that is
+    given then has nothing of it.
 
     Args:
         hosts: all that are there.
@@ -203,6 +204,10 @@ def usable(
             comes_after = all(one == manifest.unfinished for one in manifest.lineage)
         if not comes_after:
             continue
+        if manifest.unfinished != newest:
+            lineage = [one for one in manifest.lineage if one != manifest.unfinished]
+            manifest = manifest.model_copy(update={"lineage": lineage})
+        manifest = manifest.model_copy(update={"unfinished": None})
         writers: dict[str, int] = {}
         loads = {rank: 0 for host in hosts for rank in host.ranks}
         for name, entry in manifest.files.items():

@@ -91,7 +91,7 @@ class CheckpointStore:
     Attributes:
         root, world, keep, layout: as given.
         copy_in_memory: what the run goes on from, where it is a copy in host memory and no
-            checkpoint has it yet.
+            checkpoint has it yet, and the checkpoints that it went through, the newest first.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CheckpointStore:
     ) -> None:
         self.root, self.world, self.keep, self._notify = root, world, keep, notify
         self.layout, self._grace_s = layout, grace_s
-        self.copy_in_memory: Path | None = None
+        self.copy_in_memory: tuple[Path, Sequence[Ancestor]] | None = None
         self._lineage: list[Ancestor] = []  # of the state that the ranks hold, the newest first
         self._copies = HostCopies()
         self._pending: _Pending | None = None  # is being written
@@ -382,8 +382,8 @@ class CheckpointStore:
             set_rng_state(states)
 
     def _lineage_of(self, checkpoint: Checkpoint) -> list[Ancestor]:
-        if checkpoint.folder == self.copy_in_memory:
-            return list(checkpoint.manifest.lineage)
+        if self.copy_in_memory is not None and checkpoint.folder == self.copy_in_memory[0]:
+            return list(self.copy_in_memory[1])
         if checkpoint.folder.resolve().parent != self.root.resolve():
             return []  # of another run, whose checkpoints are not this one's to remove
         own = checkpoint.ancestor

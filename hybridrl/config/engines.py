@@ -123,6 +123,7 @@ ENGINES = {
         has_fixed_kv_cache=True,
         captures_graphs=True,
         bounds_positions=True,
+        ends_by_text=True,
         runs_on_gpus=True,
     ),
     "scripted": EngineTraits(

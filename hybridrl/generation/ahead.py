@@ -30,7 +30,7 @@ from hybridrl.generation.timeline import Timeline
 from hybridrl.metrics.timing import Span
 from hybridrl.parallel.replica import EngineGroup
 
-# For a thread that generates to see, at its next look, that what it does is not wanted any more.
+# For a thread that generates to see, two looks later at most, that what it does is not wanted.
 CANCEL_S = 60.0
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class AheadSampler(LaggedSampler):
 
     def _generate_ahead(self) -> None:
         """Takes steps of the engine until few samples of all replicas are unfinished; on a thread
-        of its own, on the ranks with an engine. One that fails tells the others at the next look.
+        of its own, on the ranks with an engine. One that fails tells the others by the next look.
         """
         failure: Exception | None = None
 

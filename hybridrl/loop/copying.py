@@ -61,7 +61,8 @@ class Copies:
         found = None if self._copies is None else self._copies.restore(self._store.root)
         if found is None or found.parent == self._store.root:
             return self._store.newest()
-        self._store.copy_in_memory = found
+        assert self._copies is not None
+        self._store.copy_in_memory = found, self._copies.lineage
         return found
 
     def start(self, step: int, last: int, models: Mapping[str, Saved]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -13,42 +15,72 @@ from typing import Any
 
 from hybridrl.config.cache import cache_folder
 
+CONFIG, LOCK = "config.json", "lock"
+MOST_AT_ONCE = 16  # processes that start the same part of an engine on one machine
+
 
 @contextlib.contextmanager
-def model_folder(content: Mapping[str, Any], replica: int) -> Iterator[Path]:
-    """Gives a folder whose path is the same at every start of this replica with this content.
+def model_folder(content: Mapping[str, Any], replica: int, tp_rank: int) -> Iterator[Path]:
+    """Gives a folder whose path is the same at every start of this part of an engine with this
+    content, and by this code.
 
     vLLM finds what it has compiled by a key that contains the path of the model: with another path
-    at each start it compiled the model and its kernels anew, 25 to 40 s. Replicas have folders, and
-    so compiled files, of their own: one of the files is read while another replica may write it.
+    at each start it compiled the model and its kernels anew, 25 to 40 s. What it has compiled knows
+    the tensor-parallel rank, for which vLLM takes the rank of the job, and the changes that this
+    package makes to the model, which the key does not contain. So each place of an engine has a
+    folder of its own, and each state of this package's code. Processes that start at the same time
+    as others of the same place, of another job, have further ones: one of vLLM's files is read
+    while another process may write it.
 
     It stands in `cache_folder("engines")` and stays; where that cannot be written, the folder is a
     temporary one.
 
     Args:
         content: of config.json.
-        replica: number of the engine.
+        replica, tp_rank: the place.
     """
-    text = json.dumps(content, sort_keys=True)
-    name = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-{replica}"
-    folder = cache_folder("engines") / name
-    try:
-        _write(folder, text)
-    except OSError:
-        with tempfile.TemporaryDirectory() as temporary:
-            _write(Path(temporary), text)
-            yield Path(temporary)
-        return
-    yield folder
+    text = json.dumps(content, sort_keys=True).encode()
+    name = hashlib.sha256(text + _code().encode()).hexdigest()[:16]
+    with contextlib.ExitStack() as held:
+        try:
+            folder = _taken(cache_folder("engines") / f"{name}-{replica}-{tp_rank}", held)
+            _write(folder, text)
+        except OSError:
+            folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+            _write(folder, text)
+        yield folder
 
 
-def _write(folder: Path, text: str) -> None:
+@functools.cache
+def _code() -> str:
+    """Returns a digest of what changes models of engines before they are compiled."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _taken(place: Path, held: contextlib.ExitStack) -> Path:
+    """Returns the first folder of a place that no other process starts from, until `held` ends.
+
+    Raises:
+        OSError: it cannot be written, or too many start at once.
+    """
+    for number in range(MOST_AT_ONCE):
+        folder = place if number == 0 else place.with_name(f"{place.name}-{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = held.enter_context((folder / LOCK).open("ab"))
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return folder
+    raise BlockingIOError(f"{MOST_AT_ONCE} processes start from {place}")
+
+
+def _write(folder: Path, text: bytes) -> None:
     """Writes config.json where it is not there already; readers see all of it or none."""
-    file = folder / "config.json"
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if file.read_text(encoding="utf-8") == text:
+    file = folder / CONFIG
+    with contextlib.suppress(FileNotFoundError):
+        if file.read_bytes() == text:
             return
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"config.{os.getpid()}.new"
-    partial.write_text(text, encoding="utf-8")
+    number, partial = tempfile.mkstemp(dir=folder)
+    with os.fdopen(number, "wb") as written:
+        written.write(text)
     os.replace(partial, file)

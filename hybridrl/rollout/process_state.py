@@ -55,8 +55,15 @@ def ranks_in_environment() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of a module or class for as long as the engine starts."""
+def replaced(owner: Any, name: str, value: Any, if_there: bool = False) -> Iterator[None]:
+    """Sets an attribute of a module or class for as long as the engine starts.
+
+    Args:
+        if_there: does nothing where there is no such attribute, as it may be in another version.
+    """
+    if if_there and name not in owner.__dict__:
+        yield
+        return
     original = owner.__dict__[name]
     setattr(owner, name, value)
     try:

@@ -46,7 +46,7 @@ from hybridrl.rollout.settings import EngineSettings, token_bytes, too_long
 from hybridrl.rollout.sglang_longrope import settle_longrope
 from hybridrl.rollout.sglang_routing import RecordedExperts
 from hybridrl.rollout.sglang_sampling import request_sampling
-from hybridrl.rollout.sglang_scheduler import drawn_logps, synchronize
+from hybridrl.rollout.sglang_scheduler import drawn_logps, end_soon, synchronize
 from hybridrl.rollout.sglang_start import start, stop
 from hybridrl.rollout.sglang_version import model_rules
 from hybridrl.rollout.stops import TokenTexts
@@ -112,6 +112,9 @@ class SglangEngine:
         # Every unfinished request, in order of arrival, and those that SGLang has, by number.
         self._rows: dict[int, RunningRequest] = {}
         self._running: dict[int, _Running] = {}
+        # Whose text is looked at, and those that it has ended and SGLang has yet.
+        self._by_text: set[int] = set()
+        self._leaving: set[int] = set()
         self._experts: RecordedExperts | None = None
         before = free_bytes(self._device)
         views = self._start(family, shape, layout, rank, shard)
@@ -229,18 +232,23 @@ class SglangEngine:
             self._record(running.request)
         self._drop_running()
 
-    def _record(self, request: Any) -> None:
-        """Records the experts of a request of SGLang's that leaves its place unfinished."""
+    def _record(self, request: Any, num_tokens: int | None = None) -> None:
+        """Records the experts of a request of SGLang's that leaves its place unfinished.
+
+        Args:
+            num_tokens: of prompt and response, that it is left with; None: all.
+        """
         running = self._running.get(int(request.rid))
         # Without a token its prompt may not be computed yet.
         if self._experts is not None and running is not None and request.output_ids:
             pool = self._scheduler.req_to_token_pool
-            num_tokens = len(request.origin_input_ids) + len(request.output_ids)
-            self._experts.record(request, running.row, pool, num_tokens)
+            every = len(request.origin_input_ids) + len(request.output_ids)
+            self._experts.record(request, running.row, pool, num_tokens or every)
 
     def _drop_running(self) -> None:
         """Takes everything from SGLang; the rows keep the tokens that were taken from it."""
-        self._running.clear()
+        for ids in (self._running, self._by_text, self._leaving):
+            ids.clear()
         if not self._is_asleep:
             self._scheduler.forget_requests()
 
@@ -289,10 +297,9 @@ class SglangEngine:
         for request in requests:
             for violation in too_long(request, self._settings):
                 raise violation
-            if request.sampling.looks_back or request.sampling.stop_strings:
-                asked = "penalties, a least length or stop strings"
-                raise ValueError(f"request {request.request_id} has {asked}")
-        rows = new_rows(self._rows.values(), requests)
+            if request.sampling.looks_back:
+                raise ValueError(f"request {request.request_id} has penalties or a least length")
+        rows = new_rows(self._rows.values(), requests, self.token_texts)
         self._rows.update((row.request.request_id, row) for row in rows)
 
     def collect(self) -> list[Completion]:
@@ -308,7 +315,7 @@ class SglangEngine:
     def clear(self) -> None:
         """Drops all requests, and responses that were not collected."""
         self._agreement.settle()
-        if self._running:
+        if self._running or self._leaving:
             self._drop_running()
         self._rows.clear()
         self._finished.clear()
@@ -333,12 +340,13 @@ class SglangEngine:
         with torch.no_grad():
             if len(self._running) < len(self._rows):
                 for request_id, row in self._rows.items():
-                    if request_id not in self._running:
+                    if request_id not in self._running and request_id not in self._leaving:
                         self._add(request_id, row)
             scheduler.turn()
         ended, scheduler.ended = scheduler.ended, []
         for request in ended:
             self._end(request)
+        self._end_by_text()
         if scheduler.has_wrong_logp:
             self._take_running()  # raises, unless it was of a row that nobody takes
             scheduler.has_wrong_logp = False
@@ -373,10 +381,44 @@ class SglangEngine:
             stream=False,
         )
         self._running[request_id] = _Running(row, self._scheduler.add(asked))
+        if row.request.sampling.stop_strings:
+            self._by_text.add(request_id)
+
+    def _end_by_text(self) -> None:
+        """Ends requests whose text has a stop string, of which SGLang knows nothing: it draws one
+        more token for them, which nobody takes.
+        """
+        for request_id in sorted(self._by_text):
+            running = self._running[request_id]
+            if self._experts is not None and (end := self._text_end(running)):
+                self._record(running.request, len(running.row.request.prompt) + end)
+            completion = self._take(running)
+            if completion is None:
+                continue
+            self._finished.append(completion)
+            del self._rows[request_id], self._running[request_id]
+            self._by_text.remove(request_id)
+            self._leaving.add(request_id)
+            end_soon(running.request)
+
+    def _text_end(self, running: _Running) -> int:
+        """Returns how many tokens a response has with the first that completes a stop string, of
+        those that were not taken yet; 0: none does.
+        """
+        row, strings = running.row, running.row.request.sampling.stop_strings
+        tokens = [*row.tokens, *running.request.output_ids[running.num_taken :]]
+        ends = range(len(row.tokens) + 1, len(tokens) + 1)
+        assert self.token_texts is not None
+        found = self.token_texts.ends
+        return next((end for end in ends if found(tokens[:end], strings)), 0)
 
     def _end(self, request: Any) -> None:
         """Takes a request that SGLang has ended, and keeps its completion."""
         request_id = int(request.rid)
+        if request_id in self._leaving:
+            self._leaving.remove(request_id)
+            return
+        self._by_text.discard(request_id)
         running = self._running[request_id]
         if self._experts is not None:
             running.row.record(0, request.routed_experts)
@@ -404,12 +446,19 @@ class SglangEngine:
         tokens, logps = list(request.output_ids[since:]), drawn_logps(request)[since:]
         if not tokens:
             return None
-        running.num_taken += len(tokens)
         # The sum is finite only if all of them are.
         if not math.isfinite(sum(logps)) or max(logps) > 0:
             wrong = next(logp for logp in logps if not -float("inf") < logp <= 0)
             number = running.row.request.request_id
             raise no_logprob("sglang", wrong, number, self._version, self._tensors)
+        if running.row.request.sampling.stop_strings:
+            for token, logp in zip(tokens, logps, strict=True):  # any may be the last
+                running.num_taken += 1
+                completion = running.row.append(token, logp, self._version)
+                if completion is not None:
+                    return completion
+            return None
+        running.num_taken += len(tokens)
         return running.row.extend(tokens, logps, self._version)
 
     @property

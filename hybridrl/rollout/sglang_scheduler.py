@@ -274,6 +274,13 @@ def rows_of(batch: Any, result: Any, places: list[int]) -> tuple[Any, Any]:
     return batch, result
 
 
+def end_soon(request: Any) -> None:
+    """Makes a request end with the next token that is drawn for it."""
+    from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+
+    request.to_finish = FINISH_LENGTH(length=len(request.output_ids))
+
+
 def drawn_logps(request: Any) -> list[float]:
     """Returns the log-probabilities of a request's tokens so far."""
     holder = getattr(request, "logprob", None)  # of newer versions

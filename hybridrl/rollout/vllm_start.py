@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hybridrl import ops
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
-from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.parallel.layout import Place, RolloutLayout
 from hybridrl.parallel.view import View
 from hybridrl.rollout.groups import over_layout, replica_members
 from hybridrl.rollout.model_folder import model_folder
@@ -104,7 +104,7 @@ def start(
         _after_loading(lambda model: prepare(model, version)),
         _after_caching(listen),
     ):
-        llm = _make_engine(settings, arguments, version, layout.place(rank)[0])
+        llm = _make_engine(settings, arguments, version, layout.place(rank))
     _OPEN.append(llm)
     finalizer = getattr(llm.engine_core, "_finalizer", None)  # since 0.32
     if finalizer is not None:
@@ -130,7 +130,7 @@ def _device_memory(layout: RolloutLayout) -> tuple[int, int]:
 
 
 def _make_engine(
-    settings: EngineSettings, arguments: Mapping[str, Any], version: str, replica: int
+    settings: EngineSettings, arguments: Mapping[str, Any], version: str, place: Place
 ) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry
@@ -138,10 +138,10 @@ def _make_engine(
 
     set_num_threads = torch.set_num_threads
     with (
-        model_folder(settings.config_json(), replica) as folder,
+        model_folder(settings.config_json(), *place) as folder,
         # vLLM looks at the model's class in a process of its own, which takes 17 s to import all
         # that this one has imported, so that no GPU is touched; this process does so anyway.
-        replaced(registry, "_run_in_subprocess", lambda look: look()),
+        replaced(registry, "_run_in_subprocess", lambda look: look(), if_there=True),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

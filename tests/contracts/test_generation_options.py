@@ -153,12 +153,14 @@ def test_engine_goes_on_with_a_saved_request_to_its_stop_string(name: str) -> No
     whole = generate(engine, make_requests(6, sampling))
     longest = max(whole, key=lambda done: len(done.tokens))
     text = Letters().decode(longest.tokens, skip_special_tokens=False)
-    string = text[4:6]
+    # Engines may draw two tokens in their first step.
+    string = next(
+        pair for pair in (text[at : at + 2] for at in range(2, 20)) if pair not in text[:3]
+    )
     place = text.find(string)
     (request,) = [r for r in make_requests(6, sampling) if r.request_id == longest.request_id]
     request = replace(request, sampling=replace(sampling, stop_strings=(string,)))
     engine.submit([request])
-    assert place >= 2, "engines may draw two tokens in their first step"
     while len(held := engine.pending()) and len(held[0].tokens) <= place:
         engine.step()
     (saved,) = engine.pending()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -34,10 +34,11 @@ from hybridrl.models.families.by_length import at_length
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rollout import sglang_routing, sglang_scheduler, sglang_start
-from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.sglang import token_ids
 from hybridrl.rollout.sglang_arguments import SPARE_TOKENS, server_arguments
 from hybridrl.rollout.sglang_sampling import request_sampling
+from hybridrl.rollout.stops import TokenTexts
 
 pytestmark = list(needs("sglang"))
 
@@ -400,3 +401,36 @@ def test_sglang_engine_gives_memory_back_by_sglangs_own_calls() -> None:
     engine.clear()
     found = generate(engine, requests)
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
+
+
+class Letters:
+    """A tokenizer of one letter a token, "a" for 0."""
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def test_sglang_engine_takes_the_number_of_a_request_again_that_its_text_has_ended() -> None:
+    """SGLang has such a request for one more turn, while others go on."""
+    engine = make_engine(QWEN3)
+    sampling = SamplingParams(max_new_tokens=24)
+    first, other = make_requests(2, sampling)
+    whole, expected = generate(engine, [first, other])
+    text = Letters().decode(whole.tokens, skip_special_tokens=False)
+    stopped = dataclasses.replace(sampling, stop_strings=(text[3:6],))
+    engine.token_texts = TokenTexts(Letters())
+    cut = dataclasses.replace(first, sampling=stopped)
+    engine.submit([cut, other])
+    found: list[Completion] = []
+    while not found:
+        engine.step()
+        found = engine.collect()
+    assert found[0].tokens == whole.tokens[: text.find(text[3:6]) + 3]
+    engine.submit([first])  # the same number, to its own end
+    while engine.has_unfinished:
+        engine.step()
+    again = {done.request_id: done.tokens for done in engine.collect()}
+    assert again == {first.request_id: whole.tokens, other.request_id: expected.tokens}
+    generate(engine, [cut])
+    engine.clear()  # while SGLang has it
+    assert generate(engine, [first])[0].tokens == whole.tokens

@@ -29,7 +29,7 @@ from scheduler_cases import Kind, compare_schedulers
 from hybridrl.errors import UserError
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
-from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE
 
 pytestmark = list(needs("vllm"))
@@ -101,6 +101,23 @@ def test_vllm_engine_preempts_where_the_cache_is_too_small_and_draws_the_same() 
     found = generate(engine, requests)
     assert preempted
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def test_vllm_engine_has_as_many_requests_as_it_decodes_together_the_first_ones() -> None:
+    engine = make_engine(QWEN3, max_batch=4)
+    requests = make_requests(10, MIXED)
+    alone = [done for one in requests for done in generate(engine, [one])]
+    engine.submit(requests)
+    begun, most, found = list[int](), 0, dict[int, Completion]()
+    while engine.has_unfinished:
+        engine.step()
+        held = [row.request.request_id for row in engine._running.values()]
+        begun += [one for one in held if one not in begun]
+        most = max(most, len(held))
+        found |= {done.request_id: done for done in engine.collect()}
+    assert begun == sorted(begun) and set(begun) <= set(found), "in the order of arrival"
+    assert most <= 4 and len(found) == 10
+    assert all(close(one, found[one.request_id]) for one in alone)
 
 
 def test_vllm_engine_finds_what_an_earlier_start_compiled(monkeypatch, tmp_path) -> None:

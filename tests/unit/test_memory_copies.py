@@ -122,7 +122,11 @@ def test_a_copy_is_used_if_a_checkpoint_before_it_was_never_complete(
 ) -> None:
     manifest(7, lineage, SIX, a=1).write(tmp_path)
     found, _ = read_manifest(tmp_path)
-    assert bool(list(usable([HostFiles((0,), {7: {"a": 1}}, {7: found})], newest))) == is_used
+    given = list(usable([HostFiles((0,), {7: {"a": 1}}, {7: found})], newest))
+    assert bool(given) == is_used
+    for _, told, _ in given:  # no checkpoint is named that is not there
+        assert told.unfinished is None
+        assert told.lineage == ([] if newest is None else lineage[lineage.index(newest) :])
 
 
 def test_manifests_of_checkpoints_have_what_earlier_versions_read(tmp_path: Path) -> None:
@@ -399,18 +403,18 @@ def test_a_copy_that_was_gone_on_from_stays_until_the_next_is_complete(tmp_path:
     assert starts[-1]["after_step"] == 3 and not copies.exists()
 
 
-def test_a_run_goes_on_from_a_copy_after_a_checkpoint_that_was_never_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def lose_while_writing(folder: Path, step: int, patch: pytest.MonkeyPatch) -> None:
+    """As `lose`, while a checkpoint of a step before is being written, which is never complete."""
     is_lost, write = threading.Event(), BegunCheckpoint.write
 
     def held(begun: BegunCheckpoint) -> None:
         is_lost.wait()
         write(begun)
 
-    monkeypatch.setattr(BegunCheckpoint, "write", held)
-    with small_run(tmp_path, *KNOBS, "checkpoint.every=2", "run.grace_s=0.1") as trainer:
-        stop_after(trainer, 4)
+    knobs = ("checkpoint.every=2", "run.grace_s=0.1", "steps.num_steps=8")
+    with patch.context() as during, small_run(folder, *KNOBS, *knobs) as trainer:
+        during.setattr(BegunCheckpoint, "write", held)
+        stop_after(trainer, step)
         with pytest.raises(SystemError, match="lost"):
             trainer.fit()
         trainer.copies._copies._end_copy()  # type: ignore[union-attr]
@@ -418,11 +422,22 @@ def test_a_run_goes_on_from_a_copy_after_a_checkpoint_that_was_never_complete(
         is_lost.set()
         assert pending is not None
         pending.writing.join()
-    assert [one.name for one in (tmp_path / NAME / "checkpoints").iterdir()] == ["step_2.partial"]
-    with small_run(tmp_path, *KNOBS) as trainer:
+
+
+def test_a_run_goes_on_from_copies_after_checkpoints_that_were_never_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = tmp_path / NAME / "checkpoints"
+    lose_while_writing(tmp_path, 4, monkeypatch)
+    assert [one.name for one in checkpoints.iterdir()] == ["step_2.partial"]
+    lose_while_writing(tmp_path, 6, monkeypatch)  # goes on from 3
+    lose(tmp_path, 6, "steps.num_steps=8", "checkpoint.every=0")  # from 5, and writes none
+    with small_run(tmp_path, *KNOBS, "steps.num_steps=8") as trainer:
         trainer.fit()
     starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
-    assert starts[-1]["after_step"] == 3
+    assert [one["after_step"] for one in starts] == [0, 3, 5, 5]
+    found = Checkpoint.open(checkpoints / "step_8").manifest
+    assert not found.lineage, "no checkpoint was complete before"
 
 
 @pytest.mark.full

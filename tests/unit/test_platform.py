@@ -39,23 +39,27 @@ def test_one_hardware_queue_for_tensor_and_context_parallel_unless_set(
 
 
 @pytest.mark.parametrize(
-    ("own", "home", "expected"),
+    ("variables", "expected"),
     [
-        (None, None, "/u/.triton/cache"),
-        (None, "/t", "/t/.triton/cache"),
-        ("/mine", "/t", "/mine"),
+        ({}, "u/.triton/cache"),
+        ({"TRITON_HOME": "t"}, "t/.triton/cache"),
+        ({"TORCHINDUCTOR_CACHE_DIR": "i"}, "i/triton"),
+        ({"TRITON_CACHE_DIR": "mine", "TRITON_HOME": "t"}, "mine"),
+        ({"TRITON_HOME": "file"}, None),  # where no folder can be made
     ],
 )
 def test_compiled_kernels_are_kept_where_triton_looks_for_them(
-    monkeypatch: pytest.MonkeyPatch, own: str | None, home: str | None, expected: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], expected: str | None
 ) -> None:
-    monkeypatch.setenv("HOME", "/u")
-    for name, value in (("TRITON_CACHE_DIR", own), ("TRITON_HOME", home)):
-        monkeypatch.setenv(name, value or "")  # so that it is restored
-        if value is None:
-            monkeypatch.delenv(name)
+    (tmp_path / "file").write_text("")
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    for name, value in ({"HOME": "u"} | variables).items():
+        monkeypatch.setenv(name, str(tmp_path / value))
     keep_compiled_kernels()
-    assert os.environ["TRITON_CACHE_DIR"] == expected
+    found = os.environ.get("TRITON_CACHE_DIR")
+    assert found == (None if expected is None else str(tmp_path / expected))
 
 
 def replayed(config: Config) -> None:

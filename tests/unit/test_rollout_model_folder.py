@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from hybridrl.rollout import model_folder as module
-from hybridrl.rollout.model_folder import model_folder
+from hybridrl.rollout.model_folder import MOST_AT_ONCE, model_folder
 
 CONTENT = {"architectures": ["A"], "hidden_size": 8}
 
@@ -19,24 +20,38 @@ def cache(monkeypatch, tmp_path) -> Path:
     return tmp_path
 
 
-def path_of(content: dict[str, object], replica: int) -> Path:
-    with model_folder(content, replica) as folder:
+def path_of(content: dict[str, object], replica: int = 0, tp_rank: int = 0) -> Path:
+    with model_folder(content, replica, tp_rank) as folder:
         assert json.loads((folder / "config.json").read_text()) == content
-        assert [file.name for file in folder.iterdir()] == ["config.json"]
+        assert {file.name for file in folder.iterdir()} <= {"config.json", "lock"}
         return folder
 
 
-def test_a_start_finds_the_path_of_the_one_before_by_content_and_replica(cache) -> None:
-    first = path_of(CONTENT, 0)
-    assert first.is_relative_to(cache) and path_of(dict(reversed(CONTENT.items())), 0) == first
-    others = {path_of(CONTENT, 1), path_of(CONTENT | {"hidden_size": 16}, 0)}
-    assert len(others | {first}) == 3
+def test_a_start_finds_the_path_of_the_one_before_by_content_place_and_code(
+    cache, monkeypatch
+) -> None:
+    first = path_of(CONTENT)
+    assert first.is_relative_to(cache) and path_of(dict(reversed(CONTENT.items()))) == first
+    others = {path_of(CONTENT, 1), path_of(CONTENT, 0, 1), path_of(CONTENT | {"hidden_size": 16})}
+    assert len(others | {first}) == 4
+    monkeypatch.setattr(module, "_code", lambda: "a later state of the package")
+    assert path_of(CONTENT) not in {*others, first}
 
 
-def test_what_somebody_changed_is_written_anew() -> None:
-    first = path_of(CONTENT, 0)
-    (first / "config.json").write_text("{}")
-    assert path_of(CONTENT, 0) == first
+def test_processes_that_start_at_once_have_folders_of_their_own() -> None:
+    with ExitStack() as starts:
+        every = [starts.enter_context(model_folder(CONTENT, 0, 0)) for _ in range(MOST_AT_ONCE + 1)]
+        assert len(set(every)) == MOST_AT_ONCE + 1
+        kept, temporary = every[:-1], every[-1]
+        assert temporary.parent != kept[0].parent == kept[1].parent
+    assert path_of(CONTENT) == every[0] and not temporary.exists()
+
+
+@pytest.mark.parametrize("damaged", [b"{}", b"\xff\xfe", b""])
+def test_what_somebody_changed_is_written_anew(damaged: bytes) -> None:
+    first = path_of(CONTENT)
+    (first / "config.json").write_bytes(damaged)
+    assert path_of(CONTENT) == first
 
 
 def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(
@@ -44,16 +59,16 @@ def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HYBRIDRL_CACHE", str(tmp_path / "file"))
-    found = path_of(CONTENT, 0)
+    found = path_of(CONTENT)
     assert not found.is_relative_to(tmp_path) and not found.exists()
 
 
 def test_an_error_of_the_engine_is_not_taken_for_one_of_the_folder() -> None:
-    with pytest.raises(OSError, match="its own"), model_folder(CONTENT, 0):
+    with pytest.raises(OSError, match="its own"), model_folder(CONTENT, 0, 0):
         raise OSError("its own")
 
 
-def test_a_replica_is_not_disturbed_by_one_that_writes_at_once(monkeypatch) -> None:
-    folder = path_of(CONTENT, 0)
+def test_what_is_there_is_not_written_again(monkeypatch) -> None:
+    folder = path_of(CONTENT)
     monkeypatch.setattr(module.os, "replace", lambda *paths: pytest.fail("written again"))
-    assert path_of(CONTENT, 0) == folder
+    assert path_of(CONTENT) == folder
