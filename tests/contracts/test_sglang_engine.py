@@ -410,8 +410,13 @@ class Letters:
         return "".join(chr(ord("a") + token) for token in tokens)
 
 
-def test_sglang_engine_takes_the_number_of_a_request_again_that_its_text_has_ended() -> None:
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_sglang_engine_takes_the_number_of_a_request_again_that_its_text_has_ended(
+    is_overlapped: bool, request: pytest.FixtureRequest
+) -> None:
     """SGLang has such a request for one more turn, while others go on."""
+    if is_overlapped:
+        request.getfixturevalue("overlapped")
     engine = make_engine(QWEN3)
     sampling = SamplingParams(max_new_tokens=24)
     first, other = make_requests(2, sampling)
@@ -434,3 +439,26 @@ def test_sglang_engine_takes_the_number_of_a_request_again_that_its_text_has_end
     generate(engine, [cut])
     engine.clear()  # while SGLang has it
     assert generate(engine, [first])[0].tokens == whole.tokens
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_sglang_engine_records_the_experts_of_responses_that_their_text_ends(
+    is_overlapped: bool, request: pytest.FixtureRequest
+) -> None:
+    if is_overlapped:
+        request.getfixturevalue("overlapped")
+    engine = make_engine(EXPERTS, records_experts=True)
+    sampling = SamplingParams(max_new_tokens=24)
+    requests = make_requests(8, sampling)
+    whole = generate(engine, requests)
+    texts = [Letters().decode(done.tokens, skip_special_tokens=False) for done in whole]
+    strings = tuple(text[at : at + 2] for at, text in enumerate(texts))  # from the first token on
+    engine.token_texts = TokenTexts(Letters())
+    stopped = dataclasses.replace(sampling, stop_strings=strings)
+    found = generate(engine, [dataclasses.replace(one, sampling=stopped) for one in requests])
+    for one, done, text in zip(whole, found, texts, strict=True):
+        length = min(text.find(string) for string in strings if string in text) + 2
+        assert done.tokens == one.tokens[:length] and done.finish_reason == "stop"
+        assert one.experts is not None and done.experts is not None
+        prompt = len(one.experts) - len(one.tokens) + 1
+        assert np.array_equal(done.experts, one.experts[: prompt + length - 1])
