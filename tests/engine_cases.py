@@ -6,6 +6,7 @@ A new engine joins by a line in ENGINES; one that samples from a model also by i
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -164,6 +165,14 @@ def write_weights(engine: Any, model: Any, version: int) -> None:
         part = source[region.hf].detach()[tuple(slice(*span) for span in region.hf_box)]
         tensors[region.local][tuple(slice(*span) for span in region.local_box)] = part
     engine.finish_update(version)
+
+
+class Letters:
+    """A tokenizer of one letter a token, "a" for 0."""
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join(chr(ord("a") + token) for token in tokens)
 
 
 def make_engine(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from engine_cases import (
     LOGP_TOLERANCE,
     STOP,
+    Letters,
     close_engines,
     make_engine,
     make_reference,
@@ -45,14 +46,6 @@ def process_group() -> Iterator[None]:
     yield
     close_engines()
     stop_process_group()
-
-
-class Letters:
-    """A tokenizer of one letter a token, "a" for 0."""
-
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        assert not skip_special_tokens
-        return "".join(chr(ord("a") + token) for token in tokens)
 
 
 @pytest.mark.parametrize("name", PENALIZING)

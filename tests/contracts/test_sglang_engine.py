@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -17,6 +17,7 @@ from engine_cases import (
     LOGP_TOLERANCE,
     MIXED,
     PACKAGED_ALL,
+    Letters,
     close,
     close_engines,
     expected_logps,
@@ -401,13 +402,6 @@ def test_sglang_engine_gives_memory_back_by_sglangs_own_calls() -> None:
     engine.clear()
     found = generate(engine, requests)
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
-
-
-class Letters:
-    """A tokenizer of one letter a token, "a" for 0."""
-
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join(chr(ord("a") + token) for token in tokens)
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
