@@ -26,6 +26,7 @@ from hybridrl.cli import starting
 from hybridrl.cli.cluster import InAllocation, NodesFile, OfCluster, RunsFolder, Ssh, launch_command
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import (
+    STOP_CODES,
     die_with_launcher,
     is_rank,
     launch_without_run,
@@ -354,8 +355,8 @@ def main() -> None:
         app()
     except SystemExit as end:  # of the command line's library, when the command is done
         failure.end()
-        if is_rank() and isinstance(end.code, int) and end.code:
-            _leave(end.code)
+        if is_rank() and end.code in STOP_CODES:
+            _leave(int(end.code))
         raise
     except Exception as error:  # the last frame of a process: report, then end
         failure.report(failure.Failure.of(error))

@@ -43,7 +43,8 @@ def model_folder(content: Mapping[str, Any], replica: int, tp_rank: int) -> Iter
     name = hashlib.sha256(text + _code().encode()).hexdigest()[:16]
     with contextlib.ExitStack() as held:
         try:
-            folder = _taken(cache_folder("engines") / f"{name}-{replica}-{tp_rank}", held)
+            place = cache_folder("engines") / f"{name}-{replica}-{tp_rank}"
+            folder = _taken(place, text, held)
             _write(folder, text)
         except OSError:
             folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
@@ -58,29 +59,46 @@ def _code() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _taken(place: Path, held: contextlib.ExitStack) -> Path:
+def _taken(place: Path, text: bytes, held: contextlib.ExitStack) -> Path:
     """Returns the first folder of a place that no other process starts from, until `held` ends.
+    Where there are no locks, or nothing can be written to a folder that is right, others may.
 
     Raises:
         OSError: it cannot be written, or too many start at once.
     """
     for number in range(MOST_AT_ONCE):
         folder = place if number == 0 else place.with_name(f"{place.name}-{number}")
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = held.enter_context((folder / LOCK).open("ab"))
-        with contextlib.suppress(BlockingIOError):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context((folder / LOCK).open("ab"))
+        except OSError:
+            if _has(folder, text):
+                return folder
+            raise
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        except OSError:  # the file system has no locks
             return folder
+        # Not by closing it alone: a process that was forked meanwhile may have it open.
+        held.callback(fcntl.flock, lock, fcntl.LOCK_UN)
+        return folder
     raise BlockingIOError(f"{MOST_AT_ONCE} processes start from {place}")
+
+
+def _has(folder: Path, text: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        return (folder / CONFIG).read_bytes() == text
+    return False
 
 
 def _write(folder: Path, text: bytes) -> None:
     """Writes config.json where it is not there already; readers see all of it or none."""
-    file = folder / CONFIG
-    with contextlib.suppress(FileNotFoundError):
-        if file.read_bytes() == text:
-            return
+    if _has(folder, text):
+        return
     number, partial = tempfile.mkstemp(dir=folder)
     with os.fdopen(number, "wb") as written:
         written.write(text)
-    os.replace(partial, file)
+    os.chmod(partial, 0o644)  # others may share the cache
+    os.replace(partial, folder / CONFIG)

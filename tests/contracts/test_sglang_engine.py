@@ -435,9 +435,13 @@ def test_sglang_engine_takes_the_number_of_a_request_again_that_its_text_has_end
     assert generate(engine, [first])[0].tokens == whole.tokens
 
 
+@pytest.mark.parametrize("is_taken_back", [False, True])
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_sglang_engine_records_the_experts_of_responses_that_their_text_ends(
-    is_overlapped: bool, request: pytest.FixtureRequest
+    is_overlapped: bool,
+    is_taken_back: bool,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if is_overlapped:
         request.getfixturevalue("overlapped")
@@ -449,8 +453,20 @@ def test_sglang_engine_records_the_experts_of_responses_that_their_text_ends(
     strings = tuple(text[at : at + 2] for at, text in enumerate(texts))  # from the first token on
     engine.token_texts = TokenTexts(Letters())
     stopped = dataclasses.replace(sampling, stop_strings=strings)
-    found = generate(engine, [dataclasses.replace(one, sampling=stopped) for one in requests])
-    for one, done, text in zip(whole, found, texts, strict=True):
+    if is_taken_back:  # as where the cache is too small, also those that SGLang has a turn longer
+        from sglang.srt.managers import scheduler
+
+        monkeypatch.setattr(scheduler, "TEST_RETRACT", True)
+        monkeypatch.setattr(scheduler, "TEST_RETRACT_INTERVAL", 2)
+    engine.submit([dataclasses.replace(one, sampling=stopped) for one in requests])
+    found: dict[int, Completion] = {}
+    while engine.has_unfinished:
+        engine.step()
+        found |= {done.request_id: done for done in engine.collect()}
+        if is_taken_back and found and engine.version == 0:
+            write_weights(engine, make_reference(EXPERTS), 1)
+    for one, text in zip(whole, texts, strict=True):
+        done = found[one.request_id]
         length = min(text.find(string) for string in strings if string in text) + 2
         assert done.tokens == one.tokens[:length] and done.finish_reason == "stop"
         assert one.experts is not None and done.experts is not None

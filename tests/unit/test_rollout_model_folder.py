@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -61,6 +62,39 @@ def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(
     monkeypatch.setenv("HYBRIDRL_CACHE", str(tmp_path / "file"))
     found = path_of(CONTENT)
     assert not found.is_relative_to(tmp_path) and not found.exists()
+
+
+def test_a_folder_that_is_right_is_taken_where_nothing_can_be_written_or_locked(
+    monkeypatch,
+) -> None:
+    first = path_of(CONTENT)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "LOCK", "no/such/folder")
+        assert path_of(CONTENT) == first
+        assert path_of(CONTENT, 1).parent != first.parent, "its config.json was not there"
+
+    def no_locks(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(module.fcntl, "flock", no_locks)
+    assert path_of(CONTENT) == first and path_of(CONTENT, 1).parent == first.parent
+    assert (first / "config.json").stat().st_mode & 0o044 == 0o044
+
+
+def test_a_forked_process_holds_no_folder() -> None:
+    with model_folder(CONTENT, 0, 0) as first:
+        reads, writes = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writes)
+            os.read(reads, 1)  # until the pipe ends
+            os._exit(0)
+    try:
+        assert path_of(CONTENT) == first
+    finally:
+        os.close(writes)
+        os.waitpid(child, 0)
+        os.close(reads)
 
 
 def test_an_error_of_the_engine_is_not_taken_for_one_of_the_folder() -> None:
