@@ -106,7 +106,7 @@ def test_vllm_engine_preempts_where_the_cache_is_too_small_and_draws_the_same() 
 def test_vllm_engine_has_as_many_requests_as_it_decodes_together_the_first_ones() -> None:
     engine = make_engine(QWEN3, max_batch=4)
     requests = make_requests(10, MIXED)
-    alone = [done for one in requests for done in generate(engine, [one])]
+    alone = [done for one in requests[6:8] for done in generate(engine, [one])]
     engine.submit(requests)
     begun, most, found = list[int](), 0, dict[int, Completion]()
     while engine.has_unfinished:
