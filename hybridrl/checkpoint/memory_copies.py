@@ -471,9 +471,14 @@ class _BegunCopy:
         names = [path.relative_to(folder).as_posix() for path in paths]
         own = [name for name in names if name not in listed]
         listed |= {name: entry_of(folder / name) for name in own}
-        lineage, unfinished = list(content.lineage), content.unfinished
-        parts = {"lineage": lineage, "files": listed, "unfinished": unfinished}
-        Manifest.model_validate({"step": self.step, "order": 0, **parts}).write(folder)
+        manifest = Manifest(
+            step=self.step,
+            order=0,
+            lineage=list(content.lineage),
+            files=listed,
+            unfinished=content.unfinished,
+        )
+        manifest.write(folder)
         return [*own, MANIFEST_DIGEST, MANIFEST]
 
     def _is_right(self, failure: BaseException | None) -> bool:

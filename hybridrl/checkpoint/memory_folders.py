@@ -204,10 +204,8 @@ def usable(
             comes_after = all(one == manifest.unfinished for one in manifest.lineage)
         if not comes_after:
             continue
-        if manifest.unfinished != newest:
-            lineage = [one for one in manifest.lineage if one != manifest.unfinished]
-            manifest = manifest.model_copy(update={"lineage": lineage})
-        manifest = manifest.model_copy(update={"unfinished": None})
+        there = [one for one in manifest.lineage if one == newest or one != manifest.unfinished]
+        manifest = manifest.model_copy(update={"lineage": there, "unfinished": None})
         writers: dict[str, int] = {}
         loads = {rank: 0 for host in hosts for rank in host.ranks}
         for name, entry in manifest.files.items():

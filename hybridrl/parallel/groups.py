@@ -116,7 +116,7 @@ class World:
 
     def _reduced(self, values: torch.Tensor, op: Any) -> torch.Tensor:
         if self.sums_on_host:
-            return self.begin_sum_on_host(values.cpu(), op)()
+            return self._begun_on_host(values.cpu(), op)()
         # A sync point: what is reduced here are metrics and columns that the host reads.
         on_device = values.to(self.platform.device, copy=True)
         dist.all_reduce(on_device, op=op)
@@ -130,12 +130,13 @@ class World:
         """
         return self.begin_sum_on_host(values)()
 
-    def begin_sum_on_host(
-        self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM
-    ) -> Callable[[], torch.Tensor]:
+    def begin_sum_on_host(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begins what `sum_on_host` does; returns what waits for the sum and returns it. Until then
         no rank begins another exchange over gloo.
         """
+        return self._begun_on_host(values, dist.ReduceOp.SUM)
+
+    def _begun_on_host(self, values: torch.Tensor, op: Any) -> Callable[[], torch.Tensor]:
         what, total = "an exchange of sums", values.clone()
         with self._explained(what):
             work = dist.all_reduce(total, op, self._cpu_group, async_op=True)

@@ -29,10 +29,10 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # of torchrun's agent
 # Chunks of point-to-point messages: at 512 KiB one of 64 MiB is cut into too few to be pipelined
 # over 32 channels, and moves 148 GB/s between two H200 in place of 281.
 NCCL_SETTINGS = {"NCCL_GRAPH_REGISTER": "0", "NCCL_P2P_NVL_CHUNKSIZE": "65536"}
-_STARTS = itertools.count()  # of its process groups, likewise
-_BROADCASTS = itertools.count()  # of rank 0 in it, likewise
 T = TypeVar("T")
-_JOB: list[tuple[dist.Store, int, int]] = []  # empty until the first start
+_JOB: list[tuple[dist.Store, int, int]] = []  # this process is in; empty until the first start
+# Counted alike on all ranks: its process groups, and what rank 0 tells in it.
+_STARTS, _BROADCASTS = itertools.count(), itertools.count()
 
 
 def start_process_group(platform: Platform, timeout_s: float) -> None:
