@@ -3,9 +3,9 @@ lengths. No torch.
 
 A model on paper of what a rank computes, copies and sends, with rates of the cluster and the
 constants below. Those were fitted to steps and passes on H200 (benchmarks/results/step_h200.json,
-train_h200.json, train_moe_h200.json, rollout_h200.json; tests/unit/test_plan_times.py says how far
-each is from its prediction). Other GPUs differ by their rates alone, which is not measured; nor is
-anything between nodes.
+step_h200_lag.json, layouts_h200.json, train_h200.json, train_moe_h200.json, rollout_h200.json;
+tests/unit/test_plan_times.py says how far each is from its prediction). Other GPUs differ by their
+rates alone: on H100 a 0.5B model was measured, and nothing between nodes.
 """
 
 from __future__ import annotations
@@ -29,26 +29,30 @@ HIDDEN_COPIES, PRODUCT_COPIES, EXPERT_COPIES = 20, 6, 6
 LOGIT_BYTES = 8  # of fp32 logits, read and written in chunks
 # Of a gathered token and an expert: its fp32 weight and whether it was chosen (models/dispatch.py).
 ROUTER_BYTES = 4 + 1
+# Matrix products of a micro-batch take as long as if it had so many tokens more, at their full rate.
+LOST_TOKENS = 850.0
 # Share of the rate of large matrix products at which grouped ones of experts run.
 EXPERTS_SHARE = 0.6
 # What a backward pass costs in forward passes, and of experts.
-BACKWARD, BACKWARD_EXPERTS = 2.1, 2.3
+BACKWARD, BACKWARD_EXPERTS = 2.1, 2.2
 # Of the link's rate, that collectives of tensor-parallel layers and of experts get.
-PAIR_SHARE, COLLECTIVE_SHARE = 0.6, 0.72  # of two ranks, of more
+PAIR_SHARE, COLLECTIVE_SHARE = 0.68, 0.95  # of two ranks, of more
 # What the host takes to compute a layer again beside a forward pass: checkpoints keep and restore
 # the state of random numbers.
-HOST_AGAIN_S = 4.2e-3
+HOST_AGAIN_S = 3.5e-3
 # The host's time to start a layer's kernels, seconds: forward, backward; of a layer of experts.
-HOST_FORWARD_S, HOST_BACKWARD_S = 2.3e-3, 3.6e-3
+HOST_FORWARD_S, HOST_BACKWARD_S = 2.2e-3, 3.4e-3
 HOST_FORWARD_EXPERTS_S, HOST_BACKWARD_EXPERTS_S = 5.8e-3, 12.5e-3
-SMOOTH = 4  # by which norm the host's time and the GPU's come to that of a micro-batch
+SMOOTH = 4  # by which norm the host's time and the GPU's come to that of both
 # An update beside its passes and a pass beside its micro-batches, seconds, for batches and losses.
 UPDATE_S, PASS_S = 0.03, 0.015
+# Bytes that a micro-batch's gradient of a parameter is added to, read and written: fp32.
+GRADIENT_TRAFFIC = 2 * 4
 # Bytes of an Adam step a parameter: gradient, moments and master, read and written.
 ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
-# An engine's step beside reading weights and cache, seconds: launches, sampling, its scheduler; and
-# an all-reduce of few tokens.
-ENGINE_STEP_S, ALL_REDUCE_S = 2.35e-3, 15e-6
+# An engine's step beside reading weights and cache, seconds: launches and sampling on the GPU; what
+# the host does for a request beside it; and an all-reduce of few tokens.
+ENGINE_STEP_S, REQUEST_S, ALL_REDUCE_S = 1.8e-3, 20e-6, 15e-6
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # of the matrix rate
 STEP_S = 0.06  # rewards and advantages
 
@@ -146,6 +150,13 @@ def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Pa
     return Packs(num_micro, tokens, pairs, samples * response)
 
 
+def _beside(gpu_s: float, host_s: float) -> float:
+    """Returns the time of work that the host starts and the GPU does: a little more than the longer
+    of the two.
+    """
+    return float((gpu_s**SMOOTH + host_s**SMOOTH) ** (1 / SMOOTH))
+
+
 def _share(group: int) -> float:
     """Returns the share of the link's rate that a collective of so many ranks gets."""
     return PAIR_SHARE if group == 2 else COLLECTIVE_SHARE
@@ -171,15 +182,22 @@ class PassTimes:
         """Returns the time of a forward pass over all micro-batches."""
         return PASS_S + self._passes_s(found, 1.0, self._host_s()[0])
 
-    def update_s(self, found: Packs, recompute: str) -> float:
-        """Returns the time of forward and backward passes over all of them."""
+    def update_s(self, found: Packs, recompute: str, num_params: int) -> float:
+        """Returns the time of forward and backward passes over all of them.
+
+        Args:
+            found: micro-batches.
+            recompute: as `train.recompute`.
+            num_params: that a rank holds.
+        """
         forward, backward = self._host_s()
         factor = 1 + self._backward()
         if recompute == "full":
             factor, backward = factor + 1, backward + forward + HOST_AGAIN_S
         elif recompute == "selective":
             factor += 0.03
-        return PASS_S + self._passes_s(found, factor, forward + backward)
+        added_s = found.num_micro * num_params * GRADIENT_TRAFFIC / self._memory_rate
+        return PASS_S + self._passes_s(found, factor, forward + backward) + added_s
 
     def optimizer_s(self, num_params: int, num_updated: int) -> float:
         """Returns the time of gradients' reduction, the optimizer and the parameters' gather.
@@ -202,8 +220,7 @@ class PassTimes:
         largest = ceil(self.shape.num_layers / stages) / self.shape.num_layers  # of the stages
         per_micro = (layers * largest + head) * factor / found.num_micro
         host = host_s * self.shape.num_layers * largest
-        micro = (per_micro**SMOOTH + host**SMOOTH) ** (1 / SMOOTH)
-        return micro * (found.num_micro + (stages - 1) / layout.vpp)
+        return _beside(per_micro, host) * (found.num_micro + (stages - 1) / layout.vpp)
 
     def _layers_s(self, found: Packs) -> float:
         """Returns the GPU's time of all layers of a forward pass."""
@@ -222,6 +239,7 @@ class PassTimes:
         elements = HIDDEN_COPIES * shape.hidden_size + PRODUCT_COPIES * product + copies
         traffic = 2.0 * elements * shape.num_layers * tokens
         matrix_s = (flops - of_experts + of_experts / EXPERTS_SHARE) / self._matrix_rate
+        matrix_s *= 1 + LOST_TOKENS * found.num_micro * layout.cp / tokens
         return (matrix_s + traffic / self._memory_rate) / cut + self._sent_s(found)
 
     def _sent_s(self, found: Packs) -> float:
@@ -319,10 +337,12 @@ def generation_s(
         reduced_s = requests * lengths.response * sent / rate
         least_s = ALL_REDUCE_S + (2e-6 * cluster.latency_us if is_far else 0.0)
         step_s += 2 * shape.num_layers * least_s
-    weights_s = engine_bytes / memory
     prompts = ceil(steps.prompts_per_step / replicas) * lengths.prompt
     prefill_s = 2.0 * matmul_params(shape) * prompts / tp / (PREFILL_SHARE * matrix)
-    decode_s = max(num_steps * weights_s, compute_s) + cache_s + reduced_s + num_steps * step_s
+    weights_s = num_steps * engine_bytes / memory
+    gpu_s = max(weights_s, compute_s) + cache_s + reduced_s + num_steps * step_s
+    # The host prepares a step while the GPU computes the one before.
+    decode_s = _beside(gpu_s, requests * lengths.response * REQUEST_S)
     return decode_s + prefill_s
 
 
@@ -360,7 +380,8 @@ def step_times(
             continue
         if has_rollouts and (updates > 1 or model.role == "critic"):
             scoring += updates * passes.forward_s(found)
-        update += updates * (passes.update_s(found, train.recompute) + passes.optimizer_s(*held))
+        taken = passes.update_s(found, train.recompute, held[0]) + passes.optimizer_s(*held)
+        update += updates * taken
     generation = reshard = 0.0
     if has_rollouts:
         shape = models[0].shape

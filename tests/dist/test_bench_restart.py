@@ -85,7 +85,7 @@ def test_costs_are_those_of_steps_beside_nothing(monkeypatch: pytest.MonkeyPatch
         "share_of_a_step": pytest.approx(0.07),
         "waits_share": pytest.approx(0.5 / 30, abs=1e-4),
         "share": pytest.approx(0.7 / 30, abs=1e-4),
-        "auto_would_copy_every": 4,  # 1.5% of the time are waits
+        "auto_would_copy_every": 4,  # 1.25% of the time are waits
         "auto_waits_share": pytest.approx(0.5 / 40, abs=1e-4),
         "auto_share": pytest.approx(0.7 / 40, abs=1e-4),
     }
