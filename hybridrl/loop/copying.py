@@ -22,8 +22,8 @@ from hybridrl.planning.memory import copies_checkpoints
 
 COST = 0.03  # of the time, which copies may take
 # Of the time, what training may wait for copies where a GPU trains: steps beside the threads that
-# write take longer too, since they share memory and the interpreter with them: by 0.46 s after a wait
-# of 0.55 on two H100 and by 0.66 after one of 0.51 on two H200 (restart_h100.json, restart_h200.json).
+# write take longer too, since they share memory and the interpreter with them. By 0.46 s after a
+# wait of 0.55 (restart_h100.json), by 0.66 after one of 0.51 (restart_h200.json).
 WAITING_COST = 0.0125
 
 

@@ -29,14 +29,15 @@ HIDDEN_COPIES, PRODUCT_COPIES, EXPERT_COPIES = 20, 6, 6
 LOGIT_BYTES = 8  # of fp32 logits, read and written in chunks
 # Of a gathered token and an expert: its fp32 weight and whether it was chosen (models/dispatch.py).
 ROUTER_BYTES = 4 + 1
-# Matrix products of a micro-batch take as long as if it had so many tokens more, at their full rate.
+# Matrix products of a micro-batch take as long as if it had so many tokens more, at full rate.
 LOST_TOKENS = 850.0
 # Share of the rate of large matrix products at which grouped ones of experts run.
 EXPERTS_SHARE = 0.6
 # What a backward pass costs in forward passes, and of experts.
 BACKWARD, BACKWARD_EXPERTS = 2.1, 2.2
-# Of the link's rate, that collectives of tensor-parallel layers and of experts get.
-PAIR_SHARE, COLLECTIVE_SHARE = 0.68, 0.95  # of two ranks, of more
+# Of the link's rate, that collectives of tensor-parallel layers and of experts get: of two ranks,
+# of more in a node, and over nodes, where nothing was measured.
+PAIR_SHARE, COLLECTIVE_SHARE, FAR_SHARE = 0.68, 0.95, 0.72
 # What the host takes to compute a layer again beside a forward pass: checkpoints keep and restore
 # the state of random numbers.
 HOST_AGAIN_S = 3.5e-3
@@ -157,11 +158,6 @@ def _beside(gpu_s: float, host_s: float) -> float:
     return float((gpu_s**SMOOTH + host_s**SMOOTH) ** (1 / SMOOTH))
 
 
-def _share(group: int) -> float:
-    """Returns the share of the link's rate that a collective of so many ranks gets."""
-    return PAIR_SHARE if group == 2 else COLLECTIVE_SHARE
-
-
 @dataclass(frozen=True)
 class PassTimes:
     """Predicts passes over packed micro-batches.
@@ -248,7 +244,7 @@ class PassTimes:
         tokens, total = found.tokens / layout.cp, 0.0
         if layout.tp > 1:  # two gathers and two scatters of all tokens
             sent = 4 * 2.0 * tokens * shape.hidden_size * (layout.tp - 1) / layout.tp
-            total += sent / (_share(layout.tp) * self._rate(layout.tp))
+            total += sent / self._collective_rate(layout.tp)
         if layout.cp > 1:  # keys and values go round, half of it beside attention
             size = shape.num_kv_heads * (shape.head_dim + shape.value_dim) / layout.tp
             sent = 2.0 * tokens * size * (layout.cp - 1)
@@ -260,7 +256,7 @@ class PassTimes:
                 copies, of_router = 1.0, ROUTER_BYTES * shape.moe.num_experts
             of_token = 2 * 2 * copies * shape.hidden_size + of_router  # there and back
             sent = tokens / layout.tp * of_token * (parts - 1)
-            total += sent / (_share(parts) * self._rate(parts))
+            total += sent / self._collective_rate(parts)
         return total * shape.num_layers
 
     def _head_s(self, found: Packs) -> float:
@@ -283,6 +279,12 @@ class PassTimes:
         cluster = self.assumed.cluster
         within = cluster.link_rate
         return within if group <= self._node else cluster.node_rate / cluster.gpus_per_node
+
+    def _collective_rate(self, group: int) -> float:
+        """Returns what a collective of so many consecutive ranks gets of it."""
+        if group > self._node:
+            return FAR_SHARE * self._rate(group)
+        return (PAIR_SHARE if group == 2 else COLLECTIVE_SHARE) * self._rate(group)
 
     @property
     def _node(self) -> int:
