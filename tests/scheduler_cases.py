@@ -96,9 +96,10 @@ class Player:
             return {name: (logps[name], *each) for name, each in taken.items()}
         found_all = {name: (self.ours.logp(name), *each) for name, each in taken.items()}
         self.counts["tokens"] += len(found_all)
-        for name, token, logp in self.ours.drawn():
-            assert name not in found_all
-            found_all[name] = (logp, token, None)
+        for step in self.ours.drawn():
+            for name, token, logp in zip(*step, strict=True):
+                assert name not in found_all
+                found_all[name] = (logp, token, None)
         return found_all
 
     def state(self) -> dict[str, Any]:

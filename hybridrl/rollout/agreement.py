@@ -34,9 +34,14 @@ class TokenAgreement:
         self._sums: list[torch.Tensor] = []
         self._step = 0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether a rank is its replica, so that there is nothing to compare."""
+        return len(self._ranks) == 1
+
     def report(self, drawn: Sequence[tuple[int, int]]) -> None:
         """Tells the other ranks what this one drew: (request id, token) in order."""
-        if len(self._ranks) == 1:
+        if self.is_alone:
             return
         self.settle()
         self._step += 1

@@ -12,6 +12,7 @@ its seed and its position alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import draw_seeds, no_logprob
 from hybridrl.rollout.settings import EngineSettings, too_long
 from hybridrl.rollout.stops import TokenTexts
-from hybridrl.rollout.vllm_decoding import DecodingSteps
+from hybridrl.rollout.vllm_decoding import DecodingSteps, Drawn, DrawnSteps
 from hybridrl.rollout.vllm_experts import deal_experts
 from hybridrl.rollout.vllm_latent import rotate_with_torch
 from hybridrl.rollout.vllm_memory import (
@@ -125,6 +126,8 @@ class VllmEngine:
         scheduler = self._live.llm.engine_core.engine_core.scheduler
         self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
         self._finished: list[Completion] = []
+        # Tokens that are not in their rows yet; those of texts that may end are put there at once.
+        self._drawn, self._looks_at_texts = DrawnSteps(), False
         self._version = -1
         self._is_updating = True
         self.token_texts: TokenTexts | None = None
@@ -256,6 +259,7 @@ class VllmEngine:
 
     def _stop_generation(self) -> None:
         self._is_updating = True
+        self._take_drawn()
         self._live.llm.engine_core.abort_requests(list(self._running))
         self._running.clear()
 
@@ -292,6 +296,8 @@ class VllmEngine:
             for violation in self._violations(request):
                 raise violation
         rows = new_rows(self._rows.values(), requests, self.token_texts)
+        ends_by_text = any(request.sampling.stop_strings for request in requests)
+        self._looks_at_texts = ends_by_text or (self._looks_at_texts and bool(self._rows))
         self._rows.update((row.request.request_id, row) for row in rows)
 
     def collect(self) -> list[Completion]:
@@ -301,6 +307,7 @@ class VllmEngine:
 
     def pending(self) -> list[Request]:
         """Returns the unfinished requests with the tokens they have."""
+        self._take_drawn()
         return [row.so_far() for row in self._rows.values()]
 
     def clear(self) -> None:
@@ -308,6 +315,7 @@ class VllmEngine:
         self._agreement.settle()
         if self._running:
             self._live.llm.engine_core.abort_requests(list(self._running))
+        self._drawn.clear()
         self._running.clear()
         self._rows.clear()
         self._finished.clear()
@@ -332,16 +340,17 @@ class VllmEngine:
             # The core's outputs themselves: vLLM would make a dictionary and several objects of
             # every token, a quarter of a step's time with small models.
             outputs = self._live.llm.engine_core.get_output().outputs
+        if outputs:  # a request's earlier tokens come before its last one
+            self._take_drawn()
         drawn = [token for output in outputs for token in self._take(output)]
-        for name, token, logp in self._decoding.drawn():
-            if name not in self._running:  # aborted since
-                continue
-            row = self._running[name]
-            completion = self._append(row, token, logp)
-            drawn.append((row.request.request_id, token))
-            if completion is not None:
-                self._end_by_text(name, row)
-                self._finished.append(completion)
+        for step in self._decoding.drawn():
+            if not self._agreement.is_alone:
+                drawn += self._numbered(step)
+            if not self._drawn.fits(step):
+                self._take_drawn()
+            self._drawn.add(step)
+            if self._looks_at_texts:
+                self._take_drawn()
         self._agreement.report(drawn)
         if not self._rows:
             self._agreement.settle()  # no step follows that would
@@ -422,6 +431,28 @@ class VllmEngine:
         else:
             self._end_by_text(output.request_id, row)
         self._finished.append(completion)
+
+    def _numbered(self, step: Drawn) -> Iterator[tuple[int, int]]:
+        """Yields (request id, token) of a step, but for requests that were aborted since."""
+        for name, token in zip(step.names, step.tokens, strict=True):
+            if name in self._running:
+                yield self._running[name].request.request_id, token
+
+    def _take_drawn(self) -> None:
+        """Puts the tokens that are kept by step into their requests' rows."""
+        for name, tokens, logps in self._drawn.take():
+            row = self._running.get(name)
+            if row is None:  # aborted since
+                continue
+            # The sum is finite only if all of them are.
+            if not math.isfinite(sum(logps)) or max(logps) > 0:
+                wrong = next(logp for logp in logps if not -float("inf") < logp <= 0)
+                number = row.request.request_id
+                raise no_logprob("vllm", wrong, number, self._version, self._tensors)
+            completion = row.extend(tokens, logps, self._version)
+            if completion is not None:
+                self._end_by_text(name, row)
+                self._finished.append(completion)
 
     def _end_by_text(self, name: str, row: RunningRequest) -> None:
         """Takes a request from vLLM, which knows nothing of texts.

@@ -9,9 +9,9 @@ than one of full attention, or vLLM's version is not known, vLLM's own way is ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def scheduler_fits(scheduler: Any) -> bool:
@@ -34,6 +34,49 @@ def cache_fits(manager: Any) -> bool:
         return False
     sizes = managers[0].kv_cache_spec.block_size, managers[0].block_pool.hash_block_size
     return sizes == (managers[0].block_size,) * 2
+
+
+class Drawn(NamedTuple):
+    """What one step has drawn.
+
+    Args:
+        names: of requests, vLLM's.
+        tokens, logps: one a request, with its log-probability.
+    """
+
+    names: list[str]
+    tokens: list[int]
+    logps: list[float]
+
+
+class DrawnSteps:
+    """What steps have drawn for the same requests, until it is taken by request: a request's tokens
+    are put together at once in place of one by one.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[Drawn] = []
+
+    def fits(self, drawn: Drawn) -> bool:
+        """Whether a step is of the same requests as those that are kept."""
+        return not self._steps or self._steps[-1].names == drawn.names
+
+    def add(self, drawn: Drawn) -> None:
+        """Keeps a step that fits."""
+        self._steps.append(drawn)
+
+    def take(self) -> Iterator[tuple[str, tuple[int, ...], tuple[float, ...]]]:
+        """Yields, once, each request's name, tokens and log-probabilities."""
+        steps, self._steps = self._steps, []
+        if not steps:
+            return
+        tokens = zip(*(step.tokens for step in steps), strict=True)
+        logps = zip(*(step.logps for step in steps), strict=True)
+        yield from zip(steps[0].names, tokens, logps, strict=True)
+
+    def clear(self) -> None:
+        """Drops what is kept."""
+        self._steps = []
 
 
 class DecodingSteps:
@@ -62,7 +105,7 @@ class DecodingSteps:
         self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
         self._own_schedule, self._own_update = scheduler.schedule, scheduler.update_from_output
         self._logps: dict[str, float] = {}
-        self._drawn: list[tuple[str, int, float]] = []
+        self._drawn: list[Drawn] = []
         # Whether a step is scheduled before the tokens of the one before it are known.
         self._is_async = bool(scheduler.scheduler_config.async_scheduling)
         self._counts_prefix = False  # 0.26 tells how many blocks all requests share
@@ -73,9 +116,9 @@ class DecodingSteps:
             scheduler.schedule = self._schedule
         scheduler.update_from_output = self._update_from_output
 
-    def drawn(self) -> list[tuple[str, int, float]]:
-        """Returns, once, the tokens that vLLM's output does not have, with their log-probabilities,
-        each by vLLM's name for its request; of no request the last.
+    def drawn(self) -> list[Drawn]:
+        """Returns, once, the tokens that vLLM's output does not have, of each step since; of no
+        request the last.
         """
         drawn, self._drawn = self._drawn, []
         return drawn
@@ -100,18 +143,24 @@ class DecodingSteps:
         num_running, num_waiting = scheduler.get_request_counts()
         if num_waiting and num_running < scheduler.max_num_running_reqs:
             return []
-        rows, num_lacking = [], 0
+        rows, num_lacking, most = [], 0, scheduler.max_model_len
         for request in scheduler.running:
-            total, under_way = request.num_computed_tokens + 1, request.num_output_placeholders
-            last = min(request.num_prompt_tokens + request.max_tokens, scheduler.max_model_len)
-            if under_way and total + 1 - under_way >= last:
-                continue  # its last token is under way
-            if len(request._all_token_ids) + under_way != total or request.is_prefill_chunk:
+            computed, under_way = request.num_computed_tokens, request.num_output_placeholders
+            if under_way:
+                last = min(request.num_prompt_tokens + request.max_tokens, most)
+                if computed + 2 - under_way >= last:
+                    continue  # its last token is under way
+            if len(request._all_token_ids) + under_way != computed + 1 or request.is_prefill_chunk:
                 return []
-            held = len(blocks_of.get(request.request_id, ()))
-            has_room = total % size != 0 and total <= held * size
-            num_lacking += not has_room
-            rows.append((request, total - 1, has_room))
+            # A block's first token may have none; its last one completes it.
+            place = computed % size
+            if place == 0 or place == size - 1:
+                held = len(blocks_of.get(request.request_id, ()))
+                has_room = place == 0 and size > 1 and computed < held * size
+                num_lacking += not has_room
+            else:
+                has_room = True
+            rows.append((request, computed, has_room))
         if num_lacking > self._manager.block_pool.get_num_free_blocks():
             return []
         if not scheduler.use_v2_model_runner:  # it is told the tokens of those that are new to it
@@ -121,21 +170,19 @@ class DecodingSteps:
         return rows
 
     def _hand_out(self, rows: Sequence[tuple[Any, int, bool]]) -> Any:
-        scheduler = self._scheduler
+        scheduler, is_async = self._scheduler, self._is_async
         scheduler.current_step += 1
-        names: list[str] = []
+        names = [request.request_id for request, _, _ in rows]
         new_blocks: list[Any] = []
-        num_computed: list[int] = []
         num_drawn: list[int] = []
         for request, computed, has_room in rows:
             new_blocks.append(None if has_room else self._allocate(request))
-            names.append(request.request_id)
-            num_computed.append(computed)
-            num_drawn.append(len(request._output_token_ids) + request.num_output_placeholders)
+            under_way = request.num_output_placeholders
+            num_drawn.append(len(request._output_token_ids) + under_way)
             request.num_computed_tokens = computed + 1
             request.num_in_flight_tokens += 1
-            if self._is_async:
-                request.num_output_placeholders += 1
+            if is_async:
+                request.num_output_placeholders = under_way + 1
         output = self._new_output()
         output.scheduled_cached_reqs = self._new_rows(
             req_ids=names,
@@ -143,7 +190,7 @@ class DecodingSteps:
             new_token_ids=[],
             all_token_ids={},
             new_block_ids=new_blocks,
-            num_computed_tokens=num_computed,
+            num_computed_tokens=[computed for _, computed, _ in rows],
             num_output_tokens=num_drawn,
         )
         output.num_scheduled_tokens = dict.fromkeys(names, 1)
@@ -166,42 +213,60 @@ class DecodingSteps:
     def _update_from_output(self, scheduled: Any, result: Any) -> Any:
         logprobs, result.logprobs = result.logprobs, None
         logps = [] if logprobs is None else logprobs.logprobs[:, 0].tolist()
-        self._logps = dict(zip(result.req_ids, logps, strict=True)) if logps else {}
         if not self._is_known or not logps:  # none: nothing was computed
+            self._logps = dict(zip(result.req_ids, logps, strict=True)) if logps else {}
             return self._own_update(scheduled, result)
-        requests, index = self._scheduler.requests, result.req_id_to_index
-        others: dict[str, int] = {}
-        for name, count in scheduled.num_scheduled_tokens.items():
-            request, row = requests.get(name), index[name]
-            tokens = result.sampled_token_ids[row]  # none of a prompt's part
-            is_plain = request is not None and count == len(tokens) == 1
-            if is_plain and self._goes_on(request, tokens[0]):
-                self._append(request, tokens[0])
-                self._drawn.append((name, tokens[0], logps[row]))
-            else:
-                others[name] = count
+        others = self._take_plain(scheduled.num_scheduled_tokens, result, logps)
+        self._logps = {name: logps[result.req_id_to_index[name]] for name in others}
         rest = copy(scheduled)
         rest.num_scheduled_tokens = others
         return self._own_update(rest, result)
 
-    def _goes_on(self, request: Any, token: int) -> bool:
-        """Whether a token is neither its request's first nor its last, and nothing was undone."""
-        params = request.sampling_params
-        return (
-            request.status is self._running_status
-            and request.num_preemptions == 0  # the versions differ in what becomes of its tokens
-            and request.prefill_stats is None  # told with the first token
-            and token not in params.stop_token_ids
-            and token != params.eos_token_id
-            and len(request._output_token_ids) + 1 < request.max_tokens
-            and len(request._all_token_ids) + 1 < self._scheduler.max_model_len
-        )
+    def _take_plain(
+        self, counts: Mapping[str, int], result: Any, logps: Sequence[float]
+    ) -> dict[str, int]:
+        """Appends each token that is neither its request's first nor its last, where nothing was
+        undone; returns the other requests with their numbers of tokens.
 
-    def _append(self, request: Any, token: int) -> None:
-        request.num_in_flight_tokens -= 1
-        request._output_token_ids.append(token)
-        request._all_token_ids.append(token)
-        if len(request._all_token_ids) % self._block_size == 0:
-            request.update_block_hashes()
-        if self._is_async:
-            request.num_output_placeholders -= 1
+        Args:
+            counts: of tokens that were computed, by vLLM's names.
+            result: of the step.
+            logps: of its rows.
+        """
+        requests, index = self._scheduler.requests, result.req_id_to_index
+        sampled, most = result.sampled_token_ids, self._scheduler.max_model_len
+        running, size, is_async = self._running_status, self._block_size, self._is_async
+        others: dict[str, int] = {}
+        drawn = Drawn([], [], [])
+        for name, count in counts.items():
+            row = index[name]
+            tokens, request = sampled[row], requests.get(name)  # no tokens of a prompt's part
+            if request is None or count != 1 or len(tokens) != 1:
+                others[name] = count
+                continue
+            token, params = tokens[0], request.sampling_params
+            own, whole = request._output_token_ids, request._all_token_ids
+            if (
+                token in params.stop_token_ids
+                or token == params.eos_token_id
+                or len(own) + 1 >= request.max_tokens
+                or len(whole) + 1 >= most
+                or request.status is not running
+                or request.num_preemptions  # the versions differ in what becomes of its tokens
+                or request.prefill_stats is not None  # told with the first token
+            ):
+                others[name] = count
+                continue
+            request.num_in_flight_tokens -= 1
+            own.append(token)
+            whole.append(token)
+            if len(whole) % size == 0:
+                request.update_block_hashes()
+            if is_async:
+                request.num_output_placeholders -= 1
+            drawn.names.append(name)
+            drawn.tokens.append(token)
+            drawn.logps.append(logps[row])
+        if drawn.names:
+            self._drawn.append(drawn)
+        return others

@@ -31,6 +31,7 @@ from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE
+from hybridrl.rollout.vllm_decoding import Drawn
 
 pytestmark = list(needs("vllm"))
 
@@ -153,16 +154,17 @@ def test_vllm_engine_schedules_as_vllm_does(is_async: bool, is_second_runner: bo
 
 def test_vllm_engine_generates_by_the_shortcuts() -> None:
     engine = make_engine(QWEN3)
-    decoding, taken = engine._decoding, []
+    decoding, taken = engine._decoding, list[int]()
     drawn = decoding.drawn
 
-    def noted() -> list[tuple[str, int, float]]:
-        taken.append(drawn())
-        return taken[-1]
+    def noted() -> list[Drawn]:
+        steps = drawn()
+        taken.extend(len(step.tokens) for step in steps)
+        return steps
 
     decoding.drawn = noted
     done = generate(engine, make_requests(6, SamplingParams(max_new_tokens=40)))
-    assert sum(map(len, taken)) == sum(len(one.tokens) - 2 for one in done if len(one.tokens) > 1)
+    assert sum(taken) == sum(len(one.tokens) - 2 for one in done if len(one.tokens) > 1)
 
 
 @pytest.mark.parametrize(
