@@ -315,7 +315,6 @@ class VllmEngine:
         self._agreement.settle()
         if self._running:
             self._live.llm.engine_core.abort_requests(list(self._running))
-        self._drawn.clear()
         self._running.clear()
         self._rows.clear()
         self._finished.clear()
@@ -344,6 +343,7 @@ class VllmEngine:
             self._take_drawn()
         drawn = [token for output in outputs for token in self._take(output)]
         for step in self._decoding.drawn():
+            self._check_logps(step)
             if not self._agreement.is_alone:
                 drawn += self._numbered(step)
             if not self._drawn.fits(step):
@@ -438,17 +438,22 @@ class VllmEngine:
             if name in self._running:
                 yield self._running[name].request.request_id, token
 
+    def _check_logps(self, step: Drawn) -> None:
+        """Raises UserError or RuntimeError, as `no_logprob`, of a value that is no log-probability."""
+        # The sum is finite only if all of them are.
+        if math.isfinite(sum(step.logps)) and max(step.logps) <= 0:
+            return
+        for name, logp in zip(step.names, step.logps, strict=True):
+            if name in self._running and not -float("inf") < logp <= 0:
+                number = self._running[name].request.request_id
+                raise no_logprob("vllm", logp, number, self._version, self._tensors)
+
     def _take_drawn(self) -> None:
         """Puts the tokens that are kept by step into their requests' rows."""
         for name, tokens, logps in self._drawn.take():
             row = self._running.get(name)
             if row is None:  # aborted since
                 continue
-            # The sum is finite only if all of them are.
-            if not math.isfinite(sum(logps)) or max(logps) > 0:
-                wrong = next(logp for logp in logps if not -float("inf") < logp <= 0)
-                number = row.request.request_id
-                raise no_logprob("vllm", wrong, number, self._version, self._tensors)
             completion = row.extend(tokens, logps, self._version)
             if completion is not None:
                 self._end_by_text(name, row)

@@ -74,10 +74,6 @@ class DrawnSteps:
         logps = zip(*(step.logps for step in steps), strict=True)
         yield from zip(steps[0].names, tokens, logps, strict=True)
 
-    def clear(self) -> None:
-        """Drops what is kept."""
-        self._steps = []
-
 
 class DecodingSteps:
     """What a live scheduler does in a step, and the tokens that the step has drawn.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from engine_cases import (
     MIXED,
     PACKAGED_MODELS,
     VOCAB,
+    Letters,
     close,
     close_engines,
     expected_logps,
@@ -30,6 +32,7 @@ from hybridrl.errors import UserError
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.rollout.stops import TokenTexts
 from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE
 from hybridrl.rollout.vllm_decoding import Drawn
 
@@ -85,7 +88,7 @@ def test_vllm_engine_shares_long_prompts_and_forgets_them_after_an_update(name: 
 
 def test_vllm_engine_preempts_where_the_cache_is_too_small_and_draws_the_same() -> None:
     requests = [
-        dataclasses.replace(request, sampling=SamplingParams(max_new_tokens=90))
+        replace(request, sampling=SamplingParams(max_new_tokens=90))
         for request in make_requests(8, MIXED)
     ]
     expected = generate(make_engine(QWEN3), requests)
@@ -165,6 +168,61 @@ def test_vllm_engine_generates_by_the_shortcuts() -> None:
     decoding.drawn = noted
     done = generate(engine, make_requests(6, SamplingParams(max_new_tokens=40)))
     assert sum(taken) == sum(len(one.tokens) - 2 for one in done if len(one.tokens) > 1)
+
+
+def test_vllm_engine_keeps_what_it_drew_when_it_is_stopped() -> None:
+    engine = make_engine(QWEN3)
+    engine.submit(make_requests(3, SamplingParams(max_new_tokens=30)))
+    for _ in range(8):
+        engine.step()
+    engine.begin_update()
+    engine.finish_update(1)
+    held = [len(request.tokens) for request in engine.pending()]
+    assert min(held) > 5
+    assert [one.runs for one in engine.pending()] == [((0, count),) for count in held]
+    while engine.has_unfinished:
+        engine.step()
+    done = sorted(engine.collect(), key=lambda one: one.request_id)
+    assert [one.versions for one in done] == [((0, count), (1, 30 - count)) for count in held]
+
+
+def test_vllm_engine_ends_by_text_what_began_before_others() -> None:
+    engine = make_engine(QWEN3)
+    engine.token_texts = TokenTexts(Letters())
+    (first, *others) = make_requests(4, SamplingParams(max_new_tokens=40))
+    (whole,) = generate(engine, [first])
+    text = Letters().decode(whole.tokens, skip_special_tokens=False)
+    string = text[30:32]
+    engine.submit([replace(first, sampling=replace(first.sampling, stop_strings=(string,)))])
+    engine.step()
+    engine.submit(others)
+    while engine.has_unfinished:
+        engine.step()
+    done = {one.request_id: one for one in engine.collect()}
+    assert done[first.request_id].tokens == whole.tokens[: text.find(string) + 2]
+    assert [len(done[one.request_id].tokens) for one in others] == [40] * 3
+
+
+def test_vllm_engine_reports_every_token_to_the_other_ranks_of_its_replica() -> None:
+    engine, reported = make_engine(QWEN3), list[tuple[int, int]]()
+    group = {"is_alone": False, "settle": lambda: None, "report": reported.extend}
+    engine._agreement = SimpleNamespace(**group)
+    for done in generate(engine, make_requests(5, MIXED)):
+        tokens = [token for request_id, token in reported if request_id == done.request_id]
+        assert tuple(tokens) == done.tokens
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 0.5])
+def test_vllm_engine_refuses_log_probabilities_that_are_none(wrong: float) -> None:
+    engine = make_engine(QWEN3)
+    drawn = engine._decoding.drawn
+
+    def spoiled() -> list[Drawn]:
+        return [step._replace(logps=[*step.logps[:-1], wrong]) for step in drawn()]
+
+    engine._decoding.drawn = spoiled
+    with pytest.raises(RuntimeError, match=f"log-probability {wrong} for request 102"):
+        generate(engine, make_requests(3, SamplingParams(max_new_tokens=12)))
 
 
 @pytest.mark.parametrize(
