@@ -439,7 +439,7 @@ class VllmEngine:
                 yield self._running[name].request.request_id, token
 
     def _check_logps(self, step: Drawn) -> None:
-        """Raises UserError or RuntimeError, as `no_logprob`, of a value that is no log-probability."""
+        """Raises what `no_logprob` says where a value is no log-probability."""
         # The sum is finite only if all of them are.
         if math.isfinite(sum(step.logps)) and max(step.logps) <= 0:
             return
