@@ -5,7 +5,7 @@ A model on paper of what a rank computes, copies and sends, with rates of the cl
 constants below. Those were fitted to steps and passes on H200 (benchmarks/results/step_h200.json,
 step_h200_lag.json, layouts_h200.json, train_h200.json, train_moe_h200.json, rollout_h200.json;
 tests/unit/test_plan_times.py says how far each is from its prediction). Other GPUs differ by their
-rates alone: on H100 a 0.5B model was measured, and nothing between nodes.
+rates alone; steps on H100 were compared, none on others and nothing between nodes.
 """
 
 from __future__ import annotations
