@@ -325,16 +325,21 @@ def of_90_tokens() -> list[Request]:
     return [dataclasses.replace(request, sampling=sampling) for request in make_requests(8, MIXED)]
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_sglang_engine_takes_requests_back_where_the_cache_is_too_small(
-    request: pytest.FixtureRequest, is_overlapped: bool
+    request: pytest.FixtureRequest, is_overlapped: bool, is_shared: bool
 ) -> None:
-    expected = generate(make_engine(QWEN3), of_90_tokens())
+    requests = of_90_tokens()
+    if is_shared:
+        requests = [dataclasses.replace(one, prompt=tuple(range(2, 20))) for one in requests]
+    expected = generate(make_engine(QWEN3), requests)
     if is_overlapped:
         close_engines()
         request.getfixturevalue("overlapped")
     engine, waiting = short_of_room(QWEN3, TOKEN_BYTES)
-    found = generate(engine, of_90_tokens())
+    engine._shared_prompts = SharedPrompts(1)
+    found = generate(engine, requests)
     assert were_taken_back(waiting)
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
 
