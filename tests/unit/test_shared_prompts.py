@@ -67,3 +67,11 @@ def test_few_prompts_are_computed_ahead_of_their_samples() -> None:
         queued = [one for one in queued if one.request_id not in begun[-1]]
     assert begun == [[0, 2], [1, 3, 4, 6], [5, 7]]
     assert numbers(shared.due(samples(["abc"], 2), lambda number: False)) == [0]
+
+
+def test_no_further_prompt_is_computed_while_enough_are() -> None:
+    shared, queued = SharedPrompts(worth_tokens=1, ahead_tokens=5), samples(["aaa", "bbb", "c"], 2)
+    assert numbers(shared.due(queued, lambda number: False)) == [0, 2]
+    queued = [queued[1], *queued[3:]]
+    assert shared.due(queued, {0, 2}.__contains__) == []
+    assert numbers(shared.due(queued, {2}.__contains__)) == [1, 4]
