@@ -7,8 +7,11 @@ under way, as it does on CPU; what it does for each request is the same on GPUs.
 
     python benchmarks/bench_decode_host.py --out OUT.json
 
-The ways of plain_engines.py in turn; CPU time of the thread for a generation, from prompts to all
-tokens, by its number of steps: median, p10 and p90 of `--repeats`, after a warm-up.
+The ways of plain_engines.py in turn, and `step`: generation within a training step, of new prompts
+after an update, with all that a step leaves behind. CPU time of the thread for a generation, from
+prompts to all tokens, by its number of steps: median, p10 and p90 of `--repeats`, after a warm-up.
+Of `loop` and `step` also what is not decoding (requests, prompts, ends): a generation's time less
+that of as many median steps; and how many tokens of prompts were computed.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from case_record import command_of, commit
@@ -46,23 +49,42 @@ MODEL = {
     "tie_word_embeddings": False,
 }
 COLUMNS = 8  # of the logits: a draw from them costs little more than its calls
-WAYS = ("loop", "plain", "plain_without_logprobs")
+WAYS = ("loop", "step", "plain", "plain_without_logprobs")
+
+
+class Generation(NamedTuple):
+    """What a generation took.
+
+    Args:
+        seconds: of CPU time of this thread.
+        rest_s: of them, what is not decoding; 0 where steps are not looked at.
+        prompt_tokens: that were computed.
+    """
+
+    seconds: float
+    rest_s: float
+    prompt_tokens: int
 
 
 def main() -> int:
     """Times the ways in turn and writes one JSON file."""
     arguments = parse()
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    found: dict[str, list[Generation]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = made(arguments, folder)
+        trainer, model = made(arguments, folder)
         prompts = trainer.prompts.take(arguments.prompts)
         for repeat in range(arguments.repeats + 1):
             for way, taken in found.items():
-                seconds = generate(trainer, prompts, way, arguments)
+                one = generate(trainer, model, prompts, way, arguments)
                 if repeat:
-                    taken.append(1e6 * seconds / arguments.new_tokens)
+                    taken.append(one)
         trainer.close()
-    medians = {way: statistics.median(taken) for way, taken in found.items()}
+    steps = {
+        way: [1e6 * one.seconds / arguments.new_tokens for one in taken]
+        for way, taken in found.items()
+    }
+    medians = {way: statistics.median(taken) for way, taken in steps.items()}
+    looked_at = {way: found[way] for way in ("loop", "step")}
     report = {
         "benchmark": "host time of a decode step",
         "command": command_of(sys.argv),
@@ -76,13 +98,25 @@ def main() -> int:
                 "p10": round(percentile(taken, 0.1)),
                 "p90": round(percentile(taken, 0.9)),
             }
-            for way, taken in found.items()
+            for way, taken in steps.items()
         },
         "loop_to_plain": round(medians["plain"] / medians["loop"], 3),
+        "step_to_loop": round(medians["step"] / medians["loop"], 3),
+        "ms_beside_decoding": {
+            way: round(1e3 * statistics.median(one.rest_s for one in taken), 1)
+            for way, taken in looked_at.items()
+        },
+        "prompt_tokens": num_requests(arguments) * arguments.prompt_tokens,
+        "prompt_tokens_computed": {
+            way: statistics.median(one.prompt_tokens for one in taken)
+            for way, taken in found.items()
+        },
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     for way, taken in report["us_per_step"].items():
         print(f"{way:24} {taken['median']:6} us a step ({taken['p10']} to {taken['p90']})")
+    for way, ms in report["ms_beside_decoding"].items():
+        print(f"{way:24} {ms:6} ms beside decoding")
     return 0
 
 
@@ -91,14 +125,40 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=20)
     return parser.parse_args()
 
 
-def made(arguments: argparse.Namespace, folder: str) -> Trainer:
-    """Returns a Trainer whose engine computes no model."""
+class NoModel:
+    """Takes the place of SGLang's model, computes nothing and counts the tokens of prompts.
+
+    Args:
+        logits_BV: for a batch at most.
+    """
+
+    def __init__(self, logits_BV: torch.Tensor) -> None:
+        self._logits_BV = logits_BV
+        self.prompt_tokens = 0
+
+    def forward(self, batch: Any, **_: Any) -> SimpleNamespace:
+        """Returns logits for each request of a batch of SGLang."""
+        from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+        if batch.forward_mode.is_extend():
+            self.prompt_tokens += batch.extend_num_tokens
+        return SimpleNamespace(
+            logits_output=LogitsProcessorOutput(self._logits_BV[: len(batch.seq_lens)].clone()),
+            can_run_graph=False,
+            **dict.fromkeys(
+                ("expert_distribution_metrics", "routed_experts_output", "indexer_topk_output")
+            ),
+        )
+
+
+def made(arguments: argparse.Namespace, folder: str) -> tuple[Trainer, NoModel]:
+    """Returns a Trainer whose engine computes no model, and what it has in its place."""
     model = Path(folder, "model.json")
     model.write_text(json.dumps(MODEL))
     sizes = ("prompts", "samples", "prompt_tokens", "new_tokens")
@@ -115,21 +175,9 @@ def made(arguments: argparse.Namespace, folder: str) -> Trainer:
     sampler, logits_BV = trainer.sampler, torch.zeros(num_requests(arguments), COLUMNS)
     # No response ends before its last token, and each has a token to be looked for.
     sampler.sampling = replace(sampler.sampling, stop_token_ids=(COLUMNS,))
-    trainer.engine._scheduler.tp_worker.model_runner.forward = partial(forward, logits_BV)
-    return trainer
-
-
-def forward(logits_BV: torch.Tensor, batch: Any, **_: Any) -> SimpleNamespace:
-    """Takes the place of SGLang's model: returns logits for each of its requests."""
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-
-    return SimpleNamespace(
-        logits_output=LogitsProcessorOutput(logits_BV[: len(batch.seq_lens)].clone()),
-        can_run_graph=False,
-        **dict.fromkeys(
-            ("expert_distribution_metrics", "routed_experts_output", "indexer_topk_output")
-        ),
-    )
+    none = NoModel(logits_BV)
+    trainer.engine._scheduler.tp_worker.model_runner.forward = none.forward
+    return trainer, none
 
 
 def num_requests(arguments: argparse.Namespace) -> int:
@@ -137,23 +185,49 @@ def num_requests(arguments: argparse.Namespace) -> int:
     return int(arguments.prompts * arguments.samples)
 
 
-def generate(trainer: Any, prompts: Any, way: str, arguments: argparse.Namespace) -> float:
-    """Generates in one way; returns seconds of CPU time of this thread.
+def generate(
+    trainer: Any, model: NoModel, prompts: Any, way: str, arguments: argparse.Namespace
+) -> Generation:
+    """Generates in one way.
 
     Raises:
         RuntimeError: there are fewer tokens than asked for.
     """
-    plain = PLAIN["sglang"]
+    plain, sampler = PLAIN["sglang"], trainer.sampler
     plain.forget(trainer)
-    began = time.thread_time()
-    if way != "loop":
+    model.prompt_tokens = 0
+    if way in ("plain", "plain_without_logprobs"):
+        began = time.thread_time()
         plain.generate(trainer, prompts, way == "plain")
-        return time.thread_time() - began
-    rollouts = trainer.sampler.generate(prompts, step=10**6)
-    seconds = time.thread_time() - began
-    if int(rollouts.response_lengths_B.sum()) != num_requests(arguments) * arguments.new_tokens:
-        raise RuntimeError("a response has fewer tokens than asked for")
-    return seconds
+        return Generation(time.thread_time() - began, 0.0, model.prompt_tokens)
+    taken: list[Generation] = []
+    make, advance = sampler.generate, sampler.advance
+
+    def timed(*given: Any, **named: Any) -> Any:
+        steps: list[float] = []
+
+        def step() -> None:
+            began = time.thread_time()
+            advance()
+            steps.append(time.thread_time() - began)
+
+        began = time.thread_time()
+        with patch.object(sampler, "advance", step):
+            rollouts = make(*given, **named)
+        seconds = time.thread_time() - began
+        rest = seconds - len(steps) * statistics.median(steps)
+        taken.append(Generation(seconds, rest, model.prompt_tokens))
+        tokens = int(rollouts.response_lengths_B.sum())
+        if tokens != num_requests(arguments) * arguments.new_tokens:
+            raise RuntimeError("a response has fewer tokens than asked for")
+        return rollouts
+
+    if way == "loop":
+        timed(prompts, step=10**6)
+    else:
+        with patch.object(sampler, "generate", timed):
+            trainer.train_step()
+    return taken[0]
 
 
 if __name__ == "__main__":

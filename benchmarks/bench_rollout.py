@@ -8,6 +8,10 @@ order, as far as options ask for it:
   prompts, sampling parameters and weights, in the same process.
 * --steps N: training steps, every sync verified: the mismatch of log-probabilities, the time of
   every phase, and what the engine's own phase changes cost. --steps 0 takes none.
+
+  Of each generation in the loop, in steps and outside of them, the file has what each rank's host
+  had to do with it: the time of a fixed piece of Python just before (a host that is slower than
+  before generates more slowly too), the thread's CPU time, interruptions by others, page faults.
 * --interrupt: generation stopped halfway for a change of phases and back; the mismatch of what was
   begun before and ended after it, beside that of samples that nothing interrupted.
 * --cycles N: N whole steps, with the free memory after each and the mismatch of each: captured

@@ -6,6 +6,7 @@ Who waits for whom: every function is collective over the world.
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import sys
 import time
@@ -30,6 +31,7 @@ WORKLOAD = ("engine", "world", "steps", "prompts", "samples", "prompt_tokens", "
 CHANGES = ("sleep", "begin_update", "finish_update")
 CYCLES_BETWEEN_LINES = 10
 STEPS_BEFORE_INTERRUPTION = 5
+PYTHON_ROUNDS = 200_000  # 5 to 15 ms
 
 
 def run_case(begun: CaseRecord) -> None:
@@ -70,7 +72,36 @@ class Case(CaseRecord):
         }
         self.save("trainer and engine made")
         trainer.check_engine()
+        self.watch(trainer.sampler)
         self.save("weights verified")
+
+    def watch(self, sampler: Any) -> None:
+        """Notes of each generation through the sampler what this rank's host had to do with it."""
+        self.host: dict[str, float] = {}
+        make = sampler.generate
+
+        def generate(*given: Any, **named: Any) -> Any:
+            usage, began = resource.getrusage(resource.RUSAGE_THREAD), time.perf_counter()
+            worked = time.thread_time()
+            try:
+                return make(*given, **named)
+            finally:
+                later = resource.getrusage(resource.RUSAGE_THREAD)
+                self.host |= {
+                    "seconds": time.perf_counter() - began,
+                    "cpu_s": time.thread_time() - worked,
+                    "interruptions": float(later.ru_nivcsw - usage.ru_nivcsw),
+                    "page_faults": float(later.ru_minflt - usage.ru_minflt),
+                }
+
+        sampler.generate = generate
+
+    def note_host(self, of: str) -> str:
+        """Keeps what each rank's host had to do with the last generation; returns a line of it."""
+        ranks = self.trainer.world.gather_objects(self.host)
+        found = {name: [round(one[name], 4) for one in ranks] for name in self.host}
+        self.result.setdefault("generations", []).append({"of": of, **found})
+        return f"host's Python {max(found['python_ms']):.1f} ms, CPU {max(found['cpu_s']):.2f} s"
 
     # Throughput
 
@@ -89,8 +120,9 @@ class Case(CaseRecord):
                 num_tokens = num or num_tokens
                 if repeat:
                     taken.append(found)
-                name = f"repeat {repeat}" if repeat else "warm-up"
-                self.save(f"{way}, {name}", f"{found:.3f} s, {num_tokens / found:,.0f} tokens/s")
+                name = f"{way}, " + (f"repeat {repeat}" if repeat else "warm-up")
+                said = f"{found:.3f} s, {num_tokens / found:,.0f} tokens/s"
+                self.save(name, f"{said}; {self.note_host(name)}" if way == "loop" else said)
             if repeat:
                 self.result["throughput"] = throughput(num_tokens, seconds)
         plain.forget(trainer)  # its last batch has no seeds: what comes next would be put beside it
@@ -102,6 +134,7 @@ class Case(CaseRecord):
         """
         trainer, plain, num_tokens = self.trainer, PLAIN[self.job["engine"]], 0
         plain.forget(trainer)
+        self.host = {"python_ms": python_s() * 1e3}
         trainer.world.gather_objects(None)  # all begin together
         began = time.perf_counter()
         if way == "loop":
@@ -121,12 +154,14 @@ class Case(CaseRecord):
         with timed_calls(trainer.engine, CHANGES, trainer.platform.synchronize) as spent:
             for number in range(self.job["steps"]):
                 spent.update(dict.fromkeys(CHANGES, 0.0))
+                self.host = {"python_ms": python_s() * 1e3}
                 metrics = trainer.train_step()
                 slowest = largest_over_ranks(trainer, [spent[name] for name in CHANGES])
                 changes = {f"engine_s/{n}": s for n, s in zip(CHANGES, slowest, strict=True)}
                 records.append({**metrics, **changes})
                 self.result |= medians_of(records)
-                self.save(f"step {number + 1}", phases_of(metrics))
+                host = self.note_host(f"step {number + 1}")
+                self.save(f"step {number + 1}", f"{phases_of(metrics)}; {host}")
 
     def interrupt(self) -> None:
         """Samples with and without a change of phases in the middle; their distance from the
@@ -224,6 +259,16 @@ def phases_of(metrics: Mapping[str, float]) -> str:
     """Returns the seconds of a step's phases as a line of progress."""
     times = {name.removeprefix("time_s/"): s for name, s in metrics.items() if "time_s/" in name}
     return ", ".join(f"{name} {seconds:.2f}" for name, seconds in times.items())
+
+
+def python_s() -> float:
+    """Returns the seconds of a fixed piece of Python: where they are more than before, the host is
+    slower, and so is what the host bounds.
+    """
+    began, left = time.perf_counter(), 0
+    for number in range(PYTHON_ROUNDS):
+        left ^= number
+    return time.perf_counter() - began
 
 
 def free_now() -> int:

@@ -230,11 +230,11 @@ class Sampler:
         best = dataclasses.replace(params, temperature=0.0)
         num, longest = samples_per_prompt + greedy, params.max_new_tokens
         for group in self._share(prompts, num, first_group, longest):
-            first = group * samples_per_prompt
+            first, digest = group * samples_per_prompt, digest_of(self._prompts[group].tokens)
             for sample_id in [*range(first, first + samples_per_prompt), *[-1 - group] * greedy]:
                 self._owners[sample_id] = (self._prompts[group], group)
                 how, prompt = best if sample_id < 0 else params, self._prompts[group]
-                self._digests[sample_id] = digest_of(prompt.tokens)
+                self._digests[sample_id] = digest
                 found = self._saved.find(step, sample_id, prompt, how)
                 if found.whole is not None:
                     self._done[sample_id] = found.whole

@@ -59,8 +59,10 @@ class SavedRollouts:
             prompt: of its group.
             sampling: of the whole response, with all its turns.
         """
+        if step != self._step:
+            return Found()
         digest = digest_of(prompt.tokens)
-        if step != self._step or self._digests.get(str(sample_id), digest) != digest:
+        if self._digests.get(str(sample_id), digest) != digest:
             return Found()
         whole, turns = self._whole.get(sample_id), self._turns.get(sample_id)
         if whole is not None:

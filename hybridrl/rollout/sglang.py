@@ -49,6 +49,7 @@ from hybridrl.rollout.sglang_sampling import request_sampling
 from hybridrl.rollout.sglang_scheduler import drawn_logps, end_soon, synchronize
 from hybridrl.rollout.sglang_start import start, stop
 from hybridrl.rollout.sglang_version import model_rules
+from hybridrl.rollout.shared_prompts import SharedPrompts
 from hybridrl.rollout.stops import TokenTexts
 
 # Turns of SGLang's loop without a batch after which it is taken to be stuck. One may pass where the
@@ -112,6 +113,7 @@ class SglangEngine:
         # Every unfinished request, in order of arrival, and those that SGLang has, by number.
         self._rows: dict[int, RunningRequest] = {}
         self._running: dict[int, _Running] = {}
+        self._shared_prompts = SharedPrompts()
         # Whose text is looked at, and those that it has ended and SGLang has yet.
         self._by_text: set[int] = set()
         self._leaving: set[int] = set()
@@ -249,6 +251,7 @@ class SglangEngine:
         """Takes everything from SGLang; the rows keep the tokens that were taken from it."""
         for ids in (self._running, self._by_text, self._leaving):
             ids.clear()
+        self._shared_prompts.forget()
         if not self._is_asleep:
             self._scheduler.forget_requests()
 
@@ -339,9 +342,7 @@ class SglangEngine:
         # No generator is kept: nothing here draws from one.
         with torch.no_grad():
             if len(self._running) < len(self._rows):
-                for request_id, row in self._rows.items():
-                    if request_id not in self._running and request_id not in self._leaving:
-                        self._add(request_id, row)
+                self._begin_queued()
             scheduler.turn()
         ended, scheduler.ended = scheduler.ended, []
         for request in ended:
@@ -358,6 +359,22 @@ class SglangEngine:
         self._agreement.report(drawn)
         if not self._rows:
             self._agreement.settle()  # no step follows that would
+
+    def _begin_queued(self) -> None:
+        """Gives queued requests to SGLang; of those with the same prompt the first one alone, until
+        that is computed.
+        """
+        begun = self._running.keys() | self._leaving
+        queued = [row.request for number, row in self._rows.items() if number not in begun]
+        for request in self._shared_prompts.due(queued, self._is_computing_prompt):
+            self._add(request.request_id, self._rows[request.request_id])
+
+    def _is_computing_prompt(self, request_id: int) -> bool:
+        """Whether SGLang has a request and has drawn no token for it; the first one comes with its
+        prompt in the cache.
+        """
+        running = self._running.get(request_id)
+        return running is not None and not running.request.output_ids
 
     def _add(self, request_id: int, row: RunningRequest) -> None:
         """Gives a request to SGLang; the tokens it has so far are part of the prompt."""

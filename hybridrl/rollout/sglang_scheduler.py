@@ -154,7 +154,8 @@ class _Driven:
         that takes longer than a small model on the GPU.
         """
         if not batch.forward_mode.is_decode():
-            super().process_batch_result(batch, result)  # type: ignore[misc]
+            with _without_insert(batch, result):
+                super().process_batch_result(batch, result)  # type: ignore[misc]
             self.ended += [request for request in batch.reqs if request.finished()]
             begun = [request for request in batch.reqs if request.output_ids]
             self._note([(int(one.rid), one.output_ids[-1]) for one in begun])
@@ -227,6 +228,23 @@ class _Driven:
             self.new_token_ratio_tracker.reset()
         else:
             self.new_token_ratio = self.init_new_token_ratio
+
+
+@contextlib.contextmanager
+def _without_insert(batch: Any, result: Any) -> Iterator[None]:
+    """Leaves prompts out of the cache that it has but for the last token: most samples of a prompt.
+
+    To look that token up takes a dozen operations of the device, for each request.
+    """
+    lengths = result.extend_input_len_per_req or ()  # None: of requests without log-probabilities
+    found = [request for request, num in zip(batch.reqs, lengths, strict=False) if num == 1]
+    for request in found:
+        request.skip_radix_cache_insert = True
+    try:
+        yield
+    finally:
+        for request in found:
+            request.skip_radix_cache_insert = False  # what they go on to say is of use
 
 
 def keep_tokens(

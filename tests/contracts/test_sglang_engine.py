@@ -39,6 +39,7 @@ from hybridrl.rollout.engine import Completion, Request, SamplingParams, generat
 from hybridrl.rollout.sglang import token_ids
 from hybridrl.rollout.sglang_arguments import SPARE_TOKENS, server_arguments
 from hybridrl.rollout.sglang_sampling import request_sampling
+from hybridrl.rollout.shared_prompts import SharedPrompts
 from hybridrl.rollout.stops import TokenTexts
 
 pytestmark = list(needs("sglang"))
@@ -193,6 +194,103 @@ def test_sglang_engine_keeps_what_prompts_share() -> None:
     assert cached[0] == 0 and cached[1] >= 99
 
 
+NOT_SHARED = SharedPrompts(1 << 30)
+
+
+def samples(num_prompts: int, num: int) -> list[Request]:
+    """Returns requests to prompts of 100 tokens, several to each, sampled in different ways."""
+    prompts = [tuple(2 + i * (3 + one) % 20 for i in range(100)) for one in range(num_prompts)]
+    each = [prompts[number // num] for number in range(num_prompts * num)]
+    ways = [MIXED[number % len(MIXED)] for number in range(len(each))]
+    return [Request(i, one, 7 + i, ways[i]) for i, one in enumerate(each)]
+
+
+def counted(engine: Any) -> list[int]:
+    """Returns how many tokens of prompts each pass computes, as they come."""
+    scheduler, passes, run = engine._scheduler, list[int](), engine._scheduler.run_batch
+
+    def run_batch(batch: Any, *rest: Any) -> Any:
+        if batch.forward_mode.is_extend():
+            passes.append(batch.extend_num_tokens)
+        return run(batch, *rest)
+
+    scheduler.run_batch = run_batch
+    return passes
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize("name", [QWEN3, EXPERTS])
+def test_sglang_engine_computes_the_prompt_of_several_samples_once(
+    request: pytest.FixtureRequest, name: str, is_overlapped: bool
+) -> None:
+    if is_overlapped:
+        request.getfixturevalue("overlapped")
+    requests, records = samples(3, 8), name == EXPERTS
+    alone = make_engine(name, 32, records_experts=records)
+    alone._shared_prompts, every = NOT_SHARED, counted(alone)
+    expected = generate(alone, requests)
+    assert sum(every) > 2300
+    close_engines()
+    engine = make_engine(name, 32, records_experts=records)
+    passes = counted(engine)
+    found = generate(engine, requests)
+    assert passes == [pytest.approx(300, abs=9), pytest.approx(21, abs=9)]
+    assert all(close(one, two) for one, two in zip(found, expected, strict=True))
+    scheduler = engine._scheduler
+    kept = scheduler.token_to_kv_pool_allocator.available_size()
+    assert kept + scheduler.tree_cache.evictable_size() == scheduler.max_total_num_tokens
+    if records:
+        assert all(
+            np.array_equal(one.experts, two.experts)
+            for one, two in zip(found, expected, strict=True)
+        )
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 6])
+def test_sglang_engine_goes_on_with_samples_that_waited_for_their_prompt(
+    request: pytest.FixtureRequest, num_steps: int
+) -> None:
+    request.getfixturevalue("overlapped")
+    requests = samples(3, 8)
+    engine = make_engine(QWEN3)  # of which eight are computed at once
+    engine._shared_prompts = NOT_SHARED
+    expected = generate(engine, requests)
+    engine._shared_prompts = SharedPrompts(ahead_tokens=150)  # two of the three
+    engine._scheduler.forget_requests()
+    engine.submit(requests)
+    for _ in range(num_steps):
+        engine.step()
+    done = engine.collect()
+    assert len(engine.pending()) + len(done) == len(requests)
+    write_weights(engine, make_reference(QWEN3), 1)
+    while engine.has_unfinished:
+        engine.step()
+    by_id = {one.request_id: one for one in [*done, *engine.collect()]}
+    assert all(close(by_id[one.request_id], one) for one in expected)
+    engine.submit(requests)
+    engine.step()
+    engine.clear()
+    passes = counted(engine)
+    found = generate(engine, requests)
+    assert all(close(one, two) for one, two in zip(found, expected, strict=True))
+    assert sum(passes) < 400
+
+
+def test_sglang_engine_keeps_what_the_samples_of_a_prompt_said() -> None:
+    """Though it does not look up the last token of their prompt: a next turn begins with it."""
+    engine = make_engine(QWEN3, 32)
+    requests = [
+        dataclasses.replace(one, sampling=SamplingParams(max_new_tokens=8)) for one in samples(2, 8)
+    ]
+    turns = [
+        Request(100 + done.request_id, one.prompt + done.tokens + (5,), 3, one.sampling)
+        for one, done in zip(requests, generate(engine, requests), strict=True)
+    ]
+    passes = counted(engine)
+    generate(engine, turns)
+    assert sum(passes) == 2 * len(turns)  # the last token that was drawn, and the new one
+
+
 def short_of_room(
     name: str, token_bytes: int, records_experts: bool = False
 ) -> tuple[Any, list[int]]:
@@ -227,16 +325,21 @@ def of_90_tokens() -> list[Request]:
     return [dataclasses.replace(request, sampling=sampling) for request in make_requests(8, MIXED)]
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_sglang_engine_takes_requests_back_where_the_cache_is_too_small(
-    request: pytest.FixtureRequest, is_overlapped: bool
+    request: pytest.FixtureRequest, is_overlapped: bool, is_shared: bool
 ) -> None:
-    expected = generate(make_engine(QWEN3), of_90_tokens())
+    requests = of_90_tokens()
+    if is_shared:
+        requests = [dataclasses.replace(one, prompt=tuple(range(2, 20))) for one in requests]
+    expected = generate(make_engine(QWEN3), requests)
     if is_overlapped:
         close_engines()
         request.getfixturevalue("overlapped")
     engine, waiting = short_of_room(QWEN3, TOKEN_BYTES)
-    found = generate(engine, of_90_tokens())
+    engine._shared_prompts = SharedPrompts(1)
+    found = generate(engine, requests)
     assert were_taken_back(waiting)
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from packaged import PACKAGED
+from packaged import PACKAGED, needs
 from test_bench_reshard import TINY
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bench_rollout.py"
@@ -73,6 +73,11 @@ def test_rollout_benchmark_measures_and_tells_of_every_part(engine: str, tmp_pat
     assert case["throughput"]["loop_to_plain"] > 0 and case["throughput"]["tokens"] <= 8 * 12
     assert max(case["interrupted"].values()) < 1e-5 > case["mismatch_mean_worst"]
     assert case["cycles"]["number"] == 1
+    made = {one.pop("of"): one for one in case["generations"]}
+    assert [*made] == ["loop, warm-up", "loop, repeat 1", "loop, repeat 2", "step 1", "step 2"]
+    for one in made.values():
+        assert {len(of_ranks) for of_ranks in one.values()} == {2}
+        assert min(one["python_ms"]) > 0 and min(one["cpu_s"]) > 0
     told = [line for line in done.stdout.splitlines() if line.startswith("[bench]")]
     order = ("starting", "weights verified", "loop, repeat 2", "step 2 generate", "cycle 1")
     found = [next(i for i, line in enumerate(told) if part in line) for part in order]
@@ -103,3 +108,21 @@ def command_of(tmp_path: Path, case: str, engine: str) -> tuple[list[str], Path]
     command += ["--models", str(tmp_path), "--prompts", "4", "--samples", "2"]
     command += ["--prompt-tokens", "8", "--new-tokens", "12", "--set", "model.dtype=float32"]
     return command, out
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [pytest.param("sglang", marks=needs("sglang"))])
+def test_host_benchmark_times_generation_within_steps_too(engine: str, tmp_path: Path) -> None:
+    del engine
+    out = tmp_path / "host.json"
+    command = [sys.executable, str(BENCHMARK.with_name("bench_decode_host.py")), "--out", str(out)]
+    command += ["--prompts", "12", "--samples", "2", "--new-tokens", "8", "--repeats", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["us_per_step"].keys() == {"loop", "step", "plain", "plain_without_logprobs"}
+    assert min(found["ms_beside_decoding"].values()) > 0
+    computed = found["prompt_tokens_computed"]
+    assert found["prompt_tokens"] == 24 * 128
+    assert computed["step"] < 0.6 * found["prompt_tokens"] < 0.9 * computed["plain"]
