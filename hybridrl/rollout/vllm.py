@@ -363,9 +363,8 @@ class VllmEngine:
                 f"{name} has temperature={sampling.temperature}; vLLM samples at 0 or at "
                 f"{LOWEST_TEMPERATURE} and above"
             )
-        if sampling.presence_penalty and request.tokens:
-            # vLLM gets them as a part of the prompt, of which this penalty says nothing.
-            yield ValueError(f"{name} goes on with presence_penalty, which needs all its tokens")
+        if (violation := _lost_presence(request, len(request.tokens))) is not None:
+            yield violation
 
     def _add_waiting(self) -> None:
         """Gives vLLM as many requests, the first ones, as it decodes together: others may never
@@ -383,6 +382,8 @@ class VllmEngine:
         """Gives a request to vLLM; the tokens it has so far are part of the prompt."""
         from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
+        if (violation := _lost_presence(row.request, len(row.tokens))) is not None:
+            raise violation
         sampling: SamplingParams = row.request.sampling
         params = VllmSamplingParams(
             temperature=sampling.temperature,
@@ -480,6 +481,16 @@ class VllmEngine:
     def model(self) -> torch.nn.Module:
         """This rank's live module, for those who look into it; not to be changed."""
         return self._live.model
+
+
+def _lost_presence(request: Request, num_tokens: int) -> ValueError | None:
+    """Returns the refusal of a request that goes on after its first tokens with presence_penalty:
+    vLLM gets them as a part of the prompt, of which this penalty says nothing.
+    """
+    if not request.sampling.presence_penalty or not num_tokens:
+        return None
+    name = f"request {request.request_id}"
+    return ValueError(f"{name} goes on with presence_penalty, which needs all its tokens")
 
 
 def layout_name(name: str) -> str | None:
