@@ -262,6 +262,49 @@ MIXED = [
 ]
 
 
+# What depends on the tokens before: of the response, of the prompt too, and all of it together.
+PENALIZED = [
+    SamplingParams(0.9, max_new_tokens=14, repetition_penalty=1.5, stop_token_ids=(STOP,)),
+    SamplingParams(1.2, max_new_tokens=14, presence_penalty=1.1, stop_token_ids=(STOP,)),
+    SamplingParams(max_new_tokens=14, min_new_tokens=6, stop_token_ids=(STOP,)),
+    SamplingParams(max_new_tokens=14, stop_token_ids=(STOP,)),
+    SamplingParams(
+        0.0,
+        1.0,
+        0,
+        20,
+        (STOP, 3),
+        (),
+        min_new_tokens=9,
+        repetition_penalty=1.3,
+        presence_penalty=0.8,
+    ),
+]
+
+
+def penalized_logps(model: Any, request: Request, done: Completion) -> Tensor:
+    """By the formulas, token after token, with transformers' logits."""
+    sampling, ids = request.sampling, [*request.prompt, *done.tokens]
+    with torch.no_grad():
+        logits_LV = model(torch.tensor([ids])).logits[0].double()
+    found = []
+    for place, token in enumerate(done.tokens):
+        end = len(request.prompt) + place
+        logits = logits_LV[end - 1].tolist()
+        for one in range(len(logits)):
+            if one in sampling.stop_token_ids and place < sampling.min_new_tokens:
+                logits[one] = float("-inf")
+            if one in ids[:end]:
+                penalty = sampling.repetition_penalty
+                logits[one] = logits[one] / penalty if logits[one] > 0 else logits[one] * penalty
+            if one in ids[len(request.prompt) : end]:
+                logits[one] -= sampling.presence_penalty
+        scaled = torch.tensor(logits) / (sampling.temperature or 1.0)
+        found.append(scaled.log_softmax(-1)[token])
+        assert sampling.temperature or token == int(scaled.argmax())
+    return torch.stack(found)
+
+
 def full_logits(model: Any, request: Request, completion: Completion) -> Tensor:
     """Returns, for each response token, the logits from one uncached forward of the whole text."""
     with torch.no_grad():

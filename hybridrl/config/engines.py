@@ -43,6 +43,8 @@ class EngineTraits:
         lowest_temperature: the lowest that it samples at, but for 0.
         ends_by_text: it ends a response once its text has a stop string.
         penalizes: it can keep end tokens back and penalize tokens that were said.
+        resumes_penalties: a request that goes on, saved or after an update, is penalized for its
+            earlier tokens as for those of a response; else it refuses `presence_penalty` there.
         runs_on_gpus: `hybridrl plan` takes GPUs for granted, also on a host without any.
     """
 
@@ -63,6 +65,7 @@ class EngineTraits:
     lowest_temperature: float = 0.0
     ends_by_text: bool = False
     penalizes: bool = False
+    resumes_penalties: bool = False
     runs_on_gpus: bool = False
 
 
@@ -90,6 +93,7 @@ ENGINES = {
         records_experts=True,
         ends_by_text=True,
         penalizes=True,
+        resumes_penalties=True,
     ),
     "vllm": EngineTraits(
         builder="hybridrl.rollout.vllm:build",
@@ -124,6 +128,8 @@ ENGINES = {
         captures_graphs=True,
         bounds_positions=True,
         ends_by_text=True,
+        penalizes=True,
+        resumes_penalties=True,
         runs_on_gpus=True,
     ),
     "scripted": EngineTraits(

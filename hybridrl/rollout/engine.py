@@ -139,7 +139,7 @@ class Completion:
         tokens: the response, the stop token included when there is one.
         logps: of each token, its log-probability under the distribution that it was really drawn
             from (after temperature, top-k and top-p); at temperature 0, under the model's own
-            distribution (temperature 1).
+            distribution (temperature 1). Penalties and least lengths are a part of both.
         finish_reason: "stop" (ended by a stop token) or "length" (`max_new_tokens` reached).
         version: the weights that made the first token, so the oldest that took part.
         experts: of prompt and response but the last token (contracts/routed_experts.py); None: the

@@ -26,7 +26,8 @@ from hybridrl.models.weights import RankLayout, hf_layout
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
 from hybridrl.rollout.hf_experts import ChosenExperts
-from hybridrl.rollout.sampling import Said, no_logprob, penalized, sample, uniforms
+from hybridrl.rollout.penalties import Said, penalized
+from hybridrl.rollout.sampling import no_logprob, sample, uniforms
 from hybridrl.rollout.stops import TokenTexts
 
 # One prefill forward takes at most this many padded tokens, and computes logits of at most this

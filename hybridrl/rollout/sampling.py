@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -80,40 +79,6 @@ class RowSampling:
             any(is_greedy),
             any(row.top_k or row.top_p < 1 for row in filters),
         )
-
-
-class Said(NamedTuple):
-    """The tokens of a request so far."""
-
-    prompt: Sequence[int]
-    response: Sequence[int]
-
-
-def penalized(
-    logits_BV: Tensor, sampling: Sequence[SamplingParams], said: Sequence[Said]
-) -> Tensor:
-    """Returns logits without end tokens that come too early, and with penalties of tokens that were
-    said; as they are where no row asks for it. In float32, as vLLM has it: end tokens, then
-    repetition, then presence.
-
-    Args:
-        logits_BV: of the next token.
-        sampling, said: of each row.
-    """
-    if not any(row.looks_back for row in sampling):
-        return logits_BV
-    logits_BV = logits_BV.float().clone()
-    for logits_V, row, (prompt, response) in zip(logits_BV, sampling, said, strict=True):
-        if len(response) < row.min_new_tokens:
-            logits_V[list(row.stop_token_ids)] = -torch.inf
-        if row.repetition_penalty != 1:
-            seen = sorted({*prompt, *response})
-            seen_K = logits_V[seen]
-            penalty = row.repetition_penalty
-            logits_V[seen] = torch.where(seen_K > 0, seen_K / penalty, seen_K * penalty)
-        if row.presence_penalty and response:
-            logits_V[sorted(set(response))] -= row.presence_penalty
-    return logits_BV
 
 
 def sample(

@@ -300,8 +300,6 @@ class SglangEngine:
         for request in requests:
             for violation in too_long(request, self._settings):
                 raise violation
-            if request.sampling.looks_back:
-                raise ValueError(f"request {request.request_id} has penalties or a least length")
         rows = new_rows(self._rows.values(), requests, self.token_texts)
         self._rows.update((row.request.request_id, row) for row in rows)
 
@@ -397,6 +395,8 @@ class SglangEngine:
             return_routed_experts=self._experts is not None,
             stream=False,
         )
+        if row.request.sampling.looks_back:
+            self._scheduler.said.add(asked.rid, row.request)
         self._running[request_id] = _Running(row, self._scheduler.add(asked))
         if row.request.sampling.stop_strings:
             self._by_text.add(request_id)

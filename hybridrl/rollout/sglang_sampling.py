@@ -25,6 +25,7 @@ from hybridrl.rollout.sampling import (
     draw_rows,
     draw_seeds,
 )
+from hybridrl.rollout.sglang_penalties import SaidTokens
 
 IS_GREEDY = 1.0  # of `min_p`: keep the most probable token
 
@@ -74,10 +75,14 @@ class SeededSampler(torch.nn.Module):
 
     While the rows of a batch stay the same its tensors are SGLang's same ones, which are replaced
     and never written: what is made of them is made once.
+
+    Args:
+        said: the tokens of requests that look back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, said: SaidTokens) -> None:
         super().__init__()
+        self._said = said
         self._of: tuple[Any, ...] = ()
         self._rows: RowSampling | None = None
         self._is_greedy_B: Tensor | None = None
@@ -124,9 +129,11 @@ class SeededSampler(torch.nn.Module):
         Args:
             positions: (B,), of the last token of each row: with the seed the row's randomness.
         """
-        logits_BV, seed_B = logits_output.next_token_logits, sampling_info.sampling_seed
+        seed_B = sampling_info.sampling_seed
+        logits_BV = self._said.penalized(logits_output.next_token_logits, positions)
         rows, is_greedy_B = self._rows_of(sampling_info)
         tokens_B, logp_B = draw_rows(logits_BV, rows, seed_B, positions.long())
+        self._said.note(tokens_B)
         if rows.are_all_greedy:
             # Of a request with a top-k of 1 nothing is left to chance; a NaN stays one.
             logp_B = torch.where(is_greedy_B, logp_B, logp_B * 0.0)

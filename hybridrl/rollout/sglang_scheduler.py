@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.rollout.process_state import replaced
+from hybridrl.rollout.sglang_penalties import SaidTokens
 from hybridrl.rollout.sglang_routing import RecordedExperts, make_current
 
 
@@ -47,7 +48,7 @@ def make_scheduler(server_args: Any, tp_rank: int, ep_rank: int, gpu_id: int) ->
     """Returns a new scheduler with its model, cache and graphs; the process has SGLang's groups."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    driven = type("DrivenScheduler", (_Driven, Scheduler), {})
+    driven = type("DrivenScheduler", (_Driven, Scheduler), {"said": SaidTokens()})
     # Only a port that nobody opens is read of the ports: the process group is there already.
     ports = SimpleNamespace(nccl_port=0)
     others = 0, 0, 0, None  # pipeline, attention's context, experts' data, data parallel
@@ -62,6 +63,7 @@ class _Driven:
     running_batch: Any
     recorder: RecordedExperts | None = None
     before_release: Callable[[Any], None]
+    said: SaidTokens  # of requests that look back
     # Since the owner has looked: requests that ended, in order; (request, token) of what was drawn,
     # where it wants to know; and whether a log-probability is none.
     ended: list[Any]
@@ -146,6 +148,11 @@ class _Driven:
         with self._streams(), contextlib.suppress(_TurnIsOverError):
             loop()
 
+    def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a batch, of which the sampler knows whose tokens it draws."""
+        self.said.look(batch.reqs, not batch.forward_mode.is_decode())
+        return super().run_batch(batch, *args, **kwargs)  # type: ignore[misc]
+
     def process_batch_result(self, batch: Any, result: Any) -> None:
         """Keeps the tokens that a batch drew, once they are there, and ends requests.
 
@@ -156,7 +163,7 @@ class _Driven:
         if not batch.forward_mode.is_decode():
             with _without_insert(batch, result):
                 super().process_batch_result(batch, result)  # type: ignore[misc]
-            self.ended += [request for request in batch.reqs if request.finished()]
+            self._note_ended(batch.reqs)
             begun = [request for request in batch.reqs if request.output_ids]
             self._note([(int(one.rid), one.output_ids[-1]) for one in begun])
             self.has_wrong_logp |= not all(
@@ -174,7 +181,13 @@ class _Driven:
         if ending:
             part = rows_of(batch, result, ending)
             super().process_batch_result(*part)  # type: ignore[misc]
-            self.ended += [request for request in part[0].reqs if request.finished()]
+            self._note_ended(part[0].reqs)
+
+    def _note_ended(self, requests: Sequence[Any]) -> None:
+        ended = [request for request in requests if request.finished()]
+        for request in ended:
+            self.said.remove(request.rid)
+        self.ended += ended
 
     def _note(self, drawn: list[tuple[int, int]]) -> None:
         if self.tells_drawn:
@@ -218,6 +231,7 @@ class _Driven:
                 self.device_module.synchronize()
             self.ended.clear()
             self.drawn.clear()
+            self.said.clear()
             self.has_wrong_logp = False
             self.waiting_queue.clear()
             self.chunked_req = self.last_batch = self.cur_batch = None

@@ -196,7 +196,7 @@ def _make_scheduler(
             raise refusal(str(error), version) from error
     keep_seeds()
     scheduler.model_config.hf_eos_token_id = None  # requests say where they end
-    scheduler.tp_worker.model_runner.sampler = SeededSampler()
+    scheduler.tp_worker.model_runner.sampler = SeededSampler(scheduler.said)
     scheduler.prepare_turns()
     return scheduler
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
@@ -35,7 +34,6 @@ from hybridrl.rollout.engine import (
     Holding,
     Request,
     RunningRequest,
-    SamplingParams,
     new_rows,
 )
 from hybridrl.rollout.latent_copies import LatentCopies, set_epsilon
@@ -49,8 +47,8 @@ from hybridrl.rollout.live_weights import (
     weight_holdings,
 )
 from hybridrl.rollout.process_state import keep_generators
-from hybridrl.rollout.sampling import draw_seeds, no_logprob
-from hybridrl.rollout.settings import EngineSettings, too_long
+from hybridrl.rollout.sampling import no_logprob
+from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.stops import TokenTexts
 from hybridrl.rollout.vllm_decoding import DecodingSteps, Drawn, DrawnSteps
 from hybridrl.rollout.vllm_experts import deal_experts
@@ -63,11 +61,11 @@ from hybridrl.rollout.vllm_memory import (
     lends_memory,
     neighbours_ignored,
 )
+from hybridrl.rollout.vllm_requests import request_rules, sampling_params
 from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import start, stop
 from hybridrl.rollout.vllm_version import is_scheduler_known, model_rules
 
-LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
 COPIES = LatentCopies("W_UK_T", "W_UV", "num_heads")
 
 
@@ -293,7 +291,7 @@ class VllmEngine:
             ValueError: an id is held already, or vLLM cannot generate what a request asks for.
         """
         for request in requests:
-            for violation in self._violations(request):
+            for violation in request_rules(request, self._settings):
                 raise violation
         rows = new_rows(self._rows.values(), requests, self.token_texts)
         ends_by_text = any(request.sampling.stop_strings for request in requests)
@@ -355,18 +353,6 @@ class VllmEngine:
         if not self._rows:
             self._agreement.settle()  # no step follows that would
 
-    def _violations(self, request: Request) -> Iterator[ValueError]:
-        yield from too_long(request, self._settings)
-        name, sampling = f"request {request.request_id}", request.sampling
-        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
-            yield ValueError(
-                f"{name} has temperature={sampling.temperature}; vLLM samples at 0 or at "
-                f"{LOWEST_TEMPERATURE} and above"
-            )
-        if sampling.presence_penalty and request.tokens:
-            # vLLM gets them as a part of the prompt, of which this penalty says nothing.
-            yield ValueError(f"{name} goes on with presence_penalty, which needs all its tokens")
-
     def _add_waiting(self) -> None:
         """Gives vLLM as many requests, the first ones, as it decodes together: others may never
         begin (`steps.max_policy_lag`), and to take a request in and out again is 0.15 ms of Python.
@@ -381,25 +367,7 @@ class VllmEngine:
 
     def _add(self, row: RunningRequest) -> None:
         """Gives a request to vLLM; the tokens it has so far are part of the prompt."""
-        from vllm.sampling_params import SamplingParams as VllmSamplingParams
-
-        sampling: SamplingParams = row.request.sampling
-        params = VllmSamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_new_tokens - len(row.tokens),
-            stop_token_ids=list(sampling.stop_token_ids),
-            min_tokens=max(0, sampling.min_new_tokens - len(row.tokens)),
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            ignore_eos=True,
-            # vLLM keeps seeds as signed 64-bit numbers, and takes -1 for none.
-            seed=int(draw_seeds([row.request.seed], [0])[0] >> 1),
-            logprobs=0,
-            detokenize=False,
-            skip_clone=True,  # nobody else has them; a deep copy is a tenth of a CPU's step
-        )
+        params = sampling_params(row.request, len(row.tokens))
         prompt = {"type": "token", "prompt_token_ids": [*row.request.prompt, *row.tokens]}
         llm, name = self._live.llm, f"{row.request.request_id}-{self._num_named}"
         tasks = llm.get_supported_tasks()

@@ -11,19 +11,23 @@ import pytest
 import torch
 from engine_cases import (
     LOGP_TOLERANCE,
+    PENALIZED,
     STOP,
     Letters,
+    close,
     close_engines,
     make_engine,
     make_reference,
     make_requests,
+    penalized_logps,
+    write_weights,
 )
 from packaged import CLASSES, needs
 
 from hybridrl.config import engines as registry
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
-from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.stops import TokenTexts
 
 PENALIZING = ["qwen3"] + [
@@ -70,45 +74,66 @@ def test_engine_greedy_with_penalties_equals_transformers_generate(name: str) ->
     assert not seen & plain or len(seen) > 8, "the options have changed something"
 
 
-def expected_logps(model: Any, request: Request, done: Completion) -> torch.Tensor:
-    """By the formulas, token after token, with transformers' logits."""
-    sampling, ids = request.sampling, [*request.prompt, *done.tokens]
-    with torch.no_grad():
-        logits_LV = model(torch.tensor([ids])).logits[0].float()
-    found = []
-    for place, token in enumerate(done.tokens):
-        end = len(request.prompt) + place
-        logits = logits_LV[end - 1].tolist()
-        for one in range(len(logits)):
-            if one in sampling.stop_token_ids and place < sampling.min_new_tokens:
-                logits[one] = float("-inf")
-            if one in ids[:end]:
-                penalty = sampling.repetition_penalty
-                logits[one] = logits[one] / penalty if logits[one] > 0 else logits[one] * penalty
-            if one in ids[len(request.prompt) : end]:
-                logits[one] -= sampling.presence_penalty
-        scaled = torch.tensor(logits) / sampling.temperature
-        found.append(scaled.log_softmax(-1)[token])
-    return torch.stack(found)
-
-
 @pytest.mark.parametrize("name", PENALIZING)
 def test_engine_logps_are_those_of_the_penalized_distribution(name: str) -> None:
     engine, model = make_engine(name), make_reference(name)
-    kinds = [
-        SamplingParams(0.9, max_new_tokens=14, repetition_penalty=1.5, stop_token_ids=(STOP,)),
-        SamplingParams(1.2, max_new_tokens=14, presence_penalty=1.1, stop_token_ids=(STOP,)),
-        SamplingParams(1.0, max_new_tokens=14, min_new_tokens=6, stop_token_ids=(STOP,)),
-        SamplingParams(1.0, max_new_tokens=14, stop_token_ids=(STOP,)),
-    ]
-    base = make_requests(24, GREEDY)
-    requests = [replace(one, sampling=kinds[i % 4]) for i, one in enumerate(base)]
+    requests = make_requests(25, PENALIZED)
     least = []
     for request, done in zip(requests, generate(engine, requests), strict=True):
-        expected = expected_logps(model, request, done)
+        expected = penalized_logps(model, request, done)
         torch.testing.assert_close(torch.tensor(done.logps), expected, rtol=0, atol=LOGP_TOLERANCE)
-        least += [len(done.tokens)] if request.sampling.min_new_tokens else []
-    assert min(least) > 6, "the end token comes after six others at the earliest"
+        shortest = request.sampling.min_new_tokens
+        least += [len(done.tokens) - shortest] if shortest else []
+    assert min(least) > 0, "end tokens come after so many others at the earliest"
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+@pytest.mark.parametrize("name", PENALIZING)
+def test_engine_goes_on_with_penalties_of_what_was_said_before(name: str, is_saved: bool) -> None:
+    """In another engine, and in the same one after an update, while new requests join."""
+    engine, requests = make_engine(name), make_requests(15, PENALIZED)
+    registered = name.partition("-")[0] if "-" in name else "hf"
+    resumes = registry.ENGINES[registered].resumes_penalties
+    if not resumes:
+        losing = [one for one in requests if one.sampling.presence_penalty]
+        requests = [one for one in requests if not one.sampling.presence_penalty]
+    expected = {done.request_id: done for done in generate(engine, requests)}
+    engine.submit(requests[:6])
+    for _ in range(5):
+        engine.step()
+    done = {one.request_id: one for one in engine.collect()}
+    begun = engine.pending()
+    assert any(one.tokens for one in begun)
+    if is_saved:
+        engine.clear()
+        begun = [Request.from_dict(json.loads(json.dumps(asdict(one)))) for one in begun]
+        engine = make_engine(name, max_batch=5)
+        engine.submit(begun)
+    else:
+        write_weights(engine, make_reference(name), 1)
+    engine.submit(requests[6:])
+    while engine.has_unfinished:
+        engine.step()
+    done |= {one.request_id: one for one in engine.collect()}
+    assert done.keys() == expected.keys()
+    assert all(close(done[number], one) for number, one in expected.items())
+    if not resumes:
+        refuses_presence(engine, losing[0], is_saved, name)
+
+
+def refuses_presence(engine: Any, request: Request, is_saved: bool, name: str) -> None:
+    engine.submit([request])
+    engine.step()
+    (begun,) = engine.pending()
+    assert begun.tokens
+    with pytest.raises(ValueError, match="goes on with presence_penalty"):
+        if is_saved:
+            engine.clear()
+            engine.submit([begun])
+        else:
+            write_weights(engine, make_reference(name), 2)
+            engine.step()
+    engine.clear()
 
 
 @pytest.mark.parametrize("name", ENDING)

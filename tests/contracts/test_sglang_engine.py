@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -17,6 +17,7 @@ from engine_cases import (
     LOGP_TOLERANCE,
     MIXED,
     PACKAGED_ALL,
+    PENALIZED,
     Letters,
     close,
     close_engines,
@@ -24,6 +25,7 @@ from engine_cases import (
     make_engine,
     make_reference,
     make_requests,
+    penalized_logps,
     start_packaged,
     write_weights,
 )
@@ -92,10 +94,11 @@ def overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cpu.Stream, name, lambda *args: None, raising=False)
 
 
+@pytest.mark.parametrize("kinds", [MIXED, PENALIZED])
 def test_sglang_engine_generates_the_same_with_a_batch_under_way(
-    request: pytest.FixtureRequest,
+    kinds: list[SamplingParams], request: pytest.FixtureRequest
 ) -> None:
-    requests = make_requests(25, MIXED)
+    requests = make_requests(25, kinds)
     expected = generate(make_engine(QWEN3), requests)
     close_engines()
     request.getfixturevalue("overlapped")
@@ -320,27 +323,38 @@ def were_taken_back(waiting: list[int]) -> bool:
     return any(later > before for before, later in zip(waiting, waiting[1:], strict=False))
 
 
-def of_90_tokens() -> list[Request]:
-    sampling = SamplingParams(max_new_tokens=90)
-    return [dataclasses.replace(request, sampling=sampling) for request in make_requests(8, MIXED)]
+def of_90_tokens(kinds: Sequence[SamplingParams] = (SamplingParams(),)) -> list[Request]:
+    ends = {"max_new_tokens": 90, "stop_token_ids": ()}
+    return make_requests(8, [dataclasses.replace(kind, **ends) for kind in kinds])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize(
+    ("kinds", "is_shared"),
+    [([SamplingParams()], False), (PENALIZED, False), ([SamplingParams()], True)],
+    ids=["plain", "penalized", "one prompt"],
+)
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_sglang_engine_takes_requests_back_where_the_cache_is_too_small(
-    request: pytest.FixtureRequest, is_overlapped: bool, is_shared: bool
+    request: pytest.FixtureRequest,
+    is_overlapped: bool,
+    kinds: list[SamplingParams],
+    is_shared: bool,
 ) -> None:
-    requests = of_90_tokens()
+    asked = of_90_tokens(kinds)
     if is_shared:
-        requests = [dataclasses.replace(one, prompt=tuple(range(2, 20))) for one in requests]
-    expected = generate(make_engine(QWEN3), requests)
+        asked = [dataclasses.replace(one, prompt=tuple(range(2, 20))) for one in asked]
+    expected = generate(make_engine(QWEN3), asked)
+    for one, done in zip(asked, expected, strict=True):
+        wanted = penalized_logps(make_reference(QWEN3), one, done)
+        assert np.allclose(done.logps, wanted, rtol=0, atol=LOGP_TOLERANCE)
     if is_overlapped:
         close_engines()
         request.getfixturevalue("overlapped")
     engine, waiting = short_of_room(QWEN3, TOKEN_BYTES)
     engine._shared_prompts = SharedPrompts(1)
-    found = generate(engine, requests)
+    found = generate(engine, asked)
     assert were_taken_back(waiting)
+    assert engine._scheduler.said._table is None, "the memory of penalties is given back"
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
 
 
@@ -508,14 +522,15 @@ def test_sglang_engine_gives_memory_back_by_sglangs_own_calls() -> None:
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_sglang_engine_takes_the_number_of_a_request_again_that_its_text_has_ended(
-    is_overlapped: bool, request: pytest.FixtureRequest
+    penalty: float, is_overlapped: bool, request: pytest.FixtureRequest
 ) -> None:
     """SGLang has such a request for one more turn, while others go on."""
     if is_overlapped:
         request.getfixturevalue("overlapped")
     engine = make_engine(QWEN3)
-    sampling = SamplingParams(max_new_tokens=24)
+    sampling = SamplingParams(max_new_tokens=24, repetition_penalty=penalty)
     first, other = make_requests(2, sampling)
     whole, expected = generate(engine, [first, other])
     text = Letters().decode(whole.tokens, skip_special_tokens=False)
@@ -535,6 +550,7 @@ def test_sglang_engine_takes_the_number_of_a_request_again_that_its_text_has_end
     assert again == {first.request_id: whole.tokens, other.request_id: expected.tokens}
     generate(engine, [cut])
     engine.clear()  # while SGLang has it
+    assert engine._scheduler.said._table is None
     assert generate(engine, [first])[0].tokens == whole.tokens
 
 

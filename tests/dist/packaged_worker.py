@@ -35,6 +35,8 @@ from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.rollout.agreement import TokensDifferError
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.rollout.penalties import Said, penalized
+from hybridrl.rollout.sampling import log_distribution
 from hybridrl.rollout.settings import EngineSettings
 from hybridrl.training.model import ModelSource, ParallelModel
 
@@ -63,6 +65,9 @@ OF_ENGINE = {
 CHOOSE_FACTORS = ("vllm",)  # of longrope, by the longest sequence that they are started for
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=6)
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_new_tokens=5)
+PENALIZED = SamplingParams(
+    0.9, 1.0, 0, 6, (1, 2, 3), min_new_tokens=4, repetition_penalty=1.4, presence_penalty=0.6
+)
 # float32 sums in another order, over four layers.
 LOGP_TOLERANCE = 1e-4
 
@@ -94,6 +99,18 @@ def check_greedy(oracle: torch.nn.Module, asked: list[Request], done: list[Compl
         worst = max(worst, float((expected - torch.tensor(completion.logps)).abs().max()))
     assert worst < LOGP_TOLERANCE, worst
     return worst
+
+
+def check_penalized(oracle: torch.nn.Module, asked: list[Request], done: list[Completion]) -> None:
+    """Compares log-probabilities with those of transformers' logits, penalized token by token."""
+    for request, completion in zip(asked, done, strict=True):
+        tokens = torch.tensor(request.prompt + completion.tokens)
+        logits = oracle(as_long(oracle, tokens)[None]).logits[0, : len(tokens)].float()
+        for place, token in enumerate(completion.tokens):
+            said = Said(request.prompt, completion.tokens[:place])
+            row = logits[len(request.prompt) + place - 1][None]
+            wanted = log_distribution(penalized(row, [PENALIZED], [said]), [PENALIZED])[0, token]
+            assert abs(float(wanted) - completion.logps[place]) < LOGP_TOLERANCE, request.request_id
 
 
 def check_replica(layout: RolloutLayout, rank: int, done: list[Completion]) -> None:
@@ -154,20 +171,24 @@ def run(engine_name: str, folder: Path, name: str, layout: RolloutLayout, mesh: 
     hybrid = HybridEngine(
         sources, model.weights(), engine, model.world, staging_bytes=1 << 16, verify_every=1
     )
-    replica = layout.assignment[rank][0]
-    asked, worst = requests(replica, GREEDY), []
+    replica, worst = layout.assignment[rank][0], []
     sampled: list[list[Completion]] = []
     for version in range(2):
         directory = folder / f"{name}_{version}"
         load_hf(directory, model.layout(), model.weights(), hf_shapes(family, source.shape))
         hybrid.to_rollout(version)
         oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        asked = requests(replica, GREEDY)
         done = generate(engine, asked)
         worst.append(check_greedy(oracle, asked, done))
         check_replica(layout, rank, done)
         sampled.append(generate(engine, requests(replica, SAMPLED)))
         check_replica(layout, rank, sampled[-1])
         if version == 0:
+            asked = requests(replica, PENALIZED)
+            done = generate(engine, asked)
+            check_penalized(oracle, asked, done)
+            check_replica(layout, rank, done)
             hybrid.to_train()
     assert sampled[0] != sampled[1]
     assert generators() == before, "the engine moved the trainer's random generators"

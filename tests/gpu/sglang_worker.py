@@ -65,6 +65,13 @@ KINDS = [
     SamplingParams(temperature=0.7, top_k=50, max_new_tokens=40),
     SamplingParams(temperature=1.0, top_p=0.8, max_new_tokens=40, stop_token_ids=(1, 2, 3)),
     SamplingParams(temperature=1.0, max_new_tokens=40),
+    SamplingParams(
+        max_new_tokens=40,
+        stop_token_ids=tuple(range(1, 200)),
+        min_new_tokens=20,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+    ),
 ]
 
 
@@ -92,22 +99,22 @@ def write_weights(engine: SglangEngine, model: Any, version: int) -> None:
 
 def requests(count: int, seed: int = 0) -> list[Request]:
     rng = np.random.default_rng(seed)
-    return [
-        Request(i, tuple(rng.integers(4, VOCAB, 3 + i % 90).tolist()), 77 + i, KINDS[i % 4])
-        for i in range(count)
-    ]
+    prompts = [tuple(rng.integers(4, VOCAB, 3 + i % 90).tolist()) for i in range(count)]
+    return [Request(i, prompts[i], 77 + i, KINDS[i % len(KINDS)]) for i in range(count)]
 
 
 def logps(model: Any, request: Request, done: Completion) -> torch.Tensor:
     """The reference's log-probabilities of a response by the request's own distribution."""
+    from hybridrl.rollout.penalties import Said, penalized
     from hybridrl.rollout.sampling import log_distribution
 
     ids = torch.tensor([request.prompt + done.tokens], device=model.device)
     with torch.no_grad():
         logits_TV = model(ids).logits[0, len(request.prompt) - 1 : -1].float()
     # Sampled by another computation of bf16, a token may lie just outside of top-k or top-p.
-    sampling = replace(request.sampling, top_k=0, top_p=1.0)
-    found_TV = log_distribution(logits_TV, [sampling] * len(done.tokens))
+    sampling = [replace(request.sampling, top_k=0, top_p=1.0)] * len(done.tokens)
+    said = [Said(request.prompt, done.tokens[:place]) for place in range(len(done.tokens))]
+    found_TV = log_distribution(penalized(logits_TV, sampling, said), sampling)
     return found_TV.gather(-1, torch.tensor(done.tokens, device=model.device)[:, None])[:, 0].cpu()
 
 

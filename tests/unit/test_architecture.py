@@ -82,7 +82,7 @@ WALLS = {
     "transformer_engine": ["platform.py"],
     "vllm": [
         f"rollout/vllm{part}.py"
-        for part in ("", "_decoding", "_experts", "_memory", "_routing", "_start")
+        for part in ("", "_decoding", "_experts", "_memory", "_requests", "_routing", "_start")
     ],
     "sglang": [
         f"rollout/sglang{part}.py"

@@ -39,9 +39,9 @@ def config(algorithm: str = "grpo", model: str = "m", **rollout: Any) -> Config:
     ("rollout", "key"),
     [
         ({"engine": "scripted", "stop_strings": "x"}, "rollout.stop_strings"),
-        ({"engine": "sglang", "repetition_penalty": 1.1}, "rollout.repetition_penalty"),
+        ({"engine": "scripted", "repetition_penalty": 1.1}, "rollout.repetition_penalty"),
         ({"engine": "scripted", "min_new_tokens": 3}, "rollout.min_new_tokens"),
-        ({"engine": "sglang", "presence_penalty": -0.5}, "rollout.presence_penalty"),
+        ({"engine": "scripted", "presence_penalty": -0.5}, "rollout.presence_penalty"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "rollout.min_new_tokens"),
         ({"gpu_memory_share": 0.5}, "rollout.gpu_memory_share"),
     ],
@@ -55,7 +55,7 @@ def test_what_engines_can_do_is_taken() -> None:
     every: dict[str, Any] = {"min_new_tokens": 2, "presence_penalty": 1, "stop_strings": ["a", "b"]}
     assert not list(generation_rules(config(engine="hf", repetition_penalty=1.2, **every)))
     assert not list(generation_rules(config(engine="vllm", gpu_memory_share=0.5, **every)))
-    assert not list(generation_rules(config(engine="sglang", stop_strings=["a", "b"])))
+    assert not list(generation_rules(config(engine="sglang", repetition_penalty=0.9, **every)))
     found = config(engine="vllm", **every)
     assert found.rollout.stop_strings == ("a", "b")
     environment = {"name": "calculator"}

@@ -1,0 +1,109 @@
+"""Least lengths and penalties: logits that depend on what a request has said before.
+
+Owns their definition, for all rows of a batch at once where the logits are. Which tokens were said
+is given; an engine that keeps them on the device has its own way (sglang_penalties.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrl.rollout.engine import SamplingParams
+
+# What a row has of each token of the vocabulary, uint8; 0: nothing.
+IN_PROMPT = 1  # and not in the response
+IN_RESPONSE = 2
+
+
+class Said(NamedTuple):
+    """The tokens of a request so far."""
+
+    prompt: Sequence[int]
+    response: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PenaltyRows:
+    """What each row of a batch asks for, on the device of its logits.
+
+    Args:
+        repetition_B1, presence_B1: float32.
+        end_row_E, end_token_E: int64, the rows and their end tokens, of rows with a least length.
+        least_E: int64, tokens of prompt and response before which that token is not drawn.
+    """
+
+    repetition_B1: Tensor
+    presence_B1: Tensor
+    end_row_E: Tensor
+    end_token_E: Tensor
+    least_E: Tensor
+
+    @staticmethod
+    def of(
+        sampling: Sequence[SamplingParams], prompt_lengths: Sequence[int], device: torch.device
+    ) -> PenaltyRows:
+        """Returns the rows of these requests; the host waits for no device."""
+        ends = [
+            (place, token, length + row.min_new_tokens)
+            for place, (row, length) in enumerate(zip(sampling, prompt_lengths, strict=True))
+            for token in (row.stop_token_ids if row.min_new_tokens else ())
+        ]
+        factors = [(row.repetition_penalty, row.presence_penalty) for row in sampling]
+        factor_B2 = on_device(torch.tensor(factors), device)
+        end_E3 = on_device(torch.tensor(ends, dtype=torch.int64).view(-1, 3), device)
+        return PenaltyRows(factor_B2[:, :1], factor_B2[:, 1:], *end_E3.unbind(1))
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor of the host on a device, for which the host does not wait."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def penalize(logits_BV: Tensor, rows: PenaltyRows, said_BV: Tensor, length_B: Tensor) -> Tensor:
+    """Returns logits without end tokens that come too early, and with penalties of tokens that were
+    said, in float32, as vLLM has it: end tokens, then repetition, then presence. A row that asks
+    for nothing keeps its logits to the bit.
+
+    Args:
+        logits_BV: of the next token, any float dtype; stays as it is.
+        rows: what each row asks for.
+        said_BV: uint8, 0, IN_PROMPT or IN_RESPONSE.
+        length_B: int64, tokens of prompt and response so far.
+    """
+    logits_BV = logits_BV.to(torch.float32, copy=True)
+    ends_E = logits_BV[rows.end_row_E, rows.end_token_E]
+    is_early_E = length_B[rows.end_row_E] < rows.least_E
+    ends_E = ends_E.masked_fill(is_early_E, -torch.inf)
+    logits_BV[rows.end_row_E, rows.end_token_E] = ends_E
+    penalty_B1 = rows.repetition_B1
+    repeated_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+    logits_BV = torch.where(said_BV > 0, repeated_BV, logits_BV)
+    return logits_BV.sub_(rows.presence_B1 * (said_BV == IN_RESPONSE))
+
+
+def penalized(
+    logits_BV: Tensor, sampling: Sequence[SamplingParams], said: Sequence[Said]
+) -> Tensor:
+    """Returns `penalize` of rows whose tokens the host has; logits as they are where no row asks
+    for it.
+
+    Args:
+        logits_BV: of the next token.
+        sampling, said: of each row.
+    """
+    if not any(row.looks_back for row in sampling):
+        return logits_BV
+    said_BV = torch.zeros(logits_BV.shape, dtype=torch.uint8)
+    for said_V, (prompt, response) in zip(said_BV, said, strict=True):
+        said_V[list(prompt)] = IN_PROMPT
+        said_V[list(response)] = IN_RESPONSE
+    prompts = [len(prompt) for prompt, _ in said]
+    lengths = [len(prompt) + len(response) for prompt, response in said]
+    device = logits_BV.device
+    rows, length_B = PenaltyRows.of(sampling, prompts, device), torch.tensor(lengths, device=device)
+    return penalize(logits_BV, rows, said_BV.to(device), length_B)
