@@ -56,15 +56,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hybridrl.checkpoint import torch_dist_format
-from hybridrl.checkpoint.device_room import DeviceRoom
 from hybridrl.checkpoint.host_copies import HostCopies
 from hybridrl.checkpoint.manifest import (
     DigestingFile,
     FileEntry,
     Manifest,
-    MemoryRoom,
     Piece,
-    Room,
     damaged,
     open_for_reading,
     read_listed,
@@ -73,6 +70,7 @@ from hybridrl.checkpoint.manifest import (
 )
 from hybridrl.checkpoint.reading import in_threads
 from hybridrl.checkpoint.tensor_files import save_tensor, without_crc32, without_truncating
+from hybridrl.checkpoint.tensor_room import tensor_room
 from hybridrl.errors import CheckpointError
 from hybridrl.parallel import progress
 from hybridrl.parallel.groups import World
@@ -446,12 +444,7 @@ def _read_tensor(
     is_same = is_same and target.is_contiguous()
     whole = target if is_same else torch.empty_like(described, device="cpu")
     part_bytes = range(begin, begin + whole.nbytes)
-    room: Room
-    if whole.is_cpu:
-        room = MemoryRoom(whole.reshape(-1).view(torch.uint8).numpy().data)
-    else:
-        room = DeviceRoom(whole)
-    read_piece(file, handle, place.offset, place.length, part_bytes, room, piece)
+    read_piece(file, handle, place.offset, place.length, part_bytes, tensor_room(whole), piece)
     return whole
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.checkpoint.memory_copies import MemoryCopies
-from hybridrl.checkpoint.model_state import Saved, saved_bytes
+from hybridrl.checkpoint.model_state import Saved
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.checkpoint.writing import Content, ModelFiles
 from hybridrl.config.identity import run_folder
@@ -33,11 +33,16 @@ class Copies:
     Args:
         config: of the run.
         store: of its checkpoints.
+        num_bytes: that this rank writes of the state, about.
         notify: tells the user, once.
     """
 
     def __init__(
-        self, config: Config, store: CheckpointStore, notify: Callable[[str], None]
+        self,
+        config: Config,
+        store: CheckpointStore,
+        num_bytes: int,
+        notify: Callable[[str], None],
     ) -> None:
         self._every, self._store, self._notify = config.checkpoint.copy_every, store, notify
         self._saves_beside = copies_checkpoints(config)
@@ -46,7 +51,7 @@ class Copies:
         self._copies: MemoryCopies | None = made
         self._is_on, self._last, self._has_said = False, 0, False
         self._is_first = True  # copy of this start
-        self._num_bytes = 0  # that a copy has of this rank, about
+        self._num_bytes = num_bytes
         self._next, self._step, self._since = 0, 0, 0.0  # of rank 0: to copy; copied, and when
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
@@ -65,7 +70,7 @@ class Copies:
         self._store.copy_in_memory = found, self._copies.lineage
         return found
 
-    def start(self, step: int, last: int, models: Mapping[str, Saved]) -> None:
+    def start(self, step: int, last: int) -> None:
         """Begins to copy: the run goes on after a step, to the last one. Collective.
 
         Memory is taken beside the first steps: for copies, and for checkpoints that are written
@@ -74,15 +79,13 @@ class Copies:
         Args:
             step: number of finished steps.
             last: the step to end with.
-            models: as of `CheckpointStore.save`.
         """
-        num_bytes = self._num_bytes = sum(saved_bytes(model) for model in models.values())
         has_room = True
         if self._copies is not None:
-            has_room = self._copies.start(step, num_bytes)
+            has_room = self._copies.start(step, self._num_bytes)
             self._is_on, self._last = not self._copies.is_off, last
         if has_room or not self._is_on:
-            self._reserve_for_checkpoints(num_bytes)
+            self._reserve_for_checkpoints(self._num_bytes)
         self._next, self._step, self._since = step + 1, step, time.monotonic()
         self._is_first = True
 

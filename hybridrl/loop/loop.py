@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm, GroupAlgorithm
 from hybridrl.algorithms.preference import feedback_metrics
+from hybridrl.checkpoint.model_state import saved_bytes
 from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
@@ -157,7 +158,8 @@ class Trainer:
         self.store = CheckpointStore(run_folder(config) / "checkpoints", self.world, *of_store)
         self.exports = Exports(config, self.journal.notify)
         self._saves = SaveClock(config.checkpoint, self.world)
-        self.copies = Copies(config, self.store, self.journal.notify)
+        num_bytes = sum(map(saved_bytes, roles.trained.values()))  # while all of it is in place
+        self.copies = Copies(config, self.store, num_bytes, self.journal.notify)
         self._times.over("plan of the weights")
 
     def _note_engine(self, engine: EngineAdapter) -> None:
@@ -222,7 +224,7 @@ class Trainer:
                 by_step = self.evaluations.by_step
                 return self.journal.nothing_to_do(first, last, by_step, self.seconds)
             self.journal.start(first, last)
-            self.copies.start(first, last, self.trained)
+            self.copies.start(first, last)
             self._times.over("records and copies")
             try:
                 save = partial(self._save_at_stop, last, resume)

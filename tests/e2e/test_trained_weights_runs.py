@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import QUICKSTART, exported_weights, run
+from small_runs import small_run
 
 PPO = (
     QUICKSTART / "grpo.yaml",
@@ -67,6 +68,24 @@ def test_late_gathers_peer_memory_and_freed_weights_learn_the_same(tmp_path: Pat
         assert records == expected, name
     found = exported_weights(folder, tmp_path / "both" / "hf")
     assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares runs on CPU, which repeat exactly")
+def test_a_run_whose_training_memory_is_given_back_goes_on_from_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    knobs = ("model.dtype=bfloat16", FREED, "train.offload_optimizer=true", "checkpoint.every=1")
+    found = []
+    for folder, parts in (("whole", (2,)), ("parts", (1, 2))):
+        for until in parts:  # each part by a Trainer of its own, and both of its fits
+            with small_run(tmp_path / folder, *knobs) as trainer:
+                trainer.fit(until=until)
+                trainer.fit(until=until)
+        (records,) = (tmp_path / folder).glob("*/metrics.jsonl")
+        steps = [json.loads(line) for line in records.read_text().splitlines()]
+        same = [{k: v for k, v in s.items() if k.startswith(SAME)} for s in steps]
+        found.append([one for one in same if one])
+    assert len(found[0]) == 2 and found[0] == found[1]
 
 
 def test_weights_without_masters_are_not_freed(tmp_path: Path) -> None:

@@ -13,14 +13,11 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from hybridrl.checkpoint import device_room, manifest
-from hybridrl.checkpoint.device_room import DeviceRoom
+from hybridrl.checkpoint import manifest, tensor_room
 from hybridrl.checkpoint.manifest import (
     DigestingFile,
     FileEntry,
     Manifest,
-    MemoryRoom,
-    Room,
     open_for_reading,
     read_piece,
     verify_files,
@@ -28,6 +25,7 @@ from hybridrl.checkpoint.manifest import (
 from hybridrl.checkpoint.optimizer_state import _merged
 from hybridrl.checkpoint.reading import in_threads, reading_threads
 from hybridrl.checkpoint.sharded_files import _FileReader
+from hybridrl.checkpoint.tensor_room import DeviceRoom
 from hybridrl.errors import CheckpointError
 
 
@@ -75,19 +73,20 @@ def test_a_part_is_read_to_its_place_and_all_is_verified(
     way: str, begin: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest, "READ_BYTES", 1000)
-    monkeypatch.setattr(device_room, "STAGED_BYTES", 1024)
-    monkeypatch.setattr(device_room, "_STAGED", threading.local())
+    monkeypatch.setattr(tensor_room, "STAGED_BYTES", 1024)
+    monkeypatch.setattr(tensor_room, "_STAGED", threading.local())
     file = tmp_path / "file"
     content, entry = written(file, [500, 10_000])
     target = torch.zeros(size, dtype=torch.uint8)
 
     def read() -> None:
-        room: Room = MemoryRoom(target.numpy().data) if way == "memory" else DeviceRoom(target)
+        room = DeviceRoom(target) if way == "device" else tensor_room.tensor_room(target)
         with open_for_reading(file) as handle:
             parts = 500, 10_000, range(begin, begin + size), room, entry.pieces[1]
             read_piece(file, handle, *parts)
 
     read()
+    assert target.untyped_storage().resizable(), "memory is freed while the engine generates"
     assert target.numpy().tobytes() == content[500 + begin : 500 + begin + size]
     for place in (500, 10_499):  # of the piece, which the part may lie within
         changed = bytearray(content)

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 
-from hybridrl.loop import copying
 from hybridrl.loop.copying import Copies
 
 
 @pytest.mark.parametrize("turns_off", [False, True])
 def test_memory_for_checkpoints_is_reserved_once_copies_have_theirs_or_are_given_up(
-    turns_off: bool, monkeypatch: pytest.MonkeyPatch
+    turns_off: bool,
 ) -> None:
-    monkeypatch.setattr(copying, "saved_bytes", lambda model: 100)
     reserved: list[int] = []
     held = SimpleNamespace(is_off=False, num_bytes=0, busy_s=0.0)
     held.start = lambda step, num_bytes: False  # no room for both, it seems
@@ -37,7 +35,8 @@ def test_memory_for_checkpoints_is_reserved_once_copies_have_theirs_or_are_given
         world=world,
     )
     copies._copies, copies._every, copies._saves_beside, copies._has_said = held, 1, True, True
-    copies.start(0, 5, {"policy": None})
+    copies._num_bytes = 100
+    copies.start(0, 5)
     assert reserved == []
     timer: Any = SimpleNamespace(phase=lambda name: pytest.MonkeyPatch.context())
     copies.take_due(1, {}, dict, None, timer)

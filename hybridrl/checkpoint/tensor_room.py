@@ -1,18 +1,36 @@
-"""Reads files to the memory of a GPU: through a little page-locked memory of each reading thread.
+"""Where the bytes of a tensor are read to from a file: its own memory, or that of a GPU through a
+little page-locked memory of each reading thread.
 
-So a tensor needs no memory of its size on the host, which would take longer to get than to fill,
-and what one thread reads is copied while others read. Copies are waited for: invariant, what a
-thread has handed over may be overwritten.
+So a tensor of a GPU needs no memory of its size on the host, which would take longer to get than to
+fill, and what one thread reads is copied while others read. Copies are waited for: invariant, what
+a thread has handed over may be overwritten.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import torch
 
+from hybridrl.checkpoint.manifest import MemoryRoom, Room
+
 STAGED_BYTES = 8 << 20  # at a time: enough for the link's rate, little over all threads
 _STAGED = threading.local()
+
+
+def tensor_room(target: torch.Tensor) -> Room:
+    """Returns where a part of a file is read to.
+
+    Args:
+        target: contiguous; kept by the caller until all is read.
+    """
+    if not target.is_cpu:
+        return DeviceRoom(target)
+    # Not by `numpy()`: a live tensor's storage is freed in rollout (training/memory.py), and torch
+    # resizes none that numpy has seen.
+    content = (ctypes.c_uint8 * target.nbytes).from_address(target.data_ptr())
+    return MemoryRoom(memoryview(content).cast("B"))
 
 
 class DeviceRoom:
