@@ -14,11 +14,12 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRESS = "[bench]"
@@ -53,14 +54,30 @@ def end_late(job: Mapping[str, Any]) -> None:
     """Ends this rank shortly before the case's limit, with the stacks of its threads in a file of
     its own in the case's folder. Not by a signal: the Trainer takes one for a request to stop.
 
+    A thread writes them. Where it cannot, since another one keeps Python's lock, faulthandler does,
+    which looks at frames that may change meanwhile, and ends at one that does.
+
     Args:
         job: the case; `limit_s` counts from `launched_at`.
     """
     path = Path(job["folder"], f"stacks.{os.environ['RANK']}.txt")
     file = path.open("w")  # noqa: SIM115  # stays open: it is written to at the limit
     before_limit = min(END_BEFORE_LIMIT_S, END_BEFORE_LIMIT_SHARE * job["limit_s"])
-    left = job["launched_at"] + job["limit_s"] - before_limit - time.time()
-    faulthandler.dump_traceback_later(max(left, 0.1), file=file, exit=True)
+    left = max(job["launched_at"] + job["limit_s"] - before_limit - time.time(), 0.1)
+    faulthandler.dump_traceback_later(left + before_limit / 2, file=file, exit=True)
+    timer = threading.Timer(left, _end, [file])
+    timer.daemon = True
+    timer.start()
+
+
+def _end(file: TextIO) -> None:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for number, frame in sys._current_frames().items():
+        if number != threading.get_ident():
+            file.write(f"Thread {names.get(number, number)}:\n")
+            file.writelines(traceback.format_stack(frame))
+    file.flush()
+    os._exit(1)
 
 
 def stacks_of(folder: str | Path) -> dict[str, str]:
