@@ -6,7 +6,7 @@ Who waits for whom: all ranks call alike. Every few steps of their engines (look
 over gloo which groups are complete, and leave generation together. So where it ends follows from
 the samples and not from the time, and a run repeats itself. (On another number of replicas
 too, while `rollout.max_batch` holds all requests of each and its engine advances each by a token a
-step.)
+step, which SGLang does not where samples wait for the first one of their prompt.)
 
 Between steps no engine has a request. Each rank keeps the samples of its own replica, finished and
 begun, and what all know of them is a `Group` each (in_flight.py): whose they are, and which weights

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,7 +65,28 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def penalize(logits_BV: Tensor, rows: PenaltyRows, said_BV: Tensor, length_B: Tensor) -> Tensor:
+def mark(table_SV: Tensor, slots: Sequence[int], said: Sequence[Said]) -> None:
+    """Writes rows of a table of IN_PROMPT and IN_RESPONSE anew, where the table is.
+
+    Args:
+        table_SV: uint8.
+        slots: the rows.
+        said: the tokens of each.
+    """
+    vocab, device = table_SV.size(1), table_SV.device
+    table_SV.index_fill_(0, on_device(torch.tensor(slots), device), 0)
+    for part, value in ((0, IN_PROMPT), (1, IN_RESPONSE)):
+        places = [
+            slot * vocab + np.asarray(one[part], dtype=np.int64)
+            for slot, one in zip(slots, said, strict=True)
+        ]
+        place_N = torch.from_numpy(np.concatenate(places))
+        table_SV.view(-1).index_fill_(0, on_device(place_N, device), value)
+
+
+def penalize(
+    logits_BV: Tensor, rows: PenaltyRows, said_BV: Tensor | None, length_B: Tensor
+) -> Tensor:
     """Returns logits without end tokens that come too early, and with penalties of tokens that were
     said, in float32, as vLLM has it: end tokens, then repetition, then presence. A row that asks
     for nothing keeps its logits to the bit.
@@ -72,7 +94,7 @@ def penalize(logits_BV: Tensor, rows: PenaltyRows, said_BV: Tensor, length_B: Te
     Args:
         logits_BV: of the next token, any float dtype; stays as it is.
         rows: what each row asks for.
-        said_BV: uint8, 0, IN_PROMPT or IN_RESPONSE.
+        said_BV: uint8, 0, IN_PROMPT or IN_RESPONSE; None: no row asks for penalties.
         length_B: int64, tokens of prompt and response so far.
     """
     logits_BV = logits_BV.to(torch.float32, copy=True)
@@ -80,6 +102,8 @@ def penalize(logits_BV: Tensor, rows: PenaltyRows, said_BV: Tensor, length_B: Te
     is_early_E = length_B[rows.end_row_E] < rows.least_E
     ends_E = ends_E.masked_fill(is_early_E, -torch.inf)
     logits_BV[rows.end_row_E, rows.end_token_E] = ends_E
+    if said_BV is None:
+        return logits_BV
     penalty_B1 = rows.repetition_B1
     repeated_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
     logits_BV = torch.where(said_BV > 0, repeated_BV, logits_BV)
@@ -89,21 +113,25 @@ def penalize(logits_BV: Tensor, rows: PenaltyRows, said_BV: Tensor, length_B: Te
 def penalized(
     logits_BV: Tensor, sampling: Sequence[SamplingParams], said: Sequence[Said]
 ) -> Tensor:
-    """Returns `penalize` of rows whose tokens the host has; logits as they are where no row asks
-    for it.
+    """Returns `penalize` of the rows that ask for it, whose tokens the host has; others' logits as
+    they are.
 
     Args:
         logits_BV: of the next token.
         sampling, said: of each row.
     """
-    if not any(row.looks_back for row in sampling):
+    rows = [row for row, one in enumerate(sampling) if one.looks_back]
+    if not rows:
         return logits_BV
-    said_BV = torch.zeros(logits_BV.shape, dtype=torch.uint8)
-    for said_V, (prompt, response) in zip(said_BV, said, strict=True):
-        said_V[list(prompt)] = IN_PROMPT
-        said_V[list(response)] = IN_RESPONSE
-    prompts = [len(prompt) for prompt, _ in said]
-    lengths = [len(prompt) + len(response) for prompt, response in said]
-    device = logits_BV.device
-    rows, length_B = PenaltyRows.of(sampling, prompts, device), torch.tensor(lengths, device=device)
-    return penalize(logits_BV, rows, said_BV.to(device), length_B)
+    asked, tokens = [sampling[row] for row in rows], [said[row] for row in rows]
+    device, said_KV = logits_BV.device, None
+    if any(one.repetition_penalty != 1 or one.presence_penalty != 0 for one in asked):
+        said_KV = torch.zeros(
+            (len(rows), logits_BV.size(1)), dtype=torch.uint8, device=logits_BV.device
+        )
+        mark(said_KV, range(len(rows)), tokens)
+    penalties = PenaltyRows.of(asked, [len(one.prompt) for one in tokens], device)
+    lengths = torch.tensor([len(one.prompt) + len(one.response) for one in tokens])
+    row_K, length_K = on_device(torch.tensor(rows), device), on_device(lengths, device)
+    part_KV = penalize(logits_BV[row_K], penalties, said_KV, length_K)
+    return logits_BV.float().index_copy(0, row_K, part_KV)

@@ -17,6 +17,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -318,6 +319,7 @@ class SglangEngine:
         self._agreement.settle()
         if self._running or self._leaving:
             self._drop_running()
+        self._shared_prompts.forget()
         self._rows.clear()
         self._finished.clear()
 
@@ -359,11 +361,14 @@ class SglangEngine:
             self._agreement.settle()  # no step follows that would
 
     def _begin_queued(self) -> None:
-        """Gives queued requests to SGLang; of those with the same prompt the first one alone, until
-        that is computed.
+        """Gives SGLang the first queued requests, as many as it decodes together; of those with the
+        same prompt one alone, until that is computed.
         """
         begun = self._running.keys() | self._leaving
-        queued = [row.request for number, row in self._rows.items() if number not in begun]
+        if (room := self._settings.max_batch - len(begun)) <= 0:
+            return
+        waiting = (row.request for number, row in self._rows.items() if number not in begun)
+        queued = list(islice(waiting, room))
         for request in self._shared_prompts.due(queued, self._is_computing_prompt):
             self._add(request.request_id, self._rows[request.request_id])
 

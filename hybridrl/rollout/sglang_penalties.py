@@ -17,12 +17,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hybridrl.rollout.engine import Request, SamplingParams
-from hybridrl.rollout.penalties import IN_PROMPT, IN_RESPONSE, PenaltyRows, on_device, penalize
+from hybridrl.rollout.penalties import (
+    IN_RESPONSE,
+    PenaltyRows,
+    Said,
+    mark,
+    on_device,
+    penalize,
+)
 
 
 class _Asked(NamedTuple):
@@ -141,23 +147,16 @@ class SaidTokens:
 
     def _write(self, requests: Sequence[Any], logits_BV: Tensor) -> None:
         """Writes rows of the table, of requests whose prompts are computed."""
-        vocab, names = logits_BV.size(1), [request.rid for request in requests]
+        names = [request.rid for request in requests]
         new = [name for name in names if name not in self._slots]
         free = set(range(len(self._slots) + len(new))) - set(self._slots.values())
         self._slots.update(zip(new, sorted(free), strict=False))
         table = self._with_room(max(self._slots.values()) + 1, logits_BV)
-        slots = [self._slots[name] for name in names]
-        prompts, responses = [], []
-        for request, name, slot in zip(requests, names, slots, strict=True):
-            given = np.asarray(request.origin_input_ids, dtype=np.int64)
-            drawn = np.asarray(request.output_ids, dtype=np.int64)
-            num_prompt = self._asked[name].num_prompt
-            prompts.append(slot * vocab + given[:num_prompt])
-            responses += [slot * vocab + given[num_prompt:], slot * vocab + drawn]
-        table.index_fill_(0, on_device(torch.tensor(slots), table.device), 0)
-        for places, mark in ((prompts, IN_PROMPT), (responses, IN_RESPONSE)):
-            place_N = torch.from_numpy(np.concatenate(places))
-            table.view(-1).index_fill_(0, on_device(place_N, table.device), mark)
+        said = []
+        for request, name in zip(requests, names, strict=True):
+            given, num_prompt = request.origin_input_ids, self._asked[name].num_prompt
+            said.append(Said(given[:num_prompt], [*given[num_prompt:], *request.output_ids]))
+        mark(table, [self._slots[name] for name in names], said)
 
     def _with_room(self, num_slots: int, logits_BV: Tensor) -> Tensor:
         """Returns the table with so many rows at least."""

@@ -63,6 +63,8 @@ class SharedPrompts:
         ]
         if len(due) == len(queued):
             self.forget()
+        for one in due:  # its number may come again, with another prompt
+            prompt_of.pop(one.request_id, None)
         return due
 
     def _undecided(self, queued: Sequence[Request]) -> dict[int, list[Request]]:
