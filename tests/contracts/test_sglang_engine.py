@@ -184,6 +184,21 @@ def test_sglang_engine_refuses_a_non_finite_logp_as_soon_as_it_is_drawn(num_befo
     engine.clear()
 
 
+def test_sglang_engine_begins_no_later_prompt_before_the_samples_of_earlier_ones() -> None:
+    engine = make_engine(QWEN3, max_batch=4)
+    engine._shared_prompts = SharedPrompts(1)
+    prompts = [tuple(2 + (i + shift) % 20 for i in range(30)) for shift in range(3)]
+    sampling = SamplingParams(max_new_tokens=6)
+    asked = [Request(number, prompts[number // 4], number, sampling) for number in range(12)]
+    engine.submit(asked)
+    begun: list[int] = []
+    while engine.has_unfinished:
+        engine.step()
+        begun += [number for number in engine._running if number not in begun]
+    assert begun == list(range(12))
+    assert len(engine.collect()) == 12
+
+
 def test_sglang_engine_keeps_what_prompts_share() -> None:
     engine = make_engine(QWEN3)
     prompt = tuple(2 + i % 20 for i in range(100))
@@ -258,7 +273,7 @@ def test_sglang_engine_goes_on_with_samples_that_waited_for_their_prompt(
     engine = make_engine(QWEN3)  # of which eight are computed at once
     engine._shared_prompts = NOT_SHARED
     expected = generate(engine, requests)
-    engine._shared_prompts = SharedPrompts(ahead_tokens=150)  # two of the three
+    engine._shared_prompts = SharedPrompts(90)  # one could take over 99 tokens
     engine._scheduler.forget_requests()
     engine.submit(requests)
     for _ in range(num_steps):
