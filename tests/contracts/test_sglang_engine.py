@@ -291,7 +291,7 @@ def test_sglang_engine_goes_on_with_samples_that_waited_for_their_prompt(
     passes = counted(engine)
     found = generate(engine, requests)
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
-    assert sum(passes) < 400
+    assert sum(passes) < 600  # each of three prompts once or twice, not by each sample: 2400
 
 
 def test_sglang_engine_keeps_what_the_samples_of_a_prompt_said() -> None:
