@@ -19,8 +19,8 @@ What a copy costs is the time that its step waits for it and what the step besid
 longer than a step beside nothing. It is given as a share of one step without either
 (`share_of_a_step`), of the --copy-every steps from a copy to the next (`share`), and of the steps
 that `checkpoint.copy_every: auto` would leave between two copies (`auto_share`); the two
-`waits_share` count what steps wait alone, which is what `auto` keeps at 1.25%. `complete_after_s` is
-when copies counted after the ends of their steps: what a loss before that would cost a step more.
+`waits_share` count what steps wait alone, which is what `auto` keeps at 1.25%. `complete_after_s`
+is when copies counted after the ends of their steps: what a loss before that would cost a step more.
 What a checkpoint costs is the time between its step and the next one, but for what is between other
 steps. Times of copies are medians without the first, which is given beside them.
 
