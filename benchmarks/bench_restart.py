@@ -20,9 +20,9 @@ longer than a step beside nothing. It is given as a share of one step without ei
 (`share_of_a_step`), of the --copy-every steps from a copy to the next (`share`), and of the steps
 that `checkpoint.copy_every: auto` would leave between two copies (`auto_share`); the two
 `waits_share` count what steps wait alone, which is what `auto` keeps at 1.25%. `complete_after_s`
-is when copies counted after the ends of their steps: what a loss before that would cost a step more.
-What a checkpoint costs is the time between its step and the next one, but for what is between other
-steps. Times of copies are medians without the first, which is given beside them.
+is when copies counted after the ends of their steps: what a loss before that would cost a step
+more. What a checkpoint costs is the time between its step and the next one, but for what is between
+other steps. Times of copies are medians without the first, which is given beside them.
 
 Without --num-layers there are as many layers, the model's at most, as host memory has room for: 5
 times what a checkpoint has (page-locked for copies and for checkpoints, two copies, and half of
