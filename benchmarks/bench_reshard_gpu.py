@@ -18,8 +18,8 @@ cases before; both without others' ways.
     python benchmarks/bench_reshard_gpu.py OUT.json 7b/tp4/tp1 7b/tp2pp2/tp4 --fused 7b/dp4/tp4
 
 A case is MODEL/TRAIN/GEN (case_name.py): a model, training sizes, whose product (but for vpp, ep
-and etp) is the number of GPUs, and the sizes of an engine replica, or apart- and these, for one
-replica on further GPUs; others' ways know no such thing, and are left out there. Times are of the
+and etp) is the number of GPUs, and the sizes of an engine replica, or apart- and these, for
+replicas on further GPUs; others' ways know no such thing, and are left out there. Times are of the
 slowest rank. OUT.json is written anew after each case.
 
 --num-layers takes fewer layers of the model, each as wide as it is, and --baselines tells which
@@ -30,7 +30,8 @@ ways of others are measured: what they take grows with the number of experts.
 
 --frozen makes no gradients and no optimizer, where GPUs have no room for them beside the engine.
 --at-once starts all cases at the same time, which is most of what a case takes, and measures them
-one after another; the GPUs need room for all of them.
+one after another; the GPUs need room for all of them. With --turn FILE ranks import all that they
+need and touch no GPU until there is that file.
 
     python benchmarks/bench_reshard_gpu.py OUT.json qwen3-30b-a3b/dp2ep2/tp2ep2 --frozen
     python benchmarks/bench_reshard_gpu.py OUT.json 0.5b/tp1/apart-tp1 7b/tp2/tp1 --frozen --at-once
@@ -121,7 +122,8 @@ def parse() -> argparse.Namespace:
         help="the ways of others that are measured; all unless told",
     )
     parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
-    parser.add_argument("--limit-s", type=float, default=240, help="of one case")
+    parser.add_argument("--limit-s", type=float, default=240, help="of one case, from its turn on")
+    parser.add_argument("--turn", help="a file that ranks wait for once they have imported all")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")
     parser.add_argument("--case-file", type=Path, help=argparse.SUPPRESS)  # one of the ranks
@@ -149,6 +151,7 @@ def describe(case: str, kind: str, arguments: argparse.Namespace) -> dict[str, A
         "baselines": arguments.baselines if kind == "plain" and not name.is_apart else (),
         "num_layers": arguments.num_layers,
         "limit_s": arguments.limit_s,
+        "turn": arguments.turn,
         "set": arguments.set,
     }
 
@@ -199,7 +202,8 @@ def launch(job: Mapping[str, Any], folder: str) -> dict[str, Any]:
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         command += [f"--nproc-per-node={job['world']}", __file__, "--case-file", str(case_file)]
         began = time.monotonic()
-        code, tail = run_showing_progress(command, job["limit_s"])
+        turn = Path(job["turn"]) if job["turn"] else None
+        code, tail = run_showing_progress(command, job["limit_s"], turn=turn)
         seconds = time.monotonic() - began
         result = json.loads(result_file.read_text()) if result_file.is_file() else {}
     finally:

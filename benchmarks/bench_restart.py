@@ -14,6 +14,9 @@ One run, random weights, prompts and a reward: GRPO without a reference, vLLM (o
 * 11: a checkpoint is begun after it, and written beside the next steps. Before, there is none, so
   that what copies cost has nothing of it.
 * 14: in its update the last rank is killed (SIGKILL). Step 13 is to be lost, 12 not.
+* With --fewer, two steps on: the last rank is killed again in its update, and so is the rank that
+  replaces it, before it has taken a step, as if its GPU did not come back. The run goes on with the
+  next smaller number of ranks that its layout allows.
 
 What a copy costs is the time that its step waits for it and what the step beside its threads takes
 longer than a step beside nothing. It is given as a share of one step without either
@@ -31,7 +34,8 @@ what is free stays), and the file system for two checkpoints. /dev/shm has to ho
 
 What it should show: copies take 3% of the time or less, of one step and by `auto`; copies, the
 first one too, and the checkpoint stall training 2 s or less; a step is finished 90 s after the kill
-or sooner. Exit code 1 where it does not.
+or sooner, with fewer ranks too, counted from the first of the two kills. Exit code 1 where it does
+not.
 """
 
 from __future__ import annotations
@@ -110,6 +114,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--list", action="store_true", help="only say what would run")
     parser.add_argument("--copy-every", type=int, default=3, help="steps between copies")
+    parser.add_argument("--fewer", action="store_true", help="a rank does not come back, too")
     parser.add_argument("--prompts", type=int, default=32, help="a step")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--prompt-tokens", type=int, default=256)
@@ -181,7 +186,7 @@ def config_of(folder: Path, name: CaseName, arguments: argparse.Namespace) -> di
         "run": {
             "name": "restart",
             "dir": str(folder / "runs"),
-            "max_restarts": 1,
+            "max_restarts": 3 if arguments.fewer else 1,
             "collective_timeout_s": 300,
         },
         "model": {"init": str(folder / "config.json"), "tokenizer": str(folder / "tokenizer")},
@@ -241,7 +246,10 @@ def shown(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def is_met(found: Mapping[str, Any]) -> dict[str, bool]:
     """Returns which goals are met."""
     copy, saved = found["copy"], found["checkpoint"]
+    fewer = found.get("fewer")
+    met = {} if fewer is None else {"fewer_restart_s": fewer["restart_s"] <= GOALS["restart_s"]}
     return {
+        **met,
         "copy_share": copy["share_of_a_step"] <= GOALS["copy_share"],
         "auto_copy_share": copy["auto_share"] <= GOALS["auto_copy_share"],
         "copy_waits_s": max(copy["first_waits_s"], copy["waits_s"]) <= GOALS["copy_waits_s"],
@@ -274,6 +282,12 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         found.append(
             f"a killed rank: a step was finished after {again['restart_s']} s, "
             f"{again['lost_steps']} finished steps were lost"
+        )
+    if "fewer" in report:
+        fewer = report["fewer"]
+        found.append(
+            f"a rank that does not come back: {fewer['ranks']} ranks finished a step after "
+            f"{fewer['restart_s']} s, {fewer['lost_steps']} finished steps were lost"
         )
     if "error" in report:
         return [*found, f"failed: {report['error']}"]

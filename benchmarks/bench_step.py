@@ -99,7 +99,7 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns everything that the processes of a case need to know."""
     name = parse_case(case, arguments.models, "7b/tp4/tp1")
     world, rollout_tp = name.num_ranks, name.rollout["tp"]
-    num_replicas = 1 if name.is_apart else world // rollout_tp
+    num_replicas = name.num_apart if name.is_apart else world // rollout_tp
     if not name.is_apart and world % rollout_tp:
         sys.exit(f"case {case!r}: tp{rollout_tp} engines over {world} GPUs: choose a divisor")
     hidden_size = json.loads(name.model.read_text())["hidden_size"]

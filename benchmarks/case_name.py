@@ -2,7 +2,8 @@
 
 A name is MODEL/TRAIN or MODEL/TRAIN/GEN. MODEL is a file benchmarks/models/MODEL.json, or
 qwen2.5-MODEL.json. TRAIN is training sizes, as tp2dp2 or dp2ep2, GEN the sizes of an engine
-replica, as tp1 or tp2ep2; with apart- before them there is one replica, on GPUs of its own.
+replica, as tp1 or tp2ep2; with apart- before them the replicas are on GPUs of their own, one, or
+as many as dp says: apart-dp2tp1.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class CaseName:
         train: sizes of `train`, by axis; `dp` follows from them and the number of ranks.
         dp: data-parallel replicas.
         rollout: sizes of `rollout`, by axis; empty where the case does not generate.
-        is_apart: the engine is on further ranks than those that train.
+        is_apart: the engines are on further ranks than those that train.
+        num_apart: how many replicas there are on these.
     """
 
     model: Path
@@ -38,6 +40,7 @@ class CaseName:
     dp: int
     rollout: Mapping[str, int]
     is_apart: bool = False
+    num_apart: int = 1
 
     @property
     def num_train_ranks(self) -> int:
@@ -47,7 +50,8 @@ class CaseName:
     @property
     def num_ranks(self) -> int:
         """GPUs of the case."""
-        return self.num_train_ranks + (self.rollout["tp"] if self.is_apart else 0)
+        apart = self.num_apart * self.rollout["tp"] if self.is_apart else 0
+        return self.num_train_ranks + apart
 
     @property
     def placement(self) -> dict[str, str]:
@@ -94,7 +98,8 @@ def parse_case(case: str, models: Path, example: str) -> CaseName:
     parts = [part.removeprefix(APART) if index else part for index, part in enumerate(parts)]
     layouts = [dict((axis, int(size)) for axis, size in SIZES.findall(part)) for part in parts]
     whole = ["".join(f"{axis}{size}" for axis, size in SIZES.findall(part)) for part in parts]
-    is_rollout = len(layouts) < 2 or {"tp"} <= set(layouts[1]) <= {"tp", "ep"}
+    known_axes = {"tp", "ep", "dp"} if is_apart else {"tp", "ep"}
+    is_rollout = len(layouts) < 2 or {"tp"} <= set(layouts[1]) <= known_axes
     if len(parts) != example.count("/") or whole != parts or "" in parts or not is_rollout:
         form = "/".join(("MODEL", "TRAIN", "GEN")[: example.count("/") + 1])
         sys.exit(f"case {case!r}: expected {form}, e.g. {example}")
@@ -105,4 +110,5 @@ def parse_case(case: str, models: Path, example: str) -> CaseName:
         sys.exit(f"case {case!r}: no {files[0]}; there are {known}")
     train, rollout = layouts[0], layouts[1] if len(layouts) > 1 else {}
     axes = {axis: size for axis, size in train.items() if axis != "dp"}
-    return CaseName(file, axes, train.get("dp", 1), rollout, is_apart)
+    replicas = rollout.pop("dp", 1)
+    return CaseName(file, axes, train.get("dp", 1), rollout, is_apart, replicas)

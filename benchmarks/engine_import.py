@@ -1,10 +1,18 @@
-"""Imports what an engine needs before it is made, which on a machine just started takes longest."""
+"""Imports what an engine needs before it is made, which on a machine just started takes longest,
+and waits with it for a case's turn.
+"""
 
 from __future__ import annotations
 
 import importlib
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from bench_reshard_gpu import POLL_S
 
 
 def import_engine(engine: str, tp: int = 1) -> None:
@@ -28,3 +36,19 @@ def import_engine(engine: str, tp: int = 1) -> None:
         from hybridrl.rollout import sglang_start, sglang_version
 
         sglang_start._import_sglang(sglang_version.installed_version(is_cpu), is_cpu, tp)
+
+
+def after_turn(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Imports what a case needs, but touches no GPU, and waits for the case's turn; returns the job
+    as launched then.
+
+    Raises:
+        SystemExit: whoever gives turns is gone.
+    """
+    import_engine("vllm")
+    turn = Path(job["turn"])
+    while not turn.exists():
+        if not turn.parent.exists():
+            sys.exit("nobody gives turns any more")
+        time.sleep(POLL_S)
+    return {**job, "launched_at": time.time()}

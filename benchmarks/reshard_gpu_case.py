@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from bench_reshard_gpu import BASELINES
 from case_record import READY, TURN, CaseRecord
+from engine_import import after_turn
 from megatron.core import parallel_state
 from reshard_clock import Clock, attempted, link_rates, machine
 from reshard_libraries import (
@@ -57,7 +58,7 @@ LATENCY_US = 10.0
 
 def run_case(job: Mapping[str, Any]) -> None:
     """Measures everything that the job asks for; does not return."""
-    case = Case(job)
+    case = Case(job if job["turn"] is None else after_turn(job))
     case.save("starting")
     case.start()
     case.wait_for_turn()

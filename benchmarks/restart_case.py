@@ -75,6 +75,7 @@ class Run:
 
     def __init__(self, folder: Path, num_ranks: int, arguments: argparse.Namespace) -> None:
         self._num_ranks, self._every = num_ranks, arguments.copy_every
+        self._loses_more = bool(arguments.fewer)
         self._run_folder = folder / "runs" / "restart"
         self._began, self._limit_s = time.monotonic(), arguments.limit_s
         self.events = Events()
@@ -102,6 +103,8 @@ class Run:
             found["steps"], found["first_step_s"] = steps, self._since_start(1)
             found |= costs(steps, self._every)
             found["restart"] = self._kill_and_wait(killed_step)
+            if self._loses_more:
+                found["fewer"] = self._lose_until_fewer()
         except (RuntimeError, psutil.Error) as error:
             found["error"] = f"{type(error).__name__}: {error}"
             found["output"] = [text for _, text in self.events.output][-60:]
@@ -199,19 +202,9 @@ class Run:
     def _kill_and_wait(self, step: int) -> dict[str, Any]:
         """Kills the last rank, and waits until the ranks that follow have finished a step."""
         rank, last = self._num_ranks - 1, max(self.events.records)
-        process = next(p for p in psutil.Process(self._process.pid).children() if _rank(p) == rank)
-        killed, num_phases = time.monotonic(), len(self.events.phases)
-        num_lines = len(self.events.output)
-        process.send_signal(signal.SIGKILL)
-        print(f"{PROGRESS} killed rank {rank} in the update of step {step}", flush=True)
-
-        def is_finished() -> bool:
-            starts, records = read_starts(self._run_folder), self.records()
-            # Noted after the start's first step. Before, records may yet be of the one before.
-            has_stepped = len(starts) > 1 and "seconds" in starts[1]
-            return has_stepped and records[-1]["step"] > starts[1]["after_step"]
-
-        took = self._wait(is_finished) - killed
+        num_phases, num_lines = len(self.events.phases), len(self.events.output)
+        killed = self._kill(self._last_rank(), f"in the update of step {step}")
+        took = self._wait(lambda: self._has_stepped(1)) - killed
         first, start = read_starts(self._run_folder)[:2]
         after = int(start["after_step"])
         told = [(round(at - killed, 2), what) for at, what in self.events.phases[num_phases:]]
@@ -227,6 +220,58 @@ class Run:
             "phases_of_rank_0": told,
             "output": lines[-80:],
         }
+
+    def _lose_until_fewer(self) -> dict[str, Any]:
+        """Kills the last rank once more, and its replacement before that has taken a step: it does
+        not come back. Waits until the ranks that are left have finished a step.
+        """
+        step = int(read_starts(self._run_folder)[1]["after_step"]) + 2
+        self._wait(lambda: self._at(f"update, step {step}"))
+        num_lines, last = len(self.events.output), step - 1
+        gone = self._last_rank()
+        killed = self._kill(gone, f"in the update of step {step}")
+        self._wait(lambda: (found := self._last_rank()) is not None and found.pid != gone.pid)
+        again = self._kill(self._last_rank(), "before it has taken a step")
+
+        def is_finished() -> bool:
+            starts = read_starts(self._run_folder)
+            return starts[-1]["world_size"] < self._num_ranks and self._has_stepped(len(starts) - 1)
+
+        ended = self._wait(is_finished)
+        start = read_starts(self._run_folder)[-1]
+        lines = [(round(at - killed, 2), what) for at, what in self.events.output[num_lines:]]
+        return {
+            "ranks": start["world_size"],
+            "restart_s": round(ended - killed, 2),
+            "replacement_lived_s": round(again - killed, 2),
+            "after_step": int(start["after_step"]),
+            "lost_steps": last - int(start["after_step"]),
+            "seconds_of_rank_0": start.get("seconds"),
+            "output": lines[-80:],
+        }
+
+    def _last_rank(self) -> psutil.Process | None:
+        """The process of the last rank; None while there is none."""
+        with suppress(psutil.Error):
+            ranks = psutil.Process(self._process.pid).children()
+            return next((one for one in ranks if _rank(one) == self._num_ranks - 1), None)
+        return None
+
+    def _kill(self, rank: psutil.Process | None, when: str) -> float:
+        """Kills a rank; returns when."""
+        if rank is None:
+            raise RuntimeError(f"there is no rank to be killed {when}")
+        at = time.monotonic()
+        rank.send_signal(signal.SIGKILL)
+        print(f"{PROGRESS} killed rank {self._num_ranks - 1} {when}", flush=True)
+        return at
+
+    def _has_stepped(self, number: int) -> bool:
+        """Whether a start, counted from 0, has finished a step."""
+        starts, records = read_starts(self._run_folder), self.records()
+        # Noted after the start's first step. Before, records may yet be of the one before.
+        has_stepped = len(starts) > number and "seconds" in starts[number]
+        return has_stepped and records[-1]["step"] > starts[number]["after_step"]
 
 
 def _path() -> str | None:

@@ -10,7 +10,6 @@ import os
 import random
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_reshard_gpu import POLL_S, ROOT
+from bench_reshard_gpu import ROOT
 from bench_step import PARTS
 from case_record import CaseRecord
-from engine_import import import_engine
+from engine_import import after_turn
 from random_workload import checksum_reward, random_prompts, word_tokenizer
 from reshard_clock import Clock, largest_over_ranks, machine, matmul_rate, timed_calls
 from train_case import attention_backend
@@ -55,22 +54,6 @@ def run_case(job: Mapping[str, Any]) -> None:
     case.clock.line_up()
     sys.stdout.flush()
     os._exit(0)  # the system frees memory faster than vLLM and NCCL end
-
-
-def after_turn(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Imports what a case needs, but touches no GPU, and waits for the case's turn; returns the job
-    as launched then.
-
-    Raises:
-        SystemExit: whoever gives turns is gone.
-    """
-    import_engine("vllm")
-    turn = Path(job["turn"])
-    while not turn.exists():
-        if not turn.parent.exists():
-            sys.exit("nobody gives turns any more")
-        time.sleep(POLL_S)
-    return {**job, "launched_at": time.time()}
 
 
 class Case(CaseRecord):

@@ -18,18 +18,38 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a tiny model over gloo")
-def test_restart_benchmark_kills_a_rank_and_measures_what_follows(tmp_path: Path) -> None:
+def test_restart_benchmark_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    found, said = measured(tmp_path, "tiny/dp2/tp1", "--fewer")
+    fewer = found["fewer"]
+    assert fewer["ranks"] == 1 and fewer["lost_steps"] == 1, said
+    assert 0 < fewer["replacement_lived_s"] < fewer["restart_s"]
+    assert found["restart"]["restart_s"] > 0 and "fewer_restart_s" in found["is_met"]
+    assert any("1 ranks go on" in text for _, text in fewer["output"]), fewer["output"]
+
+
+def measured(tmp_path: Path, case: str, *options: str) -> tuple[dict[str, Any], str]:
+    """Returns what the benchmark found of a tiny model, and what it said."""
     model, out = {**TINY, "architectures": ["Qwen2ForCausalLM"]}, tmp_path / "times.json"
     (tmp_path / "qwen2.5-tiny.json").write_text(json.dumps(model))
-    command = [sys.executable, str(BENCHMARKS / "bench_restart.py"), "tiny/tp2/tp1"]
+    command = [sys.executable, str(BENCHMARKS / "bench_restart.py"), case, *options]
     command += ["--out", str(out), "--models", str(tmp_path), "--folder", str(tmp_path)]
     command += ["--prompts", "8", "--samples", "4", "--prompt-tokens", "8"]
     command += ["--response-tokens", "24", "--micro-batch-tokens", "512"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = json.loads(out.read_text())
     assert "error" not in found, done.stdout + done.stderr
-    assert found["is_met"]["restart_s"] and found["is_met"]["lost_steps"]
     assert done.returncode == int(not all(found["is_met"].values()))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"times.json", "qwen2.5-tiny.json"}
+    return found, done.stdout + done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a tiny model over gloo")
+def test_restart_benchmark_kills_a_rank_and_measures_what_follows(tmp_path: Path) -> None:
+    found, _ = measured(tmp_path, "tiny/tp2/tp1")
+    assert found["is_met"]["restart_s"] and found["is_met"]["lost_steps"]
     assert [bool(one["copy_s"]) for one in found["steps"]] == [n % 3 == 0 for n in range(1, 14)]
     assert found["restart"]["after_step"] == 12 and found["restart"]["lost_steps"] == 1
     assert len(found["copy"]["complete_after_s"]) == 4
@@ -41,8 +61,6 @@ def test_restart_benchmark_kills_a_rank_and_measures_what_follows(tmp_path: Path
     assert found["checkpoint"]["stalls_s"] is not None
     said = [text for _, text in found["restart"]["output"]]
     assert any("step 12 was in host memory" in text for text in said), said
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"times.json", "qwen2.5-tiny.json"}
 
 
 def step(number: int, step_s: float, **changed: Any) -> dict[str, Any]:
