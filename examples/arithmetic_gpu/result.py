@@ -6,8 +6,9 @@ OUT/result_moe_Ngpu.json and .png.
     python examples/arithmetic_gpu/result.py OUT 1 --moe
 
 How far engine and trainer were apart in a run is said by medians of its steps. Exits with 1 unless
-every run of reinforcement learning that there is ended above 0.9, and began below 0.4, or below 0.7
-with a mixture of experts, whose warm-up ends later; without any it says nothing of learning.
+every run of reinforcement learning that there is ended above 0.9, and began below 0.6, or below 0.7
+with a mixture of experts, whose warm-up ends later; without any it says nothing of learning. A
+warm-up ends at 0.28 or soon after: between two looks accuracy may rise by 0.2.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MISMATCH = (
     "moe/unused_experts",
 )
 ACCURACY, REWARD = "eval/accuracy", "reward/mean"
-FROM_BELOW, MOE_FROM_BELOW, TO_ABOVE = 0.4, 0.7, 0.9
+FROM_BELOW, MOE_FROM_BELOW, TO_ABOVE = 0.6, 0.7, 0.9
 
 
 def learned(folder: Path) -> dict[str, Any]:
