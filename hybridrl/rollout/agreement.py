@@ -1,38 +1,88 @@
 """The check that all tensor-parallel ranks of a replica draw the same tokens.
 
-Who waits for whom: `report` is called by every rank of the group after every step and starts one
-gather of eight bytes a rank; the next `report`, or `settle`, waits for it. So the check costs no
-time of its own, and a rank never starts another step, or finds itself done, on tokens that its
-peers do not have.
+Who waits for whom: every rank of the group calls `report` after every step and `settle` before the
+next; `settle` waits until all ranks have reported a step. Which one says `steps_ahead`. So no rank
+finds itself done on tokens that its peers do not have, and none waits on the device for a step that
+they do not take.
+
+On one host sums lie in memory that all ranks of the replica have mapped: two ranks that are as fast
+wait microseconds. A message took a third of a millisecond of each step to send and up to one to
+come, of four that a step of a small model takes. Between hosts, and where memory cannot be shared,
+there are messages.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
+import select
+import time
+import weakref
 import zlib
+from array import array
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
+
+from hybridrl.parallel import peer_memory
+
+CPU = torch.device("cpu")
+# A rank writes a step's sum while a peer may have yet to read that of three steps before.
+KEPT_STEPS = 4
+SUM_BITS = 32
+SUM = (1 << SUM_BITS) - 1
+STEP = (1 << 31) - 1
+SPIN_S, LOOK_S = 0.001, 0.0002
+LOOKS_AT_PEERS_EVERY_S = 0.5
+NO_LIMIT_S = 1800.0  # where the engine's own limit counts, which is gloo's
 
 
 class TokensDifferError(RuntimeError):
     """The ranks of one replica drew different tokens, so their caches no longer fit together."""
 
 
+class _Sums(Protocol):
+    """One number of every rank for each step."""
+
+    def tell(self, step: int, own: int) -> None:
+        """Tells all ranks this one's number of a step."""
+
+    def of(self, step: int) -> list[int]:
+        """Waits for the numbers of all ranks; each step is asked for once, in order."""
+
+
 class TokenAgreement:
-    """Compares what the ranks of one replica drew, a step later.
+    """Compares what the ranks of one replica drew.
 
     Args:
-        group: gloo group of the replica's ranks.
+        group: gloo group of the replica's ranks; making this is collective over it.
+        timeout_s: how long `settle` waits for a peer; None: half an hour.
+        steps_ahead: how many steps a rank may start before it knows of the tokens that they follow
+            whether its peers have drawn them. 1 for an engine whose step starts a batch and then
+            waits for the one before, which all ranks have started alike; 0 for one that waits for
+            the batch that it starts: where its peers have started another one, it would wait
+            forever.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(
+        self, group: dist.ProcessGroup, timeout_s: float | None = None, steps_ahead: int = 0
+    ) -> None:
         self._ranks: list[int] = dist.get_process_group_ranks(group)
-        self._work: dist.Work | None = None
-        self._sums: list[torch.Tensor] = []
-        self._step = 0
+        self._steps_ahead, self._step = steps_ahead, 0
+        self._unsettled: deque[int] = deque()
+        self._sums: _Sums | None = None
+        if not self.is_alone:
+            members = _Members(group, group.rank(), group.size())
+            hosts = members.gather_objects(peer_memory.host_id())
+            limit_s = NO_LIMIT_S if timeout_s is None else timeout_s
+            self._sums = _GatheredSums(group)
+            is_out_of_reach = peer_memory.why_unreachable(CPU, hosts)
+            if not is_out_of_reach and not peer_memory.why_unusable(CPU, limit_s, members):
+                self._sums = _SharedSums(members, self._ranks, limit_s)
 
     @property
     def is_alone(self) -> bool:
@@ -41,29 +91,127 @@ class TokenAgreement:
 
     def report(self, drawn: Sequence[tuple[int, int]]) -> None:
         """Tells the other ranks what this one drew: (request id, token) in order."""
-        if self.is_alone:
+        if self._sums is None:
             return
-        self.settle()
         self._step += 1
-        own = torch.tensor([zlib.crc32(np.asarray(drawn, dtype=np.int64).tobytes())])
-        self._sums = [torch.empty_like(own) for _ in self._ranks]
-        self._work = dist.all_gather(self._sums, own, group=self._group, async_op=True)
+        own = zlib.crc32(array("q", itertools.chain.from_iterable(drawn)))
+        self._sums.tell(self._step, own)
+        self._unsettled.append(self._step)
 
-    def settle(self) -> None:
-        """Waits for the last report of all ranks.
+    def settle(self, is_last: bool = False) -> None:
+        """Waits for the reports of all ranks.
+
+        Args:
+            is_last: whether no step follows; else the last `steps_ahead` reports may be open.
 
         Raises:
             TokensDifferError: on all of them, naming those that differ.
         """
-        if self._work is None:
-            return
-        self._work.wait()
-        self._work = None
-        sums = [int(one) for one in self._sums]
-        differing = [rank for rank, one in zip(self._ranks, sums, strict=True) if one != sums[0]]
-        if differing:
-            raise TokensDifferError(
-                f"in engine step {self._step} ranks {differing} drew other tokens than rank "
-                f"{self._ranks[0]} of the same replica {self._ranks}: their weights, seeds or "
-                "requests differ"
+        while len(self._unsettled) > (0 if is_last else self._steps_ahead):
+            assert self._sums is not None
+            step = self._unsettled.popleft()
+            sums = self._sums.of(step)
+            differing = [
+                rank for rank, one in zip(self._ranks, sums, strict=True) if one != sums[0]
+            ]
+            if differing:
+                raise TokensDifferError(
+                    f"in engine step {step} ranks {differing} drew other tokens than rank "
+                    f"{self._ranks[0]} of the same replica {self._ranks}: their weights, seeds or "
+                    "requests differ"
+                )
+
+
+@dataclass(frozen=True)
+class _Members:
+    """The ranks of a group, numbered by their places in it, as `peer_memory` asks them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Returns every rank's `value`, in order."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+
+class _GatheredSums:
+    """Numbers that are sent, eight bytes a rank and step."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._size = group, group.size()
+        self._sent: deque[tuple[dist.Work, list[torch.Tensor]]] = deque()
+
+    def tell(self, step: int, own: int) -> None:
+        mine = torch.tensor([own])
+        sums = [torch.empty_like(mine) for _ in range(self._size)]
+        self._sent.append((dist.all_gather(sums, mine, group=self._group, async_op=True), sums))
+
+    def of(self, step: int) -> list[int]:
+        work, sums = self._sent.popleft()
+        work.wait()
+        return [int(one) for one in sums]
+
+
+class _SharedSums:
+    """Numbers in memory that the ranks of a host have mapped; a word has a step and its number."""
+
+    def __init__(self, members: _Members, ranks: Sequence[int], timeout_s: float) -> None:
+        memory = peer_memory.allocate(KEPT_STEPS * 8, CPU, timeout_s, members)
+        pieces = [memory.of(place) for place in range(members.size)]
+        self._words = [piece.view(torch.int64).numpy() for piece in pieces]
+        self._own, self._ranks, self._timeout_s = self._words[members.rank], ranks, timeout_s
+        self._peers = [_process(pid) for pid in members.gather_objects(os.getpid())]
+        weakref.finalize(self, _close, self._peers)
+
+    def tell(self, step: int, own: int) -> None:
+        # One write of eight bytes: a peer never sees a step with another step's number.
+        self._own[step % KEPT_STEPS] = (step & STEP) << SUM_BITS | own
+
+    def of(self, step: int) -> list[int]:
+        return [self._word(place, step) & SUM for place in range(len(self._words))]
+
+    def _word(self, place: int, step: int) -> int:
+        words, slot, wanted = self._words[place], step % KEPT_STEPS, step & STEP
+        word = int(words[slot])
+        if word >> SUM_BITS == wanted:
+            return word
+        began = looked = time.monotonic()
+        while True:
+            word = int(words[slot])
+            if word >> SUM_BITS == wanted:
+                return word
+            now = time.monotonic()
+            if now - began < SPIN_S:
+                continue
+            time.sleep(LOOK_S)
+            if now - looked > LOOKS_AT_PEERS_EVERY_S:
+                looked = now
+                self._look_at(place, step, now - began)
+
+    def _look_at(self, place: int, step: int, waited_s: float) -> None:
+        """Raises where a peer is gone, or late."""
+        rank, peer = self._ranks[place], self._peers[place]
+        if peer is not None and select.select([peer], [], [], 0)[0]:
+            raise RuntimeError(f"rank {rank} ended before its engine had taken step {step}")
+        if waited_s > self._timeout_s:
+            raise RuntimeError(
+                f"rank {rank} has not taken engine step {step} after {self._timeout_s:g} s, as the "
+                f"others of its replica {list(self._ranks)} have"
             )
+
+
+def _close(descriptors: Sequence[int | None]) -> None:
+    for descriptor in descriptors:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _process(pid: int) -> int | None:
+    """Returns a descriptor that can be read from once a process has ended; None: none is given."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

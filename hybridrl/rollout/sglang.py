@@ -123,10 +123,10 @@ class SglangEngine:
         views = self._start(family, shape, layout, rank, shard)
         self._tensors = live_tensors(self._live.model, layout_name)
         self.shared = still_shared(views, self._tensors)
-        self._agreement = TokenAgreement(self._live.tp_group)
+        group, ahead = self._live.tp_group, int(self._scheduler.is_overlapped)
+        self._agreement = TokenAgreement(group, settings.timeout_s, ahead)
         self._scheduler.tells_drawn = layout.tp > 1
-        itemsize = getattr(torch, settings.dtype).itemsize
-        per_token = token_bytes(shape, layout.tp, itemsize)
+        per_token = token_bytes(shape, layout.tp, getattr(torch, settings.dtype).itemsize)
         self._cache_bytes = per_token * self._scheduler.max_total_num_tokens
         self._num_empty_turns = 0
         self._finished: list[Completion] = []
@@ -316,7 +316,7 @@ class SglangEngine:
 
     def clear(self) -> None:
         """Drops all requests, and responses that were not collected."""
-        self._agreement.settle()
+        self._agreement.settle(is_last=True)
         if self._running or self._leaving:
             self._drop_running()
         self._shared_prompts.forget()
@@ -358,7 +358,7 @@ class SglangEngine:
         drawn, scheduler.drawn = scheduler.drawn, []
         self._agreement.report(drawn)
         if not self._rows:
-            self._agreement.settle()  # no step follows that would
+            self._agreement.settle(is_last=True)
 
     def _begin_queued(self) -> None:
         """Gives SGLang the first queued requests, as many as it decodes together; of those with the

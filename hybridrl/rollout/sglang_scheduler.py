@@ -128,7 +128,7 @@ class _Driven:
     def prepare_turns(self) -> None:
         """Makes the streams that SGLang makes where its loop begins."""
         self.ended, self.drawn = [], []
-        self._is_overlapped = self.enable_overlap
+        self.is_overlapped = self.enable_overlap
         self._streams = contextlib.nullcontext
         if self.device == "cpu":
             return
@@ -144,7 +144,7 @@ class _Driven:
         """Runs the loop's body once."""
         make_current(self.recorder)
         self._turn_begins = True
-        loop = self.event_loop_overlap if self._is_overlapped else self.event_loop_normal
+        loop = self.event_loop_overlap if self.is_overlapped else self.event_loop_normal
         with self._streams(), contextlib.suppress(_TurnIsOverError):
             loop()
 

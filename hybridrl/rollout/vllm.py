@@ -120,9 +120,10 @@ class VllmEngine:
         views = self._start(family, shape, layout, rank, shard)
         self._tensors = live_tensors(self._live.model, layout_name)
         self.shared = still_shared(views, self._tensors)
-        self._agreement = TokenAgreement(self._live.tp_group)
         scheduler = self._live.llm.engine_core.engine_core.scheduler
         self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
+        group, ahead = self._live.tp_group, int(self._decoding.is_async)
+        self._agreement = TokenAgreement(group, settings.timeout_s, ahead)
         self._finished: list[Completion] = []
         # Tokens that are not in their rows yet; those of texts that may end are put there at once.
         self._drawn, self._looks_at_texts = DrawnSteps(), False
@@ -310,7 +311,7 @@ class VllmEngine:
 
     def clear(self) -> None:
         """Drops all requests, and responses that were not collected."""
-        self._agreement.settle()
+        self._agreement.settle(is_last=True)
         if self._running:
             self._live.llm.engine_core.abort_requests(list(self._running))
         self._running.clear()
@@ -351,7 +352,7 @@ class VllmEngine:
                 self._take_drawn()
         self._agreement.report(drawn)
         if not self._rows:
-            self._agreement.settle()  # no step follows that would
+            self._agreement.settle(is_last=True)
 
     def _add_waiting(self) -> None:
         """Gives vLLM as many requests, the first ones, as it decodes together: others may never

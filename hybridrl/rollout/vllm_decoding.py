@@ -103,7 +103,7 @@ class DecodingSteps:
         self._logps: dict[str, float] = {}
         self._drawn: list[Drawn] = []
         # Whether a step is scheduled before the tokens of the one before it are known.
-        self._is_async = bool(scheduler.scheduler_config.async_scheduling)
+        self.is_async = bool(scheduler.scheduler_config.async_scheduling)
         self._counts_prefix = False  # 0.26 tells how many blocks all requests share
         self._is_known = is_known and scheduler_fits(scheduler)
         if self._is_known:
@@ -166,7 +166,7 @@ class DecodingSteps:
         return rows
 
     def _hand_out(self, rows: Sequence[tuple[Any, int, bool]]) -> Any:
-        scheduler, is_async = self._scheduler, self._is_async
+        scheduler, is_async = self._scheduler, self.is_async
         scheduler.current_step += 1
         names = [request.request_id for request, _, _ in rows]
         new_blocks: list[Any] = []
@@ -231,7 +231,7 @@ class DecodingSteps:
         """
         requests, index = self._scheduler.requests, result.req_id_to_index
         sampled, most = result.sampled_token_ids, self._scheduler.max_model_len
-        running, size, is_async = self._running_status, self._block_size, self._is_async
+        running, size, is_async = self._running_status, self._block_size, self.is_async
         others: dict[str, int] = {}
         drawn = Drawn([], [], [])
         for name, count in counts.items():

@@ -80,7 +80,7 @@ def overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def prepare_overlapped(scheduler: Any) -> None:
         prepare(scheduler)
-        scheduler._is_overlapped = True
+        scheduler.is_overlapped = True
         scheduler.schedule_stream = torch.cpu.Stream()
         scheduler._war_barrier_enabled = False
 

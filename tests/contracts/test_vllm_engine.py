@@ -205,7 +205,7 @@ def test_vllm_engine_ends_by_text_what_began_before_others() -> None:
 
 def test_vllm_engine_reports_every_token_to_the_other_ranks_of_its_replica() -> None:
     engine, reported = make_engine(QWEN3), list[tuple[int, int]]()
-    group = {"is_alone": False, "settle": lambda: None, "report": reported.extend}
+    group = {"is_alone": False, "settle": lambda is_last=False: None, "report": reported.extend}
     engine._agreement = SimpleNamespace(**group)
     for done in generate(engine, make_requests(5, MIXED)):
         tokens = [token for request_id, token in reported if request_id == done.request_id]

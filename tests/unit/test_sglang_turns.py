@@ -29,7 +29,9 @@ def engine_after(turn: Callable[[Any, Any], None], logps: list[list[float]]) -> 
     scheduler = SimpleNamespace(ended=[], drawn=[], has_wrong_logp=False, last_batch=None)
     scheduler.turn = lambda: turn(scheduler, requests)
     engine._scheduler, engine._experts, engine._finished = scheduler, None, []
-    engine._agreement = SimpleNamespace(settle=lambda: None, report=lambda drawn: None)
+    engine._agreement = SimpleNamespace(
+        settle=lambda is_last=False: None, report=lambda drawn: None
+    )
     engine._is_updating, engine._version, engine._tensors = False, 3, {}
     engine._num_empty_turns, engine._by_text, engine._leaving = 0, set(), set()
     return engine
