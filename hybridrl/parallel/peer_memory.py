@@ -12,17 +12,33 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.contracts.holders import Ranks
-
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROBE_BYTES = 1 << 16
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+
+
+class Members(Protocol):
+    """The ranks that share memory, numbered from 0: a job's or those of a group."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Returns every rank's `value`, in order; collective."""
+        ...
 
 
 class PeerMemory(Protocol):
@@ -67,7 +83,7 @@ def why_unreachable(device: torch.device, hosts: Sequence[str]) -> str:
     return f"GPU {device.index} has no atomics on the memory of GPUs {refused}" if refused else ""
 
 
-def why_unusable(device: torch.device, timeout_s: float, ranks: Ranks) -> str:
+def why_unusable(device: torch.device, timeout_s: float, ranks: Members) -> str:
     """Returns why memory cannot be shared although peers are in reach, "" if it can; collective.
 
     Containers may forbid what sharing memory needs (pidfd_getfd of another process), and on CPU a
@@ -89,14 +105,14 @@ def why_unusable(device: torch.device, timeout_s: float, ranks: Ranks) -> str:
     return "" if found == list(range(ranks.size)) else f"what the ranks wrote is read as {found}"
 
 
-def allocate(num_bytes: int, device: torch.device, timeout_s: float, ranks: Ranks) -> PeerMemory:
+def allocate(num_bytes: int, device: torch.device, timeout_s: float, ranks: Members) -> PeerMemory:
     """Allocates a piece of `num_bytes` on every rank, zeroed; collective.
 
     Args:
         num_bytes: the same on every rank.
         device: this rank's.
         timeout_s: of a barrier between GPUs, seconds.
-        ranks: all of the job's.
+        ranks: that share it; between GPUs all of the job's.
 
     Raises:
         OSError, RuntimeError: the device has no room, or the memory cannot be shared. A host
@@ -135,7 +151,7 @@ class _SymmetricMemory:
 class _HostMemory:
     """Files in memory without a name: nothing stays when processes are killed."""
 
-    def __init__(self, num_bytes: int, ranks: Ranks) -> None:
+    def __init__(self, num_bytes: int, ranks: Members) -> None:
         self._ranks = ranks
         descriptor = os.memfd_create("hybridrl-peer-memory")
         try:
