@@ -105,6 +105,8 @@ class Player:
     def state(self) -> dict[str, Any]:
         """Returns all that the next steps depend on."""
         scheduler = self.scheduler
+        if self.ours is not None:
+            self.ours.write()
         manager = scheduler.kv_cache_manager
         blocks, pool = manager.coordinator.single_type_managers[0], manager.block_pool
         names = (*OF_SCHEDULER, *(() if scheduler.use_v2_model_runner else (OF_FIRST_RUNNER,)))
@@ -234,9 +236,12 @@ def compare_schedulers(
         told = [p.update(s, deepcopy(result)) for p, s in zip(players, both, strict=True)]
         assert told[0] == told[1], f"step {step}"
         total["tokens"] += len(told[0])
-        _check_equal(*(player.state() for player in players), f"step {step}")
+        # Between, what ours keeps for later is not written: the next steps are made without it.
+        if rng.random() < 0.15:
+            _check_equal(*(player.state() for player in players), f"step {step}")
     else:
         raise AssertionError("requests are left after 3,000 steps")
+    _check_equal(*(player.state() for player in players), "the end")
     assert players[0].preempted == players[1].preempted
     return players[1], total
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
+from hybridrl.rollout.vllm_steady import SteadyRows
+
 
 def scheduler_fits(scheduler: Any) -> bool:
     """Whether a scheduler drafts no tokens and has no pipeline, adapters or connectors, and a cache
@@ -87,7 +89,8 @@ class DecodingSteps:
 
     Args:
         scheduler: of a live engine, whose requests ask for log-probabilities, and for no structure,
-            images or check of repetition; its `schedule` and `update_from_output` are replaced.
+            images or check of repetition; its `schedule`, `update_from_output` and
+            `finish_requests` are replaced.
         is_known: whether this version's scheduler was compared (vllm_version.py); of another one
             only log-probabilities are taken.
     """
@@ -102,6 +105,7 @@ class DecodingSteps:
         self._own_schedule, self._own_update = scheduler.schedule, scheduler.update_from_output
         self._logps: dict[str, float] = {}
         self._drawn: list[Drawn] = []
+        self._steady: SteadyRows | None = None
         # Whether a step is scheduled before the tokens of the one before it are known.
         self.is_async = bool(scheduler.scheduler_config.async_scheduling)
         self._counts_prefix = False  # 0.26 tells how many blocks all requests share
@@ -110,6 +114,7 @@ class DecodingSteps:
             blocks = self._manager.coordinator.single_type_managers[0]
             self._block_size, self._blocks_of = blocks.block_size, blocks.req_to_blocks
             scheduler.schedule = self._schedule
+            self._own_finish, scheduler.finish_requests = scheduler.finish_requests, self._finish
         scheduler.update_from_output = self._update_from_output
 
     def drawn(self) -> list[Drawn]:
@@ -123,10 +128,33 @@ class DecodingSteps:
         """Returns the log-probability of the token of a request in vLLM's last output."""
         return self._logps[request_id]
 
+    def write(self) -> None:
+        """Writes what vLLM's requests have not been told yet; called before anybody reads them."""
+        if self._steady is not None:
+            self._steady.write()
+
+    def _leave_steady(self) -> None:
+        self.write()
+        self._steady = None
+
+    def _finish(self, *arguments: Any, **keywords: Any) -> Any:
+        self._leave_steady()
+        return self._own_finish(*arguments, **keywords)
+
     def _schedule(self, *arguments: Any, **keywords: Any) -> Any:
+        if self._steady is not None:
+            if (output := self._hand_out_steady(self._steady)) is not None:
+                return output
+            self._leave_steady()
         rows = self._decoding()
         if rows:
-            return self._hand_out(rows)
+            output = self._hand_out(rows)
+            requests, size = [request for request, _, _ in rows], self._block_size
+            is_all = len(rows) == len(self._scheduler.running) and size > 2
+            if is_all and all(map(SteadyRows.fits, requests)):
+                most = self._scheduler.max_model_len
+                self._steady = SteadyRows(requests, size, most, self.is_async)
+            return output
         output = self._own_schedule(*arguments, **keywords)
         self._counts_prefix = bool(output.num_common_prefix_blocks)
         return output
@@ -165,9 +193,30 @@ class DecodingSteps:
                 return []
         return rows
 
+    def _hand_out_steady(self, steady: SteadyRows) -> Any:
+        """Hands out the next step of rows that decode in step; None where they do not any more, or
+        the cache may not suffice.
+        """
+        scheduler, size, blocks_of = self._scheduler, self._block_size, self._blocks_of
+        num_running, num_waiting = scheduler.get_request_counts()
+        if num_waiting and num_running < scheduler.max_num_running_reqs:
+            return None
+        if not steady.can_be_handed_out:
+            return None
+        lacking = [
+            (row, request)
+            for row, request, computed in steady.edges()
+            if computed % size or computed >= size * len(blocks_of.get(request.request_id, ()))
+        ]
+        if len(lacking) > self._manager.block_pool.get_num_free_blocks():
+            return None
+        new_blocks: list[Any] = [None] * len(steady.names)
+        for row, request in lacking:
+            new_blocks[row] = self._allocate(request)
+        return self._output(list(steady.names), new_blocks, *steady.hand_out())
+
     def _hand_out(self, rows: Sequence[tuple[Any, int, bool]]) -> Any:
-        scheduler, is_async = self._scheduler, self.is_async
-        scheduler.current_step += 1
+        is_async = self.is_async
         names = [request.request_id for request, _, _ in rows]
         new_blocks: list[Any] = []
         num_drawn: list[int] = []
@@ -179,6 +228,17 @@ class DecodingSteps:
             request.num_in_flight_tokens += 1
             if is_async:
                 request.num_output_placeholders = under_way + 1
+        return self._output(names, new_blocks, [computed for _, computed, _ in rows], num_drawn)
+
+    def _output(
+        self,
+        names: list[str],
+        new_blocks: list[Any],
+        num_computed: list[int],
+        num_drawn: list[int],
+    ) -> Any:
+        scheduler = self._scheduler
+        scheduler.current_step += 1
         output = self._new_output()
         output.scheduled_cached_reqs = self._new_rows(
             req_ids=names,
@@ -186,7 +246,7 @@ class DecodingSteps:
             new_token_ids=[],
             all_token_ids={},
             new_block_ids=new_blocks,
-            num_computed_tokens=[computed for _, computed, _ in rows],
+            num_computed_tokens=num_computed,
             num_output_tokens=num_drawn,
         )
         output.num_scheduled_tokens = dict.fromkeys(names, 1)
@@ -212,11 +272,30 @@ class DecodingSteps:
         if not self._is_known or not logps:  # none: nothing was computed
             self._logps = dict(zip(result.req_ids, logps, strict=True)) if logps else {}
             return self._own_update(scheduled, result)
-        others = self._take_plain(scheduled.num_scheduled_tokens, result, logps)
-        self._logps = {name: logps[result.req_id_to_index[name]] for name in others}
+        counts, index = scheduled.num_scheduled_tokens, result.req_id_to_index
+        others = {}
+        if not self._take_steady(counts, result, logps):
+            self._leave_steady()
+            others = self._take_plain(counts, result, logps)
+        self._logps = {name: logps[index[name]] for name in others}
         rest = copy(scheduled)
         rest.num_scheduled_tokens = others
         return self._own_update(rest, result)
+
+    def _take_steady(self, counts: Mapping[str, int], result: Any, logps: Sequence[float]) -> bool:
+        """Takes the tokens of a step of rows that decode in step; returns whether it was one."""
+        steady, index = self._steady, result.req_id_to_index
+        if (
+            steady is None
+            or len(counts) != len(steady.names)
+            or sum(counts.values()) != len(counts)
+        ):
+            return False
+        tokens = steady.take(index, result.sampled_token_ids)
+        if tokens is None:
+            return False
+        self._drawn.append(Drawn(steady.names, tokens, [logps[index[n]] for n in steady.names]))
+        return True
 
     def _take_plain(
         self, counts: Mapping[str, int], result: Any, logps: Sequence[float]
