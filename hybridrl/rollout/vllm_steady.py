@@ -45,11 +45,11 @@ class SteadyRows:
             for one in requests
         )
         places = self._computed % size
-        # By the number of a step, modulo a block: rows at a block's first or last token.
-        self._edges = [
-            np.flatnonzero(((places + step) % size == 0) | ((places + step) % size == size - 1))
-            for step in range(size)
-        ]
+        # By the number of a step, modulo a block: rows at a block's first token; at either edge.
+        steps = [(places + step) % size for step in range(size)]
+        self._firsts = [np.flatnonzero(place == 0) for place in steps]
+        self._edges = [np.flatnonzero((place == 0) | (place == size - 1)) for place in steps]
+        self._under_way = min(request.num_output_placeholders for request in requests)
         self._size = size
         self._num_handed = self._num_taken = 0
         self._kept: list[list[int]] = []  # tokens of the last steps that were taken, by row
@@ -69,10 +69,15 @@ class SteadyRows:
         return self._num_handed == self._num_taken
 
     def edges(self) -> list[tuple[int, Any, int]]:
-        """Returns the rows that the next step finds at a block's first or last token: number,
-        request, which is written, and tokens that are computed.
+        """Returns the rows that the next step finds at an edge of a block, where the cache may have
+        to be told: number, request, which is written, and tokens that are computed.
+
+        That is a block's first token; and its last one, with which it is known by its tokens, but
+        not where the token before is under way: then that comes with the next block's first.
         """
-        rows: list[int] = self._edges[self._num_handed % self._size].tolist()
+        is_under_way = self._is_async and self._under_way + self._num_handed > self._num_taken
+        of_step = self._firsts if is_under_way else self._edges
+        rows: list[int] = of_step[self._num_handed % self._size].tolist()
         found = []
         for row in rows:
             self._write(row)
