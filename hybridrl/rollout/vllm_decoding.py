@@ -151,7 +151,7 @@ class DecodingSteps:
             output = self._hand_out(rows)
             requests, size = [request for request, _, _ in rows], self._block_size
             is_all = len(rows) == len(self._scheduler.running) and size > 2
-            if is_all and all(map(SteadyRows.fits, requests)):
+            if is_all and SteadyRows.fit(requests):
                 most = self._scheduler.max_model_len
                 self._steady = SteadyRows(requests, size, most, self.is_async)
             return output

@@ -20,7 +20,7 @@ class SteadyRows:
     """Rows of requests that decode in step.
 
     Args:
-        requests: all that run, in the scheduler's order, of which each `fits`.
+        requests: all that run, in the scheduler's order, which `fit`.
         size: tokens of a block of the cache, at least 3.
         max_model_len: tokens of a request at most.
         is_async: whether a step is scheduled before the tokens of the one before it are known.
@@ -32,9 +32,9 @@ class SteadyRows:
         self._requests, self._is_async = list(requests), is_async
         self.names: list[str] = [request.request_id for request in requests]
         self._computed = np.array([request.num_computed_tokens for request in requests])
-        self._drawn = np.array(
-            [len(one._output_token_ids) + one.num_output_placeholders for one in requests]
-        )
+        # Steps that were scheduled before and whose tokens are yet to come.
+        self._under_way: int = requests[0].num_in_flight_tokens
+        self._drawn = np.array([len(one._output_token_ids) for one in requests]) + self._under_way
         self._stops: set[int | None] = {None}
         for request in requests:
             params = request.sampling_params
@@ -49,7 +49,6 @@ class SteadyRows:
         steps = [(places + step) % size for step in range(size)]
         self._firsts = [np.flatnonzero(place == 0) for place in steps]
         self._edges = [np.flatnonzero((place == 0) | (place == size - 1)) for place in steps]
-        self._under_way = min(request.num_output_placeholders for request in requests)
         self._size = size
         self._num_handed = self._num_taken = 0
         self._kept: list[list[int]] = []  # tokens of the last steps that were taken, by row
@@ -57,16 +56,25 @@ class SteadyRows:
         self._written = [(0, 0)] * len(requests)
 
     @staticmethod
-    def fits(request: Any) -> bool:
-        """Whether a request that decodes may be a row."""
-        return request.prefill_stats is None and not request.num_preemptions
+    def fit(requests: Sequence[Any]) -> bool:
+        """Whether requests that decode may be rows: each has drawn a token, none was preempted, and
+        the same steps are under way for all.
+        """
+        under_way = {request.num_in_flight_tokens for request in requests}
+        return len(under_way) == 1 and all(
+            request.prefill_stats is None and not request.num_preemptions for request in requests
+        )
 
     @property
     def can_be_handed_out(self) -> bool:
         """Whether the next step may be of all rows again."""
         if self._is_async:
             return self._num_taken < self._room
-        return self._num_handed == self._num_taken
+        return not self._num_under_way
+
+    @property
+    def _num_under_way(self) -> int:
+        return self._under_way + self._num_handed - self._num_taken
 
     def edges(self) -> list[tuple[int, Any, int]]:
         """Returns the rows that the next step finds at an edge of a block, where the cache may have
@@ -75,8 +83,7 @@ class SteadyRows:
         That is a block's first token; and its last one, with which it is known by its tokens, but
         not where the token before is under way: then that comes with the next block's first.
         """
-        is_under_way = self._is_async and self._under_way + self._num_handed > self._num_taken
-        of_step = self._firsts if is_under_way else self._edges
+        of_step = self._firsts if self._num_under_way else self._edges
         rows: list[int] = of_step[self._num_handed % self._size].tolist()
         found = []
         for row in rows:
