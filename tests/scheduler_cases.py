@@ -75,7 +75,8 @@ class Player:
 
         self.scheduler._preempt_request = noted
         self.ours: DecodingSteps | None = None
-        self.counts = Counter[str]()  # of steps and tokens that vLLM's own way had
+        # Of steps and tokens that vLLM's own way had; of steps whose requests we counted together.
+        self.counts = Counter[str]()
         if has_ours:
             schedule = self.scheduler.schedule
 
@@ -85,6 +86,14 @@ class Player:
 
             self.scheduler.schedule = counted
             self.ours = DecodingSteps(self.scheduler, is_known)
+            hand_out = self.ours._hand_out_steady
+
+            def counted_together(steady: Any) -> Any:
+                output = hand_out(steady)
+                self.counts["together"] += output is not None
+                return output
+
+            self.ours._hand_out_steady = counted_together
 
     def update(self, scheduled: Any, found: Any) -> dict[str, tuple[Any, ...]]:
         """Returns, of each request that a token is for: it, its log-probability, why it ends."""

@@ -2,8 +2,9 @@
 
 Who waits for whom: every rank of the group calls `report` after every step and `settle` before the
 next; `settle` waits until all ranks have reported a step. Which one says `steps_ahead`. So no rank
-finds itself done on tokens that its peers do not have, and none waits on the device for a step that
-they do not take.
+finds itself done on tokens that its peers do not have, and all hear of a difference before they
+wait for a step that follows it. With `steps_ahead` they may have started that one, each another:
+what it has on the device may never end, and nobody is to wait for it.
 
 On one host sums lie in memory that all ranks of the replica have mapped: two ranks that are as fast
 wait microseconds. A message took a third of a millisecond of each step to send and up to one to
@@ -64,8 +65,8 @@ class TokenAgreement:
         steps_ahead: how many steps a rank may start before it knows of the tokens that they follow
             whether its peers have drawn them. 1 for an engine whose step starts a batch and then
             waits for the one before, which all ranks have started alike; 0 for one that waits for
-            the batch that it starts: where its peers have started another one, it would wait
-            forever.
+            the batch that it starts, or whose start of a batch has so many launches that it waits
+            for room for them: where its peers have started another one, it would wait forever.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class TokenAgreement:
         self._ranks: list[int] = dist.get_process_group_ranks(group)
         self._steps_ahead, self._step = steps_ahead, 0
         self._unsettled: deque[int] = deque()
+        self._difference: TokensDifferError | None = None
         self._sums: _Sums | None = None
         if not self.is_alone:
             members = _Members(group, group.rank(), group.size())
@@ -91,7 +93,7 @@ class TokenAgreement:
 
     def report(self, drawn: Sequence[tuple[int, int]]) -> None:
         """Tells the other ranks what this one drew: (request id, token) in order."""
-        if self._sums is None:
+        if self._sums is None or self._difference is not None:
             return
         self._step += 1
         own = zlib.crc32(array("q", itertools.chain.from_iterable(drawn)))
@@ -99,14 +101,16 @@ class TokenAgreement:
         self._unsettled.append(self._step)
 
     def settle(self, is_last: bool = False) -> None:
-        """Waits for the reports of all ranks.
+        """Waits for the reports of all ranks; once ranks differ, for none any more.
 
         Args:
             is_last: whether no step follows; else the last `steps_ahead` reports may be open.
 
         Raises:
-            TokensDifferError: on all of them, naming those that differ.
+            TokensDifferError: on all of them, naming those that differ; again before each step.
         """
+        if self._difference is not None and not is_last:
+            raise self._difference
         while len(self._unsettled) > (0 if is_last else self._steps_ahead):
             assert self._sums is not None
             step = self._unsettled.popleft()
@@ -115,11 +119,13 @@ class TokenAgreement:
                 rank for rank, one in zip(self._ranks, sums, strict=True) if one != sums[0]
             ]
             if differing:
-                raise TokensDifferError(
+                self._unsettled.clear()
+                self._difference = TokensDifferError(
                     f"in engine step {step} ranks {differing} drew other tokens than rank "
                     f"{self._ranks[0]} of the same replica {self._ranks}: their weights, seeds or "
                     "requests differ"
                 )
+                raise self._difference
 
 
 @dataclass(frozen=True)
@@ -194,13 +200,19 @@ class _SharedSums:
     def _look_at(self, place: int, step: int, waited_s: float) -> None:
         """Raises where a peer is gone, or late."""
         rank, peer = self._ranks[place], self._peers[place]
-        if peer is not None and select.select([peer], [], [], 0)[0]:
+        if peer is not None and _has_ended(peer):
             raise RuntimeError(f"rank {rank} ended before its engine had taken step {step}")
         if waited_s > self._timeout_s:
             raise RuntimeError(
                 f"rank {rank} has not taken engine step {step} after {self._timeout_s:g} s, as the "
                 f"others of its replica {list(self._ranks)} have"
             )
+
+
+def _has_ended(process: int) -> bool:
+    poll = select.poll()  # takes descriptors above 1,023 too
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _close(descriptors: Sequence[int | None]) -> None:
@@ -213,5 +225,5 @@ def _process(pid: int) -> int | None:
     """Returns a descriptor that can be read from once a process has ended; None: none is given."""
     try:
         return os.pidfd_open(pid)
-    except OSError:
+    except (OSError, AttributeError):  # Python may have been built without it
         return None

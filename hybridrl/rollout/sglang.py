@@ -123,7 +123,7 @@ class SglangEngine:
         views = self._start(family, shape, layout, rank, shard)
         self._tensors = live_tensors(self._live.model, layout_name)
         self.shared = still_shared(views, self._tensors)
-        group, ahead = self._live.tp_group, int(self._scheduler.is_overlapped)
+        group, ahead = self._live.tp_group, self._scheduler.is_overlapped and not settings.eager
         self._agreement = TokenAgreement(group, settings.timeout_s, ahead)
         self._scheduler.tells_drawn = layout.tp > 1
         per_token = token_bytes(shape, layout.tp, getattr(torch, settings.dtype).itemsize)
@@ -229,6 +229,7 @@ class SglangEngine:
         self._is_updating = False
 
     def _stop_generation(self) -> None:
+        self._agreement.settle(is_last=True)
         self._is_updating = True
         self._take_running()
         for running in self._running.values():
@@ -260,8 +261,7 @@ class SglangEngine:
         """Gives back (`release`) or maps again (`resume`) memory; SGLang has no requests."""
         from sglang.srt.managers import io_struct
 
-        named = f"{what.capitalize()}MemoryOccupationReqInput"
-        request = getattr(io_struct, named)(tags=kinds)
+        request = getattr(io_struct, f"{what.capitalize()}MemoryOccupationReqInput")(tags=kinds)
         owner = getattr(self._scheduler, "weight_updater", self._scheduler)  # of newer versions
         with keep_generators(self._device), torch.no_grad():
             getattr(owner, f"{what}_memory_occupation")(request)
@@ -331,7 +331,7 @@ class SglangEngine:
         """Hands queued requests to SGLang and lets its loop take one turn.
 
         Raises:
-            TokensDifferError: the ranks of this replica drew different tokens in the step before.
+            TokensDifferError: the ranks of this replica drew different tokens in an earlier step.
         """
         if self._is_updating:
             raise RuntimeError("the sglang engine has no complete weights: finish_update() first")

@@ -122,7 +122,7 @@ class VllmEngine:
         self.shared = still_shared(views, self._tensors)
         scheduler = self._live.llm.engine_core.engine_core.scheduler
         self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
-        group, ahead = self._live.tp_group, int(self._decoding.is_async)
+        group, ahead = self._live.tp_group, int(self._decoding.is_async and not settings.eager)
         self._agreement = TokenAgreement(group, settings.timeout_s, ahead)
         self._finished: list[Completion] = []
         # Tokens that are not in their rows yet; those of texts that may end are put there at once.
@@ -257,6 +257,7 @@ class VllmEngine:
             self._live.llm.wake_up(tags=[tag])
 
     def _stop_generation(self) -> None:
+        self._agreement.settle(is_last=True)
         self._is_updating = True
         self._take_drawn()
         self._live.llm.engine_core.abort_requests(list(self._running))
@@ -326,7 +327,7 @@ class VllmEngine:
         """Hands queued requests to vLLM and lets it take one step.
 
         Raises:
-            TokensDifferError: the ranks of this replica drew different tokens in the step before.
+            TokensDifferError: the ranks of this replica drew different tokens in an earlier step.
         """
         if self._is_updating:
             raise RuntimeError("the vllm engine has no complete weights: finish_update() first")

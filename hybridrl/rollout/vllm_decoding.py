@@ -106,6 +106,7 @@ class DecodingSteps:
         self._logps: dict[str, float] = {}
         self._drawn: list[Drawn] = []
         self._steady: SteadyRows | None = None
+        self._decoded: list[str] = []  # names of the last step in which all decoded
         # Whether a step is scheduled before the tokens of the one before it are known.
         self.is_async = bool(scheduler.scheduler_config.async_scheduling)
         self._counts_prefix = False  # 0.26 tells how many blocks all requests share
@@ -149,15 +150,22 @@ class DecodingSteps:
         rows = self._decoding()
         if rows:
             output = self._hand_out(rows)
-            requests, size = [request for request, _, _ in rows], self._block_size
-            is_all = len(rows) == len(self._scheduler.running) and size > 2
-            if is_all and SteadyRows.fit(requests):
-                most = self._scheduler.max_model_len
-                self._steady = SteadyRows(requests, size, most, self.is_async)
+            self._begin_steady([request for request, _, _ in rows])
             return output
         output = self._own_schedule(*arguments, **keywords)
         self._counts_prefix = bool(output.num_common_prefix_blocks)
         return output
+
+    def _begin_steady(self, requests: Sequence[Any]) -> None:
+        """Counts requests together once they have all decoded two steps in a row: where one ends in
+        every other step, that would only cost time.
+        """
+        names, before = [request.request_id for request in requests], self._decoded
+        self._decoded = names
+        is_all = len(requests) == len(self._scheduler.running) and self._block_size > 2
+        if names == before and is_all and SteadyRows.fit(requests):
+            most = self._scheduler.max_model_len
+            self._steady = SteadyRows(requests, self._block_size, most, self.is_async)
 
     def _decoding(self) -> list[tuple[Any, int, bool]]:
         """Returns the requests of this step with their computed tokens and whether the last block

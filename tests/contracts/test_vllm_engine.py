@@ -149,6 +149,7 @@ def test_vllm_engine_schedules_as_vllm_does(is_async: bool, is_second_runner: bo
         ours, total = compare_schedulers(core, kind, num_requests)
         assert bool(ours.preempted) == (num_blocks == 14)
         assert bool(total["parts"]) == (max_tokens == 16)
+        assert ours.counts["together"] > 0.3 * total["schedule"], (ours.counts, total)
         for what in ("schedule", "tokens"):  # vLLM's own way has few of them, but some
             assert 0 < ours.counts[what] < most * total[what], (what, ours.counts, total)
     ours, total = compare_schedulers(core, kind, num_requests, is_known=False)

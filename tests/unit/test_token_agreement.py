@@ -5,7 +5,9 @@ The ranks are threads here, and what carries their numbers is the real thing.
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -38,7 +40,7 @@ def on_threads(size: int, run: Callable[[int, Any], Any], timeout_s: float = 20.
 def agreed(sums: Any, ranks: list[int], steps_ahead: int = 0) -> TokenAgreement:
     found = TokenAgreement.__new__(TokenAgreement)
     found._ranks, found._steps_ahead, found._step = ranks, steps_ahead, 0
-    found._unsettled, found._sums = agreement.deque(), sums
+    found._unsettled, found._sums, found._difference = agreement.deque(), sums, None
     return found
 
 
@@ -75,6 +77,33 @@ def test_all_ranks_hear_of_one_that_draws_otherwise(steps_ahead: int) -> None:
     assert begun == [5 + steps_ahead] * 3  # so many steps later all know it
 
 
+def test_a_sum_stays_until_the_slowest_peer_has_read_it() -> None:
+    # With a step ahead a rank writes a step's sum once its peers have settled four steps before.
+    def run(rank: int, sums: Any) -> list[list[int]]:
+        for step in range(1, 5):
+            sums.tell(step, 10 * step + rank)
+        return [sums.of(step) for step in range(1, 5)]
+
+    expected = [[10 * step, 10 * step + 1] for step in range(1, 5)]
+    assert on_threads(2, run, timeout_s=1.0) == [expected, expected]
+
+
+def test_a_replica_that_differs_waits_for_nobody_any_more() -> None:
+    def run(rank: int, sums: Any) -> bool:
+        one = agreed(sums, [10, 11], steps_ahead=1)
+        one.report([(4, 5 + rank)])
+        if rank == 0:
+            one.report([(4, 5)])  # its peer is done, and takes no further step
+        for is_last in (True, False, False):
+            with pytest.raises(TokensDifferError, match="in engine step 1"):
+                one.settle(is_last)
+        one.report([(4, 5)])
+        one.settle(is_last=True)  # as for requests that are dropped
+        return True
+
+    assert on_threads(2, run) == [True, True]
+
+
 def test_a_rank_that_is_done_waits_for_its_peers_last_tokens() -> None:
     def run(rank: int, sums: Any) -> None:
         one = agreed(sums, [10, 11], steps_ahead=1)
@@ -102,6 +131,9 @@ def test_a_peer_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(agreement, "LOOKS_AT_PEERS_EVERY_S", 0.05)
     peer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     began = time.monotonic()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    many = [os.dup(0) for _ in range(1100)]  # of a process with many open files
 
     def run(rank: int, sums: Any) -> None:
         if rank == 0:
@@ -112,6 +144,9 @@ def test_a_peer_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
             one.settle()
 
     gone, _ = on_threads(2, run, timeout_s=60.0)
+    for descriptor in many:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert "rank 11 ended before its engine had taken step 1" in str(gone)
     assert time.monotonic() - began < 10
     peer.wait()  # a process that nobody has waited for has ended all the same
