@@ -200,7 +200,9 @@ def check_versions(folder: Path, lag: int, *knobs: str) -> None:
     dropped = sum(found["lag/dropped"] for found in metrics)
     assert len(set(numbers)) == len(numbers) and not under_way & set(numbers)
     assert len(numbers) + len(under_way) + dropped == 2 * pool.next_number
-    if lag > 1:
+    # Where engines waited for the trainer in every step nothing was under way at an update.
+    has_waited = all(found["idle/rollout"] > 0.05 for found in metrics[1:])
+    if lag > 1 and not has_waited:
         assert any(found["lag/mixed_share"] for found in metrics)
     for found in metrics[1:]:
         assert 0 <= found["idle/training"] < 1 and 0 <= found["idle/rollout"] < 1
