@@ -2,6 +2,8 @@
 # The trainer on GPUs, 4 unless `alone`: gradients of transformer-engine's layers in bf16 against fp32 of torch's, in several
 # layouts; what share of the GPUs' peak the passes reach; whole GRPO steps. Run from the root, hybridrl and vLLM installed:
 #   tests/gpu/train.sh OUT [parity] [bench] [step]      (about 3, 6 and 10 minutes; a case of step starts for 80 to 110 s)
+#   tests/gpu/train.sh OUT [lag] [apart] [experts]      (a lag of 1 with tailed lengths, engines on two of the four, 30B-A3B's
+#                                                        shapes; about 8, 4 and 3 minutes; GPUs of 140 GB)
 #   tests/gpu/train.sh OUT alone                        (what one H200 can say, 10 minutes)
 set -uo pipefail
 OUT=$1
@@ -30,6 +32,17 @@ fi
 if wants step; then
   step "$OUT/step_7b.json" 7b/dp4/tp1 7b/tp4/tp1 --limit-s 240
   step "$OUT/step_0.5b.json" 0.5b/dp4/tp1 --limit-s 180
+fi
+if wants lag; then
+  step "$OUT/tailed.json" 7b/dp4/tp1 7b/tp4/tp1 --workload tailed --warmups 1 --steps 3
+  step "$OUT/tailed_lag.json" 7b/dp4/tp1 7b/tp4/tp1 --workload tailed --warmups 2 --steps 3 --set steps.max_policy_lag=1
+fi
+if wants apart; then
+  step "$OUT/apart.json" 7b/tp2/apart-dp2tp1 --prompts 32 --warmups 1 --steps 3
+  step "$OUT/apart_lag.json" 7b/tp2/apart-dp2tp1 --prompts 32 --warmups 2 --steps 3 --set steps.max_policy_lag=1
+fi
+if wants experts; then # as many layers as fit with gradients, optimizer and reference
+  step "$OUT/experts.json" qwen3-30b-a3b/dp4ep4/tp4ep4 --num-layers 28 --micro-batch-tokens 8192 --warmups 1 --steps 3
 fi
 if wants alone; then
   # What each of 4 GPUs has of a step of 64 prompts.
