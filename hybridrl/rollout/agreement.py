@@ -191,6 +191,7 @@ class _SharedSums:
                 return word
             now = time.monotonic()
             if now - began < SPIN_S:
+                os.sched_yield()  # to a peer, where ranks are more than cores
                 continue
             time.sleep(LOOK_S)
             if now - looked > LOOKS_AT_PEERS_EVERY_S:
