@@ -81,9 +81,10 @@ def take_steps(arguments: argparse.Namespace) -> None:
     found: dict[str, Any] = {}
     for way, kind in WAYS.items():
         for ahead in (0, 1):
-            ours = agreement.TokenAgreement(group, TIMEOUT_S, ahead)
+            ours = agreement.TokenAgreement.over(group, TIMEOUT_S, ahead)
             if type(ours._sums).__name__ != kind:
-                ours._sums = agreement._GatheredSums(group)
+                ranks = range(arguments.ranks)
+                ours = agreement.TokenAgreement(ranks, agreement._GatheredSums(group), ahead)
             name = f"{way}, " + ("a step later" if ahead else "before the next step")
             found[name] = steps_of(ours, rank, arguments)
     if rank == 0:

@@ -60,8 +60,8 @@ class TokenAgreement:
     """Compares what the ranks of one replica drew.
 
     Args:
-        group: gloo group of the replica's ranks; making this is collective over it.
-        timeout_s: how long `settle` waits for a peer; None: half an hour.
+        ranks: of the replica.
+        sums: how they tell each other what they drew; None: a rank is alone.
         steps_ahead: how many steps a rank may start before it knows of the tokens that they follow
             whether its peers have drawn them. 1 for an engine whose step starts a batch and then
             waits for the one before, which all ranks have started alike; 0 for one that waits for
@@ -69,22 +69,33 @@ class TokenAgreement:
             for room for them: where its peers have started another one, it would wait forever.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, timeout_s: float | None = None, steps_ahead: int = 0
-    ) -> None:
-        self._ranks: list[int] = dist.get_process_group_ranks(group)
-        self._steps_ahead, self._step = steps_ahead, 0
+    def __init__(self, ranks: Sequence[int], sums: _Sums | None, steps_ahead: int = 0) -> None:
+        self._ranks, self._sums, self._steps_ahead = list(ranks), sums, steps_ahead
+        self._step = 0
         self._unsettled: deque[int] = deque()
         self._difference: TokensDifferError | None = None
-        self._sums: _Sums | None = None
-        if not self.is_alone:
-            members = _Members(group, group.rank(), group.size())
-            hosts = members.gather_objects(peer_memory.host_id())
-            limit_s = NO_LIMIT_S if timeout_s is None else timeout_s
-            self._sums = _GatheredSums(group)
-            is_out_of_reach = peer_memory.why_unreachable(CPU, hosts)
-            if not is_out_of_reach and not peer_memory.why_unusable(CPU, limit_s, members):
-                self._sums = _SharedSums(members, self._ranks, limit_s)
+
+    @classmethod
+    def over(
+        cls, group: dist.ProcessGroup, timeout_s: float | None = None, steps_ahead: int = 0
+    ) -> TokenAgreement:
+        """Returns that of a group's ranks; collective over it.
+
+        Args:
+            group: gloo group of the replica's ranks.
+            timeout_s: how long `settle` waits for a peer; None: half an hour.
+            steps_ahead: as of the class.
+        """
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
+            return cls(ranks, None, steps_ahead)
+        members = _Members(group, group.rank(), group.size())
+        limit_s = NO_LIMIT_S if timeout_s is None else timeout_s
+        hosts = members.gather_objects(peer_memory.host_id())
+        is_out_of_reach = peer_memory.why_unreachable(CPU, hosts)
+        if is_out_of_reach or peer_memory.why_unusable(CPU, limit_s, members):
+            return cls(ranks, _GatheredSums(group), steps_ahead)
+        return cls(ranks, _SharedSums(members, ranks, limit_s), steps_ahead)
 
     @property
     def is_alone(self) -> bool:

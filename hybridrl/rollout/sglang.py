@@ -124,7 +124,7 @@ class SglangEngine:
         self._tensors = live_tensors(self._live.model, layout_name)
         self.shared = still_shared(views, self._tensors)
         group, ahead = self._live.tp_group, self._scheduler.is_overlapped and not settings.eager
-        self._agreement = TokenAgreement(group, settings.timeout_s, ahead)
+        self._agreement = TokenAgreement.over(group, settings.timeout_s, ahead)
         self._scheduler.tells_drawn = layout.tp > 1
         per_token = token_bytes(shape, layout.tp, getattr(torch, settings.dtype).itemsize)
         self._cache_bytes = per_token * self._scheduler.max_total_num_tokens

@@ -123,7 +123,7 @@ class VllmEngine:
         scheduler = self._live.llm.engine_core.engine_core.scheduler
         self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
         group, ahead = self._live.tp_group, int(self._decoding.is_async and not settings.eager)
-        self._agreement = TokenAgreement(group, settings.timeout_s, ahead)
+        self._agreement = TokenAgreement.over(group, settings.timeout_s, ahead)
         self._finished: list[Completion] = []
         # Tokens that are not in their rows yet; those of texts that may end are put there at once.
         self._drawn, self._looks_at_texts = DrawnSteps(), False

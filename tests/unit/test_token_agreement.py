@@ -37,17 +37,10 @@ def on_threads(size: int, run: Callable[[int, Any], Any], timeout_s: float = 20.
     return on_ranks(size, one)
 
 
-def agreed(sums: Any, ranks: list[int], steps_ahead: int = 0) -> TokenAgreement:
-    found = TokenAgreement.__new__(TokenAgreement)
-    found._ranks, found._steps_ahead, found._step = ranks, steps_ahead, 0
-    found._unsettled, found._sums, found._difference = agreement.deque(), sums, None
-    return found
-
-
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_no_rank_gets_another_steps_number_however_ranks_hurry(steps_ahead: int) -> None:
     def run(rank: int, sums: Any) -> int:
-        draw, one = random.Random(rank), agreed(sums, [10, 11, 12], steps_ahead)
+        draw, one = random.Random(rank), TokenAgreement([10, 11, 12], sums, steps_ahead)
         for step in range(600):
             one.settle()
             if draw.random() < 0.05:
@@ -64,7 +57,7 @@ def test_all_ranks_hear_of_one_that_draws_otherwise(steps_ahead: int) -> None:
     begun = [0, 0, 0]
 
     def run(rank: int, sums: Any) -> None:
-        one = agreed(sums, [10, 11, 12], steps_ahead)
+        one = TokenAgreement([10, 11, 12], sums, steps_ahead)
         for step in range(8):
             one.settle()
             begun[rank] = step + 1
@@ -90,7 +83,7 @@ def test_a_sum_stays_until_the_slowest_peer_has_read_it() -> None:
 
 def test_a_replica_that_differs_waits_for_nobody_any_more() -> None:
     def run(rank: int, sums: Any) -> bool:
-        one = agreed(sums, [10, 11], steps_ahead=1)
+        one = TokenAgreement([10, 11], sums, steps_ahead=1)
         one.report([(4, 5 + rank)])
         if rank == 0:
             one.report([(4, 5)])  # its peer is done, and takes no further step
@@ -106,7 +99,7 @@ def test_a_replica_that_differs_waits_for_nobody_any_more() -> None:
 
 def test_a_rank_that_is_done_waits_for_its_peers_last_tokens() -> None:
     def run(rank: int, sums: Any) -> None:
-        one = agreed(sums, [10, 11], steps_ahead=1)
+        one = TokenAgreement([10, 11], sums, steps_ahead=1)
         one.report([(4, 5 + rank)])
         one.settle(is_last=True)
 
@@ -117,7 +110,7 @@ def test_a_rank_says_which_peer_it_waits_for(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(agreement, "LOOKS_AT_PEERS_EVERY_S", 0.05)
 
     def run(rank: int, sums: Any) -> None:
-        one = agreed(sums, [10, 11])
+        one = TokenAgreement([10, 11], sums)
         if rank == 0:
             one.report([(4, 5)])
             one.settle()
@@ -139,7 +132,7 @@ def test_a_peer_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
         if rank == 0:
             sums._peers[1] = agreement._process(peer.pid)
             threading.Timer(0.2, peer.kill).start()
-            one = agreed(sums, [10, 11])
+            one = TokenAgreement([10, 11], sums)
             one.report([(4, 5)])
             one.settle()
 
@@ -164,19 +157,15 @@ def test_a_replica_of_one_host_shares_memory(
             return 2
 
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5])
+    own = agreement.peer_memory.host_id()
+    peer = own if is_in_reach else "another host"
     monkeypatch.setattr(
-        agreement._Members, "gather_objects", lambda self, value: [value] * self.size
-    )
-    hosts = ("one", "one") if is_in_reach else ("one", "other")
-    ids = iter(hosts)
-    monkeypatch.setattr(agreement.peer_memory, "host_id", lambda: next(ids))
-    monkeypatch.setattr(
-        agreement.peer_memory,
-        "why_unreachable",
-        lambda device, found: "" if is_in_reach else "spread over 2 hosts",
+        agreement._Members,
+        "gather_objects",
+        lambda _, value: [value, peer if value == own else value],
     )
     monkeypatch.setattr(agreement.peer_memory, "why_unusable", lambda *_: "")
     group: Any = Group()
-    found = TokenAgreement(group, 5.0)
+    found = TokenAgreement.over(group, 5.0)
     wanted = agreement._SharedSums if is_in_reach else agreement._GatheredSums
     assert type(found._sums) is wanted
