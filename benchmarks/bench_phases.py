@@ -356,8 +356,12 @@ def trainer(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.json"
         file.write_text(json.dumps(model | {"num_hidden_layers": arguments.layers}))
-        job = {"folder": folder, "model": str(file), "kind": "plain", "rollout_tp": 1}
-        job |= {"train": {"tp": int(os.environ["WORLD_SIZE"])}, "set": arguments.set}
+        job = {"folder": folder, "model": str(file), "kind": "plain", "rollout": {"tp": 1}}
+        job |= {
+            "placement": {},
+            "train": {"tp": int(os.environ["WORLD_SIZE"])},
+            "set": arguments.set,
+        }
         made = Trainer.from_config(
             config_of(job), prompts=[{"prompt": "1", "answer": ""}], reward=lambda *_: 0.0
         )

@@ -165,8 +165,9 @@ def launch(job: Mapping[str, Any], script: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         command += [f"--nproc-per-node={job['world']}", script, "--case-file", str(case_file)]
-        # Megatron lets collectives of tensor and context parallel run beside matrix products by it.
-        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        # Before CUDA starts, which importing in advance may do; as platform.start_kernels_in_order.
+        is_cut = max(job["train"].get("tp", 1), job["train"].get("cp", 1)) > 1
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_cut else {}
         began = time.monotonic()
         turn = Path(job["turn"]) if job.get("turn") else None
         code, tail = run_showing_progress(command, job["limit_s"], environment, turn)

@@ -85,7 +85,7 @@ class Run:
         self._process = subprocess.Popen(
             command,
             cwd=ROOT / "benchmarks",
-            env={**ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **own},
+            env={**ENVIRONMENT, **os.environ, **own},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

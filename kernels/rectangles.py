@@ -12,7 +12,7 @@ Addresses are fixed when it is made, so the tensors must keep theirs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -89,6 +89,7 @@ class RectangleCopies:
             (torch.tensor(spread(by_lane), dtype=torch.int64).to(device), kind)
             for kind, by_lane in sorted(found.items(), key=str)
         ]
+        self._compiled: list[Any] = [None] * len(self._launches)
 
     @property
     def num_launches(self) -> int:
@@ -102,21 +103,32 @@ class RectangleCopies:
 
     def run(self) -> None:
         """Copies everything, on the current stream."""
-        for table, (source_type, dest_type, unit) in self._launches:
-            grid = min(len(table), self._programs or len(table))
-            turns = -(-len(table) // grid)
-            _copy_rectangles[(grid,)](
-                table,
-                len(table),
-                TRITON_TYPES[source_type],
-                TRITON_TYPES[dest_type],
-                UNIT=unit,
-                FIELDS=FIELDS,
-                TILE=TILE,
-                STEPS=STEPS,
-                TURNS=1 << (turns - 1).bit_length(),  # each value is compiled once
-                num_warps=WARPS,
-            )
+        for number, (table, kind) in enumerate(self._launches):
+            self._compiled[number] = self._launch(table, kind, self._compiled[number])
+
+    def _launch(self, table: torch.Tensor, kind: Kind, compiled: Any) -> Any:
+        """Copies what is in one table; returns its kernel, compiled.
+
+        What is compiled once is started by itself: to find it by the types of all arguments, as
+        Triton does, takes the host longer than to start it, and a small copy waits for that.
+        """
+        grid = min(len(table), self._programs or len(table))
+        turns = -(-len(table) // grid)
+        arguments = (
+            table,
+            len(table),
+            TRITON_TYPES[kind.source],
+            TRITON_TYPES[kind.dest],
+            kind.unit,
+            FIELDS,
+            TILE,
+            STEPS,
+            1 << (turns - 1).bit_length(),  # each number of turns is compiled once
+        )
+        if compiled is None:  # the first time, and always by Triton's interpreter
+            return _copy_rectangles[(grid,)](*arguments, num_warps=WARPS)
+        compiled[(grid, 1, 1)](*arguments)
+        return compiled
 
 
 @triton.jit

@@ -7,7 +7,8 @@ rectangles from all peers in turn; meanwhile the host queues the copy engines' w
 when the kernel ends: both at once would slow each other down (docs/adr/0003). Copy engines bring
 whatever is large and contiguous at its source. What is strided at its destination is staged in a
 destination whose own content comes last (staging.py), and a kernel copies it from there while the
-engines go on. The same kernel copies what stays on the rank.
+engines go on. The same kernel copies what stays on the rank. Where few ranks hold most blocks, the
+first kernel reads a part of these too (kernel_share.py).
 
 Elements are cast on their way from the source's type to the destination's, and quantized where that
 is block FP8 (quantized.py): straight out of the peers' memory where rectangles are of whole blocks.
@@ -15,14 +16,16 @@ is block FP8 (quantized.py): straight out of the peers' memory where rectangles 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hybridrl import ops
-from hybridrl.hybrid_engine.plan import Plan, PlanError
+from hybridrl.hybrid_engine.kernel_share import kernel_shares, split_blocks
+from hybridrl.hybrid_engine.plan import CopyOp, Plan, PlanError
 from hybridrl.hybrid_engine.quantized import SENT_AS, Fill, Quantization
 from hybridrl.hybrid_engine.staging import stage_copies
 from hybridrl.hybrid_engine.transport import (
@@ -86,6 +89,7 @@ class PeerTransport:
             outside = sorted(name for name, place in places.items() if place is None)
             if outside:
                 raise PlanError(f"rank {other}: {outside[0]} does not lie in peer memory")
+        self._kernel_bytes = self._agree_on_kernel(peers)
         self._engines = torch.cuda.Stream(self._device) if own.is_cuda else None
         self._beside = torch.cuda.Stream(self._device) if own.is_cuda else None
         self._addresses: tuple[int, ...] | None = None
@@ -114,9 +118,9 @@ class PeerTransport:
     @torch.no_grad()
     def run(self) -> Traffic:
         """Fills the destination tensors; collective."""
-        self.prepare()
         if self._plan.streams:
             self._memory.barrier()
+        self.prepare()  # beside the barrier: nothing of it is on the device
         self._remote.run()
         self._run_blocks()
         self._quantized.run()
@@ -135,28 +139,27 @@ class PeerTransport:
         self._addresses = found
         local: list[Pair] = []
         remote: list[tuple[int, Pair]] = []
-        large: list[tuple[int, Pair]] = []
+        of_peer: dict[int, list[Pair]] = {}
         fills: dict[str, list[Fill]] = {}
         size = self._plan.world_size
-        pieces = {peer: self._memory.of(peer) for peer in range(size)}
-        for op in self._plan.ops[self._rank]:
-            peer, place = op.source_rank, self._places[op.source_rank][op.source]
-            assert place is not None  # else the constructor has raised
-            source = box_view(_view(pieces[peer], place), op.source_box)
-            dest = box_view(self._dests[op.dest], op.dest_box)
+        for op, source, dest in self._copies():
             if op.dest in self._scales:
-                fill = Fill(source, op.dest_box, (peer - self._rank) % size)
+                fill = Fill(source, op.dest_box, (op.source_rank - self._rank) % size)
                 fills.setdefault(op.dest, []).append(fill)
-            elif peer == self._rank:
+            elif op.source_rank == self._rank:
                 if not is_same_memory(source, dest):
                     local.append((source, dest))
-            elif ops.has_copy_engine(self._device) and _is_large(source, dest):
-                large.append((peer, (source, dest)))
+            elif self._is_block(source, dest):
+                of_peer.setdefault(op.source_rank, []).append((source, dest))
             else:
-                remote.append((peer, (source, dest)))
+                remote.append((op.source_rank, (source, dest)))
         # One peer after the other, and each rank starts with another: if two read from the same
         # rank, each gets half of its link. On more than one stream it is no faster.
-        large.sort(key=lambda item: (item[0] - self._rank) % size)
+        large: list[tuple[int, Pair]] = []
+        for peer in sorted(of_peer, key=lambda peer: (peer - self._rank) % size):
+            taken, left = split_blocks(of_peer[peer], self._kernel_bytes[peer], BLOCK_BYTES)
+            remote += [(peer, pair) for pair in taken]
+            large += [(peer, pair) for pair in left]
         staged = stage_copies([pair for _, pair in large])
         self._batches = [
             ops.block_copies(pairs, self._device)
@@ -171,6 +174,31 @@ class PeerTransport:
         written = self._dests, self._scales
         self._quantized = Quantization(fills, *written, self._wire_dtype, self._device)
         self._kernels = self._local, self._remote, self._unpack, self._quantized
+
+    def _agree_on_kernel(self, peers: Peers) -> list[int]:
+        """Returns how many bytes of each peer's blocks the kernel reads; collective."""
+        own = np.zeros((2, self._plan.world_size), np.int64)
+        for op, source, dest in self._copies():
+            if op.source_rank != self._rank and op.dest not in self._scales:
+                own[int(self._is_block(source, dest)), op.source_rank] += dest.nbytes
+        cut_up, blocks = np.stack(peers.gather_objects(own), axis=-1)
+        shares: list[int] = kernel_shares(cut_up, blocks)[:, self._rank].tolist()
+        return shares
+
+    def _copies(self) -> Iterator[tuple[CopyOp, Tensor, Tensor]]:
+        """Yields this rank's operations with views of their sources and destinations."""
+        pieces = [self._memory.of(peer) for peer in range(self._plan.world_size)]
+        for op in self._plan.ops[self._rank]:
+            place = self._places[op.source_rank][op.source]
+            assert place is not None  # else the constructor has raised
+            source = box_view(_view(pieces[op.source_rank], place), op.source_box)
+            yield op, source, box_view(self._dests[op.dest], op.dest_box)
+
+    def _is_block(self, source: Tensor, dest: Tensor) -> bool:
+        """Whether a copy engine is faster."""
+        same_type = source.dtype == dest.dtype
+        is_large = same_type and dest.nbytes >= BLOCK_BYTES and source.is_contiguous()
+        return is_large and ops.has_copy_engine(self._device)
 
     def _run_blocks(self) -> None:
         """Copies blocks and what stays on the rank, each on its own stream."""
@@ -202,8 +230,3 @@ def _view(piece: Tensor, place: Place) -> Tensor:
     offset, shape, dtype = place
     size = dtype.itemsize * torch.Size(shape).numel()
     return piece[offset : offset + size].view(dtype).view(shape)
-
-
-def _is_large(source: Tensor, dest: Tensor) -> bool:
-    same_type = source.dtype == dest.dtype
-    return same_type and dest.nbytes >= BLOCK_BYTES and source.is_contiguous()

@@ -300,19 +300,24 @@ def check_peers(
 
 
 def check_staging(hybrid: HybridEngine, engine: Engine, reference: Engine) -> None:
-    """The same weights where all that is in one piece at its source goes by the copy engines."""
-    for tensor in engine.tensors().values():
-        tensor.fill_(-1)
-    stage, found = peer.stage_copies, []
+    """The same weights where all that is in one piece at its source goes by the copy engines, and
+    where the kernel reads half of that.
+    """
+    stage, share, found = peer.stage_copies, peer.kernel_shares, []
     limit, peer.BLOCK_BYTES = peer.BLOCK_BYTES, 1
     peer.stage_copies = lambda pairs: found.append(stage(pairs)) or found[-1]
-    try:
-        hybrid.make_transport("peer").run()
-    finally:
-        peer.BLOCK_BYTES, peer.stage_copies = limit, stage
+    for shares in (share, lambda cut_up, blocks: blocks // 2):
+        for tensor in engine.tensors().values():
+            tensor.fill_(-1)
+        peer.kernel_shares = shares
+        try:
+            hybrid.make_transport("peer").run()
+        finally:
+            peer.kernel_shares = share
+        for name, tensor in engine.tensors().items():
+            assert torch.equal(tensor, reference.tensors()[name]), name
+    peer.BLOCK_BYTES, peer.stage_copies = limit, stage
     NUM_STAGED.append(len(found[0].to_staging))
-    for name, tensor in engine.tensors().items():
-        assert torch.equal(tensor, reference.tensors()[name]), name
 
 
 def check_any_order(rank: int, world: int) -> None:

@@ -3,6 +3,7 @@
 # two others; then the critic and the reward model on one rank together and the policy cut in two. Random weights; each update of
 # the engine is verified by checksum. Run from the root, hybridrl and vLLM installed:
 #   tests/gpu/placement.sh OUT [MODEL] [KEY=VALUE]...      MODEL: a file under benchmarks/models, by default qwen2.5-1.5b
+# PARTS="apart paired" in the environment says which of the two run.
 set -uo pipefail
 OUT=$1 MODEL=${2:-qwen2.5-1.5b}
 shift $(($# > 1 ? 2 : 1))
@@ -48,6 +49,7 @@ FAILED=0
 part() { # NAME KEY=VALUE...
   local name=$1 began=$SECONDS
   shift
+  [[ " ${PARTS:-apart paired} " == *" $name "* ]] || return
   timeout -k 20 200 python -m hybridrl.cli.main train "$WORK/ppo.yaml" "run.name=$name" "$@" --world 4 > "$OUT/$name.log" 2>&1
   local code=$?
   [ $code = 0 ] || FAILED=1
