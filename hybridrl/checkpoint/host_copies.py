@@ -3,12 +3,13 @@
 Owns the memory: page-locked where tensors come from a GPU, so that copies run at the link's rate,
 and kept from one checkpoint to the next, since locking pages takes longer than a copy. It can be
 reserved, so that the first copies do not wait for it. Invariant:
-a copy is not changed between two calls of `take`; who reads it is done before the next checkpoint.
+a copy is not changed between two checkpoints; who reads it is done before the next one begins.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right, insort
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
@@ -16,6 +17,7 @@ from functools import partial
 import torch
 
 from hybridrl.checkpoint.host_memory import available_bytes
+from hybridrl.checkpoint.optimizer_state import Room
 from hybridrl.checkpoint.reserved_memory import ReservedMemory, threads_beside_training
 from hybridrl.checkpoint.segments import FIRST_BYTES, next_segment_bytes
 
@@ -65,6 +67,8 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, torch.Tensor] = {}
+        self._rooms: dict[int, torch.Tensor] = {}  # of `rooms`, by where they begin
+        self._room_begins: list[int] = []  # ascending
         self._locked = Segments(locked_memory)
         self._reserved: ReservedMemory | None = None
         self._has_reserved = False  # in the segments
@@ -94,12 +98,46 @@ class HostCopies:
             name: of the tensor, one of this rank's.
             tensor: on any device.
         """
-        copy = self._kept.get(name)
-        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-            make = self._empty_locked if tensor.is_cuda else _empty
-            copy = self._kept[name] = make(tensor.shape, tensor.dtype)
+        if tensor.is_cpu and self._is_in_a_room(tensor):
+            return tensor
+        copy = self._kept_as(name, tensor.shape, tensor.dtype, tensor.is_cuda)
         copy.copy_(tensor.detach(), non_blocking=True)
         return copy
+
+    def rooms(self, model: str) -> Callable[[int], Room]:
+        """Returns what gives memory, by an optimizer's number, in which the states of parameters
+        are put together that other ranks have pieces of. `take` returns what lies there as it is.
+
+        Args:
+            model: whose optimizers they are.
+        """
+
+        def room(number: int, key: tuple[int, str], num_elements: int) -> torch.Tensor:
+            name, shape = (model, number, *key), torch.Size([num_elements])
+            found = self._kept_as(name, shape, torch.float32, torch.cuda.is_available())
+            begin = found.data_ptr()
+            if begin not in self._rooms:
+                insort(self._room_begins, begin)
+            self._rooms[begin] = found
+            return found
+
+        return lambda number: partial(room, number)
+
+    def _is_in_a_room(self, tensor: torch.Tensor) -> bool:
+        before = bisect_right(self._room_begins, tensor.data_ptr())
+        if before == 0:
+            return False
+        begin = self._room_begins[before - 1]
+        return tensor.data_ptr() + tensor.nbytes <= begin + self._rooms[begin].nbytes
+
+    def _kept_as(
+        self, name: Hashable, shape: torch.Size, dtype: torch.dtype, is_locked: bool
+    ) -> torch.Tensor:
+        """Returns the memory of that name, the same each time unless the tensor has changed."""
+        kept = self._kept.get(name)
+        if kept is None or (kept.shape, kept.dtype) != (shape, dtype):
+            kept = self._kept[name] = (self._empty_locked if is_locked else _empty)(shape, dtype)
+        return kept
 
     def _empty_locked(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         if self._reserved is not None and not self._has_reserved:

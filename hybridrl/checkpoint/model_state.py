@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from hybridrl.checkpoint import torch_dist_format
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.manifest import Manifest, damaged, read_listed
 from hybridrl.checkpoint.opening import Notify, damage_is_told
-from hybridrl.checkpoint.optimizer_state import hand_out, kept_bytes, own_shares
+from hybridrl.checkpoint.optimizer_state import Room, hand_out, kept_bytes, own_shares
 from hybridrl.checkpoint.reading import reading_threads
 from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failure
 from hybridrl.checkpoint.torch_dist_format import COMMON_FILE, FORMAT_FILE
@@ -136,9 +136,16 @@ def _other_model(part: Path, error: BaseException) -> CheckpointError:
     )
 
 
-def sharded_state(model: Saved, is_loading: bool) -> dict[str, Any]:
+def sharded_state(
+    model: Saved, is_loading: bool, rooms: Callable[[int], Room] | None = None
+) -> dict[str, Any]:
     """Returns what Megatron saves of a model, or fills in when loading; collective over its mesh,
     which is active. Nothing on ranks outside.
+
+    Args:
+        model: to save or to load.
+        is_loading: the tensors are to be filled.
+        rooms: as of `own_shares`.
     """
     if not model.mesh.is_member:
         return {}
@@ -156,7 +163,7 @@ def sharded_state(model: Saved, is_loading: bool) -> dict[str, Any]:
     weights = parts["model0"] if len(model.chunks) == 1 else dict(parts)
     for optimizer in model.optimizer.chained_optimizers:
         _make_states(optimizer)
-    with own_shares(model.optimizer.chained_optimizers):
+    with own_shares(model.optimizer.chained_optimizers, rooms):
         parts["optimizer"] = model.optimizer.sharded_state_dict(
             weights, is_loading=is_loading, metadata=metadata
         )

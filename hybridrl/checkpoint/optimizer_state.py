@@ -8,6 +8,11 @@ the model that they share. Here each parameter has one rank that writes and read
 have a piece of it; the pieces go there and back. The files are the same, but that Megatron 0.16.1
 writes states from wrong places behind a padded bucket: it cuts what it has gathered, which has no
 padding between buckets, at places that count it.
+
+With more than one replica nearly every parameter is cut, so that most of the state is sent. Between
+GPUs it goes over their links, in rounds of bounded size, and from there into page-locked memory:
+over the hosts' network it took 11 s where the copy takes half a second
+(benchmarks/results/restart_h200.json).
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +34,11 @@ from torch import Tensor
 STATES = ("param", "exp_avg", "exp_avg_sq")  # as Megatron names them: fp32 weight, Adam's moments
 # Of pieces under way: a rank holds so much beside what it writes. Waiting for each would be slow.
 MOST_BYTES_UNDER_WAY = 256 << 20
+ROUND_BYTES = 64 << 20  # that a rank sends or receives in a round; a GPU holds so much meanwhile
+
+Room = Callable[[tuple[int, str], int], Tensor]
+"""Gives memory on the host for one state of a whole parameter: its number in the optimizer and the
+state's name, and the number of fp32 elements."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +63,23 @@ class _Cut:
 
 
 @contextmanager
-def own_shares(optimizers: Iterable[Any]) -> Iterator[None]:
+def own_shares(
+    optimizers: Iterable[Any], rooms: Callable[[int], Room] | None = None
+) -> Iterator[None]:
     """Makes the `sharded_state_dict` of Megatron's distributed optimizers that of the parameters
     that this rank writes and reads, for as long as the block lasts. They must have their states.
 
     Collective over the data-parallel ranks when saving.
+
+    Args:
+        optimizers: they.
+        rooms: by an optimizer's number, where what is saved is put together; None: in new memory.
     """
     name = "sharded_param_state_fully_reshardable"
     optimizers = list(optimizers)
-    for optimizer in optimizers:
-        setattr(optimizer, name, partial(_param_state, optimizer))
+    for number, optimizer in enumerate(optimizers):
+        room = _new_memory if rooms is None else rooms(number)
+        setattr(optimizer, name, partial(_param_state, optimizer, room))
     try:
         yield
     finally:
@@ -109,12 +126,17 @@ def kept_bytes(optimizers: Iterable[Any]) -> int:
 
 
 def _param_state(
-    optimizer: Any, model_state: Mapping[str, Any], is_loading: bool, metadata: Mapping[str, Any]
+    optimizer: Any,
+    room: Room,
+    model_state: Mapping[str, Any],
+    is_loading: bool,
+    metadata: Mapping[str, Any],
 ) -> dict[int, dict[str, Any]]:
     """Stands in for `DistributedOptimizer.sharded_param_state_fully_reshardable`.
 
     Args:
         optimizer: a `DistributedOptimizer`.
+        room: for what is saved.
         model_state: sharded state of the model, whose data are the parameters themselves.
         is_loading: whether the tensors are to be filled from a checkpoint: those that this rank
             has alone are the optimizer's own.
@@ -125,39 +147,147 @@ def _param_state(
     """
     tensors_of_model, _ = extract_sharded_tensors_and_factories(dict(model_state))
     described = {part.data: part for part in nested_values(tensors_of_model)}
-    exchange = _Exchange(optimizer.data_parallel_group_gloo)
-    found: dict[int, dict[str, Any]] = {}
-    for index, cut in enumerate(_cuts(optimizer, exchange.size)):
-        if exchange.rank not in cut.pieces:
+    group = optimizer.data_parallel_group_gloo
+    cuts = list(_cuts(optimizer, group.size()))
+    kept = _to_fill(optimizer, cuts) if is_loading else _gathered(optimizer, cuts, room)
+    return {
+        index: _sharded(described, cut.parameter, kept[index])
+        for index, cut in enumerate(cuts)
+        if group.rank() == cut.keeper
+    }
+
+
+def _to_fill(optimizer: Any, cuts: Sequence[_Cut]) -> dict[int, dict[str, Tensor]]:
+    """Returns, by a parameter's number, where this rank reads its states to."""
+    rank, found = optimizer.data_parallel_group_gloo.rank(), {}
+    for index, cut in enumerate(cuts):
+        if rank not in cut.pieces:
             continue
-        if is_loading and len(cut.pieces) > 1:
-            kept = {name: cut.empty() for name in STATES}
-        else:
-            states = optimizer._get_main_param_and_optimizer_states(cut.parameter)
-            own = {name: states[name].detach() for name in STATES}
-            if is_loading and own["param"].dtype == cut.parameter.dtype:
-                # The model's own memory: its weights are read to it at the same time, and Megatron
-                # copies the master over them afterwards.
-                own["param"] = cut.empty()
-            kept = own if len(cut.pieces) == 1 else _gathered(cut, own, exchange)
-        if exchange.rank == cut.keeper:
-            found[index] = _sharded(described, cut.parameter, kept)
-    exchange.wait()
+        if len(cut.pieces) > 1:
+            found[index] = {name: cut.empty() for name in STATES}
+            continue
+        found[index] = own = _own_states(optimizer, cut)
+        if own["param"].dtype == cut.parameter.dtype:
+            # The model's own memory: its weights are read to it at the same time, and Megatron
+            # copies the master over them afterwards.
+            own["param"] = cut.empty()
     return found
 
 
-def _gathered(cut: _Cut, own: Mapping[str, Tensor], exchange: _Exchange) -> dict[str, Tensor]:
-    """Sends this rank's pieces to the keeper; returns there the places that they come to."""
-    if exchange.rank != cut.keeper:
+def _gathered(optimizer: Any, cuts: Sequence[_Cut], room: Room) -> dict[int, dict[str, Tensor]]:
+    """Returns, by a parameter's number, the states that this rank writes: its own where it has all
+    of the parameter, else put together on the host. Collective over the data-parallel ranks.
+    """
+    rank = optimizer.data_parallel_group_gloo.rank()
+    own = {
+        index: _own_states(optimizer, cut) for index, cut in enumerate(cuts) if rank in cut.pieces
+    }
+    kept = dict(own)
+    for index, cut in enumerate(cuts):
+        if len(cut.pieces) == 1 or rank not in cut.pieces:
+            continue
+        if rank != cut.keeper:
+            del kept[index]
+            continue
+        kept[index] = {name: room((index, name), cut.parameter.numel()) for name in STATES}
+        for name, whole in kept[index].items():
+            whole[cut.pieces[rank]].copy_(own[index][name], non_blocking=True)
+    device = cuts[0].parameter.device if cuts else torch.device("cpu")
+    staging = _staging(device)
+    over_host = staging is None
+    group = optimizer.data_parallel_group_gloo if over_host else optimizer.data_parallel_group
+    for sent in _rounds(cuts, group.size()):
+        _send_round(sent, own, kept, group, staging)
+    if device.type == "cuda":  # a sync point: what was put together is on the host
+        torch.cuda.current_stream(device).synchronize()
+    return kept
+
+
+def _staging(device: torch.device) -> Tensor | None:
+    """Returns where pieces come to that do not come to the host; None on CPU."""
+    size = ROUND_BYTES // np.dtype(np.float32).itemsize
+    return torch.empty(size, device=device) if device.type == "cuda" else None
+
+
+def _own_states(optimizer: Any, cut: _Cut) -> dict[str, Tensor]:
+    states = optimizer._get_main_param_and_optimizer_states(cut.parameter)
+    return {name: states[name].detach() for name in STATES}
+
+
+class _Sent(NamedTuple):
+    """Elements that go from one rank to another: `span` of the parameter, which are `part` of the
+    sender's piece.
+    """
+
+    key: tuple[int, str]
+    sender: int
+    keeper: int
+    span: slice
+    part: slice
+
+
+def _rounds(cuts: Sequence[_Cut], num_ranks: int) -> Iterator[list[_Sent]]:
+    """Yields what is sent together, the same on all ranks: no rank sends or receives more than
+    ROUND_BYTES of it.
+    """
+    most = ROUND_BYTES // np.dtype(np.float32).itemsize
+    found: list[_Sent] = []
+    counts = np.zeros((2, num_ranks), np.int64)
+    for index, cut in enumerate(cuts):
         for name in STATES:
-            exchange.send(own[name].cpu(), cut.keeper)
-        return {}
-    wholes = {name: cut.empty() for name in STATES}
-    for name, whole in wholes.items():
-        whole[cut.pieces[cut.keeper]].copy_(own[name])
-        for peer, span in cut.others:
-            exchange.receive(whole[span], peer)
-    return wholes
+            for sender, piece in cut.others:
+                for begin in range(piece.start, piece.stop, most):
+                    end = min(begin + most, piece.stop)
+                    size = end - begin
+                    if max(counts[0, sender], counts[1, cut.keeper]) + size > most:
+                        yield found
+                        found, counts = [], np.zeros_like(counts)
+                    counts[0, sender] += size
+                    counts[1, cut.keeper] += size
+                    span, part = (slice(begin - start, end - start) for start in (0, piece.start))
+                    found.append(_Sent((index, name), sender, cut.keeper, span, part))
+    if found:
+        yield found
+
+
+def _send_round(
+    sent: Sequence[_Sent],
+    own: Mapping[int, Mapping[str, Tensor]],
+    kept: Mapping[int, Mapping[str, Tensor]],
+    group: dist.ProcessGroup,
+    staging: Tensor | None,
+) -> None:
+    """Sends and receives what is of this rank in a round.
+
+    Args:
+        sent: in the round.
+        own, kept: this rank's pieces, and where it puts parameters together.
+        group: of the ranks.
+        staging: on the GPU, for what comes from others; None: it comes to its place.
+    """
+    rank, used = group.rank(), 0
+    transfers: list[dist.P2POp] = []
+    arrivals: list[tuple[Tensor, Tensor]] = []
+    for (index, name), sender, keeper, span, part in sent:
+        if rank == sender:
+            piece = own[index][name].reshape(-1)[part]
+            piece = piece if staging is None else piece.to(staging.device)
+            transfers.append(dist.P2POp(dist.isend, piece, group=group, group_peer=keeper))
+        elif rank == keeper:
+            place = kept[index][name][span]
+            if staging is not None:
+                arrivals.append((place, staging[used : used + place.numel()]))
+                place = arrivals[-1][1]
+                used += place.numel()
+            transfers.append(dist.P2POp(dist.irecv, place, group=group, group_peer=sender))
+    for work in dist.batch_isend_irecv(transfers) if transfers else ():
+        work.wait()
+    for place, arrived in arrivals:
+        place.copy_(arrived, non_blocking=True)
+
+
+def _new_memory(_key: tuple[int, str], num_elements: int) -> Tensor:
+    return torch.from_numpy(np.empty(num_elements, np.float32))
 
 
 def _cuts(optimizer: Any, dp: int) -> Iterator[_Cut]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from tiny_models import tiny_model
 from torch.distributed import distributed_c10d
 
 from hybridrl.algorithms import make_algorithm
+from hybridrl.checkpoint import optimizer_state
 from hybridrl.checkpoint.folders import Checkpoint
+from hybridrl.checkpoint.host_copies import HostCopies
 from hybridrl.checkpoint.model_state import load_model
-from hybridrl.checkpoint.writing import write_checkpoint
+from hybridrl.checkpoint.writing import BegunCheckpoint, Content, write_checkpoint
 from hybridrl.config.schema import RolloutConfig, SftConfig, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
@@ -230,6 +232,18 @@ def check_repacking(run: Run) -> None:
         raise AssertionError("a repacked parameter was not found")
 
 
+@contextmanager
+def over_devices() -> Iterator[None]:
+    """States go to the host by way of a device's memory, as on GPUs, and in many rounds."""
+    ours = optimizer_state._staging, optimizer_state.ROUND_BYTES
+    optimizer_state.ROUND_BYTES = 4096
+    optimizer_state._staging = lambda device: torch.full((1024,), torch.nan, device=device)
+    try:
+        yield
+    finally:
+        optimizer_state._staging, optimizer_state.ROUND_BYTES = ours
+
+
 def check_shares(run: Run, num_bytes: int) -> None:
     """A rank writes and reads about its share of the state, in whole parameters."""
     sizes = [12 * p.numel() for p in run.model.weights_in_place().values()]
@@ -268,7 +282,7 @@ def check_fused(mesh: Mesh, case: Case, folder: Path) -> None:
         check_shares(fused, sum(sizes.values()))
         assert set(gathers.take()) == {"gather"}
     # Megatron's way reads what ours wrote, of one bucket and of many, and ours what it wrote.
-    fresh = Run(mesh, case)
+    fresh, copied = Run(mesh, case), Run(mesh, case)
     with small_buckets():
         cut, other = Run(mesh, case), Run(mesh, case)
     with megatrons_own_way():
@@ -280,16 +294,31 @@ def check_fused(mesh: Mesh, case: Case, folder: Path) -> None:
     check_shares(cut, sum(sizes.values()))
     # What a rank has gathered is written where it came to; on CPU the rest is cloned.
     assert case.train.pp > 1 or 5 * sizes["cloned"] < sizes["in place"], sizes
+    copies = HostCopies()
+    for name in ("copied", "copied again"):  # the second into the memory of the first
+        content = Content({"policy": cut.model}, {}, files)
+        begun = BegunCheckpoint(folder / name, mesh.world, content, copies)
+        with over_devices() if name == "copied again" else nullcontext():
+            begun.begin()
+        begun.write()
+        begun.complete()
+    is_state = [len(key) > 2 or key[1].fqn.startswith("optimizer.") for key in copies._kept]
+    kept = sum(
+        t.nbytes for t, is_one in zip(copies._kept.values(), is_state, strict=True) if is_one
+    )
+    # A last stage gathers the tied embedding too, which the first one writes.
+    assert case.train.pp > 1 or kept == sum(sizes.values()), "what is gathered is copied again"
+    load_model(Checkpoint.open(folder / "copied again"), "policy", copied.model, mesh.world)
     with megatrons_own_way():
         load_model(Checkpoint.open(folder / "cut"), "policy", fresh.model, mesh.world)
     with read_bytes() as sizes:
         load_model(Checkpoint.open(folder / "gathered"), "policy", other.model, mesh.world)
     check_shares(other, sizes["asked"])
-    for run in (fresh, cut, other):
+    for run in (fresh, copied, cut, other):
         assert_equal(run.weights(), plain.weights())
-    assert fresh.update(5) == plain.update(5) == fused.update(5)
+    assert fresh.update(5) == copied.update(5) == plain.update(5) == fused.update(5)
     assert other.update(5) == cut.update(5)  # a norm's terms are added in the order of shares
-    for ours, wanted in ((fresh, plain), (fused, plain), (other, cut)):
+    for ours, wanted in ((fresh, plain), (copied, plain), (fused, plain), (other, cut)):
         assert_equal(ours.weights(), wanted.weights())
     assert not all(torch.equal(initial[name], t) for name, t in plain.weights().items())
     sums = [sum(part) for part in zip(*mesh.world.gather_objects(received), strict=True)]
