@@ -8,7 +8,7 @@ layout that is chosen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.placement import Place
@@ -26,7 +26,7 @@ from hybridrl.planning.memory import (
     itemsize_of,
 )
 from hybridrl.planning.sizes import engine_elements, fullest_stage, shared_elements
-from hybridrl.planning.times import Times, step_times
+from hybridrl.planning.times import GIVING_BACK_S, ROOM_SHARE, Times, step_times
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,10 @@ def estimate(
         itemsize * crossing,
         requests * rollout.tp if is_fused else requests,
     )
+    cache = memory.rollout_with(requests) - memory.rollout_with(0)
+    both = memory.train + itemsize * (engine - shared) + cache
+    if memory.has_engine and both > ROOM_SHARE * assumed.gpu_memory_bytes:
+        times = replace(times, reshard=times.reshard + GIVING_BACK_S)
     return Estimate(memory, times, most, assumed.gpu_memory_bytes - with_margin(most))
 
 

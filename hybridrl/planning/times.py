@@ -51,9 +51,13 @@ UPDATE_S, PASS_S = 0.03, 0.015
 GRADIENT_TRAFFIC = 2 * 4
 # Bytes of an Adam step a parameter: gradient, moments and master, read and written.
 ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
+# What it adds to a step that a device has no room for training and engine at once, which then have
+# its memory in turn: of 7B on H200 0.25 to 0.4 s. There is room where both take no larger share of
+# it (hybrid_engine/headroom.py).
+GIVING_BACK_S, ROOM_SHARE = 0.3, 0.9
 # An engine's step beside reading weights and cache, seconds: launches and sampling on the GPU; what
 # the host does for a request beside it; and an all-reduce of few tokens.
-ENGINE_STEP_S, REQUEST_S, ALL_REDUCE_S = 1.8e-3, 20e-6, 15e-6
+ENGINE_STEP_S, REQUEST_S, ALL_REDUCE_S = 1.8e-3, 17e-6, 15e-6
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # of the matrix rate
 STEP_S = 0.06  # rewards and advantages
 

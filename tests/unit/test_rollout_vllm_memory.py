@@ -140,6 +140,13 @@ def test_small_pieces_and_overlapping_parameters_are_not_taken_for_covered() -> 
         one.wake_up(WEIGHTS)
 
 
+def test_what_torch_gives_to_nobody_else_is_lent_with_its_parameter() -> None:
+    """Gate and up of a 7B model have 259 MiB in a piece of 260, which are half of its layers."""
+    case = Case((WEIGHTS, 260, 259.0), (WEIGHTS, 26, 24.5))  # of the second, others may have 1.5
+    case.memory.sleep()
+    assert [piece.num_bytes for piece in case.memory.lend(286 * MIB)] == [260 * MIB]
+
+
 def test_engine_does_not_lend_what_it_uses() -> None:
     case = Case(*PARTS)
     with pytest.raises(RuntimeError, match="only while it sleeps"):
