@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import torch
 
 from hybridrl.checkpoint.host_memory import available_bytes
@@ -105,16 +106,18 @@ class HostCopies:
         return copy
 
     def rooms(self, model: str) -> Callable[[int], Room]:
-        """Returns what gives memory, by an optimizer's number, in which the states of parameters
-        are put together that other ranks have pieces of. `take` returns what lies there as it is.
+        """Returns, by an optimizer's number, a function that gives memory for one state of a whole
+        parameter, page-locked where it comes from a GPU: `take` hands such memory on as it is.
 
         Args:
             model: whose optimizers they are.
         """
 
-        def room(number: int, key: tuple[int, str], num_elements: int) -> torch.Tensor:
+        def room(
+            number: int, key: tuple[int, str], num_elements: int, device: torch.device
+        ) -> torch.Tensor:
             name, shape = (model, number, *key), torch.Size([num_elements])
-            found = self._kept_as(name, shape, torch.float32, torch.cuda.is_available())
+            found = self._kept_as(name, shape, torch.float32, device.type == "cuda")
             begin = found.data_ptr()
             if begin not in self._rooms:
                 insort(self._room_begins, begin)
@@ -171,4 +174,6 @@ def _lock(device: int, address: int, num_bytes: int) -> None:
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
+    """Returns memory that is numpy's, of which each view can be made a whole storage."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.empty(num_bytes, np.uint8)).view(dtype).view(shape)

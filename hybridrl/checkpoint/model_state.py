@@ -24,7 +24,13 @@ from hybridrl.checkpoint import torch_dist_format
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.manifest import Manifest, damaged, read_listed
 from hybridrl.checkpoint.opening import Notify, damage_is_told
-from hybridrl.checkpoint.optimizer_state import Room, hand_out, kept_bytes, own_shares
+from hybridrl.checkpoint.optimizer_state import (
+    Room,
+    connect,
+    hand_out,
+    kept_bytes,
+    own_shares,
+)
 from hybridrl.checkpoint.reading import reading_threads
 from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failure
 from hybridrl.checkpoint.torch_dist_format import COMMON_FILE, FORMAT_FILE
@@ -170,6 +176,14 @@ def sharded_state(
     if not is_loading:
         _separate_storages(parts["optimizer"])
     return parts
+
+
+def connect_shares(model: Saved) -> None:
+    """Makes the connections of GPUs that saving a model needs, when a run begins; collective over
+    its mesh.
+    """
+    if model.mesh.is_member and model.optimizer is not None:
+        connect(model.optimizer.chained_optimizers)
 
 
 def saved_bytes(model: Saved) -> int:

@@ -9,10 +9,10 @@ have a piece of it; the pieces go there and back. The files are the same, but th
 writes states from wrong places behind a padded bucket: it cuts what it has gathered, which has no
 padding between buckets, at places that count it.
 
-With more than one replica nearly every parameter is cut, so that most of the state is sent. Between
-GPUs it goes over their links, in rounds of bounded size, and from there into page-locked memory:
-over gloo it took 11 s for a state of 13 GB a rank
-(benchmarks/results/restart_4gpu_h200.json).
+With more than one replica nearly every parameter is cut, so that most of the state is sent. From
+GPUs it goes over their links when it is saved, in rounds of bounded size, and straight into the
+page-locked memory of copies where these are taken: over gloo that took 11 s for a state of 13 GB a
+rank (benchmarks/results/restart_4gpu_h200.json). What is loaded goes over gloo.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from torch import Tensor
 
 STATES = ("param", "exp_avg", "exp_avg_sq")  # as Megatron names them: fp32 weight, Adam's moments
-# Of pieces under way: a rank holds so much beside what it writes. Waiting for each would be slow.
+# Of pieces under way when loading, on the host: waiting for each would be slow.
 MOST_BYTES_UNDER_WAY = 256 << 20
 ROUND_BYTES = 64 << 20  # that a rank sends or receives in a round; a GPU holds so much meanwhile
 
-Room = Callable[[tuple[int, str], int], Tensor]
+Room = Callable[[tuple[int, str], int, torch.device], Tensor]
 """Gives memory on the host for one state of a whole parameter: its number in the optimizer and the
-state's name, and the number of fp32 elements."""
+state's name, the number of fp32 elements, and the device that they come from."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ def own_shares(
     Collective over the data-parallel ranks when saving.
 
     Args:
-        optimizers: they.
-        rooms: by an optimizer's number, where what is saved is put together; None: in new memory.
+        optimizers: `DistributedOptimizer`s.
+        rooms: gives, by an optimizer's number, what gives memory on the host in which states are
+            put together that are saved. None: new memory each time.
     """
     name = "sharded_param_state_fully_reshardable"
     optimizers = list(optimizers)
@@ -189,14 +190,18 @@ def _gathered(optimizer: Any, cuts: Sequence[_Cut], room: Room) -> dict[int, dic
         if rank != cut.keeper:
             del kept[index]
             continue
-        kept[index] = {name: room((index, name), cut.parameter.numel()) for name in STATES}
+        size, device = cut.parameter.numel(), cut.parameter.device
+        kept[index] = {name: room((index, name), size, device) for name in STATES}
         for name, whole in kept[index].items():
             whole[cut.pieces[rank]].copy_(own[index][name], non_blocking=True)
-    device = cuts[0].parameter.device if cuts else torch.device("cpu")
+    rounds = list(_rounds(cuts, optimizer.data_parallel_group_gloo.size()))
+    if not rounds:
+        return kept
+    device = cuts[0].parameter.device
     staging = _staging(device)
     over_host = staging is None
     group = optimizer.data_parallel_group_gloo if over_host else optimizer.data_parallel_group
-    for sent in _rounds(cuts, group.size()):
+    for sent in rounds:
         _send_round(sent, own, kept, group, staging)
     if device.type == "cuda":  # a sync point: what was put together is on the host
         torch.cuda.current_stream(device).synchronize()
@@ -204,14 +209,45 @@ def _gathered(optimizer: Any, cuts: Sequence[_Cut], room: Room) -> dict[int, dic
 
 
 def _staging(device: torch.device) -> Tensor | None:
-    """Returns where pieces come to that do not come to the host; None on CPU."""
-    size = ROUND_BYTES // np.dtype(np.float32).itemsize
-    return torch.empty(size, device=device) if device.type == "cuda" else None
+    """Returns a buffer on the GPU that a round's pieces are received into before they are copied to
+    the host; None on CPU, where they are received in place.
+    """
+    if not _is_gpu(device):
+        return None
+    return torch.empty(ROUND_BYTES // torch.float32.itemsize, dtype=torch.float32, device=device)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _own_states(optimizer: Any, cut: _Cut) -> dict[str, Tensor]:
     states = optimizer._get_main_param_and_optimizer_states(cut.parameter)
     return {name: states[name].detach() for name in STATES}
+
+
+def connect(optimizers: Iterable[Any]) -> None:
+    """Lets GPUs that will send pieces to each other send a number, so that NCCL takes its memory for
+    that when a run begins. Collective over the data-parallel ranks.
+
+    Args:
+        optimizers: Megatron's distributed optimizers.
+    """
+    for optimizer in optimizers:
+        group = optimizer.data_parallel_group
+        cuts = list(_cuts(optimizer, group.size()))
+        if not cuts or not _is_gpu(cuts[0].parameter.device):
+            continue
+        ways = sorted({(sender, cut.keeper) for cut in cuts for sender, _ in cut.others})
+        one = torch.zeros(2, dtype=torch.float32, device=cuts[0].parameter.device)
+        transfers = []
+        for sender, keeper in ways:
+            if group.rank() == sender:
+                transfers.append(dist.P2POp(dist.isend, one[:1], group=group, group_peer=keeper))
+            if group.rank() == keeper:
+                transfers.append(dist.P2POp(dist.irecv, one[1:], group=group, group_peer=sender))
+        for work in dist.batch_isend_irecv(transfers) if transfers else ():
+            work.wait()
 
 
 class _Sent(NamedTuple):
@@ -286,7 +322,7 @@ def _send_round(
         place.copy_(arrived, non_blocking=True)
 
 
-def _new_memory(_key: tuple[int, str], num_elements: int) -> Tensor:
+def _new_memory(_key: tuple[int, str], num_elements: int, _device: torch.device) -> Tensor:
     return torch.from_numpy(np.empty(num_elements, np.float32))
 
 

@@ -118,9 +118,9 @@ class PeerTransport:
     @torch.no_grad()
     def run(self) -> Traffic:
         """Fills the destination tensors; collective."""
+        self.prepare()
         if self._plan.streams:
             self._memory.barrier()
-        self.prepare()  # beside the barrier: nothing of it is on the device
         self._remote.run()
         self._run_blocks()
         self._quantized.run()

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm, GroupAlgorithm
 from hybridrl.algorithms.preference import feedback_metrics
-from hybridrl.checkpoint.model_state import saved_bytes
+from hybridrl.checkpoint.model_state import connect_shares, saved_bytes
 from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import check_run_folder, run_folder
@@ -158,6 +158,8 @@ class Trainer:
         self.store = CheckpointStore(run_folder(config) / "checkpoints", self.world, *of_store)
         self.exports = Exports(config, self.journal.notify)
         self._saves = SaveClock(config.checkpoint, self.world)
+        for model in roles.trained.values():
+            connect_shares(model)
         num_bytes = sum(map(saved_bytes, roles.trained.values()))  # while all of it is in place
         self.copies = Copies(config, self.store, num_bytes, self.journal.notify)
         self._times.over("plan of the weights")

@@ -97,10 +97,12 @@ def estimate(
         itemsize * crossing,
         requests * rollout.tp if is_fused else requests,
     )
-    cache = memory.rollout_with(requests) - memory.rollout_with(0)
-    both = memory.train + itemsize * (engine - shared) + cache
-    if memory.has_engine and both > ROOM_SHARE * assumed.gpu_memory_bytes:
-        times = replace(times, reshard=times.reshard + GIVING_BACK_S)
+    if memory.has_engine and ENGINES[rollout.engine].sleeps:
+        cache = memory.rollout_with(requests) - memory.rollout_with(0)
+        both = memory.train + itemsize * (engine - shared) + cache
+        always = train.offload_optimizer or train.release_weights_in_rollout
+        if always or both > ROOM_SHARE * assumed.gpu_memory_bytes:
+            times = replace(times, reshard=times.reshard + GIVING_BACK_S)
     return Estimate(memory, times, most, assumed.gpu_memory_bytes - with_margin(most))
 
 

@@ -80,7 +80,7 @@ def wrap_for_training(
         use_distributed_optimizer=True,
     )
     with mesh.as_world(megatron_optimizer):
-        # Pieces of checkpoints go over the gloo groups.
+        # What is loaded of a checkpoint goes over the gloo groups; on CPU what is saved too.
         optimizer = get_megatron_optimizer(options, wrapped, use_gloo_process_groups=True)
     config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer

@@ -60,8 +60,12 @@ class Seen:
         self.ahead: list[tuple[float, float]] = []
         self._watch_step()
 
-    def watch_engine(self) -> None:
-        """Notes the tokens of each engine step with the version that the engine was last given."""
+    def watch_engine(self, step_s: float = 0.0) -> None:
+        """Notes the tokens of each engine step with the version that the engine was last given.
+
+        Args:
+            step_s: that each step is made longer by.
+        """
         engine = self.trainer.engine
         step, finish, present = engine.step, engine.finish_update, [engine.version]
 
@@ -73,6 +77,7 @@ class Seen:
             if self.trainer.sampler._is_evaluation:
                 step()
                 return
+            time.sleep(step_s)
             before = {row.request_id: len(row.tokens) for row in engine.pending()}
             step()
             held = {row.request_id: len(row.tokens) for row in engine.pending()}
@@ -167,7 +172,10 @@ def check_versions(folder: Path, lag: int, *knobs: str) -> None:
     """Every token has the version that made it, none is too old, none is lost or taken twice."""
     with run(folder, *knobs, *EVALUATES) as (trainer, seen):
         trainer.check_engine()
-        seen.watch_engine()
+        # Slow enough that something is under way at an update. Of hf's replicas nothing is then,
+        # however slow they are: their requests are as many as a step has and a few.
+        is_scripted = trainer.config.rollout.engine == "scripted"
+        seen.watch_engine(ENGINE_STEP_S if is_scripted and lag > 1 else 0.0)
         trainer.fit(until=STEPS)
         check_turns(trainer)
         sampler = trainer.sampler
@@ -200,9 +208,7 @@ def check_versions(folder: Path, lag: int, *knobs: str) -> None:
     dropped = sum(found["lag/dropped"] for found in metrics)
     assert len(set(numbers)) == len(numbers) and not under_way & set(numbers)
     assert len(numbers) + len(under_way) + dropped == 2 * pool.next_number
-    # Where engines waited for the trainer in every step nothing was under way at an update.
-    has_waited = all(found["idle/rollout"] > 0.05 for found in metrics[1:])
-    if lag > 1 and not has_waited:
+    if is_scripted and lag > 1:
         assert any(found["lag/mixed_share"] for found in metrics)
     for found in metrics[1:]:
         assert 0 <= found["idle/training"] < 1 and 0 <= found["idle/rollout"] < 1

@@ -25,7 +25,7 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.checkpoint import optimizer_state
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.host_copies import HostCopies
-from hybridrl.checkpoint.model_state import load_model
+from hybridrl.checkpoint.model_state import connect_shares, load_model
 from hybridrl.checkpoint.writing import BegunCheckpoint, Content, write_checkpoint
 from hybridrl.config.schema import RolloutConfig, SftConfig, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
@@ -235,13 +235,13 @@ def check_repacking(run: Run) -> None:
 @contextmanager
 def over_devices() -> Iterator[None]:
     """States go to the host by way of a device's memory, as on GPUs, and in many rounds."""
-    ours = optimizer_state._staging, optimizer_state.ROUND_BYTES
-    optimizer_state.ROUND_BYTES = 24_000  # some pieces have more, of others there are several in it
-    optimizer_state._staging = lambda device: torch.full((6000,), torch.nan, device=device)
+    ours = optimizer_state._is_gpu, optimizer_state.ROUND_BYTES
+    optimizer_state.ROUND_BYTES = 24_000  # some pieces have more, of others several are in one
+    optimizer_state._is_gpu = lambda device: True
     try:
         yield
     finally:
-        optimizer_state._staging, optimizer_state.ROUND_BYTES = ours
+        optimizer_state._is_gpu, optimizer_state.ROUND_BYTES = ours
 
 
 def check_shares(run: Run, num_bytes: int) -> None:
@@ -299,6 +299,7 @@ def check_fused(mesh: Mesh, case: Case, folder: Path) -> None:
         content = Content({"policy": cut.model}, {}, files)
         begun = BegunCheckpoint(folder / name, mesh.world, content, copies)
         with over_devices() if name == "copied again" else nullcontext():
+            connect_shares(cut.model)
             begun.begin()
         begun.write()
         begun.complete()
