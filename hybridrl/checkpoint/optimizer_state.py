@@ -227,8 +227,8 @@ def _own_states(optimizer: Any, cut: _Cut) -> dict[str, Tensor]:
 
 
 def connect(optimizers: Iterable[Any]) -> None:
-    """Lets GPUs that will send pieces to each other send a number, so that NCCL takes its memory for
-    that when a run begins. Collective over the data-parallel ranks.
+    """Lets GPUs that will send pieces to each other send a number, so that NCCL takes memory for
+    it when a run begins. Collective over the data-parallel ranks.
 
     Args:
         optimizers: Megatron's distributed optimizers.
