@@ -99,7 +99,7 @@ class HostCopies:
             name: of the tensor, one of this rank's.
             tensor: on any device.
         """
-        if tensor.is_cpu and self._is_in_a_room(tensor):
+        if not tensor.is_cuda and self._is_in_a_room(tensor):
             return tensor
         copy = self._kept_as(name, tensor.shape, tensor.dtype, tensor.is_cuda)
         copy.copy_(tensor.detach(), non_blocking=True)
