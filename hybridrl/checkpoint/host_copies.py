@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hybridrl.checkpoint.host_memory import available_bytes
-from hybridrl.checkpoint.optimizer_state import Room
+from hybridrl.checkpoint.optimizer_state import Allocator
 from hybridrl.checkpoint.reserved_memory import ReservedMemory, threads_beside_training
 from hybridrl.checkpoint.segments import FIRST_BYTES, next_segment_bytes
 
@@ -68,8 +68,8 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, torch.Tensor] = {}
-        self._rooms: dict[int, torch.Tensor] = {}  # of `rooms`, by where they begin
-        self._room_begins: list[int] = []  # ascending
+        self._allocated: dict[int, torch.Tensor] = {}  # by `allocators`, by where it begins
+        self._begins: list[int] = []  # ascending
         self._locked = Segments(locked_memory)
         self._reserved: ReservedMemory | None = None
         self._has_reserved = False  # in the segments
@@ -99,13 +99,13 @@ class HostCopies:
             name: of the tensor, one of this rank's.
             tensor: on any device.
         """
-        if not tensor.is_cuda and self._is_in_a_room(tensor):
+        if not tensor.is_cuda and self._is_allocated(tensor):
             return tensor
         copy = self._kept_as(name, tensor.shape, tensor.dtype, tensor.is_cuda)
         copy.copy_(tensor.detach(), non_blocking=True)
         return copy
 
-    def rooms(self, model: str) -> Callable[[int], Room]:
+    def allocators(self, model: str) -> Callable[[int], Allocator]:
         """Returns, by an optimizer's number, a function that gives memory for one state of a whole
         parameter, page-locked where it comes from a GPU: `take` hands such memory on as it is.
 
@@ -113,25 +113,25 @@ class HostCopies:
             model: whose optimizers they are.
         """
 
-        def room(
+        def allocate(
             number: int, key: tuple[int, str], num_elements: int, device: torch.device
         ) -> torch.Tensor:
             name, shape = (model, number, *key), torch.Size([num_elements])
             found = self._kept_as(name, shape, torch.float32, device.type == "cuda")
             begin = found.data_ptr()
-            if begin not in self._rooms:
-                insort(self._room_begins, begin)
-            self._rooms[begin] = found
+            if begin not in self._allocated:
+                insort(self._begins, begin)
+            self._allocated[begin] = found
             return found
 
-        return lambda number: partial(room, number)
+        return lambda number: partial(allocate, number)
 
-    def _is_in_a_room(self, tensor: torch.Tensor) -> bool:
-        before = bisect_right(self._room_begins, tensor.data_ptr())
+    def _is_allocated(self, tensor: torch.Tensor) -> bool:
+        before = bisect_right(self._begins, tensor.data_ptr())
         if before == 0:
             return False
-        begin = self._room_begins[before - 1]
-        return tensor.data_ptr() + tensor.nbytes <= begin + self._rooms[begin].nbytes
+        begin = self._begins[before - 1]
+        return tensor.data_ptr() + tensor.nbytes <= begin + self._allocated[begin].nbytes
 
     def _kept_as(
         self, name: Hashable, shape: torch.Size, dtype: torch.dtype, is_locked: bool

@@ -374,7 +374,7 @@ class _BegunCopy:
         ):
             for name, model in self._content.models.items():
                 with model.mesh.active():
-                    state = sharded_state(model, False, copies.rooms(name))
+                    state = sharded_state(model, False, copies.allocators(name))
                     parts = self._folder / name, model.mesh.ranks, self._world, copies
                     num_files = threads_beside_training(len(self._world.mates))
                     self._begun[name] = begin_sharded(state, *parts, num_files)

@@ -25,7 +25,7 @@ from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.manifest import Manifest, damaged, read_listed
 from hybridrl.checkpoint.opening import Notify, damage_is_told
 from hybridrl.checkpoint.optimizer_state import (
-    Room,
+    Allocator,
     connect,
     hand_out,
     kept_bytes,
@@ -143,7 +143,7 @@ def _other_model(part: Path, error: BaseException) -> CheckpointError:
 
 
 def sharded_state(
-    model: Saved, is_loading: bool, rooms: Callable[[int], Room] | None = None
+    model: Saved, is_loading: bool, allocators: Callable[[int], Allocator] | None = None
 ) -> dict[str, Any]:
     """Returns what Megatron saves of a model, or fills in when loading; collective over its mesh,
     which is active. Nothing on ranks outside.
@@ -151,7 +151,7 @@ def sharded_state(
     Args:
         model: to save or to load.
         is_loading: the tensors are to be filled.
-        rooms: as of `own_shares`.
+        allocators: as of `own_shares`.
     """
     if not model.mesh.is_member:
         return {}
@@ -169,7 +169,7 @@ def sharded_state(
     weights = parts["model0"] if len(model.chunks) == 1 else dict(parts)
     for optimizer in model.optimizer.chained_optimizers:
         _make_states(optimizer)
-    with own_shares(model.optimizer.chained_optimizers, rooms):
+    with own_shares(model.optimizer.chained_optimizers, allocators):
         parts["optimizer"] = model.optimizer.sharded_state_dict(
             weights, is_loading=is_loading, metadata=metadata
         )

@@ -36,7 +36,7 @@ STATES = ("param", "exp_avg", "exp_avg_sq")  # as Megatron names them: fp32 weig
 MOST_BYTES_UNDER_WAY = 256 << 20
 ROUND_BYTES = 64 << 20  # that a rank sends or receives in a round; a GPU holds so much meanwhile
 
-Room = Callable[[tuple[int, str], int, torch.device], Tensor]
+Allocator = Callable[[tuple[int, str], int, torch.device], Tensor]
 """Gives memory on the host for one state of a whole parameter: its number in the optimizer and the
 state's name, the number of fp32 elements, and the device that they come from."""
 
@@ -64,7 +64,7 @@ class _Cut:
 
 @contextmanager
 def own_shares(
-    optimizers: Iterable[Any], rooms: Callable[[int], Room] | None = None
+    optimizers: Iterable[Any], allocators: Callable[[int], Allocator] | None = None
 ) -> Iterator[None]:
     """Makes the `sharded_state_dict` of Megatron's distributed optimizers that of the parameters
     that this rank writes and reads, for as long as the block lasts. They must have their states.
@@ -73,14 +73,14 @@ def own_shares(
 
     Args:
         optimizers: `DistributedOptimizer`s.
-        rooms: gives, by an optimizer's number, what gives memory on the host in which states are
-            put together that are saved. None: new memory each time.
+        allocators: returns, by an optimizer's number, what gives memory on the host for states that
+            are saved. None: new memory each time.
     """
     name = "sharded_param_state_fully_reshardable"
     optimizers = list(optimizers)
     for number, optimizer in enumerate(optimizers):
-        room = _new_memory if rooms is None else rooms(number)
-        setattr(optimizer, name, partial(_param_state, optimizer, room))
+        allocate = _new_memory if allocators is None else allocators(number)
+        setattr(optimizer, name, partial(_param_state, optimizer, allocate))
     try:
         yield
     finally:
@@ -128,7 +128,7 @@ def kept_bytes(optimizers: Iterable[Any]) -> int:
 
 def _param_state(
     optimizer: Any,
-    room: Room,
+    allocate: Allocator,
     model_state: Mapping[str, Any],
     is_loading: bool,
     metadata: Mapping[str, Any],
@@ -137,7 +137,7 @@ def _param_state(
 
     Args:
         optimizer: a `DistributedOptimizer`.
-        room: for what is saved.
+        allocate: memory for what is saved.
         model_state: sharded state of the model, whose data are the parameters themselves.
         is_loading: whether the tensors are to be filled from a checkpoint: those that this rank
             has alone are the optimizer's own.
@@ -150,7 +150,7 @@ def _param_state(
     described = {part.data: part for part in nested_values(tensors_of_model)}
     group = optimizer.data_parallel_group_gloo
     cuts = list(_cuts(optimizer, group.size()))
-    kept = _to_fill(optimizer, cuts) if is_loading else _gathered(optimizer, cuts, room)
+    kept = _to_fill(optimizer, cuts) if is_loading else _gathered(optimizer, cuts, allocate)
     return {
         index: _sharded(described, cut.parameter, kept[index])
         for index, cut in enumerate(cuts)
@@ -175,7 +175,9 @@ def _to_fill(optimizer: Any, cuts: Sequence[_Cut]) -> dict[int, dict[str, Tensor
     return found
 
 
-def _gathered(optimizer: Any, cuts: Sequence[_Cut], room: Room) -> dict[int, dict[str, Tensor]]:
+def _gathered(
+    optimizer: Any, cuts: Sequence[_Cut], allocate: Allocator
+) -> dict[int, dict[str, Tensor]]:
     """Returns, by a parameter's number, the states that this rank writes: its own where it has all
     of the parameter, else put together on the host. Collective over the data-parallel ranks.
     """
@@ -191,7 +193,7 @@ def _gathered(optimizer: Any, cuts: Sequence[_Cut], room: Room) -> dict[int, dic
             del kept[index]
             continue
         size, device = cut.parameter.numel(), cut.parameter.device
-        kept[index] = {name: room((index, name), size, device) for name in STATES}
+        kept[index] = {name: allocate((index, name), size, device) for name in STATES}
         for name, whole in kept[index].items():
             whole[cut.pieces[rank]].copy_(own[index][name], non_blocking=True)
     rounds = list(_rounds(cuts, optimizer.data_parallel_group_gloo.size()))

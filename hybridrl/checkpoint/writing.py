@@ -121,8 +121,8 @@ class BegunCheckpoint:
     def _plan(self, name: str) -> None:
         model = self._content.models[name]
         with model.mesh.active():
-            rooms = None if self._copies is None else self._copies.rooms(name)
-            state = sharded_state(model, False, rooms)
+            allocators = None if self._copies is None else self._copies.allocators(name)
+            state = sharded_state(model, False, allocators)
             parts = self._partial / name, model.mesh.ranks, self._world, self._copies
             self._begun[name] = begin_sharded(state, *parts)
 
