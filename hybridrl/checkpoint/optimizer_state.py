@@ -79,7 +79,7 @@ def own_shares(
     name = "sharded_param_state_fully_reshardable"
     optimizers = list(optimizers)
     for number, optimizer in enumerate(optimizers):
-        allocate = _new_memory if allocators is None else allocators(number)
+        allocate = None if allocators is None else allocators(number)
         setattr(optimizer, name, partial(_param_state, optimizer, allocate))
     try:
         yield
@@ -128,7 +128,7 @@ def kept_bytes(optimizers: Iterable[Any]) -> int:
 
 def _param_state(
     optimizer: Any,
-    allocate: Allocator,
+    allocate: Allocator | None,
     model_state: Mapping[str, Any],
     is_loading: bool,
     metadata: Mapping[str, Any],
@@ -137,7 +137,7 @@ def _param_state(
 
     Args:
         optimizer: a `DistributedOptimizer`.
-        allocate: memory for what is saved.
+        allocate: memory for what is saved; None: new memory.
         model_state: sharded state of the model, whose data are the parameters themselves.
         is_loading: whether the tensors are to be filled from a checkpoint: those that this rank
             has alone are the optimizer's own.
@@ -176,7 +176,7 @@ def _to_fill(optimizer: Any, cuts: Sequence[_Cut]) -> dict[int, dict[str, Tensor
 
 
 def _gathered(
-    optimizer: Any, cuts: Sequence[_Cut], allocate: Allocator
+    optimizer: Any, cuts: Sequence[_Cut], allocate: Allocator | None
 ) -> dict[int, dict[str, Tensor]]:
     """Returns, by a parameter's number, the states that this rank writes: its own where it has all
     of the parameter, else put together on the host. Collective over the data-parallel ranks.
@@ -193,7 +193,10 @@ def _gathered(
             del kept[index]
             continue
         size, device = cut.parameter.numel(), cut.parameter.device
-        kept[index] = {name: allocate((index, name), size, device) for name in STATES}
+        kept[index] = {
+            name: cut.empty() if allocate is None else allocate((index, name), size, device)
+            for name in STATES
+        }
         for name, whole in kept[index].items():
             whole[cut.pieces[rank]].copy_(own[index][name], non_blocking=True)
     rounds = list(_rounds(cuts, optimizer.data_parallel_group_gloo.size()))
@@ -322,10 +325,6 @@ def _send_round(
         work.wait()
     for place, arrived in arrivals:
         place.copy_(arrived, non_blocking=True)
-
-
-def _new_memory(_key: tuple[int, str], num_elements: int, _device: torch.device) -> Tensor:
-    return torch.from_numpy(np.empty(num_elements, np.float32))
 
 
 def _cuts(optimizer: Any, dp: int) -> Iterator[_Cut]:
