@@ -3,7 +3,8 @@
 hang_worker.py FOLDER CASE. `cases`: rank 1 is slow, then in an endless loop until it is told of,
 twice, then in another collective than the others, then stopped. `first`: rank 0, which judges and
 keeps the store, is busy in native code that holds the interpreter, then stopped. `usual`: as
-`cases`, with the limits of a run, and nobody slow.
+`cases`, with the limits of a run, and nobody slow. Where there are GPUs, collectives of tensors are
+NCCL's, and ranks wait for their results.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import gloo_thread
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridrl.cli.rank_log import write_stacks_on_signal
 from hybridrl.parallel import heartbeat, progress
@@ -44,6 +48,14 @@ class Case:
         self.step = step
         if self.world.rank == 0:
             (self.folder / f"began_{step}").touch()
+
+    def ones(self, *shape: int) -> Tensor:
+        return torch.ones(shape, device=self.world.platform.device)
+
+    @staticmethod
+    def wait_for(collective: Callable[..., object], tensor: Tensor, **options: Any) -> None:
+        collective(tensor, **options)
+        tensor.sum().item()
 
 
 def slow(case: Case) -> None:
@@ -82,17 +94,18 @@ def usual(case: Case) -> None:
     if is_odd:
         spin(case.page)
     case.world.arrive("a rank in an endless loop")
-    groups = [dist.new_group(backend="gloo", group_desc=name) for name in ("GRADS", "EXPERTS")]
-    dist.all_reduce(torch.ones(2), group=groups[0])
+    groups = [dist.new_group(group_desc=name) for name in ("GRADS", "EXPERTS")]
+    for group in groups:  # NCCL connects ranks at a group's first use
+        case.wait_for(dist.all_reduce, case.ones(2), group=group)
     case.begin(3)
     if is_odd:
         spin(case.page)
-    dist.all_reduce(torch.ones(3, 4), group=groups[0])
+    case.wait_for(dist.all_reduce, case.ones(3, 4), group=groups[0])
     case.begin(4)
     if is_odd:
         threading.Thread(target=stop_after, args=[case]).start()
-        dist.broadcast(torch.ones(7, dtype=torch.int64), 0, group=groups[1])
-    dist.all_reduce(torch.ones(5, 6), group=groups[0])
+        case.wait_for(dist.broadcast, case.ones(7).long(), src=0, group=groups[1])
+    case.wait_for(dist.all_reduce, case.ones(5, 6), group=groups[0])
 
 
 def first(case: Case) -> None:
@@ -122,7 +135,7 @@ def main() -> None:
     write_stacks_on_signal()
     platform = Platform.detect()
     platform.activate()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group(platform.backend, timeout=timedelta(seconds=120))
     case = Case(World(platform, 120.0), Path(sys.argv[1]))
     {"cases": cases, "first": first, "usual": usual}[sys.argv[2]](case)
 
