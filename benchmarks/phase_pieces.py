@@ -12,7 +12,14 @@ import torch
 
 from hybridrl.hybrid_engine.lending import LentMemory
 from hybridrl.parallel.device_mapping import DeviceMapping
-from hybridrl.rollout.vllm_memory import KV_CACHE, WEIGHTS, EngineMemory, allocations
+from hybridrl.rollout.vllm_memory import (
+    KV_CACHE,
+    WEIGHTS,
+    EngineMemory,
+    allocations,
+    blocks_in_use,
+)
+from hybridrl.rollout.vllm_start import caches_of
 
 GIB = 1 << 30
 
@@ -96,9 +103,8 @@ def lent_gradients(llm: Any, size: int, repeats: int) -> dict[str, Any]:
     model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     parameters = dict(model.model.named_parameters())
     mapping = DeviceMapping(torch.device("cuda", torch.cuda.current_device()))
-    memory = EngineMemory(
-        mapping, allocations(), list(parameters.values()), list(model.model.buffers())
-    )
+    renewed = [*parameters.values(), *caches_of(model)]
+    memory = EngineMemory(mapping, allocations(), blocks_in_use(), renewed)
     prompts: Any = [{"prompt_token_ids": [*range(10, 10 + 40 * n)]} for n in range(1, 9)]
     greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
 

@@ -19,6 +19,8 @@ class FakeDriver:
     allowed: set[int] = field(default_factory=set)
     is_idle: bool = False  # nobody has been allowed to use memory since it was waited for
     calls: list[str] = field(default_factory=list)
+    # What handles hold of addresses that were asked for; new memory holds zeros.
+    contents: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     _next: int = 1 << 40
     _num_handles: int = 0
 
@@ -70,10 +72,13 @@ class FakeDriver:
         self.is_idle = True
 
     def tensor(self, address: int, size: int) -> torch.Tensor:
-        """Returns a stand-in, and notes what is read or written."""
-        assert address in self.allowed
-        self.calls.append(f"tensor {self.mapped[address][0]}")
-        return torch.zeros(size)
+        """Returns what lies there, and notes that it is read or written."""
+        place = max(start for start in self.mapped if start <= address)
+        handle, length = self.mapped[place]
+        assert place in self.allowed and address + size <= place + length
+        self.calls.append(f"tensor {handle}")
+        with torch.inference_mode(False):
+            return self.contents.setdefault((handle, address - place, size), torch.zeros(size))
 
     def adopt(self, address: int, size: int) -> int:
         """Takes memory in that somebody else has made and mapped; returns its handle."""

@@ -186,8 +186,12 @@ def _gathered(
         index: _own_states(optimizer, cut) for index, cut in enumerate(cuts) if rank in cut.pieces
     }
     kept = dict(own)
+    # torch wants the parts of a tensor that a rank has to lie in memory of one kind, and layers are
+    # parts of one: with one parameter all are put together in the memory that is given for it.
+    are_cut = any(len(cut.pieces) > 1 for cut in cuts)
     for index, cut in enumerate(cuts):
-        if len(cut.pieces) == 1 or rank not in cut.pieces:
+        is_whole = len(cut.pieces) == 1
+        if rank not in cut.pieces or (is_whole and (allocate is None or not are_cut)):
             continue
         if rank != cut.keeper:
             del kept[index]
@@ -198,7 +202,7 @@ def _gathered(
             for name in STATES
         }
         for name, whole in kept[index].items():
-            whole[cut.pieces[rank]].copy_(own[index][name], non_blocking=True)
+            whole[cut.pieces[rank]].copy_(own[index][name].view(-1), non_blocking=True)
     rounds = list(_rounds(cuts, optimizer.data_parallel_group_gloo.size()))
     if not rounds:
         return kept

@@ -58,6 +58,7 @@ from hybridrl.rollout.vllm_memory import (
     WEIGHTS,
     EngineMemory,
     allocations,
+    blocks_in_use,
     lends_memory,
     neighbours_ignored,
 )
@@ -136,11 +137,13 @@ class VllmEngine:
         self._kept_bytes = before - free_bytes(self._device)
 
     def _sleeping_memory(self) -> EngineMemory:
+        own = {name: one for name, one in self._tensors.items() if name not in self.shared}
         # A padded parameter is written only where the checkpoint has something for it.
-        left_out = self.shared | {name for name, _ in self._layout.padding}
-        written = [one for name, one in self._tensors.items() if name not in left_out]
-        buffers = list(self._live.model.buffers())
-        return EngineMemory(DeviceMapping(self._device), allocations(), written, buffers)
+        names = {name for name, _ in self._layout.padding}
+        padded = [one for name, one in own.items() if name in names]
+        renewed = [one for name, one in own.items() if name not in names] + self._live.caches
+        mapping = DeviceMapping(self._device)
+        return EngineMemory(mapping, allocations(), blocks_in_use(), renewed, padded)
 
     def _start(
         self,

@@ -2,11 +2,13 @@
 
 vLLM allocates both in pieces of physical memory, each with addresses of its own that stay reserved;
 parameters, caches and CUDA graphs are valid again once memory is mapped there. Owns when pieces are
-made, mapped and given back, in place of vLLM's own sleep: that copies each buffer on its own, and
-it cannot leave out pieces that are lent to training (hybrid_engine/lending.py).
+made, mapped and given back, in place of vLLM's own sleep: that knows buffers of the model and what
+some of its versions make anew, and cannot leave out pieces that are lent to training
+(hybrid_engine/lending.py).
 
-Invariant: a lent piece stays mapped at vLLM's address. What other tags hold (graphs, workspace)
-stays too, since its content may matter.
+Invariants: a lent piece stays mapped at vLLM's address. What lies beside weights and caches in
+their pieces, as tables of addresses do, has its content whenever the engine is awake. What other
+tags hold (graphs, workspace) stays.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,10 +26,7 @@ from torch import Tensor
 from hybridrl.hybrid_engine.lending import Mapping, Piece, choose
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's tags
-# Torch's allocator hands out the rest of a piece only if it is larger (should_split): where
-# parameters leave no more of a piece uncovered it holds nothing else. Pieces for small tensors have
-# no more.
-LARGEST_WASTE = 1 << 20
+Span: TypeAlias = tuple[int, int]  # the first address, and the one after the last
 
 
 def lends_memory(device: torch.device) -> bool:
@@ -88,6 +87,11 @@ class Allocation:
     record: Any
 
     @property
+    def end(self) -> int:
+        """The address after it."""
+        return self.address + self.num_bytes
+
+    @property
     def handle(self) -> int:
         """The driver's handle of the memory that is mapped."""
         return ctypes.c_uint64.from_address(self.handle_place).value
@@ -114,35 +118,57 @@ def allocations() -> list[Allocation]:
     return sorted(found, key=lambda one: one.address)
 
 
+def blocks_in_use() -> list[Span]:
+    """Returns where tensors lie on this device, as torch's allocator knows it."""
+    return [
+        (block["address"], block["address"] + block["requested_size"])
+        for segment in torch.cuda.memory_snapshot(include_traces=False)
+        if segment["device"] == torch.cuda.current_device()
+        for block in segment["blocks"]
+        if block["state"] != "inactive"
+    ]
+
+
 class EngineMemory:
     """Weights and KV cache of one rank's engine; awake at first.
 
     Args:
         mapping: of the device.
         pieces: of `allocations`.
-        parameters: that every update writes, each as a whole.
-        buffers: of the model, which keep their content.
+        blocks: of `blocks_in_use`.
+        renewed: parameters that every update writes, each as a whole, and caches.
+        padded: parameters of which an update writes a part, the rest is of no use.
     """
 
     def __init__(
         self,
         mapping: Any,
         pieces: Sequence[Allocation],
-        parameters: Iterable[Tensor],
-        buffers: Sequence[Tensor],
+        blocks: Sequence[Span],
+        renewed: Iterable[Tensor],
+        padded: Iterable[Tensor] = (),
     ) -> None:
         self._mapping: Mapping = mapping
-        self._clear = lambda piece: mapping.tensor(piece.address, piece.num_bytes).zero_()
-        self._pieces, self._buffers = list(pieces), list(buffers)
-        spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in parameters)
-        self._lendable = {
-            one.address for one in pieces if one.tag == KV_CACHE or _is_covered(one, spans)
-        }
+        written = _spans(renewed)
+        unneeded = sorted([*written, *_spans(padded)])
+        self._lendable: set[int] = set()
+        self._pieces: list[Allocation] = []
+        others: list[Span] = []
+        for piece in pieces:
+            used = [one for one in blocks if piece.address <= one[0] < piece.end]
+            found = list(_uncovered(used, unneeded))
+            if sum(stop - start for start, stop in found) > piece.num_bytes // 2:
+                continue  # it stays: a copy would take as much
+            self._pieces.append(piece)
+            others += found
+            if not any(_uncovered(used, written)):
+                self._lendable.add(piece.address)
+        self._others = [(start, stop - start) for start, stop in others]
         self._asleep: set[int] = set()
         self._lent: set[int] = set()
-        self._has_buffers = True  # they have memory
+        self._has_others = True  # they have memory
         with torch.inference_mode():
-            self._saved = [buffer.clone() for buffer in self._buffers]
+            self._saved = [mapping.tensor(*one).clone() for one in self._others]
 
     @property
     def lent_bytes(self) -> int:
@@ -150,10 +176,12 @@ class EngineMemory:
         return sum(one.num_bytes for one in self._pieces if one.address in self._lent)
 
     def sleep(self) -> None:
-        """Gives back what is not lent; of the content only buffers are kept."""
-        if self._has_buffers:
-            _copy(self._buffers, self._saved)
-        self._has_buffers = False
+        """Gives back what is not lent; of the content only that of others than weights and caches
+        is kept.
+        """
+        if self._has_others:
+            _copy(self._in_place(), self._saved)
+        self._has_others = False
         self._mapping.wait()  # a sync point: nothing may use what is unmapped
         for piece in self._pieces:
             if piece.address not in self._lent | self._asleep:
@@ -171,9 +199,9 @@ class EngineMemory:
         for piece in self._pieces:
             if piece.tag == tag:
                 self._bring_back(piece)
-        if tag == WEIGHTS:
-            _copy(self._saved, self._buffers)
-            self._has_buffers = True
+        if not self._asleep and not self._has_others:
+            _copy(self._saved, self._in_place())
+            self._has_others = True
 
     def clear_lent(self) -> None:
         """Clears what lent pieces of the KV cache hold of gradients, before generation.
@@ -183,7 +211,7 @@ class EngineMemory:
         """
         for piece in self._pieces:
             if piece.tag == KV_CACHE and piece.address in self._lent:
-                self._clear(piece)
+                self._mapping.tensor(piece.address, piece.num_bytes).zero_()
 
     def lend(self, num_bytes: int) -> list[Piece]:
         """Lends sleeping pieces, as `lending.MemoryLender`: weights first, whose clearing is free.
@@ -204,6 +232,9 @@ class EngineMemory:
             self._lent.add(piece.address)
         return [Piece(piece.handle, piece.num_bytes) for piece in chosen]
 
+    def _in_place(self) -> list[Tensor]:
+        return [self._mapping.tensor(*one) for one in self._others]
+
     def _bring_back(self, piece: Allocation) -> None:
         if piece.address not in self._asleep:
             return
@@ -214,14 +245,21 @@ class EngineMemory:
         self._asleep.remove(piece.address)
 
 
-def _is_covered(piece: Allocation, spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether a piece holds nothing but the tensors of these spans of addresses, ascending."""
-    uncovered, place, end = 0, piece.address, piece.address + piece.num_bytes
-    for start, stop in spans:
-        if start < end and stop > place:
-            uncovered += max(0, start - place)
-            place = min(stop, end)
-    return uncovered + end - place <= LARGEST_WASTE < piece.num_bytes // 2
+def _spans(tensors: Iterable[Tensor]) -> list[Span]:
+    """Returns where tensors lie, ascending."""
+    return sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors)
+
+
+def _uncovered(used: Iterable[Span], spans: Sequence[Span]) -> Iterator[Span]:
+    """Yields the parts of what is in use that lie in none of the spans, which are ascending."""
+    for place, end in used:
+        for start, stop in spans:
+            if start < end and stop > place:
+                if start > place:
+                    yield place, start
+                place = stop
+        if place < end:
+            yield place, end
 
 
 def _copy(sources: list[Tensor], dests: list[Tensor]) -> None:

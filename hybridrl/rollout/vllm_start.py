@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridrl import ops
 from hybridrl.errors import UserError
@@ -51,12 +52,14 @@ class LiveEngine:
     Args:
         llm: vLLM's `LLMEngine`.
         model: this rank's module; its parameters are what generation reads.
+        caches: of keys and values, of this rank.
         tp_group: gloo group of the replica's ranks.
         version: distribution and version, for messages.
     """
 
     llm: Any
     model: torch.nn.Module
+    caches: list[Tensor]
     tp_group: dist.ProcessGroup
     version: str
 
@@ -116,7 +119,21 @@ def start(
         compute_on_current_stream(type(runner))
     else:
         _draw_by_seed_and_position(runner)
-    return LiveEngine(llm, runner.model, group.cpu_group, version)
+    return LiveEngine(llm, runner.model, caches_of(runner), group.cpu_group, version)
+
+
+def caches_of(runner: Any) -> list[Tensor]:
+    """Returns the tensors that keys and values of all layers lie in, as bytes.
+
+    Args:
+        runner: vLLM's model runner.
+    """
+    found: list[Tensor] = []
+    for layer in runner.kv_caches:  # of some models several of a layer
+        for cache in [layer] if isinstance(layer, Tensor) else layer:
+            whole = torch.empty(0, dtype=torch.uint8, device=cache.device)
+            found.append(whole.set_(cache.untyped_storage()))
+    return found
 
 
 def _device_memory(layout: RolloutLayout) -> tuple[int, int]:

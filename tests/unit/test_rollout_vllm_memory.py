@@ -38,19 +38,24 @@ class Span:
 class Case:
     """Pieces as vLLM keeps them, mapped, with a place for each handle."""
 
-    def __init__(self, *parts: tuple[str, int, float]) -> None:
-        """parts: tag, MiB, and MiB of its start that a parameter covers."""
+    def __init__(self, *parts: tuple[str, int, float, float], padded: int = 0) -> None:
+        """parts: tag, MiB, and MiB of its start that are in use, and those of them that a parameter
+        or a cache has. The last `padded` parts have parameters that updates write in part.
+        """
         self.driver = FakeDriver()
         self.handles = (ctypes.c_uint64 * len(parts))()
-        self.pieces, parameters = [], []
-        for number, (tag, mib, covered) in enumerate(parts):
+        self.pieces, blocks, tensors = [], [], []
+        for number, (tag, mib, used, covered) in enumerate(parts):
             address, size = BASE + number * 1024 * MIB, mib * MIB
             self.handles[number] = self.driver.adopt(address, size)
             place = ctypes.addressof(self.handles) + 8 * number
             self.pieces.append(Allocation(address, size, tag, place, SimpleNamespace()))
-            parameters.append(Span(address, int(covered * MIB)))
-        self.buffers = [torch.arange(4.0), torch.ones(3, dtype=torch.bfloat16)]
-        self.memory = EngineMemory(self.driver, self.pieces, parameters, self.buffers)  # type: ignore[arg-type]
+            blocks += [(address, address + int(used * MIB))] if used else []
+            tensors.append(Span(address, int(covered * MIB)))
+        self.blocks = blocks
+        end = len(parts) - padded
+        self.memory = EngineMemory(self.driver, self.pieces, blocks, tensors[:end], tensors[end:])  # type: ignore[arg-type]
+        self.driver.calls.clear()
 
     def mapped(self) -> list[int]:
         """Indices of pieces that are mapped where vLLM has them, to the handles it keeps."""
@@ -64,7 +69,12 @@ class Case:
         return found
 
 
-PARTS = (WEIGHTS, 40, 40.0), (WEIGHTS, 20, 19.5), (WEIGHTS, 20, 18.0), (KV_CACHE, 30, 0.0)
+PARTS = (
+    (WEIGHTS, 40, 40.0, 40.0),
+    (WEIGHTS, 20, 18.0, 18.0),
+    (WEIGHTS, 20, 19.0, 18.0),  # in its 19th MiB is something that no update writes
+    (KV_CACHE, 30, 28.5, 28.5),
+)
 
 
 def test_engine_sleeps_as_a_whole_and_wakes_up_by_tag() -> None:
@@ -79,22 +89,40 @@ def test_engine_sleeps_as_a_whole_and_wakes_up_by_tag() -> None:
         case.memory.wake_up(KV_CACHE)
 
 
-def test_buffers_keep_their_content_while_the_engine_sleeps() -> None:
-    case = Case(*PARTS)
-    case.buffers[0].add_(1)  # also what changed since the engine was made
+@pytest.mark.parametrize("tag", [WEIGHTS, KV_CACHE])
+def test_what_lies_beside_weights_and_caches_keeps_its_content(tag: str) -> None:
+    """Of vLLM 0.26 tables of addresses lie beside the cache; without them kernels write anywhere."""
+    case = Case((WEIGHTS, 40, 40.0, 40.0), (tag, 20, 19.0, 18.0), (KV_CACHE, 30, 30.0, 30.0))
+
+    def table() -> torch.Tensor:
+        return case.driver.tensor(case.pieces[1].address + 18 * MIB, MIB)
+
+    for turn in range(1, 4):
+        table().fill_(turn)  # it changes while the engine is awake
+        case.memory.sleep()
+        case.memory.sleep()  # reads nothing: there is no memory to read
+        case.memory.wake_up(WEIGHTS)
+        case.memory.wake_up(KV_CACHE)
+        assert table().eq(turn).all()
+
+
+def test_a_piece_that_is_mostly_something_else_stays() -> None:
+    case = Case((WEIGHTS, 40, 40.0, 19.0), (KV_CACHE, 30, 30.0, 30.0))
     case.memory.sleep()
-    for buffer in case.buffers:
-        buffer.fill_(-7)
-    case.memory.sleep()  # reads nothing: there is no memory to read
-    case.memory.wake_up(KV_CACHE)
-    assert case.buffers[0][0] == -7  # their memory is not there yet
-    case.memory.wake_up(WEIGHTS)
-    assert case.buffers[0].tolist() == [1, 2, 3, 4] and case.buffers[1].tolist() == [1, 1, 1]
+    assert case.mapped() == [0] and "tensor 1" not in case.driver.calls
+    assert [one.num_bytes for one in case.memory.lend(60 * MIB)] == [30 * MIB]
+
+
+def test_a_padded_parameter_sleeps_and_is_neither_kept_nor_lent() -> None:
+    case = Case((WEIGHTS, 40, 40.0, 40.0), (WEIGHTS, 30, 30.0, 30.0), padded=1)
+    case.memory.sleep()
+    assert case.mapped() == [] and case.driver.calls == ["wait", "release", "release"]
+    assert [one.num_bytes for one in case.memory.lend(70 * MIB)] == [40 * MIB]
 
 
 @pytest.mark.parametrize(
     ("wanted", "lent"),
-    # Piece 2 has room for a tensor that no update writes.
+    # Piece 2 holds a tensor that no update writes.
     [(0, []), (10, [1]), (35, [0]), (60, [0, 1]), (61, [0, 1, 3]), (500, [0, 1, 3])],
 )
 def test_engine_lends_weights_that_updates_write_and_then_the_cache(
@@ -130,21 +158,16 @@ def test_lent_pieces_are_the_same_memory_in_both_phases_and_the_rest_comes_and_g
     assert set(case.driver.mapped) == {case.pieces[i].address for i in (0, 1, 3)}
 
 
-def test_small_pieces_and_overlapping_parameters_are_not_taken_for_covered() -> None:
-    case = Case((WEIGHTS, 2, 2.0), (WEIGHTS, 20, 10.0))
-    twice = [Span(case.pieces[1].address, 10 * MIB), Span(case.pieces[1].address, 11 * MIB)]
-    memory = EngineMemory(case.driver, case.pieces, twice, [])  # type: ignore[arg-type]
-    for one in (case.memory, memory):
-        one.sleep()
-        assert one.lend(22 * MIB) == []
-        one.wake_up(WEIGHTS)
-
-
-def test_what_torch_gives_to_nobody_else_is_lent_with_its_parameter() -> None:
-    """Gate and up of a 7B model have 259 MiB in a piece of 260, which are half of its layers."""
-    case = Case((WEIGHTS, 260, 259.0), (WEIGHTS, 26, 24.5))  # of the second, others may have 1.5
-    case.memory.sleep()
-    assert [piece.num_bytes for piece in case.memory.lend(286 * MIB)] == [260 * MIB]
+def test_overlapping_and_interrupted_parameters_are_not_taken_for_covering() -> None:
+    case = Case((WEIGHTS, 2, 2.0, 2.0), (WEIGHTS, 20, 16.0, 0.0))
+    begin = case.pieces[1].address
+    gap = [Span(begin, 10 * MIB), Span(begin, 11 * MIB), Span(begin + 12 * MIB, 4 * MIB)]
+    whole = [*gap, Span(begin + 10 * MIB, 3 * MIB)]
+    for spans, lent in ((gap, []), (whole, [20 * MIB])):
+        memory = EngineMemory(case.driver, case.pieces[1:], case.blocks, spans)  # type: ignore[arg-type]
+        memory.sleep()
+        assert [one.num_bytes for one in memory.lend(20 * MIB)] == lent
+        memory.wake_up(WEIGHTS)
 
 
 def test_engine_does_not_lend_what_it_uses() -> None:
