@@ -15,7 +15,7 @@
   100 changes leave as much memory free, and that the engine then draws the tokens that it drew
   before, from weights that are written anew, whatever gradients have left behind.
 * trainer: `to_train` and `to_rollout` of a Trainer with random weights, by piece; 7B from tensor
-  parallel over all ranks to replicas of one. With lent memory, unless HYBRIDRL_LEND_MEMORY=0.
+  parallel over all ranks to replicas of one; of another engine with --set rollout.engine=NAME.
 
 Milliseconds are medians of --repeats on the host's clock, the device idle before and after, on rank
 0. A piece's time contains that of pieces inside it; `calls` are those of one change.
@@ -57,7 +57,6 @@ PIECES = {
 
 def main() -> None:
     """Measures the parts that are asked for and writes OUT.json anew after each."""
-    os.environ.setdefault("HYBRIDRL_LEND_MEMORY", "1")
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", nargs="+", default=["memory", "engine"], choices=[*PARTS])

@@ -35,6 +35,8 @@ class EngineTraits:
             stay where they are trained; else in theirs.
         records_experts: it can tell which experts it chose for each token.
         sleeps: it gives weights and KV cache back while the policy trains, on GPUs.
+        lends_memory: while it sleeps its memory holds gradients, so that a change of phases frees
+            next to nothing; else training and engine free theirs in turn.
         shares_memory: its parameters can be the trainer's own memory where both cut a tensor alike.
         has_fixed_kv_cache: the KV cache is made at the start, for `rollout.max_batch` requests, and
             requests for which there is no room wait; else the cache grows with the requests.
@@ -58,6 +60,7 @@ class EngineTraits:
     takes_expert_maps: bool = False
     records_experts: bool = False
     sleeps: bool = False
+    lends_memory: bool = False
     shares_memory: bool = False
     has_fixed_kv_cache: bool = False
     captures_graphs: bool = False
@@ -105,6 +108,7 @@ ENGINES = {
         records_experts=True,
         has_fused_parameters=True,
         sleeps=True,
+        lends_memory=True,
         shares_memory=True,
         has_fixed_kv_cache=True,
         captures_graphs=True,

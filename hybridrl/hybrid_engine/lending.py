@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from torch import Tensor
+
 from hybridrl.parallel.device_mapping import GRANULARITY
 
 
@@ -44,6 +46,7 @@ class Mapping(Protocol):
     def allow(self, address: int, size: int) -> None: ...
     def unmap(self, address: int, size: int) -> None: ...
     def wait(self) -> None: ...
+    def tensor(self, address: int, size: int) -> Tensor: ...
 
 
 @runtime_checkable

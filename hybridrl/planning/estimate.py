@@ -97,7 +97,8 @@ def estimate(
         itemsize * crossing,
         requests * rollout.tp if is_fused else requests,
     )
-    if memory.has_engine and ENGINES[rollout.engine].sleeps:
+    traits = ENGINES[rollout.engine]
+    if memory.has_engine and traits.sleeps and not traits.lends_memory:
         cache = memory.rollout_with(requests) - memory.rollout_with(0)
         both = memory.train + itemsize * (engine - shared) + cache
         always = train.offload_optimizer or train.release_weights_in_rollout

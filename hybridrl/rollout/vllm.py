@@ -59,8 +59,6 @@ from hybridrl.rollout.vllm_memory import (
     EngineMemory,
     allocations,
     blocks_in_use,
-    lends_memory,
-    neighbours_ignored,
 )
 from hybridrl.rollout.vllm_requests import request_rules, sampling_params
 from hybridrl.rollout.vllm_routing import RecordedExperts
@@ -132,7 +130,7 @@ class VllmEngine:
         self._is_updating = True
         self.token_texts: TokenTexts | None = None
         self._is_asleep = self._keeps_memory = False
-        self._memory = self._sleeping_memory() if lends_memory(self._device) else None
+        self._memory = None if self._device.type == "cpu" else self._sleeping_memory()
         self.sleep()  # a run begins in the training phase
         self._kept_bytes = before - free_bytes(self._device)
 
@@ -219,12 +217,8 @@ class VllmEngine:
         """
         self._stop_generation()
         self._keeps_memory = keeps_memory
-        if not keeps_memory and self._device.type != "cpu" and not self._is_asleep:
-            if self._memory is not None:
-                self._memory.sleep()
-            else:
-                with neighbours_ignored():
-                    self._live.llm.sleep(level=2)  # 2: no copy of weights about to be replaced
+        if not keeps_memory and self._memory is not None and not self._is_asleep:
+            self._memory.sleep()
             self._is_asleep = True
 
     def lend(self, num_bytes: int) -> list[Piece]:
@@ -234,15 +228,15 @@ class VllmEngine:
     def begin_update(self) -> None:
         """Stops generation and maps the weights; running requests keep their tokens here."""
         self._stop_generation()
-        if self._is_asleep:
-            self._wake_up(WEIGHTS)
+        if self._is_asleep and self._memory is not None:
+            self._memory.wake_up(WEIGHTS)
 
     def finish_update(self, version: int) -> None:
         """Maps the KV cache and allows generation with the weights `version`."""
-        if self._is_asleep:
-            self._wake_up(KV_CACHE)
-            self._is_asleep = False
         if self._memory is not None:
+            if self._is_asleep:
+                self._memory.wake_up(KV_CACHE)
+                self._is_asleep = False
             self._memory.clear_lent()  # training has used it, be the engine asleep or only stopped
         # Keys and values of older weights may be cached.
         if not self._live.llm.reset_prefix_cache():
@@ -252,12 +246,6 @@ class VllmEngine:
         COPIES.absorb(self._live.model)
         self._version = version
         self._is_updating = False
-
-    def _wake_up(self, tag: str) -> None:
-        if self._memory is not None:
-            self._memory.wake_up(tag)
-        else:
-            self._live.llm.wake_up(tags=[tag])
 
     def _stop_generation(self) -> None:
         self._agreement.settle(is_last=True)

@@ -14,9 +14,7 @@ tags hold (graphs, workspace) stays.
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,45 +25,6 @@ from hybridrl.hybrid_engine.lending import Mapping, Piece, choose
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's tags
 Span: TypeAlias = tuple[int, int]  # the first address, and the one after the last
-
-
-def lends_memory(device: torch.device) -> bool:
-    """Whether the engine sleeps by this module and lends memory, in place of vLLM's own sleep. Only
-    where HYBRIDRL_LEND_MEMORY=1 asks for it, on GPUs: no training was compared yet (docs/adr/0010).
-    """
-    return device.type == "cuda" and os.environ.get("HYBRIDRL_LEND_MEMORY") == "1"
-
-
-@contextmanager
-def neighbours_ignored() -> Iterator[None]:
-    """Lets what vLLM reads of a device's free memory never fall while the block runs.
-
-    vLLM's worker (0.32, `Worker.sleep`) asserts after it slept that the device has at least
-    as much free memory as before. Free memory is that of all processes: another one that allocates
-    on the GPU meanwhile would end the run. May go when vLLM compares what it has itself.
-    """
-    readers = [(torch.cuda, "mem_get_info"), (torch.accelerator, "get_memory_info")]
-    kept = [(where, name, getattr(where, name)) for where, name in readers if hasattr(where, name)]
-    for where, name, read in kept:
-        setattr(where, name, _never_falling(read))
-    try:
-        yield
-    finally:
-        for where, name, read in kept:
-            setattr(where, name, read)
-
-
-def _never_falling(read: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
-    """Returns what reads (free, total) bytes, with the most free memory that was read so far."""
-    most = 0
-
-    def reading(*given: Any, **named: Any) -> tuple[int, int]:
-        nonlocal most
-        free, total = read(*given, **named)
-        most = max(most, free)
-        return most, total
-
-    return reading
 
 
 @dataclass(frozen=True)
@@ -142,13 +101,13 @@ class EngineMemory:
 
     def __init__(
         self,
-        mapping: Any,
+        mapping: Mapping,
         pieces: Sequence[Allocation],
         blocks: Sequence[Span],
         renewed: Iterable[Tensor],
         padded: Iterable[Tensor] = (),
     ) -> None:
-        self._mapping: Mapping = mapping
+        self._mapping = mapping
         written = _spans(renewed)
         unneeded = sorted([*written, *_spans(padded)])
         self._lendable: set[int] = set()
@@ -252,7 +211,8 @@ def _spans(tensors: Iterable[Tensor]) -> list[Span]:
 
 def _uncovered(used: Iterable[Span], spans: Sequence[Span]) -> Iterator[Span]:
     """Yields the parts of what is in use that lie in none of the spans, which are ascending."""
-    for place, end in used:
+    for begin, end in used:
+        place = begin
         for start, stop in spans:
             if start < end and stop > place:
                 if start > place:
