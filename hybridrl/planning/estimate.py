@@ -26,7 +26,7 @@ from hybridrl.planning.memory import (
     itemsize_of,
 )
 from hybridrl.planning.sizes import engine_elements, fullest_stage, shared_elements
-from hybridrl.planning.times import GIVING_BACK_S, ROOM_SHARE, Times, step_times
+from hybridrl.planning.times import GIVING_BACK_LENT_S, GIVING_BACK_S, ROOM_SHARE, Times, step_times
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,13 @@ def estimate(
         requests * rollout.tp if is_fused else requests,
     )
     traits = ENGINES[rollout.engine]
-    if memory.has_engine and traits.sleeps and not traits.lends_memory:
+    if memory.has_engine and traits.sleeps:
         cache = memory.rollout_with(requests) - memory.rollout_with(0)
         both = memory.train + itemsize * (engine - shared) + cache
         always = train.offload_optimizer or train.release_weights_in_rollout
         if always or both > ROOM_SHARE * assumed.gpu_memory_bytes:
-            times = replace(times, reshard=times.reshard + GIVING_BACK_S)
+            more = GIVING_BACK_LENT_S if traits.lends_memory else GIVING_BACK_S
+            times = replace(times, reshard=times.reshard + more)
     return Estimate(memory, times, most, assumed.gpu_memory_bytes - with_margin(most))
 
 

@@ -22,6 +22,7 @@ from hybridrl.planning.memory import role_models
 from hybridrl.planning.models import planned_models
 from hybridrl.planning.sizes import fullest_stage
 from hybridrl.planning.times import (
+    GIVING_BACK_LENT_S,
     GIVING_BACK_S,
     PAIR_SHARE,
     ROOM_SHARE,
@@ -333,7 +334,7 @@ def test_gathered_tokens_bring_their_weights_for_all_experts() -> None:
     assert added_s(TrainLayout(2, ep=2)) == 0.0  # sent once an expert, with one weight each
 
 
-def test_memory_that_is_given_in_turn_costs_time_where_an_engine_lends_none(tmp_path: Path) -> None:
+def test_memory_that_is_given_in_turn_costs_time_less_of_engines_that_lend(tmp_path: Path) -> None:
     """7B TP4 on four H200: micro-batches of 69,760 tokens leave the engine too little room."""
     assert ROOM_SHARE == 1 - SPARE_SHARE
     found = {
@@ -345,4 +346,5 @@ def test_memory_that_is_given_in_turn_costs_time_where_an_engine_lends_none(tmp_
         for engine in ("vllm", "sglang")
     }
     assert found["sglang", 69760] > GIVING_BACK_S > 5 * found["sglang", 34880]
-    assert found["vllm", 69760] == found["vllm", 34880] == found["sglang", 34880]
+    assert found["vllm", 34880] == found["sglang", 34880]
+    assert found["vllm", 69760] == pytest.approx(found["vllm", 34880] + GIVING_BACK_LENT_S)
