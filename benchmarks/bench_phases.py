@@ -348,7 +348,6 @@ def trainer(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from hybridrl.hybrid_engine import engine as hybrid_engine
     from hybridrl.loop.loop import Trainer
-    from hybridrl.rollout.vllm import VllmEngine
     from hybridrl.training.memory import TrainedModelMemory
 
     model = json.loads((ROOT / "benchmarks" / "models" / "qwen2.5-7b.json").read_text())
@@ -371,9 +370,8 @@ def trainer(arguments: argparse.Namespace) -> dict[str, Any]:
         pieces.watch(hybrid_engine.HybridEngine, "_move", "transfer")
         pieces.watch(TrainedModelMemory, "release", "training: release")
         pieces.watch(TrainedModelMemory, "restore", "training: restore")
-        pieces.watch(VllmEngine, "sleep", "engine: sleep")
-        pieces.watch(VllmEngine, "begin_update", "engine: begin_update")
-        pieces.watch(VllmEngine, "finish_update", "engine: finish_update")
+        for name in ("sleep", "begin_update", "finish_update"):
+            pieces.watch(type(made.engine), name, f"engine: {name}")
         rounds = []
         for _ in range(arguments.repeats + 1):
             with pieces.piece("to_train"):
