@@ -150,7 +150,15 @@ def _param_state(
     described = {part.data: part for part in nested_values(tensors_of_model)}
     group = optimizer.data_parallel_group_gloo
     cuts = list(_cuts(optimizer, group.size()))
-    kept = _to_fill(optimizer, cuts) if is_loading else _gathered(optimizer, cuts, allocate)
+    # Of tensor-parallel ranks and stages that have the same parameter one writes it.
+    writes = [
+        cut.parameter in described and not any(described[cut.parameter].replica_id[:-1])
+        for cut in cuts
+    ]
+    if is_loading:
+        kept = _to_fill(optimizer, cuts)
+    else:
+        kept = _gathered(optimizer, cuts, writes, allocate)
     return {
         index: _sharded(described, cut.parameter, kept[index])
         for index, cut in enumerate(cuts)
@@ -176,10 +184,11 @@ def _to_fill(optimizer: Any, cuts: Sequence[_Cut]) -> dict[int, dict[str, Tensor
 
 
 def _gathered(
-    optimizer: Any, cuts: Sequence[_Cut], allocate: Allocator | None
+    optimizer: Any, cuts: Sequence[_Cut], writes: Sequence[bool], allocate: Allocator | None
 ) -> dict[int, dict[str, Tensor]]:
-    """Returns, by a parameter's number, the states that this rank writes: its own where it has all
-    of the parameter, else put together on the host. Collective over the data-parallel ranks.
+    """Returns, by a parameter's number, the states that this rank writes: the optimizer's own where
+    every rank has all of its parameters, else put together on the host, and with `allocate` all
+    that it writes there. Collective over the data-parallel ranks.
     """
     rank = optimizer.data_parallel_group_gloo.rank()
     own = {
@@ -190,8 +199,8 @@ def _gathered(
     # parts of one: with one parameter all are put together in the memory that is given for it.
     are_cut = any(len(cut.pieces) > 1 for cut in cuts)
     for index, cut in enumerate(cuts):
-        is_whole = len(cut.pieces) == 1
-        if rank not in cut.pieces or (is_whole and (allocate is None or not are_cut)):
+        stays = allocate is None or not are_cut or not writes[index]
+        if rank not in cut.pieces or (len(cut.pieces) == 1 and stays):
             continue
         if rank != cut.keeper:
             del kept[index]

@@ -35,8 +35,8 @@ class EngineTraits:
             stay where they are trained; else in theirs.
         records_experts: it can tell which experts it chose for each token.
         sleeps: it gives weights and KV cache back while the policy trains, on GPUs.
-        lends_memory: while it sleeps its memory holds gradients, so that a change of phases frees
-            next to nothing; else training and engine free theirs in turn.
+        lends_memory: its memory holds gradients while the policy trains, so that both phases fit on
+            a GPU that has no room for gradients beside an engine.
         shares_memory: its parameters can be the trainer's own memory where both cut a tensor alike.
         has_fixed_kv_cache: the KV cache is made at the start, for `rollout.max_batch` requests, and
             requests for which there is no room wait; else the cache grows with the requests.

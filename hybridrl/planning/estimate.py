@@ -17,6 +17,7 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.planning.cluster import Assumptions
 from hybridrl.planning.fit import num_requests, with_margin
 from hybridrl.planning.memory import (
+    MAIN_GRAD_BYTES,
     Held,
     HeldEngine,
     HeldModel,
@@ -26,7 +27,7 @@ from hybridrl.planning.memory import (
     itemsize_of,
 )
 from hybridrl.planning.sizes import engine_elements, fullest_stage, shared_elements
-from hybridrl.planning.times import GIVING_BACK_LENT_S, GIVING_BACK_S, ROOM_SHARE, Times, step_times
+from hybridrl.planning.times import GIVING_BACK_S, ROOM_SHARE, Times, step_times
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,14 @@ def estimate(
     traits = ENGINES[rollout.engine]
     if memory.has_engine and traits.sleeps:
         cache = memory.rollout_with(requests) - memory.rollout_with(0)
-        both = memory.train + itemsize * (engine - shared) + cache
+        own = itemsize * (engine - shared) + cache
+        both = memory.train + own
+        if traits.lends_memory:
+            trained = sum(one.num_params for one in held if one.model.is_trained)
+            both -= min(own, MAIN_GRAD_BYTES * trained)
         always = train.offload_optimizer or train.release_weights_in_rollout
         if always or both > ROOM_SHARE * assumed.gpu_memory_bytes:
-            more = GIVING_BACK_LENT_S if traits.lends_memory else GIVING_BACK_S
-            times = replace(times, reshard=times.reshard + more)
+            times = replace(times, reshard=times.reshard + GIVING_BACK_S)
     return Estimate(memory, times, most, assumed.gpu_memory_bytes - with_margin(most))
 
 

@@ -52,10 +52,10 @@ GRADIENT_TRAFFIC = 2 * 4
 # Bytes of an Adam step a parameter: gradient, moments and master, read and written.
 ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
 # Seconds that a step gets longer by when training and engine do not fit on a GPU together and free
-# memory in turn: of 7B on H200 0.25 to 0.65. With gradients in memory that the engine lends about
-# 0.06, for activations that are allocated anew. Both fit in this share of the GPU's memory
+# their memory in turn: of 7B on H200 0.25 to 0.65. Less with gradients in memory that the engine
+# lends, which was not measured in a step. Both fit in this share of the GPU's memory
 # (hybrid_engine/headroom.py).
-GIVING_BACK_S, GIVING_BACK_LENT_S, ROOM_SHARE = 0.3, 0.06, 0.9
+GIVING_BACK_S, ROOM_SHARE = 0.3, 0.9
 # An engine's step beside reading weights and cache, seconds: launches and sampling on the GPU; what
 # the host does for a request beside it; and an all-reduce of few tokens.
 ENGINE_STEP_S, REQUEST_S, ALL_REDUCE_S = 1.8e-3, 17e-6, 15e-6

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.errors import ModelError
+from hybridrl.errors import ModelError, UserError
 from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
 from hybridrl.hybrid_engine.lending import Piece
@@ -62,8 +62,8 @@ from hybridrl.rollout.vllm_memory import (
 )
 from hybridrl.rollout.vllm_requests import request_rules, sampling_params
 from hybridrl.rollout.vllm_routing import RecordedExperts
-from hybridrl.rollout.vllm_start import start, stop
-from hybridrl.rollout.vllm_version import is_scheduler_known, model_rules
+from hybridrl.rollout.vllm_start import caches_of, runner_of, start, stop
+from hybridrl.rollout.vllm_version import NAME, is_scheduler_known, model_rules
 
 COPIES = LatentCopies("W_UK_T", "W_UV", "num_heads")
 
@@ -139,9 +139,23 @@ class VllmEngine:
         # A padded parameter is written only where the checkpoint has something for it.
         names = {name for name, _ in self._layout.padding}
         padded = [one for name, one in own.items() if name in names]
-        renewed = [one for name, one in own.items() if name not in names] + self._live.caches
+        caches = caches_of(runner_of(self._live.llm))
+        if (found := sum(one.nbytes for one in caches)) < self._cache_bytes():
+            self.close()
+            raise UserError(
+                NAME,
+                f"{found} of {self._cache_bytes()} bytes of KV cache are where "
+                f"{self._live.version} should have them",
+                "all, since what is not known to be cache stays while the policy trains",
+                "Install a version that the tests cover, or set rollout.engine=hf.",
+            )
+        renewed = [one for name, one in own.items() if name not in names] + caches
         mapping = DeviceMapping(self._device)
         return EngineMemory(mapping, allocations(), blocks_in_use(), renewed, padded)
+
+    def _cache_bytes(self) -> int:
+        config = self._live.llm.engine_core.engine_core.scheduler.kv_cache_config
+        return sum(int(cache.size) for cache in config.kv_cache_tensors)
 
     def _start(
         self,
@@ -260,10 +274,9 @@ class VllmEngine:
         """Returns bytes on this rank by what they are for; what the engine keeps while it sleeps is
         measured, on GPUs.
         """
-        caches = self._live.llm.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_tensors
         never_sleeps = self._device.type == "cpu" or self._keeps_memory
         return weight_holdings(self._tensors, self.shared, never_sleeps) | {
-            "KV cache": Holding(sum(cache.size for cache in caches), never_sleeps),
+            "KV cache": Holding(self._cache_bytes(), never_sleeps),
             "graphs and workspace": Holding(self._kept_bytes, stays=True),
         }
 

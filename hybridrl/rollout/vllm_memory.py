@@ -14,6 +14,7 @@ tags hold (graphs, workspace) stays.
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -104,12 +105,12 @@ class EngineMemory:
         mapping: Mapping,
         pieces: Sequence[Allocation],
         blocks: Sequence[Span],
-        renewed: Iterable[Tensor],
-        padded: Iterable[Tensor] = (),
+        renewed: Sequence[Tensor],
+        padded: Sequence[Tensor] = (),
     ) -> None:
         self._mapping = mapping
         written = _spans(renewed)
-        unneeded = sorted([*written, *_spans(padded)])
+        unneeded = _spans([*renewed, *padded])
         self._lendable: set[int] = set()
         self._pieces: list[Allocation] = []
         others: list[Span] = []
@@ -138,10 +139,11 @@ class EngineMemory:
         """Gives back what is not lent; of the content only that of others than weights and caches
         is kept.
         """
-        if self._has_others:
-            _copy(self._in_place(), self._saved)
-        self._has_others = False
         self._mapping.wait()  # a sync point: nothing may use what is unmapped
+        if self._has_others and self._others:
+            _copy(self._in_place(), self._saved)
+            self._mapping.wait()
+        self._has_others = False
         for piece in self._pieces:
             if piece.address not in self._lent | self._asleep:
                 self._mapping.unmap(piece.address, piece.num_bytes)
@@ -205,19 +207,28 @@ class EngineMemory:
 
 
 def _spans(tensors: Iterable[Tensor]) -> list[Span]:
-    """Returns where tensors lie, ascending."""
-    return sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors)
+    """Returns the addresses that tensors lie at, ascending, those in a row as one."""
+    joined: list[Span] = []
+    for start, stop in sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 def _uncovered(used: Iterable[Span], spans: Sequence[Span]) -> Iterator[Span]:
-    """Yields the parts of what is in use that lie in none of the spans, which are ascending."""
+    """Yields the parts of what is in use that lie in none of the spans, which are ascending and do
+    not overlap.
+    """
     for begin, end in used:
         place = begin
-        for start, stop in spans:
-            if start < end and stop > place:
-                if start > place:
-                    yield place, start
-                place = stop
+        for start, stop in spans[max(0, bisect_right(spans, (begin,)) - 1) :]:
+            if start >= end:
+                break
+            if start > place:
+                yield place, start
+            place = max(place, stop)
         if place < end:
             yield place, end
 

@@ -52,14 +52,12 @@ class LiveEngine:
     Args:
         llm: vLLM's `LLMEngine`.
         model: this rank's module; its parameters are what generation reads.
-        caches: of keys and values, of this rank.
         tp_group: gloo group of the replica's ranks.
         version: distribution and version, for messages.
     """
 
     llm: Any
     model: torch.nn.Module
-    caches: list[Tensor]
     tp_group: dist.ProcessGroup
     version: str
 
@@ -114,26 +112,32 @@ def start(
         finalizer.detach()  # it runs vLLM's shutdown, see `stop`
     _check_groups(rank, members)
     group = parallel_state.get_tp_group()
-    runner = llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
     if llm.vllm_config.use_v2_model_runner:
         compute_on_current_stream(type(runner))
     else:
         _draw_by_seed_and_position(runner)
-    return LiveEngine(llm, runner.model, caches_of(runner), group.cpu_group, version)
+    return LiveEngine(llm, runner.model, group.cpu_group, version)
+
+
+def runner_of(llm: Any) -> Any:
+    """Returns the model runner of vLLM's `LLMEngine`."""
+    return llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def caches_of(runner: Any) -> list[Tensor]:
-    """Returns the tensors that keys and values of all layers lie in, as bytes.
+    """Returns the memory that keys and values of all layers lie in, as bytes, once each.
 
     Args:
         runner: vLLM's model runner.
     """
-    found: list[Tensor] = []
+    found: dict[int, Tensor] = {}
     for layer in runner.kv_caches:  # of some models several of a layer
         for cache in [layer] if isinstance(layer, Tensor) else layer:
             whole = torch.empty(0, dtype=torch.uint8, device=cache.device)
-            found.append(whole.set_(cache.untyped_storage()))
-    return found
+            whole.set_(cache.untyped_storage())
+            found[whole.data_ptr()] = whole
+    return list(found.values())
 
 
 def _device_memory(layout: RolloutLayout) -> tuple[int, int]:

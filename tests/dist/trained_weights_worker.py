@@ -307,6 +307,8 @@ def check_fused(mesh: Mesh, case: Case, folder: Path) -> None:
     kept = sum(
         t.nbytes for t, is_one in zip(copies._kept.values(), is_state, strict=True) if is_one
     )
+    of_states = [key for key, is_one in zip(copies._kept, is_state, strict=True) if is_one]
+    assert len({len(key) > 2 for key in of_states}) <= 1, "parts of a tensor lie in two memories"
     # A last stage gathers the tied embedding too, which the first one writes.
     assert case.train.pp > 1 or kept == sum(sizes.values()), "what is gathered is copied again"
     load_model(Checkpoint.open(folder / "copied again"), "policy", copied.model, mesh.world)

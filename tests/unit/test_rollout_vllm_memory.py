@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -11,7 +12,14 @@ import torch
 from fake_driver import FakeDriver
 
 from hybridrl.hybrid_engine.lending import LentMemory
-from hybridrl.rollout.vllm_memory import KV_CACHE, WEIGHTS, Allocation, EngineMemory
+from hybridrl.rollout.vllm_memory import (
+    KV_CACHE,
+    WEIGHTS,
+    Allocation,
+    EngineMemory,
+    blocks_in_use,
+)
+from hybridrl.rollout.vllm_start import caches_of
 
 MIB = 1 << 20
 BASE = 1 << 30
@@ -167,3 +175,46 @@ def test_engine_does_not_lend_what_it_uses() -> None:
     case = Case(*PARTS)
     with pytest.raises(RuntimeError, match="only while it sleeps"):
         case.memory.lend(MIB)
+
+
+def test_blocks_in_use_are_those_of_this_device_that_hold_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = ("active_allocated", "inactive", "active_pending_free")
+    segments = [
+        {
+            "device": device,
+            "address": start,
+            "blocks": [
+                {"address": start + 100 * i, "size": 100, "requested_size": 90 + i, "state": state}
+                for i, state in enumerate(states)
+            ],
+        }
+        for device, start in ((0, 1000), (1, 2000), (1, 3000))
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: segments)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert blocks_in_use() == [(2000, 2090), (2200, 2292), (3000, 3090), (3200, 3292)]
+
+
+def test_caches_are_whole_and_counted_once() -> None:
+    first, second, third = (torch.zeros(size) for size in (16, 32, 8))
+    layers = [first[4:].view(3, 4), [second[:16], second[16:]], [third]]
+    found = caches_of(SimpleNamespace(kv_caches=layers))
+    assert [(one.data_ptr(), one.nbytes, one.dtype) for one in found] == [
+        (one.data_ptr(), one.nbytes, torch.uint8) for one in (first, second, third)
+    ]
+
+
+def test_many_parameters_are_looked_through_once() -> None:
+    """Of a mixture each expert is a parameter: 40,000 of them are found in a moment."""
+    size = 2 * MIB
+    case = Case((WEIGHTS, 40, 40.0, 0.0))
+    begin, count = case.pieces[0].address, 40_000
+    parts = [Span(begin + i * (size // 1000), size // 1000) for i in range(count)]
+    blocks = [(one.start, one.start + one.nbytes) for one in parts if one.start < begin + 40 * MIB]
+    began = time.perf_counter()
+    memory = EngineMemory(case.driver, case.pieces, blocks, parts)  # type: ignore[arg-type]
+    assert time.perf_counter() - began < 2.0
+    memory.sleep()
+    assert [one.num_bytes for one in memory.lend(40 * MIB)] == [40 * MIB]
