@@ -78,7 +78,9 @@ class FakeDriver:
         assert place in self.allowed and address + size <= place + length
         self.calls.append(f"tensor {handle}")
         with torch.inference_mode(False):
-            return self.contents.setdefault((handle, address - place, size), torch.zeros(size))
+            return self.contents.setdefault(
+                (handle, address - place, size), torch.zeros(size, dtype=torch.uint8)
+            )
 
     def adopt(self, address: int, size: int) -> int:
         """Takes memory in that somebody else has made and mapped; returns its handle."""

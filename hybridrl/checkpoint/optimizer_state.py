@@ -155,10 +155,7 @@ def _param_state(
         cut.parameter in described and not any(described[cut.parameter].replica_id[:-1])
         for cut in cuts
     ]
-    if is_loading:
-        kept = _to_fill(optimizer, cuts)
-    else:
-        kept = _gathered(optimizer, cuts, writes, allocate)
+    kept = _to_fill(optimizer, cuts) if is_loading else _gathered(optimizer, cuts, writes, allocate)
     return {
         index: _sharded(described, cut.parameter, kept[index])
         for index, cut in enumerate(cuts)
