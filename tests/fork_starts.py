@@ -143,7 +143,9 @@ class _Starts:
         return bool(names & (server.modules | {"sitecustomize", "usercustomize"}))
 
     def _server(self, program: Sequence[str]) -> Server:
-        has_vllm = HAS_VLLM and any("vllm" in argument.lower() for argument in program)
+        is_plan = program[2:3] == ["plan"]  # which starts no engine
+        has_vllm = any("vllm" in argument.lower() for argument in program)
+        has_vllm = HAS_VLLM and has_vllm and not is_plan
         modules = RANKS_WITH_VLLM if has_vllm else RANKS
         with self._lock:
             if modules not in self._servers:

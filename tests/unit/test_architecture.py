@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -147,8 +148,18 @@ def relative(path: Path) -> str:
     return str(path.relative_to(PACKAGE)) if inside else f"../{path.relative_to(ROOT)}"
 
 
-def imports(path: Path, for_types: bool = False) -> Iterator[Import]:
-    tree = ast.parse(path.read_text())
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path, for_types: bool = False) -> list[Import]:
+    return list(_imports(path, for_types))
+
+
+def _imports(path: Path, for_types: bool) -> Iterator[Import]:
+    tree = tree_of(path)
     skipped: set[ast.AST] = set()
     for node in ast.walk(tree):
         if for_types:
@@ -283,7 +294,7 @@ def test_only_the_registry_goes_by_the_name_of_an_engine() -> None:
         f"{relative(path)}:{line}"
         for path in sources()
         if relative(path) != REGISTRY
-        for line in engine_choices(ast.parse(path.read_text()))
+        for line in engine_choices(tree_of(path))
     ]
     assert asked == [], "give EngineTraits what is asked for"
 
@@ -350,7 +361,7 @@ def test_files_and_functions_stay_small() -> None:
         text = path.read_text()
         if len(text.splitlines()) > MAX_FILE_LINES:
             large.append(f"{relative(path)} has {len(text.splitlines())} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:
