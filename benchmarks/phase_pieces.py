@@ -19,7 +19,7 @@ from hybridrl.rollout.vllm_memory import (
     allocations,
     blocks_in_use,
 )
-from hybridrl.rollout.vllm_start import caches_of
+from hybridrl.rollout.vllm_start import caches_of, runner_of
 
 GIB = 1 << 30
 
@@ -100,10 +100,10 @@ def lent_gradients(llm: Any, size: int, repeats: int) -> dict[str, Any]:
     """The same changes by the adapter's own calls, gradients in memory that the engine lends."""
     from vllm import SamplingParams
 
-    model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    parameters = dict(model.model.named_parameters())
+    runner = runner_of(llm.llm_engine)
+    parameters = dict(runner.model.named_parameters())
     mapping = DeviceMapping(torch.device("cuda", torch.cuda.current_device()))
-    renewed = [*parameters.values(), *caches_of(model)]
+    renewed = [*parameters.values(), *caches_of(runner)]
     memory = EngineMemory(mapping, allocations(), blocks_in_use(), renewed)
     prompts: Any = [{"prompt_token_ids": [*range(10, 10 + 40 * n)]} for n in range(1, 9)]
     greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)

@@ -129,7 +129,7 @@ class VllmEngine:
         self._version = -1
         self._is_updating = True
         self.token_texts: TokenTexts | None = None
-        self._is_asleep = self._keeps_memory = False
+        self._keeps_memory = False
         self._memory = None if self._device.type == "cpu" else self._sleeping_memory()
         self.sleep()  # a run begins in the training phase
         self._kept_bytes = before - free_bytes(self._device)
@@ -231,9 +231,8 @@ class VllmEngine:
         """
         self._stop_generation()
         self._keeps_memory = keeps_memory
-        if not keeps_memory and self._memory is not None and not self._is_asleep:
+        if not keeps_memory and self._memory is not None:
             self._memory.sleep()
-            self._is_asleep = True
 
     def lend(self, num_bytes: int) -> list[Piece]:
         """Lends memory to training, as `lending.MemoryLender`."""
@@ -242,15 +241,13 @@ class VllmEngine:
     def begin_update(self) -> None:
         """Stops generation and maps the weights; running requests keep their tokens here."""
         self._stop_generation()
-        if self._is_asleep and self._memory is not None:
+        if self._memory is not None:
             self._memory.wake_up(WEIGHTS)
 
     def finish_update(self, version: int) -> None:
         """Maps the KV cache and allows generation with the weights `version`."""
         if self._memory is not None:
-            if self._is_asleep:
-                self._memory.wake_up(KV_CACHE)
-                self._is_asleep = False
+            self._memory.wake_up(KV_CACHE)
             self._memory.clear_lent()  # training has used it, be the engine asleep or only stopped
         # Keys and values of older weights may be cached.
         if not self._live.llm.reset_prefix_cache():

@@ -136,8 +136,8 @@ class EngineMemory:
         return sum(one.num_bytes for one in self._pieces if one.address in self._lent)
 
     def sleep(self) -> None:
-        """Gives back what is not lent; of the content only that of others than weights and caches
-        is kept.
+        """Gives back what is not lent and not given back yet; of the content only that of others
+        than weights and caches is kept.
         """
         self._mapping.wait()  # a sync point: nothing may use what is unmapped
         if self._has_others and self._others:
@@ -152,7 +152,7 @@ class EngineMemory:
                 self._asleep.add(piece.address)
 
     def wake_up(self, tag: str) -> None:
-        """Brings memory back for what has this tag.
+        """Brings memory back for what has this tag and sleeps.
 
         Raises:
             torch.OutOfMemoryError: the device has none.

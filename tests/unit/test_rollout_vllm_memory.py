@@ -105,6 +105,10 @@ def test_what_lies_beside_weights_and_caches_keeps_its_content(tag: str) -> None
         case.memory.wake_up(WEIGHTS)
         case.memory.wake_up(KV_CACHE)
         assert table().eq(turn).all()
+    table().fill_(9)
+    case.memory.wake_up(WEIGHTS)  # of an engine that is awake: an update while nothing sleeps
+    case.memory.wake_up(KV_CACHE)
+    assert table().eq(9).all()
 
 
 def test_a_piece_that_is_mostly_something_else_stays() -> None:
