@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from phase_causes import causes
 from phase_pieces import Pieces, lent_gradients, medians, milliseconds, watch_adapter
 
 from hybridrl.parallel.device_mapping import DeviceMapping
+from hybridrl.rollout.engine_memory import EnginePiece
+from hybridrl.rollout.vllm_memory import allocations
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
@@ -276,13 +279,11 @@ def watch_vllm(pieces: Pieces) -> None:
     pieces.watch(torch.cuda, "synchronize")
 
 
-def allocations() -> dict[str, Any]:
-    """Returns, by tag, how many allocations vLLM's allocator has and how large they are."""
-    from vllm.device_allocator.cumem import CuMemAllocator
-
+def summary(pieces: Iterable[EnginePiece]) -> dict[str, Any]:
+    """Returns, by tag, how many pieces an engine's memory has and how large they are."""
     found: dict[str, list[int]] = {}
-    for data in CuMemAllocator.get_instance().pointer_to_data.values():
-        found.setdefault(data.tag, []).append(data.handle[1])
+    for one in pieces:
+        found.setdefault(one.tag, []).append(one.num_bytes)
     return {
         tag: {"count": len(sizes), "gib": round(sum(sizes) / GIB, 2), "largest": max(sizes) // MIB}
         for tag, sizes in found.items()
@@ -336,7 +337,7 @@ def engine(arguments: argparse.Namespace) -> dict[str, Any]:
         rounds.append(pieces.take())
     pieces.stop()
     lent = lent_gradients(llm, size, arguments.repeats)
-    return {"allocations": allocations(), "ms": medians(rounds), "lent": lent}
+    return {"allocations": summary(allocations()), "ms": medians(rounds), "lent": lent}
 
 
 # A Trainer
@@ -383,7 +384,7 @@ def trainer(arguments: argparse.Namespace) -> dict[str, Any]:
         sizes = {name: holding.num_bytes for name, holding in made.engine.memory().items()}
     trained = made.policy.model.memory
     return {
-        "allocations": allocations(),
+        "allocations": summary(getattr(made.engine._memory, "_pieces", ())),
         "engine_bytes": sizes,
         "gradient_bytes": 0 if trained is None else trained.gradient_bytes(),
         "lent_bytes": 0 if trained is None else trained.lent_bytes,

@@ -12,13 +12,8 @@ import torch
 
 from hybridrl.hybrid_engine.lending import LentMemory
 from hybridrl.parallel.device_mapping import DeviceMapping
-from hybridrl.rollout.vllm_memory import (
-    KV_CACHE,
-    WEIGHTS,
-    EngineMemory,
-    allocations,
-    blocks_in_use,
-)
+from hybridrl.rollout.engine_memory import KV_CACHE, WEIGHTS, EngineMemory, blocks_in_use
+from hybridrl.rollout.vllm_memory import allocations
 from hybridrl.rollout.vllm_start import caches_of, runner_of
 
 GIB = 1 << 30

@@ -127,6 +127,7 @@ ENGINES = {
         records_experts=True,
         has_fused_parameters=True,
         sleeps=True,
+        lends_memory=True,
         shares_memory=True,
         has_fixed_kv_cache=True,
         captures_graphs=True,

@@ -87,6 +87,17 @@ def still_shared(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> frozen
     return frozenset(name for name, one in tensors.items() if is_view(name, one, views))
 
 
+def written_parameters(
+    tensors: dict[str, Tensor], shared: frozenset[str], layout: RankLayout
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the parameters that an update writes as a whole, and those that it writes where the
+    checkpoint has something for them; those that are the trainer's are left out.
+    """
+    padded = {name for name, _ in layout.padding}
+    own = [(name, one) for name, one in tensors.items() if name not in shared]
+    return [t for name, t in own if name not in padded], [t for name, t in own if name in padded]
+
+
 def weight_holdings(
     tensors: dict[str, Tensor], shared: frozenset[str], stays: bool
 ) -> dict[str, Holding]:

@@ -14,7 +14,6 @@ draws next depends on its seed and its position alone. In between SGLang's reque
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,14 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.errors import ModelError
+from hybridrl.errors import ModelError, UserError
 from hybridrl.hybrid_engine.alias import TrainingShard
+from hybridrl.hybrid_engine.lending import Piece
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokenAgreement
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
+from hybridrl.rollout.engine_memory import KV_CACHE, WEIGHTS, SleepingMemory
 from hybridrl.rollout.latent_copies import LatentCopies, set_epsilon
 from hybridrl.rollout.live_weights import (
     check_live,
@@ -40,14 +41,15 @@ from hybridrl.rollout.live_weights import (
     share,
     still_shared,
     weight_holdings,
+    written_parameters,
 )
-from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import no_logprob
 from hybridrl.rollout.settings import EngineSettings, token_bytes, too_long
 from hybridrl.rollout.sglang_longrope import settle_longrope
+from hybridrl.rollout.sglang_memory import sleeping_memory
 from hybridrl.rollout.sglang_routing import RecordedExperts
 from hybridrl.rollout.sglang_sampling import request_sampling
-from hybridrl.rollout.sglang_scheduler import drawn_logps, end_soon, synchronize
+from hybridrl.rollout.sglang_scheduler import drawn_logps, end_soon, synchronize, token_ids
 from hybridrl.rollout.sglang_start import start, stop
 from hybridrl.rollout.sglang_version import model_rules
 from hybridrl.rollout.shared_prompts import SharedPrompts
@@ -133,9 +135,18 @@ class SglangEngine:
         self._version = -1
         self._is_updating = True
         self.token_texts: TokenTexts | None = None
-        self._is_asleep = self._keeps_memory = False
+        self._keeps_memory = False
+        self._memory = None if self._device.type == "cpu" else self._sleeping_memory()
         self.sleep()  # a run begins in the training phase
         self._kept_bytes = before - free_bytes(self._device)
+
+    def _sleeping_memory(self) -> SleepingMemory:
+        written = written_parameters(self._tensors, self.shared, self._layout)
+        try:
+            return sleeping_memory(self._live, self._device, *written, self._cache_bytes)
+        except UserError:
+            self.close()
+            raise
 
     def _start(
         self,
@@ -200,25 +211,28 @@ class SglangEngine:
         """Stops generation and gives weights and KV cache back; running requests keep their tokens.
 
         The addresses stay reserved, so parameters and CUDA graphs are valid again after the next
-        update. On CPU everything fits at once, and nothing is given back.
+        update. What is lent stays. On CPU everything fits at once, and nothing is given back.
         """
         self._stop_generation()
         self._keeps_memory = keeps_memory
-        if not keeps_memory and self._device.type != "cpu" and not self._is_asleep:
-            self._memory("release", ["kv_cache", "weights"])
-            self._is_asleep = True
+        if not keeps_memory and self._memory is not None:
+            self._memory.sleep()
+
+    def lend(self, num_bytes: int) -> list[Piece]:
+        """Lends memory to training, as `lending.MemoryLender`."""
+        return [] if self._memory is None else self._memory.lend(num_bytes)
 
     def begin_update(self) -> None:
         """Stops generation and maps the weights; running requests keep their tokens here."""
         self._stop_generation()
-        if self._is_asleep:
-            self._memory("resume", ["weights"])
+        if self._memory is not None:
+            self._memory.wake_up(WEIGHTS)
 
     def finish_update(self, version: int) -> None:
         """Maps the KV cache and allows generation with the weights `version`."""
-        if self._is_asleep:
-            self._memory("resume", ["kv_cache"])
-            self._is_asleep = False
+        if self._memory is not None:
+            self._memory.wake_up(KV_CACHE)
+            self._memory.clear_lent()  # training has used it, be the engine asleep or only stopped
         # Keys and values of older weights may be cached.
         self._scheduler.forget_requests()
         if self._experts is not None:
@@ -254,20 +268,8 @@ class SglangEngine:
         for ids in (self._running, self._by_text, self._leaving):
             ids.clear()
         self._shared_prompts.forget()
-        if not self._is_asleep:
+        if self._memory is None or not self._memory.is_asleep:
             self._scheduler.forget_requests()
-
-    def _memory(self, what: str, kinds: list[str]) -> None:
-        """Gives back (`release`) or maps again (`resume`) memory; SGLang has no requests."""
-        from sglang.srt.managers import io_struct
-
-        request = getattr(io_struct, f"{what.capitalize()}MemoryOccupationReqInput")(tags=kinds)
-        owner = getattr(self._scheduler, "weight_updater", self._scheduler)  # of newer versions
-        with keep_generators(self._device), torch.no_grad():
-            getattr(owner, f"{what}_memory_occupation")(request)
-        if "kv_cache" in kinds and what == "resume":
-            # What is mapped anew holds anything. Rows that pad a captured batch read place 0.
-            self._scheduler.req_to_token_pool.req_to_token.zero_()
 
     # RolloutEngine
 
@@ -493,8 +495,3 @@ def layout_name(name: str) -> str:
     """Returns the layout's name of an SGLang parameter."""
     name = name.replace(".fused_qkv_a_proj_with_mqa.", ".fused_qkv_a_proj.")
     return name.replace(".experts.w", ".experts.routed_experts.w")
-
-
-def token_ids(tokens: list[int], scheduler: Any) -> Any:
-    """Returns token ids as this version of SGLang takes them."""
-    return array("q", tokens) if scheduler.takes_arrays else tokens

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -324,3 +325,8 @@ def synchronize(device: torch.device) -> None:
     """Waits for a GPU: weights are written on another stream than SGLang's."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
+
+
+def token_ids(tokens: list[int], scheduler: Any) -> Any:
+    """Returns token ids as this version of SGLang takes them."""
+    return array("q", tokens) if scheduler.takes_arrays else tokens

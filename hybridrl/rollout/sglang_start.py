@@ -1,7 +1,8 @@
 """Starts an SGLang engine inside this process, cut over the ranks as our own layout says.
 
 Owns everything that is about SGLang's start and not about generation: environment, process groups,
-memory that can be given back, and the few repairs of the installed version, each with its reason.
+and the few repairs of the installed version, each with its reason. Not owned: memory that can be
+given back (sglang_memory.py).
 Who waits for whom: `start` and `stop` are collective over the ranks that have an engine.
 """
 
@@ -32,6 +33,12 @@ from hybridrl.rollout.process_state import keep_generators, quiet, replaced
 from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.sglang_arguments import longest_pass, longest_request, server_arguments
 from hybridrl.rollout.sglang_latent import latents_on_cpu
+from hybridrl.rollout.sglang_memory import (
+    EnginePools,
+    allocated_in,
+    choose_memory_saver,
+    engine_pools,
+)
 from hybridrl.rollout.sglang_routing import RecordedExperts, recorded_by
 from hybridrl.rollout.sglang_sampling import SeededSampler, keep_seeds
 from hybridrl.rollout.sglang_scheduler import make_scheduler, without_watchdog
@@ -62,12 +69,14 @@ class LiveEngine:
         model: this rank's module; its parameters are what generation reads.
         tp_group: gloo group of the replica's ranks.
         version: name and version, for messages.
+        pools: that hold weights and KV cache; None: SGLang knows where they are.
     """
 
     scheduler: Any
     model: torch.nn.Module
     tp_group: dist.ProcessGroup
     version: str
+    pools: EnginePools | None
 
 
 def start(
@@ -100,6 +109,9 @@ def start(
     if not dist.is_initialized():
         raise RuntimeError("start a process group first: the engine's ranks are those of the world")
     _import_sglang(version, is_cpu, layout.tp)
+    pools = engine_pools(device)
+    if pools is None and not is_cpu:
+        choose_memory_saver()
     from sglang.srt.distributed import parallel_state
 
     _check_groups(rank, members)
@@ -115,6 +127,7 @@ def start(
 
     with (
         _inside_the_trainer(settings, shape, layout, device),
+        allocated_in(pools),
         _after_loading(prepare_loaded),
         recorded_by(lambda num_slots: listen(loaded[0], num_slots, longest_pass(arguments))),
     ):
@@ -123,7 +136,8 @@ def start(
     _check_groups(rank, members)
     fits = longest_request(scheduler.max_total_num_tokens)
     group = parallel_state.get_tp_group().cpu_group
-    engine = LiveEngine(scheduler, scheduler.tp_worker.model_runner.model, group, version)
+    model = scheduler.tp_worker.model_runner.model
+    engine = LiveEngine(scheduler, model, group, version, pools)
     if fits < settings.max_tokens:
         stop(engine)
         raise too_small_cache(settings.max_tokens, fits)
@@ -262,23 +276,6 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
         )
     if is_cpu:
         _compute_with_local_experts()
-    if not is_cpu:
-        _choose_memory_saver()
-
-
-def _choose_memory_saver() -> None:
-    """Lets SGLang give memory back through torch's own pools, which may be freed at any time.
-
-    The other way of torch_memory_saver asks for a library that is loaded before Python. In this one
-    the library ends the process where a pool is freed outside of its regions, as torch does when
-    Python ends. Only allocations in its pools come to it: a thread may stay inside a region.
-    """
-    from torch_memory_saver import torch_memory_saver as saver
-
-    with contextlib.suppress(AttributeError, AssertionError):  # it was asked before
-        saver.hook_mode = "torch"
-    saver._ensure_initialized()
-    saver._impl._binary_wrapper.cdll.tms_set_interesting_region(True)
 
 
 def _compute_with_local_experts() -> None:

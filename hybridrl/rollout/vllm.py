@@ -25,7 +25,6 @@ from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
 from hybridrl.hybrid_engine.lending import Piece
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
-from hybridrl.parallel.device_mapping import DeviceMapping
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokenAgreement
 from hybridrl.rollout.build import EngineInputs
@@ -36,6 +35,13 @@ from hybridrl.rollout.engine import (
     RunningRequest,
     new_rows,
 )
+from hybridrl.rollout.engine_memory import (
+    KV_CACHE,
+    WEIGHTS,
+    SleepingMemory,
+    check_caches,
+    own_memory,
+)
 from hybridrl.rollout.latent_copies import LatentCopies, set_epsilon
 from hybridrl.rollout.live_weights import (
     check_live,
@@ -45,6 +51,7 @@ from hybridrl.rollout.live_weights import (
     share,
     still_shared,
     weight_holdings,
+    written_parameters,
 )
 from hybridrl.rollout.process_state import keep_generators
 from hybridrl.rollout.sampling import no_logprob
@@ -53,13 +60,7 @@ from hybridrl.rollout.stops import TokenTexts
 from hybridrl.rollout.vllm_decoding import DecodingSteps, Drawn, DrawnSteps
 from hybridrl.rollout.vllm_experts import deal_experts
 from hybridrl.rollout.vllm_latent import rotate_with_torch
-from hybridrl.rollout.vllm_memory import (
-    KV_CACHE,
-    WEIGHTS,
-    EngineMemory,
-    allocations,
-    blocks_in_use,
-)
+from hybridrl.rollout.vllm_memory import allocations
 from hybridrl.rollout.vllm_requests import request_rules, sampling_params
 from hybridrl.rollout.vllm_routing import RecordedExperts
 from hybridrl.rollout.vllm_start import caches_of, runner_of, start, stop
@@ -134,24 +135,15 @@ class VllmEngine:
         self.sleep()  # a run begins in the training phase
         self._kept_bytes = before - free_bytes(self._device)
 
-    def _sleeping_memory(self) -> EngineMemory:
-        own = {name: one for name, one in self._tensors.items() if name not in self.shared}
-        # A padded parameter is written only where the checkpoint has something for it.
-        names = {name for name, _ in self._layout.padding}
-        padded = [one for name, one in own.items() if name in names]
+    def _sleeping_memory(self) -> SleepingMemory:
         caches = caches_of(runner_of(self._live.llm))
-        if (found := sum(one.nbytes for one in caches)) < self._cache_bytes():
+        try:
+            check_caches(caches, self._cache_bytes(), NAME, self._live.version)
+        except UserError:
             self.close()
-            raise UserError(
-                NAME,
-                f"{found} of {self._cache_bytes()} bytes of KV cache are where "
-                f"{self._live.version} should have them",
-                "all, since what is not known to be cache stays while the policy trains",
-                "Install a version that the tests cover, or set rollout.engine=hf.",
-            )
-        renewed = [one for name, one in own.items() if name not in names] + caches
-        mapping = DeviceMapping(self._device)
-        return EngineMemory(mapping, allocations(), blocks_in_use(), renewed, padded)
+            raise
+        whole, in_part = written_parameters(self._tensors, self.shared, self._layout)
+        return own_memory(self._device, allocations(), [*whole, *caches], in_part)
 
     def _cache_bytes(self) -> int:
         config = self._live.llm.engine_core.engine_core.scheduler.kv_cache_config

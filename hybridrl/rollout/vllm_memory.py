@@ -1,36 +1,17 @@
-"""The memory that a vLLM engine gives back while the policy trains: its weights and its KV cache.
-
-vLLM allocates both in pieces of physical memory, each with addresses of its own that stay reserved;
-parameters, caches and CUDA graphs are valid again once memory is mapped there. Owns when pieces are
-made, mapped and given back, in place of vLLM's own sleep: that knows buffers of the model and what
-some of its versions make anew, and cannot leave out pieces that are lent to training
-(hybrid_engine/lending.py).
-
-Invariants: a lent piece stays mapped at vLLM's address. What lies beside weights and caches in
-their pieces, as tables of addresses do, has its content whenever the engine is awake. What other
-tags hold (graphs, workspace) stays.
-"""
+"""Where vLLM keeps the memory of weights and KV cache, piece by piece (engine_memory.py)."""
 
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from hybridrl.hybrid_engine.lending import Mapping, Piece, choose
-
-WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's tags
-Span: TypeAlias = tuple[int, int]  # the first address, and the one after the last
+from hybridrl.rollout.engine_memory import KV_CACHE, WEIGHTS
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A piece as vLLM keeps it.
+    """Implements `EnginePiece` as vLLM keeps it.
 
     Args:
         address: where vLLM has it.
@@ -45,11 +26,6 @@ class Allocation:
     tag: str
     handle_place: int
     record: Any
-
-    @property
-    def end(self) -> int:
-        """The address after it."""
-        return self.address + self.num_bytes
 
     @property
     def handle(self) -> int:
@@ -76,164 +52,3 @@ def allocations() -> list[Allocation]:
         if data.tag in (WEIGHTS, KV_CACHE):
             found.append(Allocation(address, num_bytes, data.tag, handle_place, data))
     return sorted(found, key=lambda one: one.address)
-
-
-def blocks_in_use() -> list[Span]:
-    """Returns where tensors lie on this device, as torch's allocator knows it."""
-    return [
-        (block["address"], block["address"] + block["requested_size"])
-        for segment in torch.cuda.memory_snapshot(include_traces=False)
-        if segment["device"] == torch.cuda.current_device()
-        for block in segment["blocks"]
-        if block["state"] != "inactive"
-    ]
-
-
-class EngineMemory:
-    """Weights and KV cache of one rank's engine; awake at first.
-
-    Args:
-        mapping: of the device.
-        pieces: of `allocations`.
-        blocks: of `blocks_in_use`.
-        renewed: parameters that every update writes, each as a whole, and caches.
-        padded: parameters of which an update writes a part, the rest is of no use.
-    """
-
-    def __init__(
-        self,
-        mapping: Mapping,
-        pieces: Sequence[Allocation],
-        blocks: Sequence[Span],
-        renewed: Sequence[Tensor],
-        padded: Sequence[Tensor] = (),
-    ) -> None:
-        self._mapping = mapping
-        written = _spans(renewed)
-        unneeded = _spans([*renewed, *padded])
-        self._lendable: set[int] = set()
-        self._pieces: list[Allocation] = []
-        others: list[Span] = []
-        for piece in pieces:
-            used = [one for one in blocks if piece.address <= one[0] < piece.end]
-            found = list(_uncovered(used, unneeded))
-            if sum(stop - start for start, stop in found) > piece.num_bytes // 2:
-                continue  # it stays: a copy would take as much
-            self._pieces.append(piece)
-            others += found
-            if not any(_uncovered(used, written)):
-                self._lendable.add(piece.address)
-        self._others = [(start, stop - start) for start, stop in others]
-        self._asleep: set[int] = set()
-        self._lent: set[int] = set()
-        self._has_others = True  # they have memory
-        with torch.inference_mode():
-            self._saved = [mapping.tensor(*one).clone() for one in self._others]
-
-    @property
-    def lent_bytes(self) -> int:
-        """Size of what is lent."""
-        return sum(one.num_bytes for one in self._pieces if one.address in self._lent)
-
-    def sleep(self) -> None:
-        """Gives back what is not lent and not given back yet; of the content only that of others
-        than weights and caches is kept.
-        """
-        self._mapping.wait()  # a sync point: nothing may use what is unmapped
-        if self._has_others and self._others:
-            _copy(self._in_place(), self._saved)
-            self._mapping.wait()
-        self._has_others = False
-        for piece in self._pieces:
-            if piece.address not in self._lent | self._asleep:
-                self._mapping.unmap(piece.address, piece.num_bytes)
-                self._mapping.release(piece.handle)
-                piece.gone()
-                self._asleep.add(piece.address)
-
-    def wake_up(self, tag: str) -> None:
-        """Brings memory back for what has this tag and sleeps.
-
-        Raises:
-            torch.OutOfMemoryError: the device has none.
-        """
-        for piece in self._pieces:
-            if piece.tag == tag:
-                self._bring_back(piece)
-        if not self._asleep and not self._has_others:
-            _copy(self._saved, self._in_place())
-            self._has_others = True
-
-    def clear_lent(self) -> None:
-        """Clears what lent pieces of the KV cache hold of gradients, before generation.
-
-        New memory is cleared by the driver. Attention multiplies what it masks by 0, and a gradient
-        read as 16-bit numbers may be NaN.
-        """
-        for piece in self._pieces:
-            if piece.tag == KV_CACHE and piece.address in self._lent:
-                self._mapping.tensor(piece.address, piece.num_bytes).zero_()
-
-    def lend(self, num_bytes: int) -> list[Piece]:
-        """Lends sleeping pieces, as `lending.MemoryLender`: weights first, whose clearing is free.
-
-        Raises:
-            RuntimeError: the engine is awake, so what it holds would be overwritten.
-        """
-        free = [one for one in self._pieces if one.address not in self._lent]
-        if any(one.address not in self._asleep for one in free):
-            raise RuntimeError("an engine lends memory only while it sleeps")
-        chosen: list[Allocation] = []
-        for tag in (WEIGHTS, KV_CACHE):
-            some = [one for one in free if one.tag == tag and one.address in self._lendable]
-            missing = num_bytes - sum(one.num_bytes for one in chosen)
-            chosen += [some[index] for index in choose([one.num_bytes for one in some], missing)]
-        for piece in chosen:
-            self._bring_back(piece)
-            self._lent.add(piece.address)
-        return [Piece(piece.handle, piece.num_bytes) for piece in chosen]
-
-    def _in_place(self) -> list[Tensor]:
-        return [self._mapping.tensor(*one) for one in self._others]
-
-    def _bring_back(self, piece: Allocation) -> None:
-        if piece.address not in self._asleep:
-            return
-        handle = self._mapping.create(piece.num_bytes)
-        self._mapping.map(piece.address, piece.num_bytes, handle)
-        self._mapping.allow(piece.address, piece.num_bytes)
-        piece.set_handle(handle)
-        self._asleep.remove(piece.address)
-
-
-def _spans(tensors: Iterable[Tensor]) -> list[Span]:
-    """Returns the addresses that tensors lie at, ascending, those in a row as one."""
-    joined: list[Span] = []
-    for start, stop in sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
-        else:
-            joined.append((start, stop))
-    return joined
-
-
-def _uncovered(used: Iterable[Span], spans: Sequence[Span]) -> Iterator[Span]:
-    """Yields the parts of what is in use that lie in none of the spans, which are ascending and do
-    not overlap.
-    """
-    for begin, end in used:
-        place = begin
-        for start, stop in spans[max(0, bisect_right(spans, (begin,)) - 1) :]:
-            if start >= end:
-                break
-            if start > place:
-                yield place, start
-            place = max(place, stop)
-        if place < end:
-            yield place, end
-
-
-def _copy(sources: list[Tensor], dests: list[Tensor]) -> None:
-    if dests:
-        with torch.inference_mode():
-            torch._foreach_copy_(dests, sources)

@@ -38,9 +38,10 @@ from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rollout import sglang_routing, sglang_scheduler, sglang_start
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
-from hybridrl.rollout.sglang import token_ids
 from hybridrl.rollout.sglang_arguments import SPARE_TOKENS, server_arguments
+from hybridrl.rollout.sglang_memory import EnginePools, SaverMemory, allocated_in
 from hybridrl.rollout.sglang_sampling import request_sampling
+from hybridrl.rollout.sglang_scheduler import token_ids
 from hybridrl.rollout.shared_prompts import SharedPrompts
 from hybridrl.rollout.stops import TokenTexts
 
@@ -524,16 +525,33 @@ def test_sglang_engine_gives_memory_back_by_sglangs_own_calls() -> None:
     expected = generate(engine, requests)
     engine.submit(requests)
     engine.step()
+    table = engine._scheduler.req_to_token_pool.req_to_token
+    memory = engine._memory = SaverMemory(engine._scheduler, torch.device("cpu"))
     engine.sleep()
-    engine._memory("release", ["kv_cache", "weights"])
-    engine._memory("resume", ["weights"])
+    assert memory.is_asleep
+    engine.sleep()  # of a sleeping engine nothing is given back twice
+    table.fill_(10**6)  # as memory that is mapped anew
     write_weights(engine, make_reference(QWEN3), 1)
-    engine._scheduler.req_to_token_pool.req_to_token.fill_(10**6)  # as memory that is mapped anew
-    engine._memory("resume", ["kv_cache"])
-    assert not engine._scheduler.req_to_token_pool.req_to_token.any()
+    assert not memory.is_asleep and not table.any()
+    table.fill_(1)
+    write_weights(engine, make_reference(QWEN3), 2)  # of an engine that is awake
+    assert table.all()
     engine.clear()
     found = generate(engine, requests)
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def test_sglang_allocates_where_it_is_told_while_it_starts() -> None:
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+    pools = EnginePools(None, lambda: None)
+    with allocated_in(pools):
+        assert TorchMemorySaverAdapter.create(enable=True).region == pools.region
+        with TorchMemorySaverAdapter.create(enable=False).region("kv_cache"):
+            pass  # nothing asked for memory that can be given back
+        adapter = TorchMemorySaverAdapter.create(enable=True)
+        assert not adapter.enabled  # else graphs are captured by torch_memory_saver
+    assert TorchMemorySaverAdapter.create(enable=False).region != pools.region
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])

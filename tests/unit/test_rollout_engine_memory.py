@@ -1,4 +1,4 @@
-"""Which pieces of a vLLM engine sleep, wake up and are lent to training. The driver is a fake."""
+"""Which pieces of an engine sleep, wake up and are lent to training. The driver is a fake."""
 
 from __future__ import annotations
 
@@ -12,13 +12,8 @@ import torch
 from fake_driver import FakeDriver
 
 from hybridrl.hybrid_engine.lending import LentMemory
-from hybridrl.rollout.vllm_memory import (
-    KV_CACHE,
-    WEIGHTS,
-    Allocation,
-    EngineMemory,
-    blocks_in_use,
-)
+from hybridrl.rollout.engine_memory import KV_CACHE, WEIGHTS, EngineMemory, blocks_in_use
+from hybridrl.rollout.vllm_memory import Allocation
 from hybridrl.rollout.vllm_start import caches_of
 
 MIB = 1 << 20

@@ -1,0 +1,221 @@
+"""Where SGLang allocates weights and KV cache, so that they can be given back and lent.
+
+SGLang asks torch_memory_saver for that, which keeps the driver's handles to itself. Where csrc/ was
+compiled, SGLang's regions are memory pools of this engine over pieces of our own
+(csrc/engine_pool.cpp), and engine_memory.py gives them back. Elsewhere torch_memory_saver does, and
+nothing can be lent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.hybrid_engine.lending import Piece
+from hybridrl.ops import compiled_operations
+from hybridrl.rollout.engine_memory import (
+    KV_CACHE,
+    WEIGHTS,
+    SleepingMemory,
+    check_caches,
+    own_memory,
+)
+from hybridrl.rollout.process_state import keep_generators, replaced
+from hybridrl.rollout.sglang_version import NAME
+
+BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of SGLang's pools, a tensor for each layer
+
+
+@dataclass
+class PoolPiece:
+    """Implements `EnginePiece` over csrc/engine_pool.cpp.
+
+    Args:
+        tell: csrc's `set_engine_piece`; it releases what it was told last when the engine ends.
+    """
+
+    address: int
+    num_bytes: int
+    tag: str
+    handle: int
+    tell: Callable[[int, int], object]
+
+    def gone(self) -> None:
+        """Tells the allocator that there is no memory."""
+        self.set_handle(0)
+
+    def set_handle(self, handle: int) -> None:
+        """Lets the allocator keep the handle of other memory, which is mapped now."""
+        self.handle = handle
+        self.tell(self.address, handle)
+
+
+class EnginePools:
+    """Memory pools of one engine, one for each tag.
+
+    Args:
+        operations: of csrc/.
+        make_pool: makes a torch.cuda.MemPool.
+    """
+
+    def __init__(self, operations: Any, make_pool: Callable[[], Any]) -> None:
+        self._operations = operations
+        self._pools = {tag: make_pool() for tag in (WEIGHTS, KV_CACHE)}
+
+    @contextlib.contextmanager
+    def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
+        """Lets tensors that are made inside lie in the pool of this tag; as SGLang calls it.
+
+        Args:
+            enable_cpu_backup: for SGLang's own sleep, which is not used.
+        """
+        with torch.cuda.use_mem_pool(self._pools[tag]):
+            yield
+
+    def pieces(self) -> list[PoolPiece]:
+        """Returns the pieces of both pools, by address."""
+        tags = {tuple(pool.id): tag for tag, pool in self._pools.items()}
+        tag_of = {
+            segment["address"]: tags[tuple(segment["segment_pool_id"])]
+            for segment in torch.cuda.memory_snapshot(include_traces=False)
+            if tuple(segment["segment_pool_id"]) in tags
+        }
+        tell = self._operations.set_engine_piece
+        table = self._operations.engine_pieces()  # address, bytes and handle of each
+        return [
+            PoolPiece(address, num_bytes, tag_of[address], handle, tell)
+            for address, num_bytes, handle in zip(table[::3], table[1::3], table[2::3], strict=True)
+            if address in tag_of
+        ]
+
+
+def engine_pools(device: torch.device) -> EnginePools | None:
+    """Returns pools for an engine that is about to start; None on CPU, and where csrc/ was not
+    compiled.
+    """
+    operations = compiled_operations() if device.type == "cuda" else None
+    if operations is None:
+        return None
+    return EnginePools(operations, lambda: torch.cuda.MemPool(_allocator().allocator()))
+
+
+@cache  # torch does not keep it, and frees by it until the process ends
+def _allocator() -> Any:
+    library = str(importlib.import_module("hybridrl._C").__file__)
+    names = "hybridrl_make_engine_memory", "hybridrl_end_engine_memory"
+    return torch.cuda.memory.CUDAPluggableAllocator(library, *names)
+
+
+@contextlib.contextmanager
+def allocated_in(pools: EnginePools | None) -> Iterator[None]:
+    """Lets an engine that starts allocate in these pools; None: as SGLang does by itself."""
+    if pools is None:
+        yield
+        return
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+    create = TorchMemorySaverAdapter.create
+
+    def adapter(enable: bool) -> Any:
+        found: Any = create(enable=False)  # does nothing; graphs are captured as without it
+        if enable:
+            found.region = pools.region
+        return found
+
+    with replaced(TorchMemorySaverAdapter, "create", staticmethod(adapter)):
+        yield
+
+
+def sleeping_memory(
+    live: Any,
+    device: torch.device,
+    whole: Sequence[Tensor],
+    in_part: Sequence[Tensor],
+    cache_bytes: int,
+) -> SleepingMemory:
+    """Returns the memory of an engine that has started.
+
+    Args:
+        live: of `sglang_start.start`.
+        whole, in_part: of `live_weights.written_parameters`.
+        cache_bytes: that its KV cache has at least.
+
+    Raises:
+        UserError: its KV cache is not where it should be.
+    """
+    if live.pools is None:
+        return SaverMemory(live.scheduler, device)
+    caches = caches_of(live.scheduler)
+    check_caches(caches, cache_bytes, NAME, live.version)
+    return own_memory(device, live.pools.pieces(), [*whole, *caches], in_part)
+
+
+def caches_of(scheduler: Any) -> list[Tensor]:
+    """Returns keys and values of all layers."""
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    return [one for name in BUFFERS for one in getattr(pool, name, None) or ()]
+
+
+class SaverMemory:
+    """Implements `SleepingMemory` by SGLang's own calls, which ask torch_memory_saver.
+
+    Args:
+        scheduler: SGLang's; it has no requests when one of the calls is made.
+    """
+
+    def __init__(self, scheduler: Any, device: torch.device) -> None:
+        self._scheduler, self._device = scheduler, device
+        self.is_asleep = False
+
+    def sleep(self) -> None:
+        """Gives all back, unless that is done."""
+        if not self.is_asleep:
+            self._call("release", [KV_CACHE, WEIGHTS])
+            self.is_asleep = True
+
+    def wake_up(self, tag: str) -> None:
+        """Brings memory back for what has this tag; the KV cache last."""
+        if not self.is_asleep:
+            return
+        self._call("resume", [tag])
+        if tag == KV_CACHE:
+            # What is mapped anew holds anything. Rows that pad a captured batch read place 0.
+            self._scheduler.req_to_token_pool.req_to_token.zero_()
+            self.is_asleep = False
+
+    def clear_lent(self) -> None:
+        """Nothing is lent."""
+
+    def lend(self, num_bytes: int) -> list[Piece]:
+        """Returns no piece."""
+        return []
+
+    def _call(self, what: str, tags: list[str]) -> None:
+        from sglang.srt.managers import io_struct
+
+        request = getattr(io_struct, f"{what.capitalize()}MemoryOccupationReqInput")(tags=tags)
+        owner = getattr(self._scheduler, "weight_updater", self._scheduler)  # of newer versions
+        with keep_generators(self._device), torch.no_grad():
+            getattr(owner, f"{what}_memory_occupation")(request)
+
+
+def choose_memory_saver() -> None:
+    """Lets SGLang give memory back through torch's own pools, which may be freed at any time.
+
+    The other way of torch_memory_saver asks for a library that is loaded before Python. In this one
+    the library ends the process where a pool is freed outside of its regions, as torch does when
+    Python ends. Only allocations in its pools come to it: a thread may stay inside a region.
+    """
+    from torch_memory_saver import torch_memory_saver as saver
+
+    with contextlib.suppress(AttributeError, AssertionError):  # it was asked before
+        saver.hook_mode = "torch"
+    saver._ensure_initialized()
+    saver._impl._binary_wrapper.cdll.tms_set_interesting_region(True)
