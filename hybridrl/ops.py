@@ -6,6 +6,7 @@ reference is plain PyTorch, the same on CPU and GPU.
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -247,3 +248,10 @@ def compiled_operations() -> Any | None:
         )
         return None
     return torch.ops.hybridrl
+
+
+def compiled_library() -> str:
+    """Returns the file of csrc/'s library, in which torch's pools find their allocator; only where
+    `compiled_operations` has some.
+    """
+    return str(importlib.import_module("hybridrl._C").__file__)

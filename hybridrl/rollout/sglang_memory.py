@@ -9,7 +9,6 @@ nothing can be lent.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.hybrid_engine.lending import Piece
-from hybridrl.ops import compiled_operations
+from hybridrl.ops import compiled_library, compiled_operations
 from hybridrl.rollout.engine_memory import (
     KV_CACHE,
     WEIGHTS,
@@ -98,19 +97,21 @@ class EnginePools:
 
 def engine_pools(device: torch.device) -> EnginePools | None:
     """Returns pools for an engine that is about to start; None on CPU, and where csrc/ was not
-    compiled.
+    compiled, so that SGLang asks torch_memory_saver.
     """
-    operations = compiled_operations() if device.type == "cuda" else None
+    if device.type == "cpu":
+        return None
+    operations = compiled_operations()
     if operations is None:
+        _choose_memory_saver()
         return None
     return EnginePools(operations, lambda: torch.cuda.MemPool(_allocator().allocator()))
 
 
 @cache  # torch does not keep it, and frees by it until the process ends
 def _allocator() -> Any:
-    library = str(importlib.import_module("hybridrl._C").__file__)
     names = "hybridrl_make_engine_memory", "hybridrl_end_engine_memory"
-    return torch.cuda.memory.CUDAPluggableAllocator(library, *names)
+    return torch.cuda.memory.CUDAPluggableAllocator(compiled_library(), *names)
 
 
 @contextlib.contextmanager
@@ -206,7 +207,7 @@ class SaverMemory:
             getattr(owner, f"{what}_memory_occupation")(request)
 
 
-def choose_memory_saver() -> None:
+def _choose_memory_saver() -> None:
     """Lets SGLang give memory back through torch's own pools, which may be freed at any time.
 
     The other way of torch_memory_saver asks for a library that is loaded before Python. In this one

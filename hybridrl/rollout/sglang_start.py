@@ -33,12 +33,7 @@ from hybridrl.rollout.process_state import keep_generators, quiet, replaced
 from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.sglang_arguments import longest_pass, longest_request, server_arguments
 from hybridrl.rollout.sglang_latent import latents_on_cpu
-from hybridrl.rollout.sglang_memory import (
-    EnginePools,
-    allocated_in,
-    choose_memory_saver,
-    engine_pools,
-)
+from hybridrl.rollout.sglang_memory import EnginePools, allocated_in, engine_pools
 from hybridrl.rollout.sglang_routing import RecordedExperts, recorded_by
 from hybridrl.rollout.sglang_sampling import SeededSampler, keep_seeds
 from hybridrl.rollout.sglang_scheduler import make_scheduler, without_watchdog
@@ -110,8 +105,6 @@ def start(
         raise RuntimeError("start a process group first: the engine's ranks are those of the world")
     _import_sglang(version, is_cpu, layout.tp)
     pools = engine_pools(device)
-    if pools is None and not is_cpu:
-        choose_memory_saver()
     from sglang.srt.distributed import parallel_state
 
     _check_groups(rank, members)
@@ -136,8 +129,7 @@ def start(
     _check_groups(rank, members)
     fits = longest_request(scheduler.max_total_num_tokens)
     group = parallel_state.get_tp_group().cpu_group
-    model = scheduler.tp_worker.model_runner.model
-    engine = LiveEngine(scheduler, model, group, version, pools)
+    engine = LiveEngine(scheduler, loaded[0], group, version, pools)
     if fits < settings.max_tokens:
         stop(engine)
         raise too_small_cache(settings.max_tokens, fits)

@@ -87,7 +87,7 @@ WALLS = {
     ],
     "sglang": [
         f"rollout/sglang{part}.py"
-        for part in ("", "_latent", "_routing", "_sampling", "_scheduler", "_start")
+        for part in ("", "_latent", "_memory", "_routing", "_sampling", "_scheduler", "_start")
     ],
     "triton": ["../kernels/*"],
     "ray": ["cli/ray_launch.py"],
