@@ -43,7 +43,7 @@ PAIR_SHARE, COLLECTIVE_SHARE, FAR_SHARE = 0.68, 0.95, 0.72
 HOST_AGAIN_S = 3.5e-3
 # The host's time to start a layer's kernels, seconds: forward, backward; of a layer of experts.
 HOST_FORWARD_S, HOST_BACKWARD_S = 2.2e-3, 3.4e-3
-HOST_FORWARD_EXPERTS_S, HOST_BACKWARD_EXPERTS_S = 5.8e-3, 12.5e-3
+HOST_FORWARD_EXPERTS_S, HOST_BACKWARD_EXPERTS_S = 4.9e-3, 10.8e-3
 SMOOTH = 4  # by which norm the host's time and the GPU's come to that of both
 # An update beside its passes and a pass beside its micro-batches, seconds, for batches and losses.
 UPDATE_S, PASS_S = 0.03, 0.015
@@ -56,9 +56,11 @@ ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
 # lends, which was not measured in a step. Both fit in this share of the GPU's memory
 # (hybrid_engine/headroom.py).
 GIVING_BACK_S, ROOM_SHARE = 0.3, 0.9
-# An engine's step beside reading weights and cache, seconds: launches and sampling on the GPU; what
-# the host does for a request beside it; and an all-reduce of few tokens.
-ENGINE_STEP_S, REQUEST_S, ALL_REDUCE_S = 1.8e-3, 17e-6, 15e-6
+# An engine's step beside reading weights and cache, seconds: launches and sampling on the GPU, and
+# what a layer's kernels take however little they do; what the host does for a request beside it,
+# and for one of a mixture, which vLLM's first model runner computes; an all-reduce of few tokens.
+ENGINE_STEP_S, LAYER_STEP_S = 1.2e-3, 25e-6
+REQUEST_S, REQUEST_EXPERTS_S, ALL_REDUCE_S = 17e-6, 25e-6, 15e-6
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # of the matrix rate
 STEP_S = 0.06  # rewards and advantages
 
@@ -336,7 +338,8 @@ def generation_s(
     cache_s = requests * lengths.response * usual * cached / memory
     compute = 2.0 * (matmul_params(shape) + shape.hidden_size * shape.vocab_size)
     compute_s = requests * lengths.response * compute / tp / (DECODE_SHARE * matrix)
-    cluster, step_s, reduced_s = assumed.cluster, ENGINE_STEP_S, 0.0
+    cluster, reduced_s = assumed.cluster, 0.0
+    step_s = ENGINE_STEP_S + LAYER_STEP_S * shape.num_layers
     if tp > 1:  # two all-reduces of a token's hidden state in each layer
         is_far, rate = tp > cluster.gpus_per_node, cluster.link_rate
         rate = cluster.node_rate / cluster.gpus_per_node if is_far else rate
@@ -349,7 +352,8 @@ def generation_s(
     weights_s = num_steps * engine_bytes / memory
     gpu_s = max(weights_s, compute_s) + cache_s + reduced_s + num_steps * step_s
     # The host prepares a step while the GPU computes the one before.
-    decode_s = _beside(gpu_s, requests * lengths.response * REQUEST_S)
+    request_s = REQUEST_S if shape.moe is None else REQUEST_EXPERTS_S
+    decode_s = _beside(gpu_s, requests * lengths.response * request_s)
     return decode_s + prefill_s
 
 

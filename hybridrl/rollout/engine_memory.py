@@ -134,9 +134,13 @@ class EngineMemory:
         self._lendable: set[int] = set()
         self._pieces: list[EnginePiece] = []
         others: list[Span] = []
+        mapping.wait()  # a sync point: what is given back here may have been used until now
         for piece in pieces:
             end = piece.address + piece.num_bytes
             used = [one for one in blocks if piece.address <= one[0] < end]
+            if not used:
+                self._give_back(piece)  # for good: the engine allocates no more
+                continue
             found = list(_uncovered(used, unneeded))
             if sum(stop - start for start, stop in found) > piece.num_bytes // 2:
                 continue  # it stays: a copy would take as much
@@ -172,9 +176,7 @@ class EngineMemory:
         self._has_others = False
         for piece in self._pieces:
             if piece.address not in self._lent | self._asleep:
-                self._mapping.unmap(piece.address, piece.num_bytes)
-                self._mapping.release(piece.handle)
-                piece.gone()
+                self._give_back(piece)
                 self._asleep.add(piece.address)
 
     def wake_up(self, tag: str) -> None:
@@ -221,6 +223,11 @@ class EngineMemory:
 
     def _in_place(self) -> list[Tensor]:
         return [self._mapping.tensor(*one) for one in self._others]
+
+    def _give_back(self, piece: EnginePiece) -> None:
+        self._mapping.unmap(piece.address, piece.num_bytes)
+        self._mapping.release(piece.handle)
+        piece.gone()
 
     def _bring_back(self, piece: EnginePiece) -> None:
         if piece.address not in self._asleep:

@@ -67,6 +67,7 @@ class EnginePools:
     def __init__(self, operations: Any, make_pool: Callable[[], Any]) -> None:
         self._operations = operations
         self._pools = {tag: make_pool() for tag in (WEIGHTS, KV_CACHE)}
+        self._is_whole = False  # nothing more is allocated: pieces without tensors have no memory
 
     @contextlib.contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
@@ -75,11 +76,14 @@ class EnginePools:
         Args:
             enable_cpu_backup: for SGLang's own sleep, which is not used.
         """
+        if self._is_whole:
+            raise RuntimeError(f"SGLang allocates {tag} after it has started")
         with torch.cuda.use_mem_pool(self._pools[tag]):
             yield
 
     def pieces(self) -> list[PoolPiece]:
-        """Returns the pieces of both pools, by address."""
+        """Returns the pieces of both pools, by address; all that there will be."""
+        self._is_whole = True
         tags = {tuple(pool.id): tag for tag, pool in self._pools.items()}
         tag_of = {
             segment["address"]: tags[tuple(segment["segment_pool_id"])]

@@ -43,6 +43,8 @@ SLOW_HOSTS = {("0.5b/dp4/tp1", "1664dc487da1"), ("0.5b/dp2/tp1", "491d5ecf")}
 SLOW_HOST_BOUND = 0.45
 # Measured while an engine's ranks compared what they drew by messages, a millisecond a step.
 SLOW_ENGINES, SLOW_ENGINE_BOUND = {"0.5b/dp2/tp2", "0.5b/tp2/tp2"}, 0.20
+# Measured, on a host with a slow Python, before the host's work for a request of a step was cut.
+SLOW_REQUESTS, SLOW_REQUESTS_BOUND = {"qwen3-3b-as-a3b/dp2/tp1"}, 0.20
 # Measured while each expert got a copy of a token; now its ranks gather it once.
 REPLACED = ("qwen3-30b-a3b/tp2ep2", "7b18dbe")
 
@@ -174,7 +176,8 @@ def others() -> list[dict[str, Any]]:
 def test_steps_on_other_gpus_take_what_is_predicted(case: dict[str, Any], tmp_path: Path) -> None:
     seconds, measured = predicted_step(case, tmp_path, "H100").times.step, case["median"]["step_s"]
     print(case["case"], f"{seconds:.2f} of {measured:.2f}, {seconds / measured - 1:+.1%}")
-    assert abs(seconds / measured - 1) < STEP_BOUND
+    bound = SLOW_REQUESTS_BOUND if case["case"] in SLOW_REQUESTS else STEP_BOUND
+    assert abs(seconds / measured - 1) < bound
 
 
 @pytest.mark.parametrize("model", ["0.5b", "1.5b", "7b"])
@@ -190,33 +193,31 @@ def test_the_layout_with_the_shortest_predicted_step_is_within_5_percent_of_the_
 
 
 def mixtures() -> list[dict[str, Any]]:
-    """Returns layouts of a mixture whose generation was disturbed on the host; for the rest."""
+    """Returns layouts of a mixture."""
     found = json.loads((RESULTS / "layouts_moe_h200.json").read_text())
     return [as_step(case, "H200") | {"command": found["command"]} for case in found["cases"]]
 
 
-@pytest.mark.parametrize("case", mixtures(), ids=lambda case: case["case"])
-def test_a_mixture_is_trained_in_what_is_predicted(case: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", mixtures(), ids=lambda case: f"{case['case']}-{case['options'][7]}"
+)
+def test_a_step_of_a_mixture_takes_what_is_predicted(case: dict[str, Any], tmp_path: Path) -> None:
     times, parts = predicted_step(case, tmp_path).times, case["median"]["parts_s"]
     for seconds, measured in (
+        (times.step, case["measured_s"]),
         (times.update, parts["update"]),
         (times.scoring, parts["reference"]),
+        (times.generation, parts["generation"]),
     ):
         print(case["case"], f"{seconds:.2f} of {measured:.2f}, {seconds / measured - 1:+.1%}")
         assert abs(seconds / measured - 1) < STEP_BOUND
 
 
-def test_the_layout_chosen_for_a_mixture_is_trained_fastest(tmp_path: Path) -> None:
-    """Among those with one engine, whose generation takes the same."""
-    measured = [case for case in mixtures() if case["config"]["rollout"]["tp"] == 1]
-    assert len(measured) >= 4
+def test_the_layout_chosen_for_a_mixture_is_within_5_percent_of_the_best(tmp_path: Path) -> None:
+    measured = mixtures()
+    assert len(measured) >= 7
     chosen = min(measured, key=lambda case: predicted_step(case, tmp_path).times.step)
-    seconds = [
-        case["median"]["parts_s"]["update"] + case["median"]["parts_s"]["reference"]
-        for case in (chosen, *measured)
-    ]
-    print(chosen["case"], seconds)
-    assert seconds[0] <= 1.05 * min(seconds)
+    assert chosen["measured_s"] <= 1.05 * min(case["measured_s"] for case in measured)
 
 
 def gathered() -> dict[str, Any]:

@@ -113,6 +113,18 @@ def test_a_piece_that_is_mostly_something_else_stays() -> None:
     assert [one.num_bytes for one in case.memory.lend(60 * MIB)] == [30 * MIB]
 
 
+def test_a_piece_without_tensors_is_given_back_once_and_for_good() -> None:
+    case = Case((WEIGHTS, 40, 40.0, 40.0), (WEIGHTS, 20, 0.0, 0.0), (KV_CACHE, 30, 30.0, 30.0))
+    for _ in range(2):
+        assert case.mapped() == [0, 2]
+        case.memory.sleep()
+        assert case.mapped() == [] and not case.driver.sizes
+        case.memory.wake_up(WEIGHTS)
+        case.memory.wake_up(KV_CACHE)
+    case.memory.sleep()
+    assert [one.num_bytes for one in case.memory.lend(90 * MIB)] == [40 * MIB, 30 * MIB]
+
+
 def test_a_padded_parameter_sleeps_and_is_neither_kept_nor_lent() -> None:
     case = Case((WEIGHTS, 40, 40.0, 40.0), (WEIGHTS, 30, 30.0, 30.0), padded=1)
     case.memory.sleep()
