@@ -384,7 +384,7 @@ def trainer(arguments: argparse.Namespace) -> dict[str, Any]:
         sizes = {name: holding.num_bytes for name, holding in made.engine.memory().items()}
     trained = made.policy.model.memory
     return {
-        "allocations": summary(getattr(made.engine._memory, "_pieces", ())),
+        "allocations": summary(made.engine._memory.pieces),
         "engine_bytes": sizes,
         "gradient_bytes": 0 if trained is None else trained.gradient_bytes(),
         "lent_bytes": 0 if trained is None else trained.lent_bytes,

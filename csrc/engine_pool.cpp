@@ -94,7 +94,7 @@ extern "C" void* hybridrl_make_engine_memory(ssize_t size, int device, cudaStrea
   return reinterpret_cast<void*>(address);
 }
 
-extern "C" void hybridrl_end_engine_memory(void* start, ssize_t, int, cudaStream_t) {
+extern "C" void hybridrl_end_engine_memory(void* start, ssize_t, int device, cudaStream_t) {
   const auto address = reinterpret_cast<CUdeviceptr>(start);
   Piece piece;
   {
@@ -104,7 +104,11 @@ extern "C" void hybridrl_end_engine_memory(void* start, ssize_t, int, cudaStream
     piece = found->second;
     pieces.erase(found);
   }
+  int current = device;
+  cudaGetDevice(&current);
+  cudaSetDevice(device);
   cudaDeviceSynchronize();  // as cudaFree does: work on the device may still use it
+  cudaSetDevice(current);
   // What is refused here, as when a process ends, the driver frees with the process.
   if (piece.handle) {
     DRIVER(cuMemUnmap)(address, piece.size);

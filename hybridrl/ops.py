@@ -233,6 +233,9 @@ def storage_placer(device: torch.device) -> Callable[[torch.Tensor, int, int], o
     return None if compiled is None else compiled.place_storage
 
 
+COMPILED = "queue_blocks", "place_storage", "engine_pieces", "set_engine_piece"  # in csrc/
+
+
 @cache
 def compiled_operations() -> Any | None:
     """Returns the operations of csrc/; None where the installation compiled none."""
@@ -241,13 +244,21 @@ def compiled_operations() -> Any | None:
     except ModuleNotFoundError:
         return None
     except ImportError as error:  # compiled for another torch
-        warnings.warn(
-            f"hybridrl's compiled operations do not load ({error}); others take their place. "
-            "Install hybridrl again to compile them for this torch.",
-            stacklevel=2,
-        )
+        _warn_of_compiled(f"do not load ({error})")
+        return None
+    missing = [name for name in COMPILED if not hasattr(torch.ops.hybridrl, name)]
+    if missing:  # compiled from an older state of csrc/
+        _warn_of_compiled(f"lack {missing[0]}")
         return None
     return torch.ops.hybridrl
+
+
+def _warn_of_compiled(what: str) -> None:
+    warnings.warn(
+        f"hybridrl's compiled operations {what}; others take their place. "
+        "Install hybridrl again to compile them for this torch.",
+        stacklevel=3,
+    )
 
 
 def compiled_library() -> str:

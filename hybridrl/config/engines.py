@@ -34,9 +34,9 @@ class EngineTraits:
         takes_expert_maps: a replica's whole experts may lie on its ranks in any order, so that they
             stay where they are trained; else in theirs.
         records_experts: it can tell which experts it chose for each token.
-        sleeps: it gives weights and KV cache back while the policy trains, on GPUs.
-        lends_memory: its memory holds gradients while the policy trains, so that both phases fit on
-            a GPU that has no room for gradients beside an engine.
+        sleeps: it gives weights and KV cache back while the policy trains, on GPUs; where csrc/ was
+            compiled gradients lie in that memory meanwhile, so that both phases fit on a GPU that
+            has no room for gradients beside an engine.
         shares_memory: its parameters can be the trainer's own memory where both cut a tensor alike.
         has_fixed_kv_cache: the KV cache is made at the start, for `rollout.max_batch` requests, and
             requests for which there is no room wait; else the cache grows with the requests.
@@ -60,7 +60,6 @@ class EngineTraits:
     takes_expert_maps: bool = False
     records_experts: bool = False
     sleeps: bool = False
-    lends_memory: bool = False
     shares_memory: bool = False
     has_fixed_kv_cache: bool = False
     captures_graphs: bool = False
@@ -108,7 +107,6 @@ ENGINES = {
         records_experts=True,
         has_fused_parameters=True,
         sleeps=True,
-        lends_memory=True,
         shares_memory=True,
         has_fixed_kv_cache=True,
         captures_graphs=True,
@@ -127,7 +125,6 @@ ENGINES = {
         records_experts=True,
         has_fused_parameters=True,
         sleeps=True,
-        lends_memory=True,
         shares_memory=True,
         has_fixed_kv_cache=True,
         captures_graphs=True,

@@ -98,14 +98,12 @@ def estimate(
         itemsize * crossing,
         requests * rollout.tp if is_fused else requests,
     )
-    traits = ENGINES[rollout.engine]
-    if memory.has_engine and traits.sleeps:
+    if memory.has_engine and ENGINES[rollout.engine].sleeps:
         cache = memory.rollout_with(requests) - memory.rollout_with(0)
         own = itemsize * (engine - shared) + cache
-        both = memory.train + own
-        if traits.lends_memory:
-            trained = sum(one.num_params for one in held if one.model.is_trained)
-            both -= min(own, MAIN_GRAD_BYTES * trained)
+        trained = sum(one.num_params for one in held if one.model.is_trained)
+        # Gradients lie in memory of the engine.
+        both = memory.train + own - min(own, MAIN_GRAD_BYTES * trained)
         always = train.offload_optimizer or train.release_weights_in_rollout
         if always or both > ROOM_SHARE * assumed.gpu_memory_bytes:
             times = replace(times, reshard=times.reshard + GIVING_BACK_S)

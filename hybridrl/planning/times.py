@@ -3,9 +3,10 @@ lengths. No torch.
 
 A model on paper of what a rank computes, copies and sends, with rates of the cluster and the
 constants below. Those were fitted to steps and passes on H200 (benchmarks/results/step_h200.json,
-step_h200_lag.json, layouts_h200.json, train_h200.json, train_moe_h200.json, rollout_h200.json;
-tests/unit/test_plan_times.py says how far each is from its prediction). Other GPUs differ by their
-rates alone; steps on H100 were compared, none on others and nothing between nodes.
+step_h200_lag.json, layouts_h200.json, layouts_moe_h200.json, train_h200.json, train_moe_h200.json,
+rollout_h200.json, and the mixture of step_4gpu_h200.json; tests/unit/test_plan_times.py says how
+far each is from its prediction). Other GPUs differ by their rates alone; steps on H100 were
+compared, none on others and nothing between nodes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
 GIVING_BACK_S, ROOM_SHARE = 0.3, 0.9
 # An engine's step beside reading weights and cache, seconds: launches and sampling on the GPU, and
 # what a layer's kernels take however little they do; what the host does for a request beside it,
-# and for one of a mixture, which vLLM's first model runner computes; an all-reduce of few tokens.
+# and for one of most mixtures, which vLLM's first model runner computes; an all-reduce of few
+# tokens.
 ENGINE_STEP_S, LAYER_STEP_S = 1.2e-3, 25e-6
 REQUEST_S, REQUEST_EXPERTS_S, ALL_REDUCE_S = 17e-6, 25e-6, 15e-6
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # of the matrix rate

@@ -60,6 +60,8 @@ class SleepingMemory(Protocol):
     """Weights and KV cache of one rank's engine, as `EngineMemory`, whose docstrings hold."""
 
     @property
+    def pieces(self) -> Sequence[EnginePiece]: ...
+    @property
     def is_asleep(self) -> bool: ...
     def sleep(self) -> None: ...
     def wake_up(self, tag: str) -> None: ...
@@ -78,23 +80,38 @@ def blocks_in_use() -> list[Span]:
     ]
 
 
-def check_caches(caches: Iterable[Tensor], num_bytes: int, key: str, version: str) -> None:
-    """Refuses an engine whose KV cache was not found: what is not known to be cache is not given
-    back.
+def check_caches(
+    caches: Iterable[Tensor],
+    num_bytes: int,
+    pieces: Iterable[EnginePiece],
+    key: str,
+    version: str,
+) -> None:
+    """Refuses an engine whose KV cache is not in its pieces: it would stay while the policy trains.
 
     Args:
-        num_bytes: that it should have.
+        caches: that were found.
+        num_bytes: that they should have together.
+        pieces: of the engine's allocator.
         key: and its value, which chose the engine.
         version: name and version of the engine.
 
     Raises:
-        UserError: some is missing.
+        UserError: some is missing, or lies elsewhere.
     """
-    if (found := sum(one.nbytes for one in caches)) < num_bytes:
+    spans = [(piece.address, piece.address + piece.num_bytes) for piece in pieces]
+    found = sum(
+        one.nbytes
+        for one in caches
+        if any(
+            start <= one.data_ptr() and one.data_ptr() + one.nbytes <= end for start, end in spans
+        )
+    )
+    if found < num_bytes:
         raise UserError(
             key,
             f"{found} of {num_bytes} bytes of KV cache are where {version} should have them",
-            "all, since what is not known to be cache stays while the policy trains",
+            "all, since what lies elsewhere stays while the policy trains",
             "Install a version that the tests cover, or set rollout.engine=hf.",
         )
 
@@ -154,6 +171,11 @@ class EngineMemory:
         self._has_others = True  # they have memory
         with torch.inference_mode():
             self._saved = [mapping.tensor(*one).clone() for one in self._others]
+
+    @property
+    def pieces(self) -> Sequence[EnginePiece]:
+        """What is given back."""
+        return self._pieces
 
     @property
     def is_asleep(self) -> bool:

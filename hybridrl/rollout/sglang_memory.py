@@ -9,7 +9,9 @@ nothing can be lent.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,12 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.hybrid_engine.lending import Piece
+from hybridrl.hybrid_engine.lending import Mapping, Piece
 from hybridrl.ops import compiled_library, compiled_operations
+from hybridrl.parallel.device_mapping import DeviceMapping
 from hybridrl.rollout.engine_memory import (
     KV_CACHE,
     WEIGHTS,
+    EnginePiece,
     SleepingMemory,
+    Span,
+    blocks_in_use,
     check_caches,
     own_memory,
 )
@@ -37,7 +43,8 @@ class PoolPiece:
     """Implements `EnginePiece` over csrc/engine_pool.cpp.
 
     Args:
-        tell: csrc's `set_engine_piece`; it releases what it was told last when the engine ends.
+        tell: csrc's `set_engine_piece`. When the engine ends the allocator releases the handle that
+            it was told last.
     """
 
     address: int
@@ -45,6 +52,11 @@ class PoolPiece:
     tag: str
     handle: int
     tell: Callable[[int, int], object]
+
+    def holds_any(self, blocks: Iterable[Span]) -> bool:
+        """Whether one of these blocks lies in it."""
+        end = self.address + self.num_bytes
+        return any(self.address <= start < end for start, _ in blocks)
 
     def gone(self) -> None:
         """Tells the allocator that there is no memory."""
@@ -62,28 +74,48 @@ class EnginePools:
     Args:
         operations: of csrc/.
         make_pool: makes a torch.cuda.MemPool.
+        mapping: of the device.
     """
 
-    def __init__(self, operations: Any, make_pool: Callable[[], Any]) -> None:
-        self._operations = operations
+    def __init__(self, operations: Any, make_pool: Callable[[], Any], mapping: Mapping) -> None:
+        self._operations, self._mapping = operations, mapping
         self._pools = {tag: make_pool() for tag in (WEIGHTS, KV_CACHE)}
-        self._is_whole = False  # nothing more is allocated: pieces without tensors have no memory
+        self._closed: set[str] = set()
 
     @contextlib.contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Lets tensors that are made inside lie in the pool of this tag; as SGLang calls it.
+        """Lets tensors that are made inside lie in the pool of this tag; as SGLang calls it: once
+        for weights, any number of times for the KV cache.
+
+        What loading has used beside the weights, and weights that the trainer's took the place of,
+        is given back at its end: SGLang measures then what is left for its cache.
 
         Args:
             enable_cpu_backup: for SGLang's own sleep, which is not used.
-        """
-        if self._is_whole:
-            raise RuntimeError(f"SGLang allocates {tag} after it has started")
-        with torch.cuda.use_mem_pool(self._pools[tag]):
-            yield
 
-    def pieces(self) -> list[PoolPiece]:
-        """Returns the pieces of both pools, by address; all that there will be."""
-        self._is_whole = True
+        Raises:
+            RuntimeError: pieces without tensors were given back, and torch would hand them out.
+        """
+        if tag in self._closed:
+            raise RuntimeError(f"SGLang allocates {tag} after it has made them")
+        with _asking_the_allocator(), torch.cuda.use_mem_pool(self._pools[tag]):
+            yield
+        if tag == WEIGHTS:
+            self._closed.add(tag)
+            blocks = blocks_in_use()
+            self._mapping.wait()  # a sync point: loading may still be on its way
+            for piece in self._pieces():
+                if piece.tag == tag and not piece.holds_any(blocks):
+                    self._mapping.unmap(piece.address, piece.num_bytes)
+                    self._mapping.release(piece.handle)
+                    piece.gone()
+
+    def close(self) -> list[PoolPiece]:
+        """Ends allocation; returns the pieces of both pools that have memory, by address."""
+        self._closed.update(self._pools)
+        return self._pieces()
+
+    def _pieces(self) -> list[PoolPiece]:
         tags = {tuple(pool.id): tag for tag, pool in self._pools.items()}
         tag_of = {
             segment["address"]: tags[tuple(segment["segment_pool_id"])]
@@ -95,33 +127,55 @@ class EnginePools:
         return [
             PoolPiece(address, num_bytes, tag_of[address], handle, tell)
             for address, num_bytes, handle in zip(table[::3], table[1::3], table[2::3], strict=True)
-            if address in tag_of
+            if address in tag_of and handle
         ]
 
 
 def engine_pools(device: torch.device) -> EnginePools | None:
     """Returns pools for an engine that is about to start; None on CPU, and where csrc/ was not
-    compiled, so that SGLang asks torch_memory_saver.
+    compiled.
     """
-    if device.type == "cpu":
-        return None
-    operations = compiled_operations()
+    operations = compiled_operations() if device.type == "cuda" else None
     if operations is None:
-        _choose_memory_saver()
         return None
-    return EnginePools(operations, lambda: torch.cuda.MemPool(_allocator().allocator()))
+    allocator = _allocator()
+    mapping = DeviceMapping(device)
+    return EnginePools(operations, lambda: torch.cuda.MemPool(allocator), mapping)
 
 
-@cache  # torch does not keep it, and frees by it until the process ends
+@cache
 def _allocator() -> Any:
     names = "hybridrl_make_engine_memory", "hybridrl_end_engine_memory"
-    return torch.cuda.memory.CUDAPluggableAllocator(compiled_library(), *names)
+    found = torch.cuda.memory.CUDAPluggableAllocator(compiled_library(), *names).allocator()
+    # Pools of torch 2.11 do not keep it, and end by it whenever Python ends them.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+    return found
 
 
 @contextlib.contextmanager
-def allocated_in(pools: EnginePools | None) -> Iterator[None]:
-    """Lets an engine that starts allocate in these pools; None: as SGLang does by itself."""
+def _asking_the_allocator() -> Iterator[None]:
+    """Lets torch ask a pool's allocator also where the user has set expandable segments, with which
+    it makes memory itself.
+    """
+    names = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    is_set = any("expandable_segments:True" in os.environ.get(name, "") for name in names)
+    if is_set:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        if is_set:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+@contextlib.contextmanager
+def allocated_in(pools: EnginePools | None, device: torch.device) -> Iterator[None]:
+    """Lets an engine that starts allocate in these pools; None: as SGLang does by itself, on GPUs
+    by torch_memory_saver.
+    """
     if pools is None:
+        if device.type != "cpu":
+            _choose_memory_saver()
         yield
         return
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
@@ -157,9 +211,9 @@ def sleeping_memory(
     """
     if live.pools is None:
         return SaverMemory(live.scheduler, device)
-    caches = caches_of(live.scheduler)
-    check_caches(caches, cache_bytes, NAME, live.version)
-    return own_memory(device, live.pools.pieces(), [*whole, *caches], in_part)
+    caches, pieces = caches_of(live.scheduler), live.pools.close()
+    check_caches(caches, cache_bytes, pieces, NAME, live.version)
+    return own_memory(device, pieces, [*whole, *caches], in_part)
 
 
 def caches_of(scheduler: Any) -> list[Tensor]:
@@ -177,6 +231,7 @@ class SaverMemory:
 
     def __init__(self, scheduler: Any, device: torch.device) -> None:
         self._scheduler, self._device = scheduler, device
+        self.pieces: Sequence[EnginePiece] = ()  # only SGLang knows them
         self.is_asleep = False
 
     def sleep(self) -> None:

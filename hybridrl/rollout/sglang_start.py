@@ -120,7 +120,7 @@ def start(
 
     with (
         _inside_the_trainer(settings, shape, layout, device),
-        allocated_in(pools),
+        allocated_in(pools, device),
         _after_loading(prepare_loaded),
         recorded_by(lambda num_slots: listen(loaded[0], num_slots, longest_pass(arguments))),
     ):
@@ -366,7 +366,7 @@ def _caller_of_groups() -> Any:
 def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
     """Calls `prepare` with the module that SGLang has just made, inside the memory pool of weights.
 
-    Inside, so that the pool gives back what `prepare` replaces.
+    Inside, so that what `prepare` replaces is given back with the pool's other unused memory.
     """
     from sglang.srt.model_loader.loader import DummyModelLoader
 

@@ -136,14 +136,14 @@ class VllmEngine:
         self._kept_bytes = before - free_bytes(self._device)
 
     def _sleeping_memory(self) -> SleepingMemory:
-        caches = caches_of(runner_of(self._live.llm))
+        caches, pieces = caches_of(runner_of(self._live.llm)), allocations()
         try:
-            check_caches(caches, self._cache_bytes(), NAME, self._live.version)
+            check_caches(caches, self._cache_bytes(), pieces, NAME, self._live.version)
         except UserError:
             self.close()
             raise
         whole, in_part = written_parameters(self._tensors, self.shared, self._layout)
-        return own_memory(self._device, allocations(), [*whole, *caches], in_part)
+        return own_memory(self._device, pieces, [*whole, *caches], in_part)
 
     def _cache_bytes(self) -> int:
         config = self._live.llm.engine_core.engine_core.scheduler.kv_cache_config

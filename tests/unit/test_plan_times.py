@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.source import read_model_config
 from hybridrl.hybrid_engine.headroom import SPARE_SHARE
 from hybridrl.models.family import read_model
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.planning import estimate as estimate_module
 from hybridrl.planning.cluster import ClusterFile, Host, assume
 from hybridrl.planning.estimate import estimate
 from hybridrl.planning.memory import role_models
@@ -43,8 +43,6 @@ SLOW_HOSTS = {("0.5b/dp4/tp1", "1664dc487da1"), ("0.5b/dp2/tp1", "491d5ecf")}
 SLOW_HOST_BOUND = 0.45
 # Measured while an engine's ranks compared what they drew by messages, a millisecond a step.
 SLOW_ENGINES, SLOW_ENGINE_BOUND = {"0.5b/dp2/tp2", "0.5b/tp2/tp2"}, 0.20
-# Measured, on a host with a slow Python, before the host's work for a request of a step was cut.
-SLOW_REQUESTS, SLOW_REQUESTS_BOUND = {"qwen3-3b-as-a3b/dp2/tp1"}, 0.20
 # Measured while each expert got a copy of a token; now its ranks gather it once.
 REPLACED = ("qwen3-30b-a3b/tp2ep2", "7b18dbe")
 
@@ -102,7 +100,7 @@ def predicted_step(
     return estimate(config, role_models(config, models, family, shape), case["world"], assumed)
 
 
-# Those of four GPUs came after the rates were fitted. Nothing is predicted of engines apart.
+# Dense ones of four GPUs came after the rates were fitted. Nothing is predicted of engines apart.
 STEPS = [*cases("step_h200.json"), *cases("step_4gpu_h200.json")]
 STEPS = [case for case in STEPS if "apart" not in case["case"]]
 
@@ -142,7 +140,11 @@ def as_step(case: dict[str, Any], gpu: str) -> dict[str, Any]:
                 "share_prompts": None,
             },
             "algorithm": {"kl_coef": float(told["algorithm.kl_coef"])},
-            "rollout": {"tp": tp, "max_batch": prompts * samples * tp // world},
+            "rollout": {
+                "tp": tp,
+                "ep": int(told["rollout.ep"]),
+                "max_batch": prompts * samples * tp // world,
+            },
         },
         "workload": {
             **{"prompts": prompts, "samples": samples, "prompt_tokens": 256},
@@ -165,19 +167,18 @@ def test_the_step_of_a_layout_takes_what_is_predicted(case: dict[str, Any], tmp_
 
 
 def others() -> list[dict[str, Any]]:
-    """Returns steps on H100 that no constant was fitted to."""
-    found = json.loads((RESULTS / "step_h100_moe.json").read_text())
-    mixtures = [{**case, "command": found["command"]} for case in found["cases"]]
+    """Returns steps on H100, to which no constant was fitted. The mixture of step_h100_moe.json and
+    its dense twin were measured before engines' steps took the host less.
+    """
     lags = json.loads((RESULTS / "step_h100_lag.json").read_text())["cases"]
-    return [*mixtures, *(case for case in lags if case["case"] == "1.5b/dp2/tp1")]
+    return [case for case in lags if case["case"] == "1.5b/dp2/tp1"]
 
 
 @pytest.mark.parametrize("case", others(), ids=lambda case: case["case"])
 def test_steps_on_other_gpus_take_what_is_predicted(case: dict[str, Any], tmp_path: Path) -> None:
     seconds, measured = predicted_step(case, tmp_path, "H100").times.step, case["median"]["step_s"]
     print(case["case"], f"{seconds:.2f} of {measured:.2f}, {seconds / measured - 1:+.1%}")
-    bound = SLOW_REQUESTS_BOUND if case["case"] in SLOW_REQUESTS else STEP_BOUND
-    assert abs(seconds / measured - 1) < bound
+    assert abs(seconds / measured - 1) < STEP_BOUND
 
 
 @pytest.mark.parametrize("model", ["0.5b", "1.5b", "7b"])
@@ -199,7 +200,7 @@ def mixtures() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "case", mixtures(), ids=lambda case: f"{case['case']}-{case['options'][7]}"
+    "case", mixtures(), ids=lambda case: f"{case['case']}-ep{case['config']['rollout']['ep']}"
 )
 def test_a_step_of_a_mixture_takes_what_is_predicted(case: dict[str, Any], tmp_path: Path) -> None:
     times, parts = predicted_step(case, tmp_path).times, case["median"]["parts_s"]
@@ -338,11 +339,9 @@ def test_gathered_tokens_bring_their_weights_for_all_experts() -> None:
 def test_memory_that_is_given_in_turn_costs_time_where_both_phases_do_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """7B TP4 on four H200: micro-batches of 69,760 tokens leave the engine too little room, but for
-    one that lends its memory to gradients: 88046a9 has `reshard/keeps_memory` 1 in each step.
+    """7B TP4 on four H200: micro-batches of 69,760 tokens leave the engine room, since it lends
+    memory to gradients: 88046a9 has `reshard/keeps_memory` 1 in each step. Without it had none.
     """
-    assert ENGINES["sglang"].lends_memory
-    monkeypatch.setitem(ENGINES, "sglang", replace(ENGINES["sglang"], lends_memory=False))
     assert ROOM_SHARE == 1 - SPARE_SHARE
     found = {}
     for case in cases("step_4gpu_h200.json"):
@@ -351,11 +350,14 @@ def test_memory_that_is_given_in_turn_costs_time_where_both_phases_do_not_fit(
             if case["commit"] == "88046a9":
                 kept = [step["metrics"]["reshard/keeps_memory"] for step in case["steps"]]
                 assert kept == [1.0] * 4
-            for engine, offload in (("vllm", False), ("sglang", False), ("vllm", True)):
+            for lends, offload in ((True, False), (False, False), (True, True)):
                 told["offload_optimizer"] = offload
-                times = predicted_step(case, tmp_path, engine=engine).times
-                found[engine, offload, told["micro_batch_tokens"]] = times.reshard
-    small = found["vllm", False, 34880]
-    assert found["sglang", False, 69760] > GIVING_BACK_S > 5 * small
-    assert found["vllm", False, 69760] == small == found["sglang", False, 34880]
-    assert found["vllm", True, 69760] == pytest.approx(small + GIVING_BACK_S)
+                with monkeypatch.context() as patched:
+                    if not lends:
+                        patched.setattr(estimate_module, "MAIN_GRAD_BYTES", 0)
+                    times = predicted_step(case, tmp_path).times
+                found[lends, offload, told["micro_batch_tokens"]] = times.reshard
+    small = found[True, False, 34880]
+    assert found[False, False, 69760] > GIVING_BACK_S > 5 * small
+    assert found[True, False, 69760] == small == found[False, False, 34880]
+    assert found[True, True, 69760] == pytest.approx(small + GIVING_BACK_S)
