@@ -100,13 +100,11 @@ def check_caches(
         UserError: some is missing, or lies elsewhere.
     """
     spans = [(piece.address, piece.address + piece.num_bytes) for piece in pieces]
-    found = sum(
-        one.nbytes
-        for one in caches
-        if any(
-            start <= one.data_ptr() and one.data_ptr() + one.nbytes <= end for start, end in spans
-        )
-    )
+    found = 0
+    for one in caches:
+        first, last = one.data_ptr(), one.data_ptr() + one.nbytes
+        if any(start <= first and last <= end for start, end in spans):
+            found += one.nbytes
     if found < num_bytes:
         raise UserError(
             key,
