@@ -218,6 +218,10 @@ class Case(CaseRecord):
             "number": len(mismatch),
             "free_gib_after_cycle_2": {phase: found[:2][-1] for phase, found in gib.items()},
             "free_gib_after_last": {phase: found[-1] for phase, found in gib.items()},
+            f"free_gib_every_{CYCLES_BETWEEN_LINES}": {
+                phase: found[CYCLES_BETWEEN_LINES - 1 :: CYCLES_BETWEEN_LINES]
+                for phase, found in gib.items()
+            },
             "largest_change": changes,
             "mismatch_mean_first": mismatch[0],
             "mismatch_mean_last": mismatch[-1],
