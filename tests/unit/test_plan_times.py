@@ -63,9 +63,7 @@ def model_of(case: dict[str, Any], folder: Path) -> str:
     return str(made)
 
 
-def predicted_step(
-    case: dict[str, Any], folder: Path, gpu: str = "H200", engine: str = "vllm"
-) -> Any:
+def predicted_step(case: dict[str, Any], folder: Path, gpu: str = "H200") -> Any:
     told, work = case["config"], case["workload"]
     train = {key: told["train"][key] for key in ("tp", "pp", "cp", "ep", "micro_batch_tokens")}
     train |= {key: told["train"][key] for key in ("recompute", "offload_optimizer")}
@@ -78,7 +76,7 @@ def predicted_step(
             "algorithm": {"name": "grpo", "kl_coef": told["algorithm"]["kl_coef"]},
             "train": train,
             "rollout": {
-                "engine": engine,
+                "engine": "vllm",
                 "tp": told["rollout"]["tp"],
                 "ep": told["rollout"].get("ep") or 1,
                 "max_batch": told["rollout"]["max_batch"],
