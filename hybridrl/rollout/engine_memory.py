@@ -80,6 +80,19 @@ def blocks_in_use() -> list[Span]:
     ]
 
 
+def blocks_of(piece: EnginePiece, blocks: Iterable[Span]) -> list[Span]:
+    """Returns those of the blocks that lie in a piece."""
+    end = piece.address + piece.num_bytes
+    return [one for one in blocks if piece.address <= one[0] < end]
+
+
+def give_back(piece: EnginePiece, mapping: Mapping) -> None:
+    """Unmaps and releases a piece's memory, which nothing may use any more."""
+    mapping.unmap(piece.address, piece.num_bytes)
+    mapping.release(piece.handle)
+    piece.gone()
+
+
 def check_caches(
     caches: Iterable[Tensor],
     num_bytes: int,
@@ -151,10 +164,9 @@ class EngineMemory:
         others: list[Span] = []
         mapping.wait()  # a sync point: what is given back here may have been used until now
         for piece in pieces:
-            end = piece.address + piece.num_bytes
-            used = [one for one in blocks if piece.address <= one[0] < end]
+            used = blocks_of(piece, blocks)
             if not used:
-                self._give_back(piece)  # for good: the engine allocates no more
+                give_back(piece, mapping)  # for good: the engine allocates no more
                 continue
             found = list(_uncovered(used, unneeded))
             if sum(stop - start for start, stop in found) > piece.num_bytes // 2:
@@ -196,7 +208,7 @@ class EngineMemory:
         self._has_others = False
         for piece in self._pieces:
             if piece.address not in self._lent | self._asleep:
-                self._give_back(piece)
+                give_back(piece, self._mapping)
                 self._asleep.add(piece.address)
 
     def wake_up(self, tag: str) -> None:
@@ -243,11 +255,6 @@ class EngineMemory:
 
     def _in_place(self) -> list[Tensor]:
         return [self._mapping.tensor(*one) for one in self._others]
-
-    def _give_back(self, piece: EnginePiece) -> None:
-        self._mapping.unmap(piece.address, piece.num_bytes)
-        self._mapping.release(piece.handle)
-        piece.gone()
 
     def _bring_back(self, piece: EnginePiece) -> None:
         if piece.address not in self._asleep:

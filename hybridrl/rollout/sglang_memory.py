@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,9 +27,10 @@ from hybridrl.rollout.engine_memory import (
     WEIGHTS,
     EnginePiece,
     SleepingMemory,
-    Span,
     blocks_in_use,
+    blocks_of,
     check_caches,
+    give_back,
     own_memory,
 )
 from hybridrl.rollout.process_state import keep_generators, replaced
@@ -52,11 +53,6 @@ class PoolPiece:
     tag: str
     handle: int
     tell: Callable[[int, int], object]
-
-    def holds_any(self, blocks: Iterable[Span]) -> bool:
-        """Whether one of these blocks lies in it."""
-        end = self.address + self.num_bytes
-        return any(self.address <= start < end for start, _ in blocks)
 
     def gone(self) -> None:
         """Tells the allocator that there is no memory."""
@@ -105,10 +101,8 @@ class EnginePools:
             blocks = blocks_in_use()
             self._mapping.wait()  # a sync point: loading may still be on its way
             for piece in self._pieces():
-                if piece.tag == tag and not piece.holds_any(blocks):
-                    self._mapping.unmap(piece.address, piece.num_bytes)
-                    self._mapping.release(piece.handle)
-                    piece.gone()
+                if piece.tag == tag and not blocks_of(piece, blocks):
+                    give_back(piece, self._mapping)
 
     def close(self) -> list[PoolPiece]:
         """Ends allocation; returns the pieces of both pools that have memory, by address."""
