@@ -5,6 +5,7 @@ Used by engines of packages that hold their parameters as `fused_layout` says.
 
 from __future__ import annotations
 
+import gc
 from math import prod
 from typing import Any, Protocol
 
@@ -117,8 +118,11 @@ def layout_bytes(layout: RankLayout, dtype: str) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns what the device has free; 0 on CPU, which is not measured."""
+    """Returns what the device has free once nothing unused is held; 0 on CPU, which is not
+    measured.
+    """
     if device.type == "cpu":
         return 0
+    gc.collect()  # modules that refer to themselves hold tensors until then
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,8 @@ ENVIRONMENT = {
     # FlashInfer's sampler knows no seeds of requests, and compiles itself at the first start.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
+# The architectures beside dense ones that vLLM 0.26 computes with its second model runner.
+SECOND_RUNNER_LIST = "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"
 # Engines that are not stopped. vLLM's process groups belong to all of them, and one that Python
 # collected would take the groups along.
 _OPEN: list[Any] = []
@@ -97,6 +99,7 @@ def start(
     _check_groups(rank, members)
     memory = None if is_cpu else _device_memory(layout)
     arguments = engine_arguments(settings, shape, layout.tp, weight_bytes, memory)
+    _take_second_runner(settings.architectures)
     with (
         keep_generators(device, everywhere=True),
         ranks_in_environment(),
@@ -344,6 +347,23 @@ def _after_caching(listen: Callable[[torch.nn.Module, Any], None]) -> Iterator[N
         yield
 
 
+def _take_second_runner(architectures: Sequence[str]) -> None:
+    """Lets vLLM compute these models with its second model runner, where it can.
+
+    vLLM 0.26 does so with dense models and the mixtures of experts of a list; newer versions have
+    no list. Of a Qwen3 mixture it generates 1.25 times as fast on one H200. Whatever else speaks
+    against it is vLLM's to see, and VLLM_USE_V2_MODEL_RUNNER in the environment goes before.
+
+    Args:
+        architectures: of the model, as its config names them.
+    """
+    from vllm.config import vllm as config
+
+    listed = vars(config).get(SECOND_RUNNER_LIST)
+    if listed is not None:
+        setattr(config, SECOND_RUNNER_LIST, listed | set(architectures))
+
+
 def compute_on_current_stream(runner: type) -> None:
     """Lets vLLM's second model runner compute on the stream that is current.
 
@@ -363,7 +383,7 @@ def _draw_by_seed_and_position(runner: Any) -> None:
     """Makes a token's randomness a function of its request's seed and its position, and draws all
     rows at once.
 
-    vLLM's second model runner (GPUs; of mixtures of experts only some) draws that way. The first
+    vLLM's second model runner (GPUs, see `_take_second_runner`) draws that way. The first
     one keeps a generator a request, whose state a request that continues elsewhere has lost, and
     draws a row at a time: with 512 requests that is 512 launches a token.
     """

@@ -31,7 +31,7 @@ python -m hybridrl.cli.main check > "$OUT/check.txt" 2>&1
 grep -i sglang "$OUT/check.txt"
 
 # Tokens, log-probabilities, seeds, stops, interruptions, updates of one engine against transformers, in bf16.
-if wants contract; then part contract 300 python tests/gpu/sglang_worker.py; fi
+if wants contract; then part contract 300 python tests/gpu/engine_worker.py sglang; fi
 # Whole steps with every phase change: free memory after each, and the mismatch. Graphs must stay valid.
 if wants cycles; then bench cycles 500 0.5b/tp1/tp1 --cycles 100 --new-tokens 64; fi
 # In the loop against plain SGLang, short and long responses; and what an interruption in the middle costs. What is known when the
@@ -44,7 +44,7 @@ fi
 if wants step; then bench step 300 0.5b/tp1/tp1 --steps 6 --new-tokens 512; fi
 
 if wants contract2; then
-  part contract2 400 torchrun --standalone --nproc-per-node=2 tests/gpu/sglang_worker.py
+  part contract2 400 torchrun --standalone --nproc-per-node=2 tests/gpu/engine_worker.py sglang
 fi
 if wants pairs; then
   bench pairs 900 0.5b/tp2/tp1 0.5b/tp1/tp2 0.5b/tp2/tp2 0.5b/pp2/tp1 0.5b/tp1/tp1

@@ -1,6 +1,7 @@
-"""SGLang's engine on GPUs against transformers in bf16: what tests/contracts asks of it on CPUs.
+"""An engine on GPUs against transformers in bf16: what tests/contracts asks of it on CPUs.
 
-sglang_worker.py        on one GPU; under torchrun on two a replica of both; prints a line a model.
+engine_worker.py ENGINE [MODEL ...]    on one GPU; under torchrun on two a replica of both; prints a
+                                       line a model: qwen3, qwen3_moe, mixtral, deepseek_v3.
 
 bf16 rounds otherwise in other kernels: log-probabilities may be FACTOR times as far from fp32 as
 those of transformers in bf16 are, and tokens of one engine are compared with tokens of the same.
@@ -8,18 +9,22 @@ those of transformers in bf16 are, and tokens of one engine are compared with to
 
 from __future__ import annotations
 
+import argparse
 import copy
 import math
 import os
 import sys
 import time
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
+from packaged import CLASSES, engine_class
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridrl.config.engines import ENGINES
 from hybridrl.models.family import resolve_family
 from hybridrl.models.transformers_weights import checkpoint_tensors
 from hybridrl.parallel.joining import start_process_group, stop_process_group
@@ -27,7 +32,6 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.settings import EngineSettings
-from hybridrl.rollout.sglang import SglangEngine
 
 IS_GPU = torch.cuda.is_available()  # without one the script only shows that it runs
 DTYPE = torch.bfloat16 if IS_GPU else torch.float32
@@ -62,6 +66,40 @@ EXPERTS = {
     "moe_intermediate_size": 128,
     "norm_topk_prob": True,
 }
+# Sizes of a head as published models have them: kernels for latent attention have no others.
+LATENT = {
+    **{
+        key: value
+        for key, value in CONFIG.items()
+        if key not in ("head_dim", "num_key_value_heads")
+    },
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+MODELS = {
+    "qwen3": CONFIG,
+    "qwen3_moe": EXPERTS,
+    "mixtral": {
+        **CONFIG,
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek_v3": LATENT,
+}
 KINDS = [
     SamplingParams(temperature=0.0, max_new_tokens=40),
     SamplingParams(temperature=0.7, top_k=50, max_new_tokens=40),
@@ -90,7 +128,7 @@ def make_reference(config: dict[str, Any], seed: int, device: torch.device) -> t
     return model, copy.deepcopy(model).float()
 
 
-def write_weights(engine: SglangEngine, model: Any, version: int) -> None:
+def write_weights(engine: Any, model: Any, version: int) -> None:
     engine.begin_update()
     source, tensors = checkpoint_tensors(model, model.config.to_dict()), engine.tensors()
     for region in engine.layout().regions:
@@ -162,9 +200,7 @@ def check_changed(what: str, one: list[Completion], other: list[Completion], apa
     return said
 
 
-def check_batches(
-    engine: SglangEngine, asked: list[Request], done: list[Completion], apart: float
-) -> str:
+def check_batches(engine: Any, asked: list[Request], done: list[Completion], apart: float) -> str:
     """Requests give the same whatever is beside them, but where rounding moves a draw."""
     backwards = generate(engine, asked[::-1])[::-1]
     alone = [generate(engine, [request])[0] for request in asked[:8]]
@@ -177,8 +213,9 @@ def check_batches(
 
 
 def check_interruption(
-    engine: SglangEngine, model: Any, asked: list[Request], done: list[Completion], apart: float
+    engine: Any, model: Any, asked: list[Request], done: list[Completion], apart: float
 ) -> str:
+    """Requests go on after an update in their middle as if nothing had been."""
     engine.submit(asked)
     for _ in range(15):
         engine.step()
@@ -194,7 +231,7 @@ def check_interruption(
     return check_changed("after a sleep in the middle", done, again, apart)
 
 
-def check_sleep(engine: SglangEngine, model: Any) -> str:
+def check_sleep(engine: Any, model: Any) -> str:
     """Memory comes back, comes again, and what was captured reads what is written then."""
     if not IS_GPU:
         return "no memory to give back"
@@ -219,7 +256,8 @@ def generators() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if IS_GPU else [])]
 
 
-def check(name: str, config: dict[str, Any], eager: bool, ep: int, rank: int, world: int) -> None:
+def check(kind: str, name: str, eager: bool, ep: int, rank: int, world: int) -> None:
+    config = MODELS[name]
     family = resolve_family(None, config)
     settings = EngineSettings(
         config, family.architectures, str(DTYPE).removeprefix("torch."), 64, 200, eager=eager, ep=ep
@@ -227,7 +265,7 @@ def check(name: str, config: dict[str, Any], eager: bool, ep: int, rank: int, wo
     layout = RolloutLayout.consecutive(world, world)
     device = torch.device("cuda", rank) if IS_GPU else torch.device("cpu")
     began = time.perf_counter()
-    engine = SglangEngine(settings, family, layout, rank, device)
+    engine = engine_class(kind)(settings, family, layout, rank, device)
     said = [f"started in {time.perf_counter() - began:.1f} s"]
     asked = requests(48)
     for version in range(2):
@@ -239,17 +277,24 @@ def check(name: str, config: dict[str, Any], eager: bool, ep: int, rank: int, wo
         found, apart = check_logps(model, exact, asked, done)
         said.append(found)
     said.append(check_batches(engine, asked, done, apart))
-    said.append(check_interruption(engine, model, asked, done, apart))
+    # Of some engines a request that goes on is penalized for its prompt alone.
+    alike = [one.sampling != KINDS[-1] or ENGINES[kind].resumes_penalties for one in asked]
+    kept, of_kept = list(compress(asked, alike)), list(compress(done, alike))
+    said.append(check_interruption(engine, model, kept, of_kept, apart))
     said.append(check_sleep(engine, model))
     said.append(check_changed("after it", done, generate(engine, asked), apart))
     holdings = {what: round(one.num_bytes / 2**20) for what, one in engine.memory().items()}
     said.append(f"MiB {holdings}")
     engine.close()
     if rank == 0:
-        print(f"{name} tp {world} ep {ep} eager {eager}: " + "; ".join(said), flush=True)
+        print(f"{kind} {name} tp {world} ep {ep} eager {eager}: " + "; ".join(said), flush=True)
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("engine", choices=CLASSES)
+    parser.add_argument("models", nargs="*", metavar="MODEL", default=["qwen3", "qwen3_moe"])
+    arguments = parser.parse_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if IS_GPU:
         torch.cuda.set_device(rank)
@@ -257,11 +302,12 @@ def main() -> int:
     platform.activate()
     start_process_group(platform, 120)
     torch.set_grad_enabled(False)
-    for eager in (True, False):
-        check("qwen3", CONFIG, eager, 1, rank, world)
-    check("qwen3_moe", EXPERTS, False, 1, rank, world)
-    if world > 1:
-        check("qwen3_moe", EXPERTS, False, world, rank, world)
+    for name in arguments.models:
+        is_mixture = name != "qwen3"
+        for eager in (False,) if is_mixture else (True, False):
+            check(arguments.engine, name, eager, 1, rank, world)
+        if world > 1 and is_mixture:
+            check(arguments.engine, name, False, world, rank, world)
     stop_process_group()
     return 0
 
