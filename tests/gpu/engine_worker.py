@@ -68,11 +68,8 @@ EXPERTS = {
 }
 # Sizes of a head as published models have them: kernels for latent attention have no others.
 LATENT = {
-    **{
-        key: value
-        for key, value in CONFIG.items()
-        if key not in ("head_dim", "num_key_value_heads")
-    },
+    **{key: value for key, value in CONFIG.items() if key != "head_dim"},
+    "num_key_value_heads": 4,
     "model_type": "deepseek_v3",
     "q_lora_rank": 128,
     "kv_lora_rank": 512,
