@@ -99,7 +99,7 @@ def start(
     _check_groups(rank, members)
     memory = None if is_cpu else _device_memory(layout)
     arguments = engine_arguments(settings, shape, layout.tp, weight_bytes, memory)
-    _take_second_runner(settings.architectures)
+    take_second_runner(settings.architectures)
     with (
         keep_generators(device, everywhere=True),
         ranks_in_environment(),
@@ -347,7 +347,7 @@ def _after_caching(listen: Callable[[torch.nn.Module, Any], None]) -> Iterator[N
         yield
 
 
-def _take_second_runner(architectures: Sequence[str]) -> None:
+def take_second_runner(architectures: Sequence[str]) -> None:
     """Lets vLLM compute these models with its second model runner, where it can.
 
     vLLM 0.26 does so with dense models and the mixtures of experts of a list; newer versions have
@@ -383,7 +383,7 @@ def _draw_by_seed_and_position(runner: Any) -> None:
     """Makes a token's randomness a function of its request's seed and its position, and draws all
     rows at once.
 
-    vLLM's second model runner (GPUs, see `_take_second_runner`) draws that way. The first
+    vLLM's second model runner (GPUs, see `take_second_runner`) draws that way. The first
     one keeps a generator a request, whose state a request that continues elsewhere has lost, and
     draws a row at a time: with 512 requests that is 512 launches a token.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,11 @@ import torch
 
 from hybridrl.errors import ModelError
 from hybridrl.rollout.vllm_experts import deal_experts
-from hybridrl.rollout.vllm_start import compute_on_current_stream
+from hybridrl.rollout.vllm_start import (
+    SECOND_RUNNER_LIST,
+    compute_on_current_stream,
+    take_second_runner,
+)
 
 
 def mixture(**maps: Any) -> torch.nn.Module:
@@ -66,6 +71,22 @@ def test_a_step_on_another_stream_is_waited_for_where_its_tokens_are_copied(
     assert [runner.main_stream, runner.main_stream] == ["of the main thread"] * 2
     compute_on_current_stream(Runner)
     assert [runner.main_stream, runner.main_stream] == ["beside", "beside too"]
+
+
+@pytest.mark.parametrize("has_list", [True, False])
+def test_models_join_those_of_the_second_runner(
+    monkeypatch: pytest.MonkeyPatch, has_list: bool
+) -> None:
+    """And the list of a version that has one keeps what vLLM put there."""
+    theirs = {SECOND_RUNNER_LIST: frozenset(["Theirs"])} if has_list else {}
+    vllm_config = SimpleNamespace(**theirs)
+    package = SimpleNamespace(vllm=vllm_config)
+    for name, module in (("vllm", SimpleNamespace(config=package)), ("vllm.config", package)):
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    take_second_runner(["Qwen3MoeForCausalLM"])
+    take_second_runner(["Qwen3MoeForCausalLM", "Other"])
+    expected = {SECOND_RUNNER_LIST: {"Theirs", "Qwen3MoeForCausalLM", "Other"}} if has_list else {}
+    assert vars(vllm_config) == expected
 
 
 @pytest.mark.engine
