@@ -11,6 +11,7 @@ from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.settings import EngineSettings, too_long
 
 LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
+MOST_STOP_TOKENS = 128  # that vLLM's second model runner keeps from being drawn too early
 
 
 def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueError]:
@@ -21,6 +22,11 @@ def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueE
         yield ValueError(
             f"{name} has temperature={sampling.temperature}; vLLM samples at 0 or at "
             f"{LOWEST_TEMPERATURE} and above"
+        )
+    if sampling.min_new_tokens and len(sampling.stop_token_ids) > MOST_STOP_TOKENS:
+        yield ValueError(
+            f"{name} has {len(sampling.stop_token_ids)} stop_token_ids; with min_new_tokens vLLM "
+            f"takes {MOST_STOP_TOKENS} at most"
         )
     if (violation := _lost_presence(request, len(request.tokens))) is not None:
         yield violation

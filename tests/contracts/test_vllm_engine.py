@@ -230,6 +230,10 @@ def test_vllm_engine_refuses_log_probabilities_that_are_none(wrong: float) -> No
     ("request_", "message"),
     [
         (Request(8, (2,), 0, SamplingParams(temperature=1e-3, max_new_tokens=4)), "temperature"),
+        (
+            Request(8, (2,), 0, SamplingParams(stop_token_ids=(*range(129),), min_new_tokens=1)),
+            "has 129 stop_token_ids; with min_new_tokens vLLM takes 128",
+        ),
     ],
 )
 def test_vllm_engine_refuses_what_vllm_would_cut_or_change(request_: Request, message: str) -> None:

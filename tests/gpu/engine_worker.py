@@ -104,7 +104,7 @@ KINDS = [
     SamplingParams(temperature=1.0, max_new_tokens=40),
     SamplingParams(
         max_new_tokens=40,
-        stop_token_ids=tuple(range(1, 200)),
+        stop_token_ids=tuple(range(1, 129)),
         min_new_tokens=20,
         repetition_penalty=1.3,
         presence_penalty=0.5,
