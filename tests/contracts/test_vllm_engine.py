@@ -226,20 +226,25 @@ def test_vllm_engine_refuses_log_probabilities_that_are_none(wrong: float) -> No
         generate(engine, make_requests(3, SamplingParams(max_new_tokens=12)))
 
 
+SHORT = SamplingParams(max_new_tokens=4)
+
+
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("sampling", "message"),
     [
-        (Request(8, (2,), 0, SamplingParams(temperature=1e-3, max_new_tokens=4)), "temperature"),
+        (replace(SHORT, temperature=1e-3), "temperature"),
         (
-            Request(8, (2,), 0, SamplingParams(stop_token_ids=(*range(129),), min_new_tokens=1)),
+            replace(SHORT, stop_token_ids=(*range(129),), min_new_tokens=1),
             "has 129 stop_token_ids; with min_new_tokens vLLM takes 128",
         ),
     ],
 )
-def test_vllm_engine_refuses_what_vllm_would_cut_or_change(request_: Request, message: str) -> None:
+def test_vllm_engine_refuses_what_vllm_would_cut_or_change(
+    sampling: SamplingParams, message: str
+) -> None:
     engine = start_packaged(QWEN3, max_tokens=100)
     with pytest.raises(ValueError, match=message):
-        engine.submit([request_])
+        engine.submit([Request(8, (2,), 0, sampling)])
     assert not engine.has_unfinished
 
 
