@@ -27,7 +27,7 @@ from hybridrl.planning.memory import (
     itemsize_of,
 )
 from hybridrl.planning.sizes import engine_elements, fullest_stage, shared_elements
-from hybridrl.planning.times import GIVING_BACK_S, ROOM_SHARE, Times, step_times
+from hybridrl.planning.times import Times, giving_back_s, step_times
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def estimate(
         # Gradients lie in memory of the engine.
         both = memory.train + own - min(own, MAIN_GRAD_BYTES * trained)
         always = train.offload_optimizer or train.release_weights_in_rollout
-        if always or both > ROOM_SHARE * assumed.gpu_memory_bytes:
-            times = replace(times, reshard=times.reshard + GIVING_BACK_S)
+        changes_s = giving_back_s(1.0 if always else both / assumed.gpu_memory_bytes)
+        times = replace(times, reshard=times.reshard + changes_s)
     return Estimate(memory, times, most, assumed.gpu_memory_bytes - with_margin(most))
 
 

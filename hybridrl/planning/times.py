@@ -53,16 +53,16 @@ GRADIENT_TRAFFIC = 2 * 4
 # Bytes of an Adam step a parameter: gradient, moments and master, read and written.
 ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
 # Seconds that a step gets longer by when training and engine do not fit on a GPU together and free
-# their memory in turn: of 7B on H200 0.25 to 0.65. Less with gradients in memory that the engine
-# lends, which was not measured in a step. Both fit in this share of the GPU's memory
-# (hybrid_engine/headroom.py).
-GIVING_BACK_S, ROOM_SHARE = 0.3, 0.9
+# their memory in turn: of 7B on H200 0.25 to 0.65; with gradients in memory that the engine lends
+# 0.3, of 1.5B. Both fit in the second share of the GPU's memory (hybrid_engine/headroom.py). What
+# is predicted of memory is off by the third, up or down: with 0.89 predicted 7B kept both phases'
+# memory, with 0.90 1.5B gave it back.
+GIVING_BACK_S, ROOM_SHARE, MEMORY_DOUBT = 0.3, 0.9, 0.025
 # An engine's step beside reading weights and cache, seconds: launches and sampling on the GPU, and
-# what a layer's kernels take however little they do; what the host does for a request beside it,
-# and for one of most mixtures, which vLLM's first model runner computes; an all-reduce of few
-# tokens.
+# what a layer's kernels take however little they do; what the host does for a request beside it;
+# an all-reduce of few tokens.
 ENGINE_STEP_S, LAYER_STEP_S = 1.2e-3, 25e-6
-REQUEST_S, REQUEST_EXPERTS_S, ALL_REDUCE_S = 17e-6, 25e-6, 15e-6
+REQUEST_S, ALL_REDUCE_S = 17e-6, 15e-6
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # of the matrix rate
 STEP_S = 0.06  # rewards and advantages
 
@@ -165,6 +165,17 @@ def _beside(gpu_s: float, host_s: float) -> float:
     of the two.
     """
     return float((gpu_s**SMOOTH + host_s**SMOOTH) ** (1 / SMOOTH))
+
+
+def giving_back_s(share: float) -> float:
+    """Returns the seconds that a step is expected to get longer by, since both phases' memory is
+    freed in turn.
+
+    Args:
+        share: of a GPU's memory that training and engine are predicted to hold together.
+    """
+    chance = (share - ROOM_SHARE) / (2 * MEMORY_DOUBT) + 0.5
+    return GIVING_BACK_S * min(1.0, max(0.0, chance))
 
 
 @dataclass(frozen=True)
@@ -351,11 +362,12 @@ def generation_s(
         step_s += 2 * shape.num_layers * least_s
     prompts = ceil(steps.prompts_per_step / replicas) * lengths.prompt
     prefill_s = 2.0 * matmul_params(shape) * prompts / tp / (PREFILL_SHARE * matrix)
-    weights_s = num_steps * engine_bytes / memory
+    # Of an embedding that is not the output layer too a step reads the rows of its tokens.
+    unread = 0 if shape.tied_embeddings else 2 * shape.vocab_size * shape.hidden_size // tp
+    weights_s = num_steps * (engine_bytes - unread) / memory
     gpu_s = max(weights_s, compute_s) + cache_s + reduced_s + num_steps * step_s
     # The host prepares a step while the GPU computes the one before.
-    request_s = REQUEST_S if shape.moe is None else REQUEST_EXPERTS_S
-    decode_s = _beside(gpu_s, requests * lengths.response * request_s)
+    decode_s = _beside(gpu_s, requests * lengths.response * REQUEST_S)
     return decode_s + prefill_s
 
 

@@ -71,6 +71,10 @@ def server_arguments(
         # Graphs of prompts are compiled for every size, minutes at a start that a run does not get
         # back: prompts take a small part of a rollout.
         "disable_piecewise_cuda_graph": True,
+        # All-reduces in one kernel with the norm after them, which SGLang turns on for mixtures on
+        # Hopper, compile themselves at the first start and take memory of their own that NVLink
+        # multicasts. A mixture on two H200 had not started so after four minutes.
+        "enforce_disable_flashinfer_allreduce_fusion": True,
         "chunked_prefill_size": max(GPU_CHUNK, 2 * settings.max_batch),
         "max_total_tokens": _tokens(settings, per_token),
         "mem_fraction_static": _static_share(settings, weight_bytes, *device_memory),

@@ -193,7 +193,7 @@ def _make_scheduler(
         config = json.dumps(settings.config_json())
         (Path(folder) / "config.json").write_text(config, encoding="utf-8")
         try:
-            server_args = ServerArgs(model_path=folder, **_renamed(arguments, ServerArgs))
+            server_args = ServerArgs(model_path=folder, **renamed(arguments, ServerArgs))
             set_global_server_args_for_scheduler(server_args)
             scheduler = make_scheduler(server_args, tp_rank, ep_rank, gpu_id)
         except (ValueError, NotImplementedError, AssertionError) as error:
@@ -219,7 +219,7 @@ def _forget_places_of_experts() -> None:
         get_resources().expert_location_metadata = None
 
 
-def _renamed(arguments: dict[str, Any], server_args: Any) -> dict[str, Any]:
+def renamed(arguments: dict[str, Any], server_args: Any) -> dict[str, Any]:
     """Returns the arguments by the names that this version has for them."""
     known = {field.name for field in dataclasses.fields(server_args)}
     names = {name: name if name in known else RENAMED.get(name, name) for name in arguments}

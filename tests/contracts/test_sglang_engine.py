@@ -34,10 +34,12 @@ from tiny_models import longrope
 
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.families.by_length import at_length
+from hybridrl.models.family import resolve_family
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rollout import sglang_routing, sglang_scheduler, sglang_start
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.sglang_arguments import SPARE_TOKENS, server_arguments
 from hybridrl.rollout.sglang_memory import EnginePools, SaverMemory, allocated_in
 from hybridrl.rollout.sglang_sampling import request_sampling
@@ -50,6 +52,20 @@ pytestmark = list(needs("sglang"))
 QWEN3 = "sglang-qwen3"
 EXPERTS = "sglang-qwen3-moe"
 TOKEN_BYTES = 2 * 3 * 2 * 32 * 4  # keys and values, layers, heads, head, float32
+
+
+@pytest.mark.parametrize("name", [QWEN3, EXPERTS])
+def test_sglang_knows_the_arguments_of_gpus(name: str) -> None:
+    """Which no engine here is started with."""
+    make_engine(name)  # SGLang is imported then
+    from sglang.srt.server_args import ServerArgs
+
+    config = PACKAGED_ALL[name]
+    family = resolve_family(None, config)
+    settings = EngineSettings(config, family.architectures, "bfloat16", 8, 64)
+    given = server_arguments(settings, family.shape(config), 2, 2**20, (2**36, 2**37))
+    known = {field.name for field in dataclasses.fields(ServerArgs)}
+    assert set(sglang_start.renamed(given, ServerArgs)) <= known
 
 
 @pytest.fixture(autouse=True)

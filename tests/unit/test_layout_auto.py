@@ -92,6 +92,17 @@ def test_ranks_have_the_choice_as_overrides(tmp_path: Path) -> None:
     assert with_layout(again, 2, Host(), ClusterFile(gpu="L40S")) is again
 
 
+def test_engines_with_whole_experts_come_before_those_that_cut_each(tmp_path: Path) -> None:
+    """Both are predicted alike; the first were measured as the faster ones."""
+    content = json.loads((MODELS / "qwen3-30b-a3b.json").read_text()) | {"num_hidden_layers": 6}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    pins = ["train.tp=1", "train.ep=1", "train.pp=1", "rollout.tp=2"]
+    result, _ = search(config_of(tmp_path, *pins), 2, Host(), H200)
+    first, second = result.best
+    assert round(first.step_s, 4) == round(second.step_s, 4)
+    assert [one.changes["rollout.ep"] for one in result.best] == [2, 1]
+
+
 def test_auto_in_a_word_stays_beside_other_keys_of_the_section() -> None:
     config = config_of("qwen2.5-0.5b.json", "layout.mean_response_tokens=300")
     assert (config.layout.choose, config.layout.mean_response_tokens) == ("auto", 300)
@@ -210,3 +221,22 @@ def test_recipes_stand_beside_what_is_chosen_for_large_models(
     assert (best["keys"]["train.pp"], best["keys"]["rollout.tp"]) == (4, 4)
     assert best["keys"]["train.recompute"] == "none" and found["seconds"] < 60
     assert judged("llama3-70b", "H100", keys)["best"] == []  # it does not fit there
+
+
+def test_the_table_of_choices_says_what_the_result_does() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "layout_choices.json").read_text())
+    chosen, beside = list[str](), dict[tuple[str, str], list[str]]()
+    for case in result["cases"]:
+        said = f"{case['best'][0]['step_s']:.0f} s" if case["best"] else "does not fit"
+        if case["layout_of"] == "layout: auto":
+            chosen.append(said)
+        else:
+            beside.setdefault((case["model"], case["layout_of"]), []).append(said)
+    page = (ROOT / "docs" / "guides" / "plan.md").read_text()
+    rows = [
+        line for line in page.splitlines() if line.startswith(("| Llama 3 70B,", "| Qwen3-235B"))
+    ]
+    cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows]
+    assert [row[-1] for row in cells if "auto" in row[1]] == chosen
+    assert [row[-2:] for row in cells if "auto" not in row[1]] == list(beside.values())
+    assert max(case["seconds"] for case in result["cases"]) < 60
