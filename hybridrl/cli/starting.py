@@ -46,6 +46,9 @@ def init(
     ] = None,
 ) -> None:
     """Write a starter configuration with comments for a model and a task."""
+    if Path(model).is_file():
+        remedy = "Name its folder; model.init takes a config.json, for random weights."
+        raise UserError("MODEL", model, "an HF directory or a hub name", remedy)
     used = engine or usual_engine(num_local_gpus() > 0)
     if used not in ENGINES:
         remedy = "`hybridrl check` says which are installed."

@@ -73,6 +73,7 @@ def test_starter_knows_chats_by_the_template(here: Path) -> None:
         (["grpo", "model", "--teacher", "model"], "--teacher", "grpo learns from no teacher"),
         (["grpo", "model", "--engine", "vlm"], "--engine", "hf, vllm, sglang"),
         (["grpo", "model", "--output", "model"], "--output", "nothing is yet"),
+        (["grpo", "model/config.json"], "MODEL", "Name its folder"),
     ],
 )
 def test_init_refuses(here: Path, arguments: list[str], name: str, said: str) -> None:
