@@ -65,9 +65,8 @@ def _reason(one: Candidate, best: Candidate) -> str | None:
     if one is best:
         return None
     more = one.step_s - best.step_s
-    if round(more, 4) <= 0:  # what the order has then: search.py
-        cuts_experts = one.changes["rollout.ep"] < best.changes["rollout.ep"]
-        return "experts: as fast, cuts each" if cuts_experts else "memory: as fast, holds more"
+    if round(one.step_s, 4) == round(best.step_s, 4):  # as layouts are ordered
+        return "memory: as fast, holds more"
     own, other = asdict(one.found.times), asdict(best.found.times)
     phase = max(PHASES, key=lambda name: own[name] - other[name])
     return f"time: +{more / best.step_s:.1%}, {phase} {own[phase] - other[phase]:+.2f} s"

@@ -21,7 +21,7 @@ from hybridrl.metrics.flops import matmul_params
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.planning.cluster import Assumptions
-from hybridrl.planning.memory import ADAM_BYTES, MASTER_BYTES, RoleModel
+from hybridrl.planning.memory import ADAM_BYTES, MASTER_BYTES, RoleModel, itemsize_of
 
 # Bytes that a forward pass reads and writes beside matrix products, in elements of 2 bytes: of a
 # token and layer, in hidden sizes and in sizes of the feed-forward product; of an expert's token,
@@ -53,10 +53,10 @@ GRADIENT_TRAFFIC = 2 * 4
 # Bytes of an Adam step a parameter: gradient, moments and master, read and written.
 ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
 # Seconds that a step gets longer by when training and engine do not fit on a GPU together and free
-# their memory in turn: of 7B on H200 0.25 to 0.65; with gradients in memory that the engine lends
-# 0.3, of 1.5B. Both fit in the second share of the GPU's memory (hybrid_engine/headroom.py). What
-# is predicted of memory is off by the third, up or down: with 0.89 predicted 7B kept both phases'
-# memory, with 0.90 1.5B gave it back.
+# their memory in turn: of 7B on H200 0.25 to 0.65, without lent memory; of 1.5B with it 0.2. Both
+# fit in the second share of the GPU's memory (hybrid_engine/headroom.py), of which the third says
+# how exact a prediction is: with 0.87 and 0.89 predicted 7B kept both phases' memory, with 0.90
+# 1.5B gave it back, and with 0.92 a mixture kept it.
 GIVING_BACK_S, ROOM_SHARE, MEMORY_DOUBT = 0.3, 0.9, 0.025
 # An engine's step beside reading weights and cache, seconds: launches and sampling on the GPU, and
 # what a layer's kernels take however little they do; what the host does for a request beside it;
@@ -363,7 +363,8 @@ def generation_s(
     prompts = ceil(steps.prompts_per_step / replicas) * lengths.prompt
     prefill_s = 2.0 * matmul_params(shape) * prompts / tp / (PREFILL_SHARE * matrix)
     # Of an embedding that is not the output layer too a step reads the rows of its tokens.
-    unread = 0 if shape.tied_embeddings else 2 * shape.vocab_size * shape.hidden_size // tp
+    itemsize = itemsize_of(config, on_gpu=True)
+    unread = 0 if shape.tied_embeddings else itemsize * shape.vocab_size * shape.hidden_size // tp
     weights_s = num_steps * (engine_bytes - unread) / memory
     gpu_s = max(weights_s, compute_s) + cache_s + reduced_s + num_steps * step_s
     # The host prepares a step while the GPU computes the one before.

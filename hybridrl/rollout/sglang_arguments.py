@@ -71,9 +71,10 @@ def server_arguments(
         # Graphs of prompts are compiled for every size, minutes at a start that a run does not get
         # back: prompts take a small part of a rollout.
         "disable_piecewise_cuda_graph": True,
-        # All-reduces in one kernel with the norm after them, which SGLang turns on for mixtures on
-        # Hopper, compile themselves at the first start and take memory of their own that NVLink
-        # multicasts. A mixture on two H200 had not started so after four minutes.
+        # SGLang (0.5.16) has some mixtures on Hopper all-reduce and normalize in one kernel, which
+        # is compiled at the first start and needs memory that NVLink multicasts. On two H200 whose
+        # multicast was off such a start had not ended after four minutes. Where it is on, nobody
+        # has looked yet.
         "enforce_disable_flashinfer_allreduce_fusion": True,
         "chunked_prefill_size": max(GPU_CHUNK, 2 * settings.max_batch),
         "max_total_tokens": _tokens(settings, per_token),

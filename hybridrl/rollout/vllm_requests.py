@@ -23,10 +23,12 @@ def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueE
             f"{name} has temperature={sampling.temperature}; vLLM samples at 0 or at "
             f"{LOWEST_TEMPERATURE} and above"
         )
-    if sampling.min_new_tokens and len(sampling.stop_token_ids) > MOST_STOP_TOKENS:
+    ends = settings.hf_config.get("eos_token_id")  # vLLM counts it too
+    stops = {*sampling.stop_token_ids, *(ends if isinstance(ends, list) else [ends])} - {None}
+    if sampling.min_new_tokens and len(stops) > MOST_STOP_TOKENS:
         yield ValueError(
-            f"{name} has {len(sampling.stop_token_ids)} stop_token_ids; with min_new_tokens vLLM "
-            f"takes {MOST_STOP_TOKENS} at most"
+            f"{name} has {len(stops)} stop_token_ids, with those of the model; with min_new_tokens "
+            f"vLLM takes {MOST_STOP_TOKENS} at most: give fewer, or min_new_tokens=0"
         )
     if (violation := _lost_presence(request, len(request.tokens))) is not None:
         yield violation

@@ -42,6 +42,7 @@ ENVIRONMENT = {
 }
 # The architectures beside dense ones that vLLM 0.26 computes with its second model runner.
 SECOND_RUNNER_LIST = "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 # Engines that are not stopped. vLLM's process groups belong to all of them, and one that Python
 # collected would take the groups along.
 _OPEN: list[Any] = []
@@ -99,8 +100,6 @@ def start(
     _check_groups(rank, members)
     memory = None if is_cpu else _device_memory(layout)
     arguments = engine_arguments(settings, shape, layout.tp, weight_bytes, memory)
-    if not settings.records_experts:  # which was seen with the first one alone
-        take_second_runner(settings.architectures)
     with (
         keep_generators(device, everywhere=True),
         ranks_in_environment(),
@@ -108,6 +107,8 @@ def start(
         _collectives_over_gloo(is_cpu),
         _after_loading(lambda model: prepare(model, version)),
         _after_caching(listen),
+        # Recorded experts were compared with transformers' on GPUs with the first runner alone.
+        runner_chosen(settings.architectures, is_second=not settings.records_experts),
     ):
         llm = _make_engine(settings, arguments, version, layout.place(rank))
     _OPEN.append(llm)
@@ -117,7 +118,7 @@ def start(
     _check_groups(rank, members)
     group = parallel_state.get_tp_group()
     runner = runner_of(llm)
-    if llm.vllm_config.use_v2_model_runner:
+    if llm.engine_core.engine_core.scheduler.use_v2_model_runner:
         compute_on_current_stream(type(runner))
     else:
         _draw_by_seed_and_position(runner)
@@ -348,12 +349,15 @@ def _after_caching(listen: Callable[[torch.nn.Module, Any], None]) -> Iterator[N
         yield
 
 
-def take_second_runner(architectures: Sequence[str]) -> None:
-    """Lets vLLM compute these models with its second model runner, where it can.
+@contextlib.contextmanager
+def runner_chosen(architectures: Sequence[str], is_second: bool) -> Iterator[None]:
+    """Makes an engine that starts meanwhile compute with vLLM's second model runner, the part of it
+    that runs the model, where it can; or with the first.
 
-    vLLM 0.26 does so with dense models and the mixtures of experts of a list; newer versions have
-    no list. A step of a Qwen3 mixture was 1.15 to 1.6 times as fast with it on H200. Whatever else
-    speaks against it is vLLM's to see, and VLLM_USE_V2_MODEL_RUNNER in the environment goes before.
+    vLLM 0.26 takes the second one for dense models and for the mixtures of experts of a list; newer
+    versions have no list. A step of a Qwen3 mixture was 1.07 to 1.6 times as fast with it on H200.
+    Whatever else speaks against the second one is vLLM's to see, and VLLM_USE_V2_MODEL_RUNNER in
+    the environment goes before. An engine keeps the runner that it started with.
 
     Args:
         architectures: of the model, as its config names them.
@@ -361,8 +365,17 @@ def take_second_runner(architectures: Sequence[str]) -> None:
     from vllm.config import vllm as config
 
     listed = vars(config).get(SECOND_RUNNER_LIST)
-    if listed is not None:
-        setattr(config, SECOND_RUNNER_LIST, listed | set(architectures))
+    if not is_second and RUNNER_VARIABLE not in os.environ:
+        os.environ[RUNNER_VARIABLE] = "0"
+        try:
+            yield
+        finally:
+            del os.environ[RUNNER_VARIABLE]
+    elif is_second and listed is not None:
+        with replaced(config, SECOND_RUNNER_LIST, listed | set(architectures)):
+            yield
+    else:
+        yield
 
 
 def compute_on_current_stream(runner: type) -> None:
@@ -384,7 +397,7 @@ def _draw_by_seed_and_position(runner: Any) -> None:
     """Makes a token's randomness a function of its request's seed and its position, and draws all
     rows at once.
 
-    vLLM's second model runner (GPUs, see `take_second_runner`) draws that way. The first
+    vLLM's second model runner (GPUs, see `runner_chosen`) draws that way. The first
     one keeps a generator a request, whose state a request that continues elsewhere has lost, and
     draws a row at a time: with 512 requests that is 512 launches a token.
     """

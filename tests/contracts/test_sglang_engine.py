@@ -56,7 +56,7 @@ TOKEN_BYTES = 2 * 3 * 2 * 32 * 4  # keys and values, layers, heads, head, float3
 
 @pytest.mark.parametrize("name", [QWEN3, EXPERTS])
 def test_sglang_knows_the_arguments_of_gpus(name: str) -> None:
-    """Which no engine here is started with."""
+    """On CPU no engine is started with them."""
     make_engine(name)  # SGLang is imported then
     from sglang.srt.server_args import ServerArgs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from scheduler_cases import Kind, compare_schedulers
 from hybridrl.errors import UserError
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
+from hybridrl.rollout import vllm_start
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.stops import TokenTexts
 from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE
@@ -234,8 +235,8 @@ SHORT = SamplingParams(max_new_tokens=4)
     [
         (replace(SHORT, temperature=1e-3), "temperature"),
         (
-            replace(SHORT, stop_token_ids=(*range(129),), min_new_tokens=1),
-            "has 129 stop_token_ids; with min_new_tokens vLLM takes 128",
+            replace(SHORT, stop_token_ids=(*range(2, 130),), min_new_tokens=1),
+            "has 129 stop_token_ids, with those of the model; with min_new_tokens vLLM takes 128",
         ),
     ],
 )
@@ -262,3 +263,19 @@ def test_vllm_engine_refuses_a_cache_that_holds_no_longest_request(
     with pytest.raises(UserError, match=f"{keys}: got 300 tokens; allowed: {allowed}.*Lower one"):
         start_packaged(QWEN3, kv_cache_bytes=num_blocks * block or 1)
     assert generate(make_engine(QWEN3), make_requests(2, MIXED))
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_engines_that_record_experts_take_the_first_runner(
+    records: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chosen(Exception):
+        pass
+
+    def choose(architectures: Sequence[str], is_second: bool) -> None:
+        raise Chosen(*architectures, is_second)
+
+    monkeypatch.setattr(vllm_start, "runner_chosen", choose)
+    with pytest.raises(Chosen) as caught:
+        start_packaged("vllm-qwen3-moe", records_experts=records)
+    assert caught.value.args == ("Qwen3MoeForCausalLM", not records)

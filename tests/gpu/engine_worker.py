@@ -1,7 +1,8 @@
 """An engine on GPUs against transformers in bf16: what tests/contracts asks of it on CPUs.
 
 engine_worker.py ENGINE [MODEL ...]    on one GPU; under torchrun on two a replica of both; prints a
-                                       line a model: qwen3, qwen3_moe, mixtral, deepseek_v3.
+                                       line a model: qwen3, qwen3_moe (these two unless told),
+                                       mixtral, deepseek_v3.
 
 bf16 rounds otherwise in other kernels: log-probabilities may be FACTOR times as far from fp32 as
 those of transformers in bf16 are, and tokens of one engine are compared with tokens of the same.
@@ -83,8 +84,6 @@ LATENT = {
     "topk_group": 1,
     "moe_intermediate_size": 128,
     "first_k_dense_replace": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
 }
 MODELS = {
     "qwen3": CONFIG,
@@ -104,7 +103,7 @@ KINDS = [
     SamplingParams(temperature=1.0, max_new_tokens=40),
     SamplingParams(
         max_new_tokens=40,
-        stop_token_ids=tuple(range(1, 129)),
+        stop_token_ids=tuple(range(1, 129)),  # as many as vLLM takes
         min_new_tokens=20,
         repetition_penalty=1.3,
         presence_penalty=0.5,
@@ -253,9 +252,16 @@ def generators() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if IS_GPU else [])]
 
 
+def is_second_runner(engine: Any) -> bool:
+    """Whether vLLM computes with the model runner that it takes for dense models."""
+    scheduler = engine._live.llm.engine_core.engine_core.scheduler
+    return bool(scheduler.use_v2_model_runner)
+
+
 def check(kind: str, name: str, eager: bool, ep: int, rank: int, world: int) -> None:
     config = MODELS[name]
     family = resolve_family(None, config)
+    config = family.for_engines(config)
     settings = EngineSettings(
         config, family.architectures, str(DTYPE).removeprefix("torch."), 64, 200, eager=eager, ep=ep
     )
@@ -263,6 +269,8 @@ def check(kind: str, name: str, eager: bool, ep: int, rank: int, world: int) -> 
     device = torch.device("cuda", rank) if IS_GPU else torch.device("cpu")
     began = time.perf_counter()
     engine = engine_class(kind)(settings, family, layout, rank, device)
+    if IS_GPU and kind == "vllm":
+        assert is_second_runner(engine)
     said = [f"started in {time.perf_counter() - began:.1f} s"]
     asked = requests(48)
     for version in range(2):
@@ -274,7 +282,8 @@ def check(kind: str, name: str, eager: bool, ep: int, rank: int, world: int) -> 
         found, apart = check_logps(model, exact, asked, done)
         said.append(found)
     said.append(check_batches(engine, asked, done, apart))
-    # Of some engines a request that goes on is penalized for its prompt alone.
+    # Some engines do not know again what a request has said when it goes on, and penalize it
+    # otherwise than before.
     alike = [one.sampling != KINDS[-1] or ENGINES[kind].resumes_penalties for one in asked]
     kept, of_kept = list(compress(asked, alike)), list(compress(done, alike))
     said.append(check_interruption(engine, model, kept, of_kept, apart))
@@ -290,8 +299,10 @@ def check(kind: str, name: str, eager: bool, ep: int, rank: int, world: int) -> 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("engine", choices=CLASSES)
-    parser.add_argument("models", nargs="*", metavar="MODEL", default=["qwen3", "qwen3_moe"])
+    parser.add_argument("models", nargs="*", metavar="MODEL")
     arguments = parser.parse_args()
+    if not set(arguments.models) <= set(MODELS):
+        parser.error(f"models are {', '.join(MODELS)}")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if IS_GPU:
         torch.cuda.set_device(rank)
@@ -299,7 +310,7 @@ def main() -> int:
     platform.activate()
     start_process_group(platform, 120)
     torch.set_grad_enabled(False)
-    for name in arguments.models:
+    for name in arguments.models or ("qwen3", "qwen3_moe"):
         is_mixture = name != "qwen3"
         for eager in (False,) if is_mixture else (True, False):
             check(arguments.engine, name, eager, 1, rank, world)

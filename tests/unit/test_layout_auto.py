@@ -92,19 +92,6 @@ def test_ranks_have_the_choice_as_overrides(tmp_path: Path) -> None:
     assert with_layout(again, 2, Host(), ClusterFile(gpu="L40S")) is again
 
 
-def test_engines_with_whole_experts_come_before_those_that_cut_each(tmp_path: Path) -> None:
-    """Both are predicted alike; the first were measured as the faster ones."""
-    content = json.loads((MODELS / "qwen3-30b-a3b.json").read_text()) | {"num_hidden_layers": 6}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    pins = ["train.tp=1", "train.ep=1", "train.pp=1", "rollout.tp=2"]
-    result, assumed = search(config_of(tmp_path, *pins), 2, Host(), H200)
-    first, second = result.best
-    assert round(first.step_s, 4) == round(second.step_s, 4)
-    assert [one.changes["rollout.ep"] for one in result.best] == [2, 1]
-    _, said = search_report(result, assumed, 1.0, ())["best"]
-    assert said["lost_by"] == "experts: as fast, cuts each"
-
-
 def test_auto_in_a_word_stays_beside_other_keys_of_the_section() -> None:
     config = config_of("qwen2.5-0.5b.json", "layout.mean_response_tokens=300")
     assert (config.layout.choose, config.layout.mean_response_tokens) == ("auto", 300)
@@ -188,9 +175,10 @@ def test_what_is_said_of_layouts_that_lost_holds(world: int) -> None:
     config = config_of("qwen3-30b-a3b.json", "rollout.max_new_tokens=1024", "train.ep=4")
     best, *others = search_report(*search(config, world, Host(), H200), 1.0, ())["best"]
     for one in others:
-        is_as_fast = one["step_s"] < best["step_s"] + 1e-4
-        assert one["lost_by"].startswith("time: +") is not is_as_fast
-        if one["lost_by"].startswith("memory: "):
+        if round(one["step_s"], 4) > round(best["step_s"], 4):
+            assert one["lost_by"].startswith("time: +")
+        else:
+            assert one["lost_by"] == "memory: as fast, holds more"
             assert one["memory_bytes"] >= best["memory_bytes"]
 
 

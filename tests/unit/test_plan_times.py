@@ -45,9 +45,10 @@ SLOW_HOSTS = {("0.5b/dp4/tp1", "1664dc487da1"), ("0.5b/dp2/tp1", "491d5ecf")}
 SLOW_HOST_BOUND = 0.45
 # Measured while an engine's ranks compared what they drew by messages, a millisecond a step.
 SLOW_ENGINES, SLOW_ENGINE_BOUND = {"0.5b/dp2/tp2", "0.5b/tp2/tp2"}, 0.20
-# Of mixtures generation is predicted 3 to 25% too long, by which one step is beyond its bound, and
-# two stages' scoring 26% too short.
-PART_BOUND, BEYOND = 0.27, {("qwen3-30b-a3b/tp2ep2/tp2", 1): 0.18}
+# Of mixtures generation is predicted 4 to 25% too long, by which one step is beyond its bound, and
+# the scoring of two stages 26% too short.
+GENERATION_BOUND, BEYOND = 0.26, {("qwen3-30b-a3b/tp2ep2/tp2", 1): 0.17}
+STAGES_BOUND = 0.27
 # Measured while each expert got a copy of a token; now its ranks gather it once.
 REPLACED = ("qwen3-30b-a3b/tp2ep2", "7b18dbe")
 
@@ -208,11 +209,12 @@ def mixtures() -> list[dict[str, Any]]:
 def test_a_step_of_a_mixture_takes_what_is_predicted(case: dict[str, Any], tmp_path: Path) -> None:
     times, parts = predicted_step(case, tmp_path).times, case["median"]["parts_s"]
     bound = BEYOND.get((case["case"], case["config"]["rollout"]["ep"]), STEP_BOUND)
+    of_scoring = STAGES_BOUND if case["config"]["train"]["pp"] > 1 else PASS_BOUND
     for seconds, measured, within in (
         (times.step, case["measured_s"], bound),
-        (times.update, parts["update"], STEP_BOUND),
-        (times.scoring, parts["reference"], PART_BOUND),
-        (times.generation, parts["generation"], PART_BOUND),
+        (times.update, parts["update"], PASS_BOUND),
+        (times.scoring, parts["reference"], of_scoring),
+        (times.generation, parts["generation"], GENERATION_BOUND),
     ):
         print(case["case"], f"{seconds:.2f} of {measured:.2f}, {seconds / measured - 1:+.1%}")
         assert abs(seconds / measured - 1) < within
@@ -223,18 +225,6 @@ def test_the_layout_chosen_for_a_mixture_is_within_5_percent_of_the_best(tmp_pat
     assert len(measured) >= 10
     chosen = min(measured, key=lambda case: predicted_step(case, tmp_path).times.step)
     assert chosen["measured_s"] <= 1.05 * min(case["measured_s"] for case in measured)
-
-
-def test_engines_with_whole_experts_are_the_faster_ones() -> None:
-    """What the order of layouts that are predicted alike relies on."""
-    found = {(case["case"], case["config"]["rollout"]["ep"]): case for case in mixtures()}
-    pairs = [
-        (case["median"]["parts_s"]["generation"], found[name, 1]["median"]["parts_s"]["generation"])
-        for (name, ep), case in found.items()
-        if ep == 2
-    ]
-    assert len(pairs) >= 2
-    assert all(whole < 0.95 * cut for whole, cut in pairs)
 
 
 def gathered() -> dict[str, Any]:
@@ -381,15 +371,32 @@ def test_memory_that_is_given_in_turn_costs_time_where_both_phases_do_not_fit(
     assert small < found[True, False, 69760] < small + GIVING_BACK_S / 2
 
 
-def test_micro_batches_that_may_leave_the_engine_no_room_are_not_chosen(tmp_path: Path) -> None:
+def test_micro_batches_that_may_leave_the_engine_no_room_are_predicted_slower(
+    tmp_path: Path,
+) -> None:
     """1.5B DP2: with micro-batches of 69,760 tokens and selective recomputation, which would be as
-    fast, both phases were predicted to just fit and did not: 3.85 s in place of 3.46.
+    fast, both phases were predicted to just fit and did not: 3.85 s, 0.2 of them for the changes;
+    3.46 with the smaller ones, on another host.
     """
     both = [case for case in MEASURED if case["case"] == "1.5b/dp2/tp1" and case["world"] == 2]
     measured = {case["options"][1]: case["measured_s"] for case in both}
     assert measured["34880"] < 0.95 * measured["69760"]
     predicted = {case["options"][1]: predicted_step(case, tmp_path).times.step for case in both}
     assert predicted["34880"] < predicted["69760"] - GIVING_BACK_S / 4
+
+
+def test_a_step_of_decoding_reads_no_embedding_that_is_not_the_output_layer(tmp_path: Path) -> None:
+    """7B: a tied embedding is the output layer, which each step reads whole."""
+    case = next(case for case in MEASURED if case["case"] == "7b/dp2/tp1")
+    own = json.loads(next(MODELS.glob("*7b.json")).read_text())
+    seconds = {}
+    for is_tied in (False, True):
+        (tmp_path / "a7b.json").write_text(json.dumps(own | {"tie_word_embeddings": is_tied}))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(globals(), "MODELS", tmp_path)
+            seconds[is_tied] = predicted_step(case, tmp_path).times.generation
+    assert not own["tie_word_embeddings"]
+    assert seconds[True] == pytest.approx(seconds[False], rel=1e-3)
 
 
 def test_giving_memory_back_is_expected_where_both_phases_hardly_fit() -> None:
