@@ -12,6 +12,9 @@ it, `device_ms` until it has copied: medians of --repeats. Ways:
 * graph, N branches: a CUDA graph of the copies in N chains side by side, replayed. One chain leaves
   the engines idle between copies over the link (docs/adr/0003); does one a copy engine do so too?
 * pitched: gate and up of a layer as one copy of two rows, if the driver takes it: fewer blocks.
+* layers: as many bytes in blocks of the same sizes, each kind of all layers as one copy of as many
+  rows. It needs layers that are equally far apart at both ends, which an engine's are not by
+  themselves: this says whether making them so would be worth it.
 
 `around` has what else a sync asks of the host: comparing addresses, a wait, a launch of Triton by
 its just-in-time compiler and by the compiled kernel, and a copy on another stream.
@@ -61,7 +64,9 @@ def main() -> None:
         "is_compiled": ops.compiled_operations() is not None,
     }
     for tp in (2, 4):
-        report[f"tp{tp}"] = layout(tp, here, peer, arguments.repeats)
+        found = layout(tp, here, peer, arguments.repeats)
+        found["layers"] = timed(layers_at_once(tp, here, peer), arguments.repeats)
+        report[f"tp{tp}"] = found
     report["graph_after_remapping"] = remapped(here, peer)
     report["around"] = around(here, arguments.repeats)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -97,6 +102,45 @@ def layout(tp: int, here: torch.device, peer: torch.device, repeats: int) -> dic
             continue
         found[name] = timed(run, repeats)
     return found
+
+
+def layers_at_once(tp: int, here: torch.device, peer: torch.device) -> Callable[[], object]:
+    """Returns what queues a copy of all layers for each kind of block; its bits were compared."""
+    config = json.loads(MODEL.read_text())
+    hidden, inner, layers = (
+        config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    part, wide = 2 * hidden * hidden // tp, 2 * hidden * inner // tp
+    sizes = [part, part, wide, wide, wide] * (tp - 1)
+    row = sum(sizes)
+    embeddings = 2 * (2 * config["vocab_size"] * hidden // tp) * (tp - 1)
+    source = torch.randint(0, 255, (layers * row + embeddings,), dtype=torch.uint8, device=peer)
+    dest = torch.zeros(layers * row * 2 + embeddings, dtype=torch.uint8, device=here)
+    call, default = ctypes.CDLL("libcudart.so.13").cudaMemcpy2DAsync, 4  # cudaMemcpyDefault
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    places = [
+        (dest.data_ptr() + start, 2 * row, source.data_ptr() + start, row, size, layers)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    ends = dest.data_ptr() + layers * row * 2, source.data_ptr() + layers * row
+    places.append((ends[0], embeddings, ends[1], embeddings, embeddings, 1))
+    arguments = [[ctypes.c_size_t(field) for field in place] for place in places]
+    handle = ctypes.c_void_p(torch.cuda.current_stream(here).cuda_stream)
+
+    def run() -> None:
+        for fields in arguments:
+            code = call(*fields, default, handle)
+            if code != 0:
+                raise RuntimeError(f"cudaMemcpy2DAsync: CUDA error {code}")
+
+    run()
+    torch.cuda.synchronize()
+    rows, wanted = dest[: layers * row * 2].view(layers, 2, row)[:, 0], source.to(here)
+    is_equal = torch.equal(rows.flatten(), wanted[: layers * row])
+    if not is_equal or not torch.equal(dest[layers * row * 2 :], wanted[layers * row :]):
+        raise RuntimeError("a block has other bits than its source")
+    run.memory = source, dest  # type: ignore[attr-defined]  # as long as it may run
+    return run
 
 
 def blocks(
