@@ -21,6 +21,13 @@ TEACHER_TOP = 3
 EXPERT_WIDTH = 4  # of layers and experts of a token together
 
 
+def seeded(seed: int) -> torch.Generator:
+    """Returns a generator that draws as after `torch.manual_seed`, which takes a millisecond where
+    there is no GPU: it remembers the stack for when there is one.
+    """
+    return torch.Generator().manual_seed(seed)
+
+
 def rollouts(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0) -> list[Rollout]:
     """Returns rollouts of unequal lengths; sample i is of prompt i // samples_per_prompt."""
     rng = random.Random(seed)
@@ -53,17 +60,19 @@ def rollout_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int =
 def train_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0) -> TrainBatch:
     """Returns a batch with every column filled."""
     batch = rollout_batch(num_prompts, samples_per_prompt, seed)
-    torch.manual_seed(seed)
-    reward_B = torch.randn(batch.num_samples)
+    generator = seeded(seed)
+    reward_B = torch.randn(batch.num_samples, generator=generator)
     made = batch.scored(reward_B, {"part": reward_B * 2}, Producer.here("test reward"))
     mask_T = batch.response_mask_T
-    columns = {n: torch.randn(batch.num_tokens) * mask_T for n in LOGP_COLUMNS}
+    columns = {n: torch.randn(batch.num_tokens, generator=generator) * mask_T for n in LOGP_COLUMNS}
     shape = batch.num_tokens, TEACHER_TOP
-    columns["teacher_logp_TK"] = torch.randn(shape) * mask_T[:, None]
-    columns["teacher_tokens_TK"] = torch.randint(1, 50, shape).int() * mask_T[:, None]
+    columns["teacher_logp_TK"] = torch.randn(shape, generator=generator) * mask_T[:, None]
+    drawn_TK = torch.randint(1, 50, shape, generator=generator).int()
+    columns["teacher_tokens_TK"] = drawn_TK * mask_T[:, None]
     # Numbers of more than 256 experts in every other batch.
     dtype, most = ((torch.uint8, 256), (torch.int16, 1000))[seed % 2]
-    experts_TK = torch.randint(0, most, (batch.num_tokens, EXPERT_WIDTH)).to(dtype)
+    shape = batch.num_tokens, EXPERT_WIDTH
+    experts_TK = torch.randint(0, most, shape, generator=generator).to(dtype)
     experts_TK[batch.offsets[1:] - 1] = 0
     columns["routed_experts_TK"] = experts_TK
     columns["versions_T"] = torch.arange(batch.num_tokens) // 3 * mask_T
@@ -80,10 +89,10 @@ def observed_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int 
         made[i] = replace(one, logps=logps, observed=observed)
     groups = [i // samples_per_prompt for i in range(len(made))]
     batch = RolloutBatch.from_rollouts(made, groups, Producer.here("test engine"))
-    torch.manual_seed(seed)
-    reward_B = torch.randn(batch.num_samples)
+    generator, mask_T = seeded(seed), batch.response_mask_T
+    reward_B = torch.randn(batch.num_samples, generator=generator)
     scored = batch.scored(reward_B, {"part": reward_B * 2}, Producer.here("test reward"))
-    columns = {n: torch.randn(batch.num_tokens) * batch.response_mask_T for n in LOGP_COLUMNS}
+    columns = {n: torch.randn(batch.num_tokens, generator=generator) * mask_T for n in LOGP_COLUMNS}
     return scored.to_train(Producer.here("test")).join_columns(Producer.here("test"), **columns)
 
 
@@ -100,7 +109,7 @@ def feedback_batch(feedback: Feedback, num: int, seed: int) -> TrainBatch:
         Prompt(p, "", tokens(), {"label": p % 3 != 0}, tokens(), tokens()) for p in range(num)
     ]
     batch = supervised_batch(prompts, feedback)
-    generator = torch.manual_seed(seed)
+    generator = seeded(seed)
     logp_T = -torch.rand(batch.num_tokens, generator=generator).mul(2).exp2() + 0.9
     noise_T = torch.randn(batch.num_tokens, generator=generator)
     mask_T = batch.response_mask_T

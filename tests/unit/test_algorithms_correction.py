@@ -29,7 +29,7 @@ EXACT = 1e-6  # float32 columns are exact on both sides; sums of float64 in anot
 def batch_of(seed: int) -> TrainBatch:
     """The behaviour policy is near the old one."""
     batch = train_batch(3, 4, seed)
-    noise_T = 0.3 * torch.randn(batch.num_tokens, generator=torch.manual_seed(seed))
+    noise_T = 0.3 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(seed))
     behaviour_T = (batch.old_logp_T + noise_T) * batch.response_mask_T
     return replace(batch, behaviour_logp_T=behaviour_T)
 
@@ -111,7 +111,7 @@ def loss_of(batch: TrainBatch, config: GrpoConfig) -> tuple[float, np.ndarray]:
 
 
 def now_of(batch: TrainBatch, seed: int) -> torch.Tensor:
-    noise_T = torch.randn(batch.num_tokens, generator=torch.manual_seed(seed + 1)) * 0.3
+    noise_T = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(seed + 1)) * 0.3
     return (batch.old_logp_T + noise_T) * batch.response_mask_T
 
 

@@ -164,7 +164,7 @@ def test_the_loss_is_the_kl_of_the_likeliest_tokens_and_the_rest(config, batches
 @pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
 def test_the_kl_of_the_likeliest_is_between_zero_and_the_whole_one(scale):
     """At 30 most of the others' probability is below what is told from rounding."""
-    generator = torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     shape = (2, 500, VOCABULARY)
     logits = torch.randn(shape, dtype=torch.float64, generator=generator) * scale
     teacher_SV, policy_SV = logits.log_softmax(-1)
@@ -182,7 +182,7 @@ def test_the_kl_of_the_likeliest_is_between_zero_and_the_whole_one(scale):
 @pytest.mark.parametrize("k", [1, 4, 23])
 @pytest.mark.parametrize("scale", [0.1, 3.0, 40.0])
 def test_a_policy_that_is_the_teacher_has_no_loss_and_no_gradient(scale, k):
-    logits_SV = torch.randn(50, VOCABULARY, generator=torch.manual_seed(1)) * scale
+    logits_SV = torch.randn(50, VOCABULARY, generator=torch.Generator().manual_seed(1)) * scale
     logits_SV.requires_grad_()
     logp_SV = logits_SV.log_softmax(-1)
     top = logp_SV.detach().topk(k)

@@ -245,7 +245,9 @@ def test_the_gradient_of_a_kl_loss_is_that_of_the_kl_or_known_not_to_be(
     estimator, is_weighted, is_exact
 ):
     """On average over all tokens of a vocabulary of six, each as often as the policy draws it."""
-    logits = torch.randn(6, dtype=torch.float64, generator=torch.manual_seed(1)).requires_grad_()
+    logits = torch.randn(
+        6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
     q = torch.randn(6, dtype=torch.float64).log_softmax(0)
     exact = (logits.softmax(0) * (logits.log_softmax(0) - q)).sum()
     (expected,) = torch.autograd.grad(exact, logits)

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[OnlineDpoConfig, PairLoss]] = {
 
 def a_batch(seed: int) -> TrainBatch:
     """Groups of unequal sizes, in any order; rewards have ties, some groups have one reward."""
-    generator = torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     num_prompts, num_samples = 3 + seed % 4, 2 + seed % 3
     batch = train_batch(num_prompts, num_samples, seed)
     rewards = torch.randint(0, 3, (batch.num_samples,), generator=generator).float()

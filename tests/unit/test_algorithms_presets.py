@@ -54,7 +54,7 @@ def batches() -> list[TrainBatch]:
             right = np.random.default_rng(seed).integers(0, 2, batch.num_samples)
             batch = replace(batch, reward_B=torch.from_numpy(right).float())
         names = ("a", "b", GREEDY)
-        parts = torch.randn(3, batch.num_samples, generator=torch.manual_seed(seed))
+        parts = torch.randn(3, batch.num_samples, generator=torch.Generator().manual_seed(seed))
         found.append(batch.with_parts(dict(zip(names, parts, strict=True))))
     return found
 
@@ -255,7 +255,7 @@ def test_losses_and_their_gradients_are_those_of_the_paper(name, batches):
     algorithm = make_algorithm(CONFIGS[name])
     for seed, batch in enumerate(batches):
         filled = algorithm.advantages(batch)
-        noise_T = torch.randn(batch.num_tokens, generator=torch.manual_seed(seed)) * 0.4
+        noise_T = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(seed)) * 0.4
         now_T = (batch.old_logp_T + noise_T) * batch.response_mask_T
         carrier = replace(filled, behaviour_logp_T=now_T)  # brings a column into place
         micro = micro_batch(carrier, range(batch.num_samples), 1, 4)

@@ -30,7 +30,7 @@ def made(seed: int, num: int = 4) -> TrainBatch:
     # Both sides of a pair are of the same row.
     margins = {prompt.prompt_id: rng.choice([{}, {PAIR_MARGIN: 0.7}]) for prompt in batch.prompts}
     prompts = tuple(replace(p, columns=margins[p.prompt_id]) for p in batch.prompts)
-    values_T = torch.randn(batch.num_tokens, generator=torch.manual_seed(seed)).mul(2)
+    values_T = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(seed)).mul(2)
     values_T *= batch.response_mask_T
     return replace(batch, prompts=prompts).join_columns(Producer.here("test"), values_T=values_T)
 

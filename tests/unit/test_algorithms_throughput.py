@@ -37,7 +37,7 @@ def million() -> Iterator[TrainBatch]:
     """1,024 responses of 512 to 1,536 tokens, a million together."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    generator = torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     half = torch.randint(512, 1537, (NUM_SAMPLES // 2,), generator=generator)
     lengths_B = torch.cat([half, 2048 - half])
     prompts = [Prompt(i, "", (1,)) for i in range(NUM_SAMPLES // GROUP)]

@@ -21,7 +21,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, weights, and columns of which some lie in another shard and some repeat."""
-    generator = torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     hidden_TD = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
     weight_VD = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype)
     columns_TK = torch.randint(-3, VOCABULARY, (TOKENS, CHOSEN), generator=generator).clamp(min=-1)
@@ -51,7 +51,7 @@ def test_chosen_logits_are_those_of_the_whole_matrix(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("adds", [False, True])
 def test_their_gradients_are_autograds_and_repeat_themselves(adds: bool) -> None:
     hidden_TD, weight_VD, columns_TK = tensors()
-    grad_TK = torch.randn(TOKENS, CHOSEN, generator=torch.manual_seed(2))
+    grad_TK = torch.randn(TOKENS, CHOSEN, generator=torch.Generator().manual_seed(2))
     leaves = [x.double().requires_grad_() for x in (hidden_TD, weight_VD)]
     dense(*leaves, columns_TK).backward(grad_TK.double())
     before_VD = torch.full_like(weight_VD, 0.5)
