@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from engine_cases import write_weights
 from packaged import CLASSES, engine_class
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.config.engines import ENGINES
 from hybridrl.models.family import resolve_family
-from hybridrl.models.transformers_weights import checkpoint_tensors
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
@@ -122,15 +122,6 @@ def make_reference(config: dict[str, Any], seed: int, device: torch.device) -> t
         parameter.copy_(0.1 * noise if parameter.ndim > 1 else 1 + 0.1 * noise)
     model = model.to(device, DTYPE)
     return model, copy.deepcopy(model).float()
-
-
-def write_weights(engine: Any, model: Any, version: int) -> None:
-    engine.begin_update()
-    source, tensors = checkpoint_tensors(model, model.config.to_dict()), engine.tensors()
-    for region in engine.layout().regions:
-        part = source[region.hf].detach()[tuple(slice(*span) for span in region.hf_box)]
-        tensors[region.local][tuple(slice(*span) for span in region.local_box)] = part
-    engine.finish_update(version)
 
 
 def requests(count: int, seed: int = 0) -> list[Request]:
