@@ -4,7 +4,7 @@ hybrid engine that brings it the policy's weights. Collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.expert_maps import ExpertTensors, lay_out_engines
 from hybridrl.hybrid_engine.lending import LentMemory, MemoryLender
 from hybridrl.loop.setup import ranks_per_node
+from hybridrl.models.config_keys import end_tokens_of
 from hybridrl.models.weights import RankLayout, fused_layouts
 from hybridrl.parallel.device_mapping import DeviceMapping
 from hybridrl.parallel.groups import World
@@ -322,6 +323,5 @@ def stop_token_ids(
     hf_config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
     """Returns the end tokens that the tokenizer and the model's config name, in ascending order."""
-    named = hf_config.get("eos_token_id")
-    ids: Iterable[int | None] = named if isinstance(named, list) else [named]
-    return tuple(sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None}))
+    found = {*end_tokens_of(hf_config), tokenizer.eos_token_id}
+    return tuple(sorted(found - {None}))

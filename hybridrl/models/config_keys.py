@@ -169,10 +169,16 @@ def check_values(hf_config: Mapping[str, Any]) -> None:
     end, num_tokens = hf_config.get("eos_token_id"), hf_config.get("vocab_size")
     if not isinstance(num_tokens, int):
         return  # the family says so
-    for token in end if isinstance(end, list) else [end]:
+    for token in end_tokens_of(hf_config):
         is_number = isinstance(token, int) and not isinstance(token, bool)
-        if token is not None and not (is_number and 0 <= token < num_tokens):
+        if not (is_number and 0 <= token < num_tokens):
             raise _refusal("eos_token_id", end, f"tokens below vocab_size = {num_tokens}, or null")
+
+
+def end_tokens_of(hf_config: Mapping[str, Any]) -> list[Any]:
+    """Returns what a config names as end tokens, one, several or none."""
+    named = hf_config.get("eos_token_id")
+    return [one for one in (named if isinstance(named, list) else [named]) if one is not None]
 
 
 def _refusal(key: str, value: object, allowed: str) -> ModelError:

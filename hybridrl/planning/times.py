@@ -362,7 +362,7 @@ def generation_s(
         step_s += 2 * shape.num_layers * least_s
     prompts = ceil(steps.prompts_per_step / replicas) * lengths.prompt
     prefill_s = 2.0 * matmul_params(shape) * prompts / tp / (PREFILL_SHARE * matrix)
-    # Of an embedding that is not the output layer too a step reads the rows of its tokens.
+    # Of an embedding a step reads its tokens' rows alone, unless that is the output layer too.
     itemsize = itemsize_of(config, on_gpu=True)
     unread = 0 if shape.tied_embeddings else itemsize * shape.vocab_size * shape.hidden_size // tp
     weights_s = num_steps * (engine_bytes - unread) / memory

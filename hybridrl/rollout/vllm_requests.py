@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridrl.config.engines import ENGINES
+from hybridrl.models.config_keys import end_tokens_of
 from hybridrl.rollout.engine import Request
 from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.settings import EngineSettings, too_long
@@ -23,13 +24,15 @@ def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueE
             f"{name} has temperature={sampling.temperature}; vLLM samples at 0 or at "
             f"{LOWEST_TEMPERATURE} and above"
         )
-    ends = settings.hf_config.get("eos_token_id")  # vLLM counts it too
-    stops = {*sampling.stop_token_ids, *(ends if isinstance(ends, list) else [ends])} - {None}
-    if sampling.min_new_tokens and len(stops) > MOST_STOP_TOKENS:
-        yield ValueError(
-            f"{name} has {len(stops)} stop_token_ids, with those of the model; with min_new_tokens "
-            f"vLLM takes {MOST_STOP_TOKENS} at most: give fewer, or min_new_tokens=0"
-        )
+    if sampling.min_new_tokens:
+        # vLLM counts those of the model too.
+        stops = {*sampling.stop_token_ids, *end_tokens_of(settings.hf_config)}
+        if len(stops) > MOST_STOP_TOKENS:
+            yield ValueError(
+                f"{name} has {len(stops)} stop_token_ids, with those of the model; with "
+                f"min_new_tokens vLLM takes {MOST_STOP_TOKENS} at most: give fewer, or "
+                "min_new_tokens=0"
+            )
     if (violation := _lost_presence(request, len(request.tokens))) is not None:
         yield violation
 

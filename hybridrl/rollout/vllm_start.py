@@ -361,21 +361,22 @@ def runner_chosen(architectures: Sequence[str], is_second: bool) -> Iterator[Non
 
     Args:
         architectures: of the model, as its config names them.
+        is_second: not the first.
     """
     from vllm.config import vllm as config
 
-    listed = vars(config).get(SECOND_RUNNER_LIST)
-    if not is_second and RUNNER_VARIABLE not in os.environ:
+    if is_second:
+        listed = vars(config).get(SECOND_RUNNER_LIST, frozenset()) | set(architectures)
+        with replaced(config, SECOND_RUNNER_LIST, listed, if_there=True):
+            yield
+    elif RUNNER_VARIABLE in os.environ:
+        yield
+    else:
         os.environ[RUNNER_VARIABLE] = "0"
         try:
             yield
         finally:
             del os.environ[RUNNER_VARIABLE]
-    elif is_second and listed is not None:
-        with replaced(config, SECOND_RUNNER_LIST, listed | set(architectures)):
-            yield
-    else:
-        yield
 
 
 def compute_on_current_stream(runner: type) -> None:
