@@ -14,12 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from traceback import FrameSummary
 from typing import Any, ClassVar, TextIO
+
+from hybridrl.parallel.stacks import calls_of_threads, stacks_of_threads
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRESS = "[bench]"
@@ -71,11 +72,9 @@ def end_late(job: Mapping[str, Any]) -> None:
 
 
 def _end(file: TextIO) -> None:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for number, frame in sys._current_frames().items():
-        if number != threading.get_ident():
-            file.write(f"Thread {names.get(number, number)}:\n")
-            file.writelines(traceback.format_stack(frame))
+    main = threading.main_thread().ident
+    for name, stack in stacks_of_threads(main or 0).items():
+        file.write(f"Thread {name}, innermost line first:\n{stack}\n")
     file.flush()
     os._exit(1)
 
@@ -136,22 +135,24 @@ class CaseRecord:
         main = threading.main_thread().ident
         while True:
             time.sleep(1)
-            frame = sys._current_frames().get(main or 0)
-            if frame is not None and time.monotonic() - self.said_at > WHERE_EVERY_S:
-                self.say(f"  in {where(frame)}")
+            calls = calls_of_threads().get(main or 0)
+            if calls and time.monotonic() - self.said_at > WHERE_EVERY_S:
+                self.say(f"  in {where(calls)}")
 
 
-def where(frame: FrameType) -> str:
-    """Returns the innermost calls of a thread, and the innermost one in this repository."""
+def where(stack: Sequence[FrameSummary]) -> str:
+    """Returns the innermost calls of a thread, and the innermost one in this repository.
+
+    Args:
+        stack: the thread's calls, innermost first.
+    """
     calls, of_ours = list[str](), ""
-    inner: FrameType | None = frame
-    while inner is not None:
-        file = Path(inner.f_code.co_filename)
-        call = f"{file.name}:{inner.f_lineno} {inner.f_code.co_name}"
+    for one in stack:
+        file = Path(one.filename)
+        call = f"{file.name}:{one.lineno} {one.name}"
         if len(calls) < NUM_FRAMES:
             calls.append(call)
         is_ours = file.is_relative_to(ROOT / "hybridrl") or file.parent == ROOT / "benchmarks"
         if is_ours and not of_ours:
             of_ours = call
-        inner = inner.f_back
     return " < ".join(calls if of_ours in calls else [*calls, "...", of_ours])

@@ -1,23 +1,21 @@
-"""Where the threads of this process are, and how other processes of this host are. No torch.
-
-Stacks are read from the frames' code and line alone: values of variables of a thread that runs must
-not be touched.
-"""
+"""Where the threads of this process are, and how other processes of this host are. No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
-from types import FrameType
+from traceback import FrameSummary, format_list
+from typing import IO
 
 from hybridrl.parallel import failure
 
@@ -29,6 +27,7 @@ COMPILERS = tuple(
     os.path.join(*parts)
     for parts in (
         ("torch", "_dynamo", "convert_frame.py"),
+        ("torch", "_dynamo", "symbolic_convert.py"),
         ("torch", "_inductor", "graph.py"),
         ("torch", "_inductor", "async_compile.py"),
         ("torch", "utils", "cpp_extension.py"),
@@ -41,15 +40,49 @@ STDLIB = os.path.dirname(os.__file__) + os.sep
 STACKS_SIGNAL = signal.SIGUSR2
 ANSWER_S = 1.0  # for that
 MOST_BYTES = 1 << 20
+# What faulthandler writes of a thread and of each of its calls; other characters than ASCII's are
+# escaped.
+THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+CALL = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
 
-def _frames(frame: FrameType | None, own: str) -> Iterator[FrameType]:
-    """Yields the frames of a thread, innermost first, without those that wait in file `own`."""
-    while frame is not None and frame.f_code.co_filename == own:
-        frame = frame.f_back
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def calls_of_threads() -> dict[int, list[FrameSummary]]:
+    """Returns where each thread that runs Python is, innermost call first, by its `get_ident`.
+
+    They are written by faulthandler, which makes no frame objects. To make one of another thread's
+    calls (sys._current_frames, f_back) is not safe in Python 3.11: it may start a garbage
+    collection, a finalizer lets the other thread run on, and the object then stands for a call that
+    is over. The next f_back ends the process by SIGSEGV.
+
+    Of more than 100 threads the newest 100 are there, and of a thread its 100 innermost calls.
+    """
+    with _file_in_memory() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        lines = file.read().decode("ascii", "replace").splitlines()
+    found: dict[int, list[FrameSummary]] = {}
+    calls: list[FrameSummary] = []
+    for line in lines:
+        if thread := THREAD.match(line):
+            calls = found[int(thread[1], 16)] = []
+        elif call := CALL.fullmatch(line):
+            file_name, number, function = call.groups()
+            at = int(number) if number.isdigit() else 0
+            names = _unescaped(file_name), at, _unescaped(function)
+            calls.append(FrameSummary(*names, lookup_line=False))
+    return found
+
+
+def _file_in_memory() -> IO[bytes]:
+    """Returns a file that never lets its writer wait, as a pipe would: Python stands still then."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("stacks"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _unescaped(text: str) -> str:
+    return ESCAPED.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), text)
 
 
 def _is_of_python(file: str) -> bool:
@@ -64,39 +97,35 @@ def position(thread: int, own: str) -> tuple[str, bool, bool]:
         thread: its `get_ident`.
         own: a file whose innermost frames are left out: those that wait, or tell this.
     """
-    frames = list(_frames(sys._current_frames().get(thread), own))
-    files = [frame.f_code.co_filename for frame in frames]
+    calls = calls_of_threads().get(thread, [])
+    calls = list(dropwhile(lambda call: call.filename == own, calls))
     told = [
-        (file, frame)
-        for number, (file, frame) in enumerate(zip(files, frames, strict=True))
-        if not number or not _is_of_python(file)
+        call for number, call in enumerate(calls) if not number or not _is_of_python(call.filename)
     ]
     lines = [
-        f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        for file, frame in told[:NUM_FRAMES]
+        f"{os.path.basename(call.filename)}:{call.lineno} in {call.name}"
+        for call in told[:NUM_FRAMES]
     ]
-    is_in_collective = bool(files) and files[0].endswith(COLLECTIVES)
-    return " < ".join(lines), is_in_collective, any(file.endswith(COMPILERS) for file in files)
+    is_in_collective = bool(calls) and calls[0].filename.endswith(COLLECTIVES)
+    compiles = any(call.filename.endswith(COMPILERS) for call in calls)
+    return " < ".join(lines), is_in_collective, compiles
 
 
 def stacks_of_threads(main: int) -> dict[str, str]:
-    """Returns the stack of each thread, innermost line first, by its name.
+    """Returns the stack of each other thread, innermost line first, by its name.
 
     Args:
         main: `get_ident` of the one that comes first.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    own = threading.get_ident()
-    frames = sys._current_frames()
+    threads = calls_of_threads()
+    threads.pop(threading.get_ident(), None)
     found: dict[str, str] = {}
-    for ident in sorted(frames, key=lambda one: (one != main, names.get(one, ""))):
-        if ident == own:
-            continue
+    for ident in sorted(threads, key=lambda one: (one != main, names.get(one, ""))):
         name = names.get(ident, "a thread of a library")
         while name in found:
             name += "'"
-        lines = traceback.extract_stack(frames[ident], limit=MOST_FRAMES)
-        found[name] = "".join(traceback.format_list(lines[::-1])).rstrip()
+        found[name] = "".join(format_list(threads[ident][:MOST_FRAMES])).rstrip()
     return found
 
 

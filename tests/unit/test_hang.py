@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +20,7 @@ from hybridrl.parallel.failure import Failure
 from hybridrl.parallel.hang import Hang, HangWatch, find_hang
 from hybridrl.parallel.hang_page import HangPage, RankReport, newest_page
 from hybridrl.parallel.hang_report import IdleClock
-from hybridrl.parallel.stacks import position, stacks_of_threads
+from hybridrl.parallel.stacks import calls_of_threads, position, stacks_of_threads
 from hybridrl.parallel.watch import Beat, Call, Wait
 
 ALL = (0, 1, 2, 3)
@@ -240,6 +242,67 @@ def test_stacks_are_of_every_other_thread_with_the_innermost_line_first() -> Non
     assert "threading.py" in lines[0] and "in _bootstrap" not in lines[0]
     assert lines[-1].strip().startswith("self._bootstrap_inner(")
     assert any(line.endswith("in work") for line in lines)
+
+
+# A watcher reads a thread that goes deep and back, while garbage lets that thread run on as soon as
+# it is collected, whoever collects it. Frame objects of that thread end this in a tenth of a second
+# in Python 3.11.
+WATCHED = """
+import gc, sys, threading, time
+from hybridrl.parallel.stacks import calls_of_threads, position, stacks_of_threads
+
+gc.set_threshold(25, 1000, 1000)
+main = threading.get_ident()
+told = []
+
+class Garbage:
+    left = 20
+    def __init__(self):
+        self.me = self
+        Garbage.left -= 1
+    def __del__(self):
+        time.sleep(0.0001)
+        Garbage.left += 1
+
+def watch():
+    while True:
+        told.append((position(main, ""), stacks_of_threads(main)))
+
+def deep(left):
+    if left:
+        return deep(left - 1)
+    if Garbage.left > 0:
+        Garbage()
+    time.sleep(0)
+
+threading.Thread(target=watch, daemon=True).start()
+ends = time.monotonic() + 1
+while time.monotonic() < ends or len(told) < 20:
+    deep(400)
+    deep(3)
+assert any("in deep" in line for (line, _, _), _ in told)
+"""
+
+
+def test_a_thread_can_be_read_while_it_runs() -> None:
+    command = [sys.executable, "-c", WATCHED]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, (ended.returncode, ended.stderr)
+
+
+def test_names_that_are_not_ascii_are_told_as_they_are() -> None:
+    ready, end = threading.Event(), threading.Event()
+    names = {"ready": ready, "end": end}
+    file = "/home/J\xfcrgen/\u6e2c\u8a66/\U0001f600.py"
+    exec(compile("def größe():\n    ready.set()\n    end.wait(60)", file, "exec"), names)
+    thread = threading.Thread(target=names["größe"])
+    thread.start()
+    assert ready.wait(10) and thread.ident is not None
+    calls = calls_of_threads()[thread.ident]
+    end.set()
+    thread.join()
+    [found] = [call for call in calls if call.filename == file]
+    assert (found.name, found.lineno) == ("größe", 3)
 
 
 @pytest.fixture
