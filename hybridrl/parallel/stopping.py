@@ -1,12 +1,13 @@
-"""SIGINT and SIGTERM during training: all ranks save where they are, and end.
+"""SIGINT, SIGTERM and SIGUSR1 during training: all ranks save where they are, and end.
 
 A handler only notes the signal. Ranks tell each other with whatever they exchange anyway
 (`World.stop_signal`), and the heartbeat brings it to ranks that got none, so that all leave a step
 at the same place: `StopAsked`. A step that has changed no weights is left in the middle, and its
 responses are saved, whole and begun ones; one that has is finished first.
 
-A file has the effect of SIGTERM (`Notice`). A thread looks for it, and ends a process that does not
-come to save in time: nothing else can call back a phase that does not end.
+SIGUSR1, by which schedulers say that a machine is about to be taken away, and a file (`Notice`)
+have the effect of SIGTERM. A thread looks for the file, and ends a process that does not come to
+save in time: nothing else can call back a phase that does not end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hybridrl.config.own_code import contained
 from hybridrl.parallel import failure
 from hybridrl.parallel.groups import World
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Within this time a second signal is the first one's copy: terminals, torchrun and schedulers send
 # it to the launcher and to the ranks, and the launcher passes it on.
 SAME_SIGNAL_S = 3.0
@@ -80,7 +81,7 @@ def check_stop(world: World) -> None:
 def stops_on_signals(
     world: World, save: Callable[[StopAsked], None], notice: Notice
 ) -> Iterator[None]:
-    """Notes SIGINT and SIGTERM for `StopAsked`, in the main thread; a second one ends the process.
+    """Notes SIGNALS for `StopAsked`, in the main thread; a second one ends the process.
 
     Elsewhere signals do what they did before: Python calls handlers in the main thread only. What
     users' code raises to end the process (sys.exit) is no stop, but an error of its own.
@@ -153,6 +154,7 @@ def _note_signals(world: World) -> dict[signal.Signals, Any]:
 
     def note(number: int, frame: FrameType | None) -> None:
         first.append(time.monotonic())
+        number = signal.SIGTERM if number == signal.SIGUSR1 else number
         if first[-1] - first[0] > SAME_SIGNAL_S:
             if number == signal.SIGINT and "RANK" not in os.environ:  # a notebook's process stays
                 raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM during training: saved, ended, and gone on from as if nothing had happened.
+"""Signals during training: saved, ended, and gone on from as if nothing had happened.
 
 One rank, in this process; several ranks and the launcher are in test_resume.py.
 """
@@ -99,19 +99,20 @@ def test_at_any_moment_a_run_saves_and_goes_on_bit_by_bit(
         whole = weights(trainer)
     with small_run(tmp_path / "cut", *KNOBS, "log.console=true", "checkpoint.every=5") as trainer:
         for i, (kept, *where) in enumerate(moments(trainer)):
-            number = (signal.SIGTERM, signal.SIGINT)[i % 2]
+            number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[i % 3]
             was_sent = signal_in(*where[:2], number, where[2])
             began = time.monotonic()
             with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
                 trainer.fit()
             assert time.monotonic() - began < 30
             assert was_sent(), where
-            if number == signal.SIGTERM:
+            if number != signal.SIGINT:
                 assert isinstance(ended.value, SystemExit) and ended.value.code == 143
             else:
                 assert isinstance(ended.value, KeyboardInterrupt)
             said = capsys.readouterr().out
-            stopped = f"stopped by {signal.Signals(number).name} after step {trainer.step} of 12: "
+            name = "SIGINT" if number == signal.SIGINT else "SIGTERM"
+            stopped = f"stopped by {name} after step {trainer.step} of 12: "
             assert stopped in said, (where, said)
             assert kept in said, (where, said)
             assert ("with the responses" in said) == ("responses" in kept), (where, said)
