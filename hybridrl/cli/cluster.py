@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,9 +30,9 @@ from hybridrl.cli.hosts_job import HostsJob
 from hybridrl.cli.launch import Share, launch_run, run_ranks
 from hybridrl.cli.options import ConfigFile, Overrides, World
 from hybridrl.cli.pinning import HUB_NAMES, fits_on, laid_out, with_commits
-from hybridrl.cli.rank_ends import conclude
+from hybridrl.cli.rank_ends import conclude, lost_ranks
 from hybridrl.cli.ray_launch import RayJob, counts
-from hybridrl.cli.schedulers import JobKind, NodeJob, manifest, slurm_script
+from hybridrl.cli.schedulers import LOST, JobKind, NodeJob, manifest, slurm_script
 from hybridrl.cli.validate import model_violations, validate_training
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config
@@ -164,7 +164,8 @@ def launch_command(
         raise typer.Exit(_on_node(run, node, nodes, slots, address, port))
     environment = {HUB_NAMES: os.environ[HUB_NAMES]}
     where, name = folder or os.getcwd(), loaded.run.name
-    job = NodeJob(name, nodes, slots, gpus, run.arguments, where, environment, stop_s)
+    restarts = run.config.run.max_restarts
+    job = NodeJob(name, nodes, slots, gpus, run.arguments, where, environment, stop_s, restarts)
     if k8s is not None:
         typer.echo(_manifest(run, job, k8s, image, volume or [], namespace), nl=False)
     else:
@@ -208,16 +209,13 @@ def _on_hosts(
 
 
 def _on_ray(run: _Run, address: str, world: int | None, has_gpus: bool) -> int:
-    job = RayJob(address, world, has_gpus, default_world_size(run.config, 0))
+    restarts = run.config.run.max_restarts
+    fits = (lambda fewer: fits_on(run.config, fewer)) if restarts else None
+    job = RayJob(address, world, has_gpus, default_world_size(run.config, 0), fits)
     try:
         laid, _ = laid_out(run.config, job.world_size)  # the run's own is of rank 0
         validate_training(laid, job.world_size, run.resume, counts(job.places))
-
-        def start(
-            arguments: Sequence[str], _: int, logs: Path, environment: Mapping[str, str]
-        ) -> int:
-            return job.run(arguments, logs, environment)
-
+        start = ElasticLaunch(restarts, job)
         arguments = ["train", *run.arguments]
         return launch_run(arguments, job.world_size, run_folder(run.config), start)
     finally:
@@ -242,7 +240,9 @@ def _check_slots(hosts: list[Host], world_size: int, config: Config) -> None:
 def _on_node(
     run: _Run, node: int, nodes: int, slots: int, address: str | None, port: int | None
 ) -> int:
-    """Starts one node's ranks. Rank 0 takes the run folder, since no process stands above all."""
+    """Starts one node's ranks; returns LOST where they may be started again. Rank 0 takes the run
+    folder, since no process stands above all.
+    """
     if address is None or port is None or node >= nodes:
         found = f"--node {node} --nodes {nodes} --address {address} --port {port}"
         allowed = "a node below --nodes, and the address and port of node 0"
@@ -252,7 +252,10 @@ def _on_node(
     logs = run_folder(run.config) / "logs"
     share = Share(slots, node * slots, nodes * slots, address, port)
     command = ["-m", "hybridrl.cli.main", "train", *run.arguments]
-    return conclude(run_ranks(command, share, logs), logs)
+    outcome = run_ranks(command, share, logs)
+    code = conclude(outcome, logs)
+    is_lost = code == 1 and not outcome.stopped_by and bool(lost_ranks(outcome))
+    return LOST if is_lost and run.config.run.max_restarts else code
 
 
 def _by_slurm(

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from hybridrl.cli.elastic import End
 from hybridrl.cli.hostfile import (
+    Connection,
     Host,
     answers,
     any_port,
@@ -88,7 +89,7 @@ class HostsJob:
             stale.unlink()
         nodes: list[subprocess.Popen[bytes]] = []
         is_wider = self._is_wider if self._down else None
-        watch = _Watch(nodes, has_lease=self._fits is not None, is_wider=is_wider)
+        watch = NodesWatch(nodes, has_lease=self._fits is not None, is_wider=is_wider)
         with caught_signals() as received:
             try:
                 for index, (host, share) in enumerate(zip(self._used, self._parts, strict=True)):
@@ -188,7 +189,7 @@ class HostsJob:
                 yield size, hosts
 
 
-class _Watch:
+class NodesWatch:
     """What is done while ranks run: hosts hear that this process lives, and ranks are asked to save
     and end once more of them can run.
 
@@ -200,7 +201,7 @@ class _Watch:
 
     def __init__(
         self,
-        nodes: list[subprocess.Popen[bytes]],
+        nodes: Sequence[Connection],
         has_lease: bool,
         is_wider: Callable[[], bool] | None,
     ) -> None:

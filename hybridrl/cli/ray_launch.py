@@ -1,28 +1,28 @@
-"""`hybridrl launch --ray`: ranks as processes of Ray's actors, one actor a GPU (or CPU).
+"""`hybridrl launch --ray`: ranks as processes of Ray's actors, one a GPU (or CPU), again where
+they are lost.
 
-Owns the placement group, the actors and what is read from them. Who waits for whom: this process
-waits for one actor a rank; an actor holds node.py, which holds the rank, as ssh's connections do
-for `--hostfile`. Invariant: when an actor is lost, or a rank has failed, the others are ended
-within KILL_AFTER_S of it. Actors run nothing of ours but that. Nodes share the working folder, the
-Python environment and the run folder. No torch; Ray is imported where it is needed.
+Owns the placement group, the actors and what is read from them. A start takes the slots that the
+cluster has then: Ray says which nodes are lost and which have come. Who waits for whom: this
+process waits for one actor a rank; an actor holds node.py, which holds the rank, as ssh's
+connections do for `--hostfile`. Invariant: when an actor is lost, or a rank has failed, the others
+are ended within KILL_AFTER_S of it; where the job may be started again, an actor that hears nothing
+for LEASE_S (node.py) ends its rank. Nodes share the working folder, the Python environment and the
+run folder. No torch; Ray is imported where it is needed.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridrl import __version__
+from hybridrl.cli.elastic import End
 from hybridrl.cli.hostfile import (
     Host,
     any_port,
@@ -31,169 +31,16 @@ from hybridrl.cli.hostfile import (
     forwarded,
     wait_for_nodes,
 )
-from hybridrl.cli.launch import Share, caught_signals
+from hybridrl.cli.hosts_job import BACK_S, WAIT_S, NodesWatch
+from hybridrl.cli.launch import STOP_CODES, Share, caught_signals
 from hybridrl.cli.node import Order, outcome_file
+from hybridrl.cli.rank_ends import lost_ranks
+from hybridrl.cli.ray_actors import Place, RankActor, RemoteNode
 from hybridrl.errors import ConfigError, UserError, said
 
 PLACE_S = 60.0  # for the placement group
 CONNECT_S = 10.0  # to the cluster
-ANSWER_S = 60.0  # for an actor
-POLL_S = 0.2  # that an actor waits for output before it answers
 INSTALL = "pip install 'hybridrl[ray]'"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an actor is.
-
-    Args:
-        node: Ray's identifier of the node.
-        address: of the node.
-        gpus: of the node that are the actor's, as CUDA numbers them; none on CPU.
-        version: of hybridrl there.
-        folder: whether the working folder is there.
-    """
-
-    node: str
-    address: str
-    gpus: tuple[str, ...]
-    version: str
-    folder: bool
-
-
-class RankActor:
-    """What Ray starts on a node: holds one process of node.py, and nothing else."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        self._output: list[tuple[int, bytes]] = []
-        self._has_output = threading.Event()
-
-    def place(self) -> Place:
-        """Returns where this is."""
-        import ray
-
-        context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-        is_there = os.path.isdir(self._folder)
-        return Place(context.get_node_id(), address, gpus, __version__, is_there)
-
-    def start(self, order: bytes) -> None:
-        """Starts node.py and tells it its order."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "hybridrl.cli.node"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=self._folder,
-            start_new_session=True,
-        )
-        for number, source in ((1, self._process.stdout), (2, self._process.stderr)):
-            assert source is not None
-            threading.Thread(target=self._read, args=(number, source), daemon=True).start()
-        self.tell(order)
-
-    def tell(self, line: bytes) -> None:
-        """Writes to the process; nothing closes its stdin, which ends its ranks."""
-        assert self._process is not None and self._process.stdin is not None
-        with suppress(OSError, ValueError):
-            if line:
-                self._process.stdin.write(line)
-                self._process.stdin.flush()
-            else:
-                self._process.stdin.close()
-
-    def poll(self) -> tuple[int | None, list[tuple[int, bytes]]]:
-        """Returns the exit code, or None, and what was written to stdout (1) and stderr (2)."""
-        assert self._process is not None
-        self._has_output.wait(POLL_S)
-        self._has_output.clear()
-        code = self._process.poll()
-        if code is not None:
-            time.sleep(POLL_S)  # what is still in the pipes
-        found, self._output = self._output, []
-        return code, found
-
-    def _read(self, number: int, source: Any) -> None:
-        while block := os.read(source.fileno(), 65536):
-            self._output.append((number, block))
-            self._has_output.set()
-
-
-class _Stdin:
-    """The stdin of a process that an actor holds."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor, self._line = actor, b""
-
-    def write(self, line: bytes) -> int:
-        """Keeps a line until it is flushed."""
-        self._line += line
-        return len(line)
-
-    def flush(self) -> None:
-        """Sends it."""
-        self._actor.tell.remote(self._line)
-        self._line = b""
-
-    def close(self) -> None:
-        """Closes the stdin there."""
-        self._actor.tell.remote(b"")
-
-
-class RemoteNode:
-    """A process that an actor holds, as `subprocess.Popen` would be one here.
-
-    Args:
-        actor: the handle.
-        fault: gets why the actor was lost.
-    """
-
-    def __init__(self, actor: Any, fault: Callable[[str], None]) -> None:
-        self.stdin = _Stdin(actor)
-        self.returncode: int | None = None
-        self._actor, self._fault = actor, fault
-        self._asked = actor.poll.remote()
-        self._since = time.monotonic()
-
-    def poll(self) -> int | None:
-        """Returns the exit code, or None; prints what the process wrote."""
-        import ray
-
-        if self.returncode is not None:
-            return self.returncode
-        if not ray.wait([self._asked], timeout=0)[0]:
-            if time.monotonic() - self._since > ANSWER_S:
-                self._lose(f"it has not answered for {ANSWER_S:g} s")
-            return self.returncode
-        try:
-            self.returncode, output = ray.get(self._asked)
-        except ray.exceptions.RayError as error:
-            self._lose(said(error))
-            return self.returncode
-        for number, block in output:
-            stream = sys.stdout if number == 1 else sys.stderr
-            stream.flush()
-            os.write(number, block)
-        if self.returncode is None:
-            self._asked, self._since = self._actor.poll.remote(), time.monotonic()
-        return self.returncode
-
-    def kill(self) -> None:
-        """Ends the actor and with it the process."""
-        import ray
-
-        ray.kill(self._actor)
-
-    def wait(self) -> int:
-        """Returns the exit code; of a process that was killed the signal."""
-        self.returncode = -signal.SIGKILL if self.returncode is None else self.returncode
-        return self.returncode
-
-    def _lose(self, why: str) -> None:
-        self.returncode = -signal.SIGKILL
-        self._fault(why)
 
 
 def in_order(places: Sequence[Place]) -> list[int]:
@@ -232,33 +79,63 @@ def rank_variables(places: Sequence[Place], rank: int) -> dict[str, str]:
 
 
 class RayJob:
-    """Actors of a job, one a rank.
+    """Actors of a job, one a rank, as an `ElasticJob`.
 
     Args:
         address: of the cluster, HOST:PORT or "auto".
         world_size: ranks; None: the cluster's GPUs.
         has_gpus: whether each rank has a GPU where the cluster has any; else a CPU slot.
         least: ranks of the smallest layout, for a cluster without GPUs.
+        fits: whether so many ranks can train the run; None: the job is started once.
 
     Raises:
         UserError: Ray is missing, the cluster does not answer, or has too few slots.
     """
 
-    def __init__(self, address: str, world_size: int | None, has_gpus: bool, least: int) -> None:
-        ray = connect(address)
-        total = ray.cluster_resources()
-        num_gpus = int(total.get("GPU", 0))
-        uses_gpus = has_gpus and num_gpus > 0
-        self.world_size = world_size or (num_gpus if uses_gpus else least)
-        slot: dict[str, float] = {"GPU": 1, "CPU": 1} if uses_gpus else {"CPU": 1}
-        self._group = ray.util.placement_group([slot] * self.world_size, strategy="PACK")
-        if not self._group.wait(PLACE_S):
+    def __init__(
+        self,
+        address: str,
+        world_size: int | None,
+        has_gpus: bool,
+        least: int,
+        fits: Callable[[int], bool] | None = None,
+    ) -> None:
+        self._ray, self._fits = connect(address), fits
+        self._group: Any = None
+        self._unit = "GPU"
+        uses_gpus = has_gpus and self._slots() > 0
+        self._full = world_size or (self._slots() if uses_gpus else least)  # no start has more
+        self._unit = "GPU" if uses_gpus else "CPU"
+        self._slot: dict[str, float] = {"GPU": 1, "CPU": 1} if uses_gpus else {"CPU": 1}
+        try:
+            self._gather(self._full)
+        except BaseException:
             self.close()
-            name = "GPU" if uses_gpus else "CPU"
+            raise
+
+    @property
+    def where(self) -> str:
+        """How many ranks the next start has, and where, in words."""
+        nodes = ", ".join(dict.fromkeys(place.address for place in self.places))
+        return f"{self.world_size} ranks on {nodes}"
+
+    def _gather(self, world_size: int) -> None:
+        """Takes so many slots and makes their actors.
+
+        Raises:
+            UserError: that many are not free, or a node is not set up as this host.
+        """
+        ray, self.world_size = self._ray, world_size
+        before, deadline = self._slots(), time.monotonic() + PLACE_S
+        self._group = ray.util.placement_group([self._slot] * world_size, strategy="PACK")
+        while not self._group.wait(1):
+            # More may come, by Ray's autoscaler; of a node that is lost Ray may know only now.
+            if time.monotonic() < deadline and self._slots() >= before:
+                continue
             raise UserError(
                 "--ray",
-                f"{int(total.get(name, 0))} {name} slots in the cluster, not all of them free",
-                f"{self.world_size} free slots of one {name} and one CPU",
+                f"{self._slots()} {self._unit} slots in the cluster, not all of them free",
+                f"{world_size} free slots of one {self._unit} and one CPU",
                 "Run `ray status`; add nodes, end other jobs, or give --world.",
             )
         folder = os.getcwd()
@@ -267,13 +144,14 @@ class RayJob:
         self._actors = [
             kind.options(
                 num_cpus=1,
-                num_gpus=slot.get("GPU", 0),
+                num_gpus=self._slot.get("GPU", 0),
                 max_restarts=0,
                 scheduling_strategy=strategy(self._group, index),
             ).remote(folder)
-            for index in range(self.world_size)
+            for index in range(world_size)
         ]
         self._place(folder)
+        self._nodes = self._alive()
 
     def _place(self, folder: str) -> None:
         """Sorts the actors by node.
@@ -281,12 +159,10 @@ class RayJob:
         Raises:
             UserError: a ConfigError with every node that is not set up as this host.
         """
-        import ray
-
+        ray = self._ray
         try:
             places = ray.get([actor.place.remote() for actor in self._actors], timeout=PLACE_S)
         except ray.exceptions.RayError as error:
-            self.close()
             raise UserError(
                 "--ray",
                 said(error),
@@ -298,7 +174,6 @@ class RayJob:
         self.places = [places[index] for index in order]
         wrong = [p for p in self.places if p.version != __version__ or not p.folder]
         if wrong:
-            self.close()
             allowed = f"hybridrl {__version__} and the folder {folder}"
             raise ConfigError(
                 [
@@ -312,14 +187,16 @@ class RayJob:
                 ]
             )
 
-    def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> int:
-        """Runs `hybridrl ARGUMENTS` as all ranks; returns the exit code, as of `launch`."""
+    def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
+        """Runs `hybridrl ARGUMENTS` as all ranks and waits for them."""
         program = ("-m", "hybridrl.cli.main", *arguments)
         where, given = str(log_dir.absolute()), {**forwarded(), **environment}
         address, port = self.places[0].address, any_port()
         for stale in log_dir.glob("node_*.json"):
             stale.unlink()
         nodes: list[RemoteNode] = []
+        is_wider = self._is_wider if self._fits and self.world_size < self._full else None
+        watch = NodesWatch(nodes, has_lease=self._fits is not None, is_wider=is_wider)
         with caught_signals() as received:
             try:
                 for rank, actor in enumerate(self._actors):
@@ -328,13 +205,71 @@ class RayJob:
                     order = Order(rank, share, program, where, variables)
                     actor.start.remote(order.to_line())
                     nodes.append(RemoteNode(actor, self._telling(rank)))
-                wait_for_nodes(nodes, received, log_dir)
+                wait_for_nodes(nodes, received, log_dir, watch.look)
             finally:
+                watch.end()
                 end_nodes(nodes)
         hosts = [Host(f"{place.address} (rank {i})", 1) for i, place in enumerate(self.places)]
-        lost = [rank for rank in range(len(nodes)) if not outcome_file(log_dir, rank).exists()]
-        code = conclude_nodes(nodes, hosts, log_dir).code
-        return code or (1 if lost else 0)
+        silent = [rank for rank in range(len(nodes)) if not outcome_file(log_dir, rank).exists()]
+        end = conclude_nodes(nodes, hosts, log_dir, bool(received) or watch.has_asked)
+        code = end.code or (1 if silent else 0)
+        if (silent or lost_ranks(end.outcome)) and not received and code != 2:
+            return End(1, "lost")
+        if watch.has_asked and not received and code in STOP_CODES and self._resize(self._full):
+            return End(code, "wider")
+        return End(code, "over")
+
+    def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
+        """Takes the slots of the next start; returns False where a signal came, or nodes stay away
+        for BACK_S that every layout needs.
+        """
+        most = self._full if comes_back else max(self.world_size - 1, 1)
+        deadline, is_told = time.monotonic() + BACK_S, False
+        while not self._resize(most):
+            most = self._full  # rather those that did not come back than none
+            if received or time.monotonic() > deadline:
+                return False
+            if not is_told:
+                said = f"no layout fits the slots of the cluster: waiting {BACK_S:g} s for nodes"
+                print(f"hybridrl: {said}", file=sys.stderr, flush=True)
+                is_told = True
+            time.sleep(WAIT_S)
+        return True
+
+    def _resize(self, most: int) -> bool:
+        """Takes as many slots as can train the run and the cluster has, `most` at most; returns
+        whether there were any.
+        """
+        self._give_back()
+        assert self._fits is not None
+        try:
+            sizes = range(min(most, self._slots()), 0, -1)
+            size = next((size for size in sizes if self._fits(size)), 0)
+            if size:
+                self._gather(size)
+            return bool(size)
+        except UserError as error:  # ConfigError is one
+            print(f"hybridrl: {error}", file=sys.stderr, flush=True)
+        except self._ray.exceptions.RayError as error:
+            print(f"hybridrl: Ray: {said(error)}", file=sys.stderr, flush=True)
+        self._give_back()
+        return False
+
+    def _slots(self) -> int:
+        """Returns the slots of the cluster, free ones and others."""
+        return int(self._ray.cluster_resources().get(self._unit, 0))
+
+    def _alive(self) -> set[str]:
+        return {str(node["NodeID"]) for node in self._ray.nodes() if node["Alive"]}
+
+    def _is_wider(self) -> bool:
+        """Whether nodes have come with which more ranks can train."""
+        assert self._fits is not None
+        if self._alive() <= self._nodes:
+            return False
+        free = int(self._ray.available_resources().get(self._unit, 0))
+        sizes = range(self.world_size + 1, min(self._full, self.world_size + free) + 1)
+        return any(map(self._fits, sizes))
 
     def _telling(self, rank: int) -> Callable[[str], None]:
         place = self.places[rank]
@@ -345,13 +280,16 @@ class RayJob:
 
         return tell
 
-    def close(self) -> None:
-        """Gives the slots back."""
-        import ray
+    def _give_back(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.util.remove_placement_group(group)
 
-        with suppress(ray.exceptions.RayError):
-            ray.util.remove_placement_group(self._group)
-        ray.shutdown()
+    def close(self) -> None:
+        """Gives the slots back and leaves the cluster."""
+        self._give_back()
+        self._ray.shutdown()
 
 
 def _knock(address: str) -> None:

@@ -1,7 +1,8 @@
 """What schedulers are given: an sbatch file, a JobSet or a PyTorchJob. No torch.
 
 Each runs `hybridrl launch --node K` once on every node, which starts the node's ranks. A job goes
-on from its newest checkpoint when the scheduler starts it again.
+on from its newest checkpoint when the scheduler starts it again. Within a Slurm job ranks that were
+lost are started again `run.max_restarts` times, as many as before, while its nodes are there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import yaml
 JobKind = Literal["jobset", "pytorchjob"]
 FIRST_PORT, NUM_PORTS = 10_000, 20_000  # of Slurm jobs: by the job's number
 PORT = 29_500  # in Kubernetes each pod has an address of its own
-MAX_RESTARTS = 3  # of a Kubernetes job
+MAX_RESTARTS = 3  # of a Kubernetes job, where the run says nothing
 MISTAKE = 2  # the exit code after which a restart would be in vain
+# The exit code of a node whose ranks were lost and may be started again: above all others, since
+# srun returns the largest, and no signal's.
+LOST = 200
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class NodeJob:
         folder: where the command runs.
         environment: variables of the command.
         stop_s: seconds that the ranks have to save before the job ends.
+        max_restarts: how often ranks that were lost are started again.
     """
 
     name: str
@@ -44,6 +49,7 @@ class NodeJob:
     folder: str
     environment: dict[str, str]
     stop_s: int
+    max_restarts: int = 0
 
     def node_command(self, program: Sequence[str], node: str, address: str, port: str) -> str:
         """Returns the shell command of a node; the last three are shell words."""
@@ -80,8 +86,6 @@ def slurm_script(
     lines = [f"#SBATCH --{name}={value}" for name, value in kept.items()]
     lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in options)]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
-    node = job.node_command(program, '"$SLURM_NODEID"', '"$1"', '"$2"')
-    step = f"srun --nodes={job.num_nodes} --ntasks={job.num_nodes} --ntasks-per-node=1"
     return "\n".join(
         [
             "#!/bin/bash",
@@ -92,14 +96,10 @@ def slurm_script(
             'address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))",
             "is_stopping=",
-            f"{step} --kill-on-bad-exit=1 bash -c {shlex.quote('exec ' + node)} \\",
-            '  node "$address" "$port" &',
-            "step=$!",
             "trap 'is_stopping=1; kill -USR1 \"$step\"' USR1",
-            "code=0",
-            'wait "$step" || code=$?',
-            '# A signal ends "wait", not the step.',
-            'while kill -0 "$step" 2>/dev/null; do code=0; wait "$step" || code=$?; done',
+            f"for ((restarts = 0; restarts <= {job.max_restarts}; restarts++)); do",
+            *(f"  {line}" for line in _slurm_step(job, program)),
+            "done",
             'if [ -n "$is_stopping" ] && [ "$code" -ne 0 ]; then',
             '  scontrol requeue "$SLURM_JOB_ID"',
             "fi",
@@ -107,6 +107,25 @@ def slurm_script(
             "",
         ]
     )
+
+
+def _slurm_step(job: NodeJob, program: Sequence[str]) -> list[str]:
+    """Returns the lines of one start; they leave the loop around them where no other follows."""
+    node = job.node_command(program, '"$SLURM_NODEID"', '"$1"', '"$2"')
+    step = f"srun --nodes={job.num_nodes} --ntasks={job.num_nodes} --ntasks-per-node=1"
+    return [
+        f"{step} --kill-on-bad-exit=1 bash -c {shlex.quote('exec ' + node)} \\",
+        '  node "$address" "$((port + restarts))" &',
+        "step=$!",
+        "code=0",
+        'wait "$step" || code=$?',
+        '# A signal ends "wait", not the step.',
+        'while kill -0 "$step" 2>/dev/null; do code=0; wait "$step" || code=$?; done',
+        f'[ -z "$is_stopping" ] && [ "$code" -eq {LOST} ] || break',
+        f'[ "$restarts" -lt {job.max_restarts} ] || break',
+        'echo "hybridrl: restart $((restarts + 1)) of '
+        f'{job.max_restarts} (run.max_restarts): the ranks go on" >&2',
+    ]
 
 
 def manifest(
@@ -153,7 +172,10 @@ def _jobset(
         "kind": "JobSet",
         "metadata": meta,
         "spec": {
-            "failurePolicy": {"maxRestarts": MAX_RESTARTS, "rules": [no_restart]},
+            "failurePolicy": {
+                "maxRestarts": job.max_restarts or MAX_RESTARTS,
+                "rules": [no_restart],
+            },
             "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": pods}}],
         },
     }
@@ -171,7 +193,10 @@ def _pytorchjob(
         "kind": "PyTorchJob",
         "metadata": meta,
         "spec": {
-            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": MAX_RESTARTS},
+            "runPolicy": {
+                "cleanPodPolicy": "Running",
+                "backoffLimit": job.max_restarts or MAX_RESTARTS,
+            },
             "pytorchReplicaSpecs": {
                 name: {
                     "replicas": count,

@@ -109,7 +109,7 @@ class RunConfig(Section):
     max_restarts: int = Field(
         0,
         ge=0,
-        description="How often `hybridrl train` and `launch --hostfile` start ranks again that were lost, killed or silent, from the newest state (`checkpoint.copy_every`): as many, or fewer where they do not come back. 0: as torchrun, a job that keeps losing ranks must not hold a machine.",
+        description="How often `hybridrl train` and `launch` (by ssh, Ray and in a Slurm job) start ranks again that were lost, killed or silent, from the newest state (`checkpoint.copy_every`): as many, or fewer where they do not come back (in a Slurm job as many). 0: as torchrun, a job that keeps losing ranks must not hold a machine.",
     )
     profile: Steps = Field(
         (),

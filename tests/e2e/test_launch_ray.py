@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -75,14 +77,23 @@ class Raylets:
         assert len(found) == 1, children
         found[0].send_signal(signal.SIGKILL)
 
+    def join(self, index: int) -> None:
+        """Starts a raylet again that was killed, not the first."""
+        self._end(self.raylets[index])
+        self.raylets[index] = self._start(index, f"--address={self.address}")
+
     def close(self) -> None:
         for raylet in reversed(self.raylets):
-            if raylet.poll() is None:
-                children = psutil.Process(raylet.pid).children(recursive=True)
-                for process in (*children, raylet):
-                    with suppress(psutil.NoSuchProcess, ProcessLookupError):
-                        process.kill()
-            raylet.wait(30)
+            self._end(raylet)
+
+    @staticmethod
+    def _end(raylet: subprocess.Popen[str]) -> None:
+        if raylet.poll() is None:
+            children = psutil.Process(raylet.pid).children(recursive=True)
+            for process in (*children, raylet):
+                with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    process.kill()
+        raylet.wait(30)
 
 
 @pytest.fixture
@@ -167,3 +178,68 @@ def test_a_killed_raylet_ends_the_job_with_its_name(
     while lost_ranks(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert lost_ranks(tmp_path) == []
+
+
+def steps_and_sizes(folder: Path) -> tuple[list[int], list[int]]:
+    """Returns the steps that a run has recorded, and the number of ranks of each start."""
+    file, starts = folder / "metrics.jsonl", folder / "run.json"
+    if not file.exists() or not starts.exists():
+        return [], []
+    lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
+    sizes = [one["world_size"] for one in json.loads(starts.read_text())["starts"]]
+    return [json.loads(line)["step"] for line in lines], sizes
+
+
+def went_on(job: subprocess.Popen[str], folder: Path, size: int) -> float:
+    """Waits for two steps of a start with so many ranks; returns how long it took."""
+    done, begun = len(steps_and_sizes(folder)[0]), time.monotonic()
+    while True:
+        assert job.poll() is None and time.monotonic() - begun < 120, steps_and_sizes(folder)
+        steps, sizes = steps_and_sizes(folder)
+        if sizes and sizes[-1] == size and len(steps) > 1 and steps[-1] > done + 1:
+            return time.monotonic() - begun
+        time.sleep(0.05)
+
+
+@needs_ray
+@pytest.mark.full
+def test_a_job_goes_on_without_a_rank_and_a_node_and_takes_a_node_in_again(
+    raylets: Raylets, tmp_path: Path
+) -> None:
+    endless = (
+        "--world",
+        "2",
+        "train.tp=1",
+        "steps.num_steps=100000",
+        "checkpoint.every=1",
+        "run.max_restarts=5",
+    )
+    folder = tmp_path / "quickstart-grpo"
+    job = launch(raylets, *endless, f"run.dir={tmp_path}")
+    try:
+        took = [went_on(job, folder, 2)]
+        ranks = [
+            process
+            for process in psutil.process_iter(["cmdline", "environ"])
+            if (process.info["environ"] or {}).get("RANK") == "1"
+            and str(tmp_path) in str(process.info["cmdline"])
+        ]
+        assert len(ranks) == 1
+        ranks[0].kill()
+        took.append(went_on(job, folder, 2))
+        raylets.kill(1)
+        took.append(went_on(job, folder, 1))
+        raylets.join(1)
+        took.append(went_on(job, folder, 2))
+        job.send_signal(signal.SIGTERM)
+        output = ended(job, 143)
+    finally:
+        job.kill()
+    print(f"training went on after {', '.join(f'{one:.1f}' for one in took)} s")
+    both = r"10\.77\.0\.[12], 10\.77\.0\.[12]"
+    assert re.search(rf"restart 1 of 5 \(run.max_restarts\): 2 ranks on {both} go on", output)
+    assert "restart 2 of 5 (run.max_restarts): 1 ranks on 10.77.0.1 go on" in output
+    assert re.search(rf"have come back: 2 ranks on {both} go on", output)
+    steps, sizes = steps_and_sizes(folder)
+    assert sizes == [2, 2, 1, 2] and steps == list(range(1, len(steps) + 1))
+    assert max(took[1:]) < 60, took

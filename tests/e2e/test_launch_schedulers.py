@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -37,6 +43,74 @@ def test_a_submitted_job_gives_the_weights_of_the_local_launcher(tmp_path: Path)
     expected = exported_weights(local / "quickstart-grpo", tmp_path / "hf_local")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_a_submitted_job_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
+    """Two nodes of one rank each, which the job keeps."""
+    sizes = ("--nodes", "2", "--slots", "1", "--no-gpus")
+    knobs = (*KNOBS, "checkpoint.every=1", "run.max_restarts=3", f"run.dir={tmp_path}")
+    endless = ("--slurm", *sizes, CONFIG, *knobs, "steps.num_steps=100000")
+    job = start(["launch", *endless], scheduler_stubs(tmp_path))
+    try:
+        begun, folder = time.monotonic(), tmp_path / "quickstart-grpo"
+        took = [went_on(job, folder, 1)]
+        for killed in ("1", "0"):  # rank 0 has the job's store
+            rank_of(job, killed).kill()
+            took.append(went_on(job, folder, len(took) + 1))
+        assert time.monotonic() - begun < 300
+        [step] = [one for one in children(job) if any("srun" in word for word in one.cmdline())]
+        step.send_signal(signal.SIGUSR1)
+        output, _ = job.communicate(timeout=60)
+    finally:
+        for one in children(job):
+            one.kill()
+        job.kill()
+    print(f"training went on after {', '.join(f'{one:.1f}' for one in took)} s")
+    assert "restart 2 of 3 (run.max_restarts)" in output, output[-4000:]
+    steps, starts = steps_and_starts(folder)
+    assert [one["world_size"] for one in starts] == [2, 2, 2]
+    assert steps == list(range(1, len(steps) + 1)) and max(took[1:]) < 60
+
+
+def children(job: subprocess.Popen[str]) -> list[psutil.Process]:
+    if job.poll() is not None:
+        return []
+    return psutil.Process(job.pid).children(recursive=True)
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    with suppress(psutil.Error):
+        return process.environ()
+    return {}
+
+
+def rank_of(job: subprocess.Popen[str], number: str) -> psutil.Process:
+    """Returns the process of a rank, not those that it has started."""
+    found = [one for one in children(job) if environment_of(one).get("RANK") == number]
+    [first] = [one for one in found if one.ppid() not in {other.pid for other in found}]
+    return first
+
+
+def steps_and_starts(folder: Path) -> tuple[list[int], list[dict[str, Any]]]:
+    """Returns the steps that a run has recorded, and its starts."""
+    file, about = folder / "metrics.jsonl", folder / "run.json"
+    if not file.exists() or not about.exists():
+        return [], []
+    lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
+    return [json.loads(line)["step"] for line in lines], json.loads(about.read_text())["starts"]
+
+
+def went_on(job: subprocess.Popen[str], folder: Path, num_starts: int) -> float:
+    """Waits for two steps of a start; returns how long it took, seconds."""
+    done, begun = len(steps_and_starts(folder)[0]), time.monotonic()
+    while True:
+        assert job.poll() is None and time.monotonic() - begun < 120
+        steps, starts = steps_and_starts(folder)
+        if len(starts) == num_starts and steps and steps[-1] > done + 1:
+            return time.monotonic() - begun
+        time.sleep(0.05)
 
 
 @pytest.mark.dist

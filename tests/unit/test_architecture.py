@@ -90,7 +90,7 @@ WALLS = {
         for part in ("", "_latent", "_memory", "_routing", "_sampling", "_scheduler", "_start")
     ],
     "triton": ["../kernels/*"],
-    "ray": ["cli/ray_launch.py"],
+    "ray": ["cli/ray_actors.py", "cli/ray_launch.py"],
     "wandb": ["metrics/trackers.py"],
     "mlflow": ["metrics/trackers.py"],
     "hybridrl.kernels": ["ops.py", "../kernels/*"],

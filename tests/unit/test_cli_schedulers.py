@@ -15,7 +15,7 @@ import pytest
 import yaml
 from slurm_stub import scheduler_stubs, write_program
 
-from hybridrl.cli.schedulers import NodeJob, manifest, slurm_script
+from hybridrl.cli.schedulers import LOST, NodeJob, manifest, slurm_script
 from hybridrl.errors import UserError
 
 # In place of hybridrl: writes what it was told, waits where asked to, ends as it is told.
@@ -104,6 +104,40 @@ def test_an_sbatch_file_runs_every_node_and_requeues_what_the_time_limit_stopped
     assert not is_requeued or asked.read_text() == "requeue 77\n"
 
 
+@pytest.mark.parametrize(
+    ("first", "max_restarts", "expected", "starts"),
+    [
+        (LOST, 2, 0, 2),
+        (LOST, 0, LOST, 1),
+        (1, 2, 1, 1),  # an error of its own would come again
+        (137, 2, 137, 1),
+    ],
+)
+def test_an_sbatch_file_starts_lost_ranks_again(
+    tmp_path: Path, first: int, max_restarts: int, expected: int, starts: int
+) -> None:
+    """The second node loses a rank in the first start; the first one is done in each."""
+    environment = scheduler_stubs(tmp_path)
+    program = tmp_path / "program"
+    lines = ("#!/bin/bash", 'log="$(dirname "$0")/node_$3"', 'echo "$@" >>"$log"')
+    fails = f'[ "$3" = 1 ] && [ "$(wc -l <"$log")" = 1 ] && exit {first}'
+    write_program(program, "\n".join((*lines, fails, "exit 0\n")))
+    file = tmp_path / "job.sbatch"
+    told = slurm_script(job(tmp_path, max_restarts=max_restarts), [str(program)], [], None)
+    file.write_text(told)
+    done = subprocess.run(
+        [tmp_path / "sbatch", file], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == expected, done
+    said = f"restart 1 of {max_restarts} (run.max_restarts)"
+    assert done.stderr.count("restart ") == starts - 1 and (said in done.stderr) == (starts == 2)
+    for node in range(2):
+        calls = (tmp_path / f"node_{node}").read_text().splitlines()
+        ports = [re.search(r"--port (\d+)", call)[1] for call in calls]  # type: ignore[index]
+        assert ports == [str(10_077 + start) for start in range(starts)]
+    assert not (tmp_path / "asked").exists()
+
+
 def run_pod(tmp_path: Path, pod: dict[str, Any], **variables: str) -> str:
     """Runs a container's command with a program in place of hybridrl; returns its arguments."""
     (container,) = pod["spec"]["containers"]
@@ -121,6 +155,7 @@ def test_a_jobset_runs_one_pod_a_node_and_stops_at_a_mistake(tmp_path: Path) -> 
     assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert found["metadata"] == {"name": "math", "namespace": "ml"}
     assert found["spec"]["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
+    assert found["spec"]["failurePolicy"]["maxRestarts"] == 3
     (replicated,) = found["spec"]["replicatedJobs"]
     pods = replicated["template"]["spec"]
     assert (replicated["name"], replicated["replicas"]) == ("node", 1)

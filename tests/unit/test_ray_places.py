@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hybridrl.cli import cluster
-from hybridrl.cli.ray_launch import Place, connect, counts, in_order, rank_variables
+from hybridrl.cli.ray_actors import Place
+from hybridrl.cli.ray_launch import connect, counts, in_order, rank_variables
 from hybridrl.errors import UserError
 
 
@@ -54,6 +55,7 @@ def test_the_layout_that_is_judged_on_ray_is_the_one_that_is_chosen(
     monkeypatch.setattr(cluster, "validate_training", lambda config, *_: judged.append(config))
     monkeypatch.setattr(cluster, "run_folder", lambda _: tmp_path)
     monkeypatch.setattr(cluster, "launch_run", lambda *_: 0)
-    run: Any = SimpleNamespace(config="asked", resume="newest", arguments=[])
+    asked = SimpleNamespace(run=SimpleNamespace(max_restarts=0))
+    run: Any = SimpleNamespace(config=asked, resume="newest", arguments=[])
     assert cluster._on_ray(run, "auto", None, False) == 0
-    assert judged == [("asked", 2)]
+    assert judged == [(asked, 2)]
