@@ -219,6 +219,7 @@ def _memories(
             ranks,
             held.roles,
             estimate_memory(config, models[0].shape, world_size, held, transport, on_gpu),
+            held.fullest,
         )
         for ranks, held in held_by_ranks(models, laid, itemsize, transport)
     ]

@@ -80,7 +80,9 @@ def gpu_verdict(
     caches = [one.memory for one in found if one.memory.has_engine]
     cache, room = caches[0], min(num_requests(memory, gpu) for memory in caches)
     spare = gpu - with_margin(most)
-    where = f" on ranks {shown(fullest.ranks)}" if len(found) > 1 else ""
+    ranks = fullest.fullest if phase == "training" else fullest.ranks
+    is_alike = len(ranks) == sum(len(one.ranks) for one in found)
+    where = "" if is_alike else f" on ranks {shown(ranks)}"
     outcome = "fits" if spare >= 0 else "may not fit" if most <= gpu else "does not fit"
     summary = (
         f"{outcome}: {phase}{where} takes about {memory_size(most)}, "

@@ -79,16 +79,19 @@ class RankMemory:
         ranks: ascending.
         roles: of the models that they hold.
         memory: of the fullest of them.
+        fullest: those that hold the most of the models, as the first or last stage of a pipeline.
     """
 
     ranks: tuple[int, ...]
     roles: list[str]
     memory: Memory
+    fullest: tuple[int, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Returns it as the report has it."""
         return {
             "ranks": list(self.ranks),
+            "fullest_ranks": list(self.fullest),
             "roles": self.roles,
             "train_peak_bytes": self.memory.train,
             "rollout_peak_bytes": self.memory.rollout,
@@ -160,11 +163,13 @@ class Held:
         models: of which they hold parts.
         engine: their part of an engine; None: they have none.
         peer_bytes: of memory for the policy's weights beyond their own, which peers ask of all.
+        fullest: the ranks that hold the most of the models.
     """
 
     models: Sequence[HeldModel]
     engine: HeldEngine | None
     peer_bytes: int = 0
+    fullest: tuple[int, ...] = ()
 
     @property
     def roles(self) -> list[str]:

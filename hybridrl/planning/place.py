@@ -187,7 +187,9 @@ def held_by_ranks(
             own = (most_elements([placed.targets[r]]) - placed.shared[r] for r in ranks)
             engine = HeldEngine(itemsize * max(own), len(placement.rollout))
         own_bytes = sum(itemsize * h.num_params for h in held if h.model.role == "policy")
-        found.append((tuple(ranks), Held(held, engine, max(0, peers_bytes - own_bytes))))
+        sums = [sum(of[rank][0] for _, _, of in parts if rank in of) for rank in ranks]
+        fullest = tuple(rank for rank, one in zip(ranks, sums, strict=True) if one == max(sums))
+        found.append((tuple(ranks), Held(held, engine, max(0, peers_bytes - own_bytes), fullest)))
     return found
 
 

@@ -105,6 +105,21 @@ def test_the_first_line_says_whether_it_fits_and_by_how_much(
 
 
 @pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (("train.pp=4",), "6-7"),  # the last stage has what becomes logits
+        (("train.pp=4", "train.order=tp-cp-ep-pp-dp"), "3,7"),
+        (("train.tp=4",), None),
+    ],
+)
+def test_the_first_line_names_the_ranks_that_hold_most(
+    tmp_path: Path, layout: tuple[str, ...], ranks: str | None
+) -> None:
+    line = first_line(plan(config_of(MODELS / "qwen2.5-7b.json", *layout), 8))
+    assert " on ranks " not in line if ranks is None else f": training on ranks {ranks} " in line
+
+
+@pytest.mark.parametrize(
     ("model", "world", "overrides"),
     [
         ("qwen2.5-7b.json", 1, ()),
