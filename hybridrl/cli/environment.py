@@ -6,7 +6,7 @@ Owns the list of probes. Imports torch for the last ones, and starts only a proc
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -72,8 +72,8 @@ def _packages() -> Iterator[Item]:
         elif not SpecifierSet(wanted, prereleases=True).contains(found):
             yield Item(name, "problem", f"{found}, not {wanted}", fix)
         else:
-            where = MEGATRON_CORE.get(found) if name == "megatron-core" else None
-            yield Item(name, "ok", f"{found}, tested on {where}" if where else found)
+            is_listed = name == "megatron-core"
+            yield Item(name, "ok", _with_tests(found, MEGATRON_CORE) if is_listed else found)
     for name in OPTIONAL:
         found = _version(name)
         yield Item(name, "ok" if found else "absent", found or "not installed, optional")
@@ -89,9 +89,18 @@ def _engines() -> Iterator[Item]:
             yield Item(name, "absent", "not installed, optional")
             continue
         try:
-            yield Item(name, "ok", package.installed_version(num_local_gpus() == 0))
+            installed = package.installed_version(num_local_gpus() == 0)
+            yield Item(name, "ok", _with_tests(installed, package.tested))
         except UserError as error:
             yield Item(name, "problem", f"{error.value}, not {error.allowed}", error.remedy)
+
+
+def _with_tests(found: str, tested: Mapping[str, str]) -> str:
+    """Returns a version with where tests have run with it; of another, with which they have."""
+    if found in tested:
+        return f"{found}, tested on {tested[found]}"
+    others = "; ".join(f"{version} on {where}" for version, where in tested.items())
+    return f"{found}, not tested; tested were {others}"
 
 
 def _apex() -> Item:

