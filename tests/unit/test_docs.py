@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -136,6 +137,30 @@ def test_commands_of_the_documentation_parse() -> None:
             parsed(line)
         except Exception as error:
             pytest.fail(f"{page}: {line}\n{type(error).__name__}: {error}")
+
+
+def leaves(command: Any, name: str = "hybridrl") -> Iterator[tuple[str, Any]]:
+    """Yields the commands that take no further command, by their full names."""
+    if not hasattr(command, "commands"):
+        yield name, command
+    for word, part in getattr(command, "commands", {}).items():
+        yield from leaves(part, f"{name} {word}")
+
+
+def test_every_command_and_its_long_options_are_on_their_page() -> None:
+    text = (DOCS / "reference" / "cli.md").read_text()
+    usages = re.findall(r"^\| `(hybridrl [^`]+)` \|", text, re.MULTILINE)
+    commands, wrong = dict(leaves(typer.main.get_command(app))), list[str]()
+    assert len(commands) > 10
+    for name, command in commands.items():
+        told = " ".join(usage for usage in usages if f"{usage} ".startswith(f"{name} "))
+        said = set(re.findall(r"--[a-z0-9-]+", told))
+        known = [{*one.opts, *one.secondary_opts} for one in command.params]
+        options = [names for names in known if any(word.startswith("--") for word in names)]
+        wrong += [] if told else [name]
+        wrong += [f"{name} {sorted(names)}" for names in options if not names & said]
+        wrong += [f"{name} has no {word}" for word in said.difference(*options)]
+    assert wrong == []
 
 
 def test_configurations_of_the_documentation_load(monkeypatch: pytest.MonkeyPatch) -> None:
