@@ -61,7 +61,8 @@ class Notice:
     """How a run is asked to stop beside signals, and how long it has to begin saving.
 
     Args:
-        grace_s: from the signal until the ranks save; a process that does not get there ends.
+        grace_s: from the signal until a rank begins to save; a process that does not get there
+            ends. Saving may take longer.
         file: stands for SIGTERM once it is there, and is removed. Rank 0 looks for it.
     """
 

@@ -19,10 +19,13 @@ from test_cli import QWEN25_7B
 from typer.testing import CliRunner
 
 from hybridrl import errors
+from hybridrl.cli import launch
 from hybridrl.cli.main import app
 from hybridrl.cli.plan import plan_report
 from hybridrl.config.engines import ENGINES, engine_package
 from hybridrl.config.load import knobs, load_config
+from hybridrl.config.schema import RunConfig
+from hybridrl.parallel import stopping
 
 DOCS = ROOT / "docs"
 HYBRIDRL = (".venv/bin/hybridrl ", "hybridrl ", "torchrun ")
@@ -161,6 +164,16 @@ def test_every_command_and_its_long_options_are_on_their_page() -> None:
         wrong += [f"{name} {sorted(names)}" for names in options if not names & said]
         wrong += [f"{name} has no {word}" for word in said.difference(*options)]
     assert wrong == []
+
+
+def test_times_of_a_stop_are_told_as_they_are() -> None:
+    text = " ".join((DOCS / "reference" / "cli.md").read_text().split())
+    for counted in (launch, stopping):
+        assert f"more than {counted.SAME_SIGNAL_S:g} s after" in text
+    assert f"`run.grace_s` ({RunConfig(name='a').grace_s:g})" in text
+    command = dict(leaves(typer.main.get_command(app)))["hybridrl launch"]
+    (stop_s,) = (one.default for one in command.params if one.name == "stop_s")
+    assert f"`hybridrl launch` {stop_s} s at the time limit" in text
 
 
 def test_configurations_of_the_documentation_load(monkeypatch: pytest.MonkeyPatch) -> None:
