@@ -119,5 +119,5 @@ class RolloutConfig(Section):
     )
     eager: bool = Field(
         False,
-        description="Run vLLM without torch.compile and CUDA graphs. False: both make GPUs decode faster.",
+        description="Run vLLM and SGLang without CUDA graphs, vLLM without torch.compile too, as on CPU always. False: both make GPUs decode faster.",
     )

@@ -70,7 +70,7 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
         The report, the same on all ranks: `agree`, `checkpoint`, `engine`, `dtype`, and a Finding
         each for `weights`, `tokens`, `sampling`, `numerics`, and of recorded experts `routing`.
     """
-    rollout = config.rollout.model_copy(update={"eager": True})  # or vLLM calls no module
+    rollout = config.rollout.model_copy(update={"eager": True})  # or its graphs call no module
     # Or there is nothing to compare the engine's weights with.
     train = config.train.model_copy(update={"release_weights_in_rollout": False})
     # What engine and trainer compute does not depend on where they lie.
@@ -108,7 +108,7 @@ def diagnose(
     engine tells its experts; the same on all ranks.
 
     Args:
-        trainer: in the rollout phase, its engine idle and, if it is vLLM, `eager`.
+        trainer: in the rollout phase, its engine idle and `eager`.
         with_reference: as of `diagnose_rank`.
         run_replays: whether the run trains with the engine's experts.
     """

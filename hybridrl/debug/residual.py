@@ -66,7 +66,8 @@ def engine_streams(
             if len(whole) < len(prompt):
                 raise RuntimeError(
                     f"{stage} of the engine computed {len(whole)} of {len(prompt)} positions of a "
-                    "prompt; it must start with an empty cache, and vLLM with rollout.eager=true"
+                    "prompt; it must start with an empty cache and, if it captures CUDA graphs, "
+                    "with rollout.eager=true"
                 )
             found.setdefault(stage, []).append(whole)
         if "logits" in parts:
