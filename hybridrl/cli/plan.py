@@ -43,6 +43,7 @@ from hybridrl.planning.memory import (
 )
 from hybridrl.planning.models import planned_models
 from hybridrl.planning.place import Placed, choices, held_by_ranks, place_models
+from hybridrl.planning.times import engine_note
 
 # On CPU: gloo over loopback, and copies of a rank.
 GLOO_BYTES_PER_S = 1e9
@@ -200,7 +201,8 @@ def _step(
     if assumed is None or not placement.is_shared:
         return None
     times = estimate(config, roles, placement.num_ranks, assumed).times
-    return {"predicted_s": times.step, "phases_s": asdict(times)}
+    note = engine_note(config)
+    return {"predicted_s": times.step, "phases_s": asdict(times), "note": note}
 
 
 def empty_report(error: ConfigError) -> dict[str, Any]:

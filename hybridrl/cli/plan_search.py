@@ -19,7 +19,11 @@ MOST_RULES = 4
 
 
 def search_report(
-    result: Result, assumed: Assumptions, seconds: float, kept: Iterable[str]
+    result: Result,
+    assumed: Assumptions,
+    seconds: float,
+    kept: Iterable[str],
+    note: str | None = None,
 ) -> dict[str, Any]:
     """Returns what a search came to, for --json.
 
@@ -28,11 +32,13 @@ def search_report(
         assumed: of the cluster.
         seconds: that it took.
         kept: keys that the configuration writes, which the search leaves as they are.
+        note: what is to be known of the predicted times, if anything.
     """
     best = result.best[:MOST]
     return {
         "seconds": seconds,
         "kept": sorted(kept),
+        "note": note,
         "best": [_as_json(one, best[0]) for one in best],
         "fitting": len(result.best),
         "too_large": result.num_large,
@@ -89,6 +95,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     )
     if report["kept"]:
         yield f"kept as written: {', '.join(report['kept'])}; the search chooses the others"
+    if report["note"]:
+        yield report["note"]
     if best:
         yield "   " + _head()
     for number, one in enumerate(best, 1):

@@ -85,6 +85,8 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
         phases = ", ".join(f"{name} {s:.1f}" for name, s in step["phases_s"].items())
         whole = f"{step['predicted_s']:.1f} s, predicted, with the longest responses"
         yield f"step     {whole}: {phases}"
+        if step["note"]:
+            yield f"         {step['note']}"
     yield from _reshard_lines(report)
     if not is_full:
         yield "ranks    --all lists each, and what is assumed of the cluster"

@@ -18,6 +18,7 @@ from hybridrl.errors import ConfigError, UserError
 from hybridrl.planning.choose import search, with_layout
 from hybridrl.planning.cluster import ClusterFile, Host, load_cluster, merged
 from hybridrl.planning.search import pinned_keys
+from hybridrl.planning.times import engine_note
 
 Emit = Callable[[object], None]
 Outcome = tuple[str, list[UserError]]
@@ -68,7 +69,7 @@ def run_search(
         emit({"violations": error.as_json()})
         return "", error.violations
     seconds = time.monotonic() - started
-    report = search_report(result, assumed, seconds, pinned_keys(config))
+    report = search_report(result, assumed, seconds, pinned_keys(config), engine_note(config))
     emit(report)
     return search_text(report), []
 

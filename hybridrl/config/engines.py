@@ -48,6 +48,8 @@ class EngineTraits:
         resumes_penalties: a request that goes on, saved or after an update, is penalized for its
             earlier tokens as for those of a response; else it refuses `presence_penalty` there.
         runs_on_gpus: `hybridrl plan` takes GPUs for granted, also on a host without any.
+        has_fitted_times: constants of predicted times were fitted to measured steps with it; the
+            generation of other engines is predicted with the same ones.
     """
 
     builder: str
@@ -69,6 +71,7 @@ class EngineTraits:
     penalizes: bool = False
     resumes_penalties: bool = False
     runs_on_gpus: bool = False
+    has_fitted_times: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ ENGINES = {
         ends_by_text=True,
         penalizes=True,
         runs_on_gpus=True,
+        has_fitted_times=True,
     ),
     "sglang": EngineTraits(
         builder="hybridrl.rollout.sglang:build",

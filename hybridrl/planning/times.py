@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.cluster import transfer_ms
 from hybridrl.metrics.flops import matmul_params
@@ -397,7 +398,7 @@ def step_times(
     lengths, train, steps = Lengths.of(config), config.train, config.steps
     found = packs(config, lengths, layout.dp, layout.cp, train.micro_batch_tokens)
     updates, scoring, update = steps.updates_per_step, 0.0, 0.0
-    has_rollouts = config.algorithm.needs is None or config.algorithm.needs.rollouts
+    has_rollouts = _has_rollouts(config)
     for model in models:
         outputs = model.shape.vocab_size if model.head == "lm" else 1
         passes = PassTimes(model.shape, layout, assumed, outputs)
@@ -420,6 +421,21 @@ def step_times(
         state = held[1] * (ADAM_BYTES + MASTER_BYTES)
         offload = 2 * state / (assumed.values["host_gb_per_s"].value * 1e9)
     return Times(generation, scoring, update, reshard, offload)
+
+
+def engine_note(config: Config) -> str | None:
+    """Returns what is to be known of the predicted generation where no constant was fitted to the
+    run's engine; None where some were, or nothing is generated.
+    """
+    engine = config.rollout.engine
+    if ENGINES[engine].has_fitted_times or not _has_rollouts(config):
+        return None
+    fitted = " and ".join(name for name, traits in ENGINES.items() if traits.has_fitted_times)
+    return f"generation is predicted as with {fitted}; nothing was fitted to steps with {engine}"
+
+
+def _has_rollouts(config: Config) -> bool:
+    return config.algorithm.needs is None or config.algorithm.needs.rollouts
 
 
 def _reshard_s(assumed: Assumptions, engine_bytes: int, crossing_bytes: int) -> float:

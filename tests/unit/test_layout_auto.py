@@ -170,6 +170,30 @@ def test_plan_prints_the_best_ten_with_phases_and_why_others_lost(tmp_path: Path
     assert "rank  replica" in full and "rank  replica" not in short
 
 
+@pytest.mark.parametrize(
+    ("knobs", "is_said"),
+    [
+        (("rollout.engine=vllm",), False),
+        (("rollout.engine=sglang",), True),
+        (("rollout.engine=hf",), True),
+        (("rollout.engine=hf", "algorithm.name=sft", "steps.samples_per_prompt=1"), False),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--search",)])
+def test_plan_says_where_no_time_was_fitted_to_the_engine(
+    tmp_path: Path, options: tuple[str, ...], knobs: tuple[str, ...], is_said: bool
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(json.dumps(sections("qwen2.5-0.5b.json")))
+    words = ["plan", str(file), *knobs, "--cluster", "2xH200", *options]
+    found = CliRunner().invoke(app, words)
+    engine = knobs[0].partition("=")[2]
+    said = f"generation is predicted as with vllm; nothing was fitted to steps with {engine}"
+    assert found.exit_code == 0, found.exception
+    assert [line.strip() for line in found.stdout.splitlines()].count(said) == is_said
+    assert ("fitted" in found.stdout) == is_said
+
+
 @pytest.mark.parametrize("world", [8, 16])
 def test_what_is_said_of_layouts_that_lost_holds(world: int) -> None:
     config = config_of("qwen3-30b-a3b.json", "rollout.max_new_tokens=1024", "train.ep=4")
