@@ -17,7 +17,9 @@ QUICKSTART = TESTS.parent / "examples" / "quickstart"
 TIMEOUT_S = 120
 
 
-def hybridrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def hybridrl(
+    folder: Path, *arguments: str, timeout_s: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
     """Runs `hybridrl ARGUMENTS` in `folder` to its end; modules of tests/ and tests/e2e import."""
     environment = {
         **os.environ,
@@ -32,7 +34,7 @@ def hybridrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
     )
 
