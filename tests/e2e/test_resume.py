@@ -19,6 +19,7 @@ import torch
 from command_line import QUICKSTART, exported_weights, run, start
 from killed_ranks import check_same, lose_a_rank, rank_process, wait_for
 from launch import run_ranks
+from packaged import CLASSES, needs
 
 from hybridrl.checkpoint.run_lock import LOCK_FILE
 
@@ -49,6 +50,10 @@ SFT = (
     "steps.stop_at_accuracy=null",
     *SMALL,
 )
+
+PACKAGED_IN_FULL = [
+    pytest.param(name, marks=(*needs(name), pytest.mark.slow, pytest.mark.full)) for name in CLASSES
+]
 
 
 def arguments(config: tuple[str | Path, ...], folder: Path, *more: str) -> list[str | Path]:
@@ -243,9 +248,10 @@ def test_grpo_on_scripted_rollouts_continues_with_the_same_gradient(tmp_path: Pa
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("engine", ["hf", *PACKAGED_IN_FULL])
 def test_rollouts_begun_before_a_checkpoint_are_finished_after_it_on_fewer_replicas(
-    tmp_path: Path,
+    engine: str, tmp_path: Path
 ) -> None:
     worker = str(Path(__file__).with_name("unfinished_worker.py"))
-    run_ranks(2, worker, ["save", str(tmp_path)], timeout_s=120)
-    run_ranks(1, worker, ["load", str(tmp_path)], timeout_s=120)
+    run_ranks(2, worker, ["save", engine, str(tmp_path)], timeout_s=240)
+    run_ranks(1, worker, ["load", engine, str(tmp_path)], timeout_s=240)

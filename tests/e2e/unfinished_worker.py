@@ -1,4 +1,4 @@
-"""One rank of the test of unfinished rollouts: unfinished_worker.py save|load FOLDER."""
+"""One rank of the test of unfinished rollouts: unfinished_worker.py save|load ENGINE FOLDER."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ OVERRIDES = (
 
 
 def main() -> None:
-    mode, folder = sys.argv[1], Path(sys.argv[2])
-    trainer = Trainer.from_config(QUICKSTART / "grpo.yaml", [*OVERRIDES, f"run.dir={folder}"])
+    mode, kind, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    overrides = [*OVERRIDES, f"rollout.engine={kind}", f"run.dir={folder}"]
+    trainer = Trainer.from_config(QUICKSTART / "grpo.yaml", overrides)
     engine = trainer.sampler
     if mode == "save":
         trainer.hybrid_engine.to_rollout(0)
