@@ -29,7 +29,7 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.view import View
 from hybridrl.rollout.cpu_experts import experts_forward
 from hybridrl.rollout.groups import over_layout, replica_members
-from hybridrl.rollout.process_state import keep_generators, quiet, replaced
+from hybridrl.rollout.process_state import keep_generators, quiet, replaced, unset
 from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.sglang_arguments import longest_pass, longest_request, server_arguments
 from hybridrl.rollout.sglang_latent import latents_on_cpu
@@ -46,6 +46,16 @@ ENVIRONMENT = {
     # The trainer's ranks hold unlike amounts of memory, which SGLang takes for a fault.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
 }
+# On GPUs it lets layers believe that they run on a CPU, where some pack their weights.
+CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
+# Variables with which SGLang would keep weights otherwise than its arguments say, and otherwise
+# than training writes them.
+OTHER_WEIGHTS = (
+    "SGLANG_CPU_QUANTIZATION",  # another loader, which makes the model on the host
+    "SGLANG_CUTLASS_MOE",  # another runner of experts
+    "SGLANG_SHARED_EXPERT_TP1",  # experts that all tokens pass through whole on each rank
+    "SGLANG_ENABLE_EMBED_REPLICATION",  # the embedding whole on each rank
+)
 # Arguments of 0.5.12 that are called otherwise in newer versions.
 RENAMED = {
     "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
@@ -149,6 +159,7 @@ def _inside_the_trainer(
         _sizes_as_they_are(),
         _seeds_as_they_are(),
         latents_on_cpu() if has_latents else contextlib.nullcontext(),
+        _weights_as_asked(device.type == "cpu"),
         without_watchdog(),
         quiet(),
     ):
@@ -247,13 +258,13 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if is_cpu:
-        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        os.environ[CPU_VARIABLE] = "1"
         # A list of cores for each rank, of which it counts the entries; it binds none.
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
     try:
         if is_cpu:
             stand_in()
-        with quiet(), known_models_kept():
+        with quiet(), known_models_kept(), _weights_as_asked(is_cpu):
             import sglang.srt.managers.scheduler  # noqa: F401  # all that a start needs
             import sglang.srt.utils.common as common
     except (ImportError, OSError) as error:  # OSError: a library that does not load
@@ -268,6 +279,14 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
         )
     if is_cpu:
         _compute_with_local_experts()
+
+
+def _weights_as_asked(is_cpu: bool) -> contextlib.AbstractContextManager[None]:
+    """Hides from an engine that starts what the environment asks of its weights. SGLang reads a
+    part of it when it is imported, and takes names with SGL_ for those with SGLANG_.
+    """
+    names = OTHER_WEIGHTS if is_cpu else (*OTHER_WEIGHTS, CPU_VARIABLE)
+    return unset([*names, *(name.replace("SGLANG_", "SGL_") for name in names)])
 
 
 def _compute_with_local_experts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
@@ -502,6 +503,35 @@ def test_sglang_engine_refuses_experts_beside_dense_layers() -> None:
     config = {**PACKAGED_ALL["sglang-qwen3-moe"], "mlp_only_layers": [1]}
     with pytest.raises(UserError, match="layers without experts: got 1; allowed: none"):
         start_packaged("sglang-qwen3-moe", hf_config=config)
+
+
+def test_sglang_engine_refuses_kernels_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what SGLang itself asks before it packs the weights."""
+    make_engine(QWEN3)  # SGLang is imported then
+    from sglang.srt.utils import common
+
+    for name in ("is_amx_tile_supported", "is_intel_amx_backend_available"):
+        monkeypatch.setattr(common, name, True)
+    with pytest.raises(UserError, match="kernels for AMX, which pack the weights"):
+        start_packaged(QWEN3)
+
+
+def test_sglang_engine_keeps_weights_as_asked_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = generate(make_engine(QWEN3), make_requests(4, MIXED))
+    from sglang.srt.model_loader import loader
+
+    def load_otherwise(*given: Any, **named: Any) -> None:
+        raise AssertionError("SGLang loads by another way")
+
+    monkeypatch.setattr(loader, "load_model_with_cpu_quantization", load_otherwise)
+    asked = [*sglang_start.OTHER_WEIGHTS, "SGL_CPU_QUANTIZATION"]
+    for name in asked:
+        monkeypatch.setenv(name, "1")
+    found = generate(make_engine(QWEN3), make_requests(4, MIXED))
+    assert all(close(one, two) for one, two in zip(found, expected, strict=True))
+    assert all(os.environ[name] == "1" for name in asked), "the user's own are there again"
 
 
 def test_sglang_engine_turns_longrope_the_same_whatever_else_is_in_a_batch(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,3 +311,65 @@ def test_attention_is_one_that_can_be_imported(
 ) -> None:
     monkeypatch.setattr(sglang_start, "find_spec", lambda name: name in importable or None)
     assert sglang_start._attention() == chosen
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Returns a function that makes a package of modules with this text the SGLang that is
+    imported. The environment is put back afterwards.
+    """
+    root = tmp_path / "sglang"
+    files = [root / "srt" / f"{name}.py" for name in PLANTED]
+
+    def plant(text: str) -> None:
+        for file in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        for folder in {parent for file in files for parent in file.parents} - {*root.parents}:
+            (folder / "__init__.py").touch()
+        for name in sglang_modules():
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sglang_start, "stand_in", lambda: None)
+    yield plant
+    for name in sglang_modules():
+        del sys.modules[name]
+
+
+def sglang_modules() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "sglang"]
+
+
+PLANTED = ("managers/scheduler", "utils/common", "layers/moe/fused_moe_native")
+HAS_AMX = "def cpu_has_amx_support():\n    return True\n"
+
+
+def test_an_sglang_that_packs_weights_for_amx_is_refused(plant: Callable[[str], None]) -> None:
+    plant(HAS_AMX)
+    with pytest.raises(UserError, match="kernels for AMX, which pack the weights") as caught:
+        sglang_start._import_sglang("sglang 0.5.16", True, 1)
+    assert caught.value.name == sglang_version.NAME
+    assert "pip uninstall -y sgl-kernel-cpu" in str(caught.value)
+    plant(HAS_AMX.replace("True", "False"))
+    sglang_start._import_sglang("sglang 0.5.16", True, 1)
+    plant(HAS_AMX)
+    sglang_start._import_sglang("sglang 0.5.16", False, 1)  # on GPUs nothing is packed for it
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+@pytest.mark.parametrize("prefix", ["SGLANG_", "SGL_"])
+def test_sglang_is_imported_without_what_the_environment_asks_of_weights(
+    is_cpu: bool, prefix: str, plant: Callable[[str], None]
+) -> None:
+    asked = [prefix + name.removeprefix("SGLANG_") for name in sglang_start.OTHER_WEIGHTS]
+    own = prefix + sglang_start.CPU_VARIABLE.removeprefix("SGLANG_")
+    os.environ.update(dict.fromkeys([*asked, own], "1"))
+    plant("import os\nseen = set(os.environ)\n" + HAS_AMX.replace("True", "False"))
+    sglang_start._import_sglang("sglang 0.5.16", is_cpu, 1)
+    seen = sys.modules["sglang.srt.utils.common"].seen
+    assert not seen & set(asked)
+    assert (own in seen) == is_cpu
+    assert all(os.environ[name] == "1" for name in [*asked, own]), "other programs may want them"
