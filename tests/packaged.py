@@ -21,6 +21,9 @@ CLASSES = {
 
 # Keys of models that an engine refuses, and that its variants of the tests' models leave out.
 REFUSED_KEYS = {"vllm": (), "sglang": ("mlp_only_layers",)}
+# Engines that refuse presence_penalty of a request that goes on, saved or after an update. No trait
+# says so: what is trained on has no penalties, and evaluations are not saved before their end.
+LOSE_PRESENCE = ("vllm",)
 
 
 def needs(engine: str) -> tuple[Any, Any]:

@@ -45,8 +45,6 @@ class EngineTraits:
         lowest_temperature: the lowest that it samples at, but for 0.
         ends_by_text: it ends a response once its text has a stop string.
         penalizes: it can keep end tokens back and penalize tokens that were said.
-        resumes_penalties: a request that goes on, saved or after an update, is penalized for its
-            earlier tokens as for those of a response; else it refuses `presence_penalty` there.
         runs_on_gpus: `hybridrl plan` takes GPUs for granted, also on a host without any.
         has_fitted_times: constants of predicted times were fitted to measured steps with it; the
             generation of other engines is predicted with the same ones.
@@ -69,7 +67,6 @@ class EngineTraits:
     lowest_temperature: float = 0.0
     ends_by_text: bool = False
     penalizes: bool = False
-    resumes_penalties: bool = False
     runs_on_gpus: bool = False
     has_fitted_times: bool = False
 
@@ -101,7 +98,6 @@ ENGINES = {
         records_experts=True,
         ends_by_text=True,
         penalizes=True,
-        resumes_penalties=True,
     ),
     "vllm": EngineTraits(
         builder="hybridrl.rollout.vllm:build",
@@ -138,7 +134,6 @@ ENGINES = {
         bounds_positions=True,
         ends_by_text=True,
         penalizes=True,
-        resumes_penalties=True,
         runs_on_gpus=True,
     ),
     "scripted": EngineTraits(

@@ -73,6 +73,9 @@ def sampling_params(request: Request, num_tokens: int) -> Any:
 def _lost_presence(request: Request, num_tokens: int) -> ValueError | None:
     """Returns the refusal of a request that goes on after its first tokens with presence_penalty:
     vLLM gets them as a part of the prompt, of which this penalty says nothing.
+
+    Configurations do not lead here: penalties are refused where samples are trained on, and no
+    evaluation is saved before its end. A script that gives the sampler SamplingParams may.
     """
     if not request.sampling.presence_penalty or not num_tokens:
         return None

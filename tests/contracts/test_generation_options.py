@@ -22,7 +22,7 @@ from engine_cases import (
     penalized_logps,
     write_weights,
 )
-from packaged import CLASSES, needs
+from packaged import CLASSES, LOSE_PRESENCE, needs
 
 from hybridrl.config import engines as registry
 from hybridrl.parallel.joining import start_process_group, stop_process_group
@@ -92,8 +92,7 @@ def test_engine_logps_are_those_of_the_penalized_distribution(name: str) -> None
 def test_engine_goes_on_with_penalties_of_what_was_said_before(name: str, is_saved: bool) -> None:
     """In another engine, and in the same one after an update, while new requests join."""
     engine, requests = make_engine(name), make_requests(15, PENALIZED)
-    registered = name.partition("-")[0] if "-" in name else "hf"
-    resumes = registry.ENGINES[registered].resumes_penalties
+    resumes = name.partition("-")[0] not in LOSE_PRESENCE
     if not resumes:
         losing = [one for one in requests if one.sampling.presence_penalty]
         requests = [one for one in requests if not one.sampling.presence_penalty]

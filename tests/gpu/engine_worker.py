@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 from engine_cases import write_weights
-from packaged import CLASSES, engine_class
+from packaged import CLASSES, LOSE_PRESENCE, engine_class
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.models.family import resolve_family
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
@@ -275,7 +274,7 @@ def check(kind: str, name: str, eager: bool, ep: int, rank: int, world: int) -> 
     said.append(check_batches(engine, asked, done, apart))
     # Some engines do not know again what a request has said when it goes on, and penalize it
     # otherwise than before.
-    alike = [one.sampling != KINDS[-1] or ENGINES[kind].resumes_penalties for one in asked]
+    alike = [one.sampling != KINDS[-1] or kind not in LOSE_PRESENCE for one in asked]
     kept, of_kept = list(compress(asked, alike)), list(compress(done, alike))
     said.append(check_interruption(engine, model, kept, of_kept, apart))
     said.append(check_sleep(engine, model))

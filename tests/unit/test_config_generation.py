@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hybridrl.config.engines import ENGINES
 from hybridrl.config.generation import (
     end_tokens,
     generation_rules,
@@ -65,9 +66,12 @@ def test_what_engines_can_do_is_taken() -> None:
     assert [one.name for one in generation_rules(changed)] == ["rollout.stop_strings"]
 
 
+@pytest.mark.parametrize("engine", [name for name, one in ENGINES.items() if one.penalizes])
 @pytest.mark.parametrize("knob", ["min_new_tokens", "repetition_penalty", "presence_penalty"])
-def test_what_changes_the_distribution_is_refused_in_training_on_samples(knob: str) -> None:
-    (found,) = on_policy_rules(config(**{knob: 2}))
+def test_what_changes_the_distribution_is_refused_in_training_on_samples(
+    knob: str, engine: str
+) -> None:
+    (found,) = on_policy_rules(config(engine=engine, **{knob: 2}))
     assert found.name == f"rollout.{knob}" and "another distribution" in str(found)
     assert not list(on_policy_rules(config("sft", **{knob: 2}))), "only evaluation generates"
     assert not list(on_policy_rules(config(stop_strings=["x"]))), "ends tokens of the policy's own"
