@@ -183,7 +183,8 @@ class LogConfig(Section):
     """What is written beside metrics.jsonl."""
 
     tensorboard: bool = Field(
-        True, description="Write TensorBoard events. True: cheap, and most people look there."
+        True,
+        description="Write metrics, samples and knobs for TensorBoard. True: cheap, and most people look there.",
     )
     wandb: str | None = Field(
         None,

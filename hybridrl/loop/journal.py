@@ -31,6 +31,7 @@ from hybridrl.metrics.sinks import (
     LogSink,
     MetricSink,
     RolloutDump,
+    SampleSink,
     TensorBoardSink,
     read_records,
 )
@@ -84,6 +85,7 @@ class Journal:
         self.traces = StepTraces(config.run.profile, self.folder / "traces", world)
         self.is_writer = world.rank == 0
         self.sinks: list[MetricSink] = []
+        self.sample_sinks: list[SampleSink] = []
         self.console: ConsoleSink | None = None
         self.log_file: LogSink | None = None
         self.trackers: list[TrackerSink] = []
@@ -142,9 +144,12 @@ class Journal:
         self._said_before = []
         self.sinks = [lines, self.log_file]
         if self.config.log.tensorboard:
-            self.sinks.append(TensorBoardSink(self.folder / "tensorboard", last_step))
+            events = TensorBoardSink(self.folder, last_step)
+            self.sinks.append(events)
+            self.sample_sinks.append(events)
         self.trackers = [TrackerSink(one, self.folder, self.notify) for one in self._services()]
         self.sinks += self.trackers
+        self.sample_sinks += self.trackers
         if self.config.log.console:
             self.console = ConsoleSink(num_steps, last_step)
             self.sinks.append(self.console)
@@ -227,8 +232,8 @@ class Journal:
         with self.world.all_agree("writing samples"):
             if self.is_writer:
                 self.dump.write(step, samples)
-                for tracker in self.trackers:
-                    tracker.samples(step, self.dump.file(step))
+                for sink in self.sample_sinks:
+                    sink.samples(step, self.dump.file(step))
             else:
                 collections.deque(samples, 0)  # there are none here, but tokens to be sent
 
@@ -314,7 +319,8 @@ class Journal:
             tracker.close()
         for sink in self.sinks:
             sink.close()
-        self.sinks, self.trackers, self.console, self.log_file = [], [], None, None
+        self.sinks, self.sample_sinks, self.trackers = [], [], []
+        self.console, self.log_file = None, None
         self.timer.close()
 
     def _peaks(self) -> dict[str, float]:

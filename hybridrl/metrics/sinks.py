@@ -20,6 +20,14 @@ from rich.table import Table
 from hybridrl.config.files import parse_json
 from hybridrl.errors import UserError
 from hybridrl.metrics.estimates import Estimate
+from hybridrl.metrics.tables import (
+    MAX_MARKDOWN_SAMPLES,
+    column_names,
+    first_samples,
+    flat,
+    knobs,
+    markdown_table,
+)
 from hybridrl.metrics.values import ACCURACY, PHASES, Record
 
 DAMAGED = ".damaged"  # ending of the file of lines that are no records
@@ -34,6 +42,19 @@ class MetricSink(Protocol):
 
     def close(self) -> None:
         """Writes what is still held back and lets go of files."""
+        ...
+
+
+class SampleSink(Protocol):
+    """Takes samples of some steps."""
+
+    def samples(self, step: int, file: Path) -> None:
+        """Records the first samples of a dump.
+
+        Args:
+            step: whose they are.
+            file: that RolloutDump wrote.
+        """
         ...
 
 
@@ -82,25 +103,47 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes scalars for TensorBoard.
+    """Writes events for TensorBoard: metrics as scalars, samples and knobs as tables of text.
+
+    Knobs are no hyper-parameters of TensorBoard: `add_hparams` writes a second run folder, and of
+    a run that continues with other knobs the first ones are shown alone. A text is kept for each
+    start. TensorBoard cannot hold a page like the report: a text says which command writes it.
 
     Args:
-        directory: usually `runs/NAME/tensorboard`.
+        folder: the run folder, with its config.yaml; events go to `tensorboard/` there.
         last_step: the step that the run continues from; TensorBoard hides later ones.
     """
 
-    def __init__(self, directory: Path, last_step: int = 0) -> None:
+    def __init__(self, folder: Path, last_step: int = 0) -> None:
         # Imported here: it takes a second, and only the rank that writes needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(
-            str(directory), purge_step=last_step + 1 if last_step else None, flush_secs=10
-        )
+        # At the first start too: TensorBoard 2.21 takes the first such mark that it finds for the
+        # beginning of the run, and hides nothing there.
+        events = str(folder / "tensorboard")
+        self._writer = SummaryWriter(events, purge_step=last_step + 1, flush_secs=10)
+        table = markdown_table(("knob", "value"), flat(knobs(folder)).items())
+        self._writer.add_text("config", table, last_step)
+        path = folder.resolve()
+        page = f"`hybridrl report {path}` writes the report of this run, `{path / 'report.html'}`."
+        self._writer.add_text("report", page, last_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def samples(self, step: int, file: Path) -> None:
+        """Records the first samples of a dump as a table, without what has a value for each token;
+        arguments as of SampleSink.
+        """
+        rows = [
+            {name: value for name, value in row.items() if not isinstance(value, list)}
+            for row in first_samples(file, MAX_MARKDOWN_SAMPLES)
+        ]
+        names = column_names(rows)
+        table = markdown_table(names, ([row.get(name, "") for name in names] for row in rows))
+        self._writer.add_text("samples", table, step)
 
     def close(self) -> None:
         """Writes what is still held back."""

@@ -7,8 +7,6 @@ or refuses is dropped, counted and said; the run's own files have everything. No
 
 from __future__ import annotations
 
-import itertools
-import json
 import queue
 import re
 import threading
@@ -16,14 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
+from hybridrl.metrics.tables import Row, column_names, first_samples, flat, knobs
 
 MAX_WAITING = 1000  # steps and samples that wait for a service
-MAX_SAMPLES = 100  # of a step
 RETRY_S = 30.0  # between attempts to begin
 CLOSE_S = 30.0  # for what waits at the end of the run
 WANDB_ID, MLFLOW_ID = "wandb_id", "mlflow_id"  # files of the run folder: which run it is there
-Row = Mapping[str, Any]
 
 
 class Tracker(Protocol):
@@ -77,7 +73,7 @@ class Wandb:
             id=known,
             resume="allow",
             dir=str(self._folder),
-            config=_knobs(self._folder),
+            config=knobs(self._folder),
             # Neither rank 0's output nor its program is asked for.
             settings=wandb.Settings(console="off", save_code=False),
         )
@@ -92,7 +88,7 @@ class Wandb:
         """Records some samples of a step as a table."""
         import wandb
 
-        columns = _columns(rows)
+        columns = column_names(rows)
         data = [[row.get(column) for column in columns] for row in rows]
         self._run.log({"samples": wandb.Table(columns=columns, data=data), "step": step})
 
@@ -129,7 +125,7 @@ class Mlflow:
         run = mlflow.start_run(run_id=known, run_name=None if known else self._folder.name)
         file.write_text(f"{run.info.run_id}\n", encoding="utf-8")
         if known is None:  # a parameter keeps its first value there
-            mlflow.log_params(_flat(_knobs(self._folder)))
+            mlflow.log_params(flat(knobs(self._folder)))
         mlflow.log_artifact(str(self._folder / "config.yaml"))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -143,7 +139,7 @@ class Mlflow:
         """Records some samples of a step as a table."""
         import mlflow
 
-        table = {column: [row.get(column) for row in rows] for column in _columns(rows)}
+        table = {column: [row.get(column) for row in rows] for column in column_names(rows)}
         mlflow.log_table(table, artifact_file=f"samples/step_{step:06d}.json")
 
     def end(self, report: Path, is_done: bool) -> None:
@@ -200,7 +196,7 @@ class TrackerSink:
             step: whose they are.
             file: that RolloutDump wrote.
         """
-        self._put(lambda: self._tracker.samples(step, _rows(file)))
+        self._put(lambda: self._tracker.samples(step, first_samples(file)))
 
     def close(self) -> None:
         """Waits until the service has everything, but not for long, and says what it lacks."""
@@ -262,28 +258,3 @@ class TrackerSink:
                 self._errors.append(f"{text}: {said[0]}" if said else text)
             return False
         return True
-
-
-def _knobs(folder: Path) -> dict[str, Any]:
-    """Returns the run's configuration as its folder has it."""
-    return dict(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
-
-
-def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns values by their dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            found.update(_flat(value, f"{prefix}{key}."))
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
-
-
-def _rows(file: Path) -> list[Row]:
-    with file.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in itertools.islice(lines, MAX_SAMPLES)]
-
-
-def _columns(rows: list[Row]) -> list[str]:
-    return list(dict.fromkeys(column for row in rows for column in row))

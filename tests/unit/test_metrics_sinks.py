@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
+from tensorboard.summary.writer import event_file_writer
 
 from hybridrl.errors import UserError
 from hybridrl.metrics.estimates import Estimate
@@ -20,6 +24,7 @@ from hybridrl.metrics.sinks import (
     read_records,
     step_line,
 )
+from hybridrl.metrics.tables import MAX_CELL_LETTERS, MAX_MARKDOWN_SAMPLES
 
 METRICS = {
     "time_s/generate": 0.123,
@@ -68,21 +73,128 @@ def test_jsonl_sink_of_a_new_run_starts_empty(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
-def test_tensorboard_sink_writes_scalars_that_tensorboard_reads(tmp_path: Path) -> None:
-    first = TensorBoardSink(tmp_path)
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder with its configuration."""
+    # Event files are read by their names: the second, then the number in the process, as text.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
+    knobs = "run: {name: a}\ntrain: {learning_rate: 1.0e-06, tp: 2}\nmodel: {init: 'a_b|<c>'}\n"
+    (tmp_path / "config.yaml").write_text(knobs + "eval: {sets: {}}\nmix: [1, null]\n")
+    return tmp_path
+
+
+def texts(run: Path, name: str) -> list[tuple[int, str]]:
+    """The texts that TensorBoard shows under a name, by step."""
+    # With TensorBoard's own reader: the one for scripts keeps texts of steps that are taken again.
+    found = plugin_event_accumulator.EventAccumulator(str(run / "tensorboard")).Reload()
+    events = found.Tensors(f"{name}/text_summary")
+    return [(e.step, e.tensor_proto.string_val[0].decode()) for e in events]
+
+
+class Cells(HTMLParser):
+    """Reads the tables of a page, cell by cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+        elif tag == "br":
+            self.rows[-1][-1] += "\n"
+        else:
+            assert tag in ("table", "thead", "tbody"), f"{tag} is no part of a table"
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data.strip("\n")
+
+
+def shown(markdown: str) -> list[list[str]]:
+    """The cells of a table as TensorBoard shows it."""
+    cells = Cells()
+    cells.feed(markdown_to_safe_html(markdown))
+    return cells.rows
+
+
+def test_tensorboard_sink_writes_scalars_that_tensorboard_reads(run: Path) -> None:
+    first = TensorBoardSink(run)
     for step in (1, 2, 3):
         first.write(step, {"reward/mean": step * 1.0})
     first.close()
-    second = TensorBoardSink(tmp_path, last_step=2)
+    second = TensorBoardSink(run, last_step=2)
     second.write(3, {"reward/mean": 30.0})
     second.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [
         (1, 1.0),
         (2, 2.0),
         (3, 30.0),
     ]
+
+
+def test_tensorboard_shows_samples_letter_by_letter(run: Path) -> None:
+    hostile = "a|b **c** `d` [e](f) <img src=x onerror=y>\n\n# g\r_h_ \\* &amp; ![i](j) $k$ |"
+    samples: list[dict[str, object]] = [
+        {"prompt": hostile, "response": "", "reward": 0.5, "parts": {"a": 1}, "chars": [1, 2]},
+        {"prompt": "half \ud83d", "response": "x" * 4999 + "y", "reward": -1e-7, "answer": None},
+    ]
+    dump = RolloutDump(run / "rollouts", every=1)
+    dump.write(4, samples)
+    sink = TensorBoardSink(run)
+    sink.samples(4, dump.file(4))
+    sink.close()
+    ((step, text),) = texts(run, "samples")
+    assert step == 4
+    half = MAX_CELL_LETTERS // 2
+    cut = "x" * half + " ... (5000 characters) ... " + "x" * (half - 1) + "y"
+    assert shown(text) == [
+        ["prompt", "response", "reward", "parts", "answer"],
+        [hostile.replace("\r", "\n"), "", "0.5", '{"a": 1}', ""],
+        ["half \\ud83d", cut, "-1e-07", "", "null"],
+    ]
+
+
+def test_tensorboard_gets_some_samples_and_forgets_those_of_steps_taken_again(run: Path) -> None:
+    dump = RolloutDump(run / "rollouts", every=1)
+    for last_step, prompt in ((0, "left"), (2, "kept")):
+        sink = TensorBoardSink(run, last_step)
+        for step in range(last_step + 1, 5):
+            dump.write(step, [{"prompt": f"{prompt} {i}"} for i in range(MAX_MARKDOWN_SAMPLES + 5)])
+            sink.samples(step, dump.file(step))
+        sink.close()
+    found = {step: shown(text) for step, text in texts(run, "samples")}
+    assert [step for step, _ in texts(run, "samples")] == [1, 2, 3, 4]
+    assert {len(rows) - 1 for rows in found.values()} == {MAX_MARKDOWN_SAMPLES}
+    assert [found[step][-1] for step in (2, 3)] == [
+        [f"left {MAX_MARKDOWN_SAMPLES - 1}"],
+        [f"kept {MAX_MARKDOWN_SAMPLES - 1}"],
+    ]
+    TensorBoardSink(run, last_step=1).close()
+    assert [step for step, _ in texts(run, "samples")] == [1]
+
+
+def test_tensorboard_has_the_knobs_of_each_start_and_where_the_report_is(run: Path) -> None:
+    TensorBoardSink(run).close()
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("1.0e-06", "2.0e-06"))
+    TensorBoardSink(run, last_step=3).close()
+    found = texts(run, "config")
+    assert [step for step, _ in found] == [0, 3]
+    for (_, text), rate in zip(found, ("1e-06", "2e-06"), strict=True):
+        assert shown(text) == [
+            ["knob", "value"],
+            ["run.name", "a"],
+            ["train.learning_rate", rate],
+            ["train.tp", "2"],
+            ["model.init", "a_b|<c>"],
+            ["mix", "[1, null]"],
+        ]
+    assert f"`hybridrl report {run}`" in texts(run, "report")[-1][1]
+    assert [path.name for path in (run / "tensorboard").iterdir() if path.is_dir()] == []
 
 
 def test_step_line_shows_every_phase_and_the_results() -> None:

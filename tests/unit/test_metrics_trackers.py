@@ -21,6 +21,7 @@ from hybridrl.cli.validate import _trackers
 from hybridrl.config.load import load_config_dict
 from hybridrl.metrics import trackers
 from hybridrl.metrics.sinks import JsonlSink, RolloutDump
+from hybridrl.metrics.tables import MAX_SAMPLES
 from hybridrl.metrics.trackers import Mlflow, Tracker, TrackerSink, Wandb
 
 Calls = list[tuple[str, Any]]
@@ -118,7 +119,7 @@ def dumped(folder: Path, step: int, num_samples: int) -> Path:
 
 def record(sink: TrackerSink, folder: Path) -> None:
     sink.write(1, {"reward/mean": 0.5, "odd|name": 1.0})
-    sink.samples(1, dumped(folder, 1, trackers.MAX_SAMPLES + 5))
+    sink.samples(1, dumped(folder, 1, MAX_SAMPLES + 5))
     sink.is_done = True
     sink.close()
 
@@ -138,7 +139,7 @@ def test_wandb_gets_metrics_samples_knobs_and_the_report(
     assert first[1] == ("define", ("*", "step"))
     assert first[2] == ("log", {"reward/mean": 0.5, "odd|name": 1.0, "step": 1})
     table = first[3][1]["samples"]
-    assert table.columns == ["prompt", "reward"] and len(table.data) == trackers.MAX_SAMPLES
+    assert table.columns == ["prompt", "reward"] and len(table.data) == MAX_SAMPLES
     assert table.data[3] == ["p3", 3.0]
     assert first[4:] == [("artifact", ("report-r1", ["report.html"])), ("finish", 0)]
     assert said == []
