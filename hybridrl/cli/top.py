@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,24 @@ from hybridrl.metrics.values import Record
 from hybridrl.parallel.hang_page import newest_page
 
 METRICS = "metrics.jsonl"
+# How metrics of the last step are shown, in order.
+LAST_STEP = {
+    "time_s/step": "{:.2f} s a step",
+    "throughput/tokens_per_s_per_gpu": "{:.0f} tokens/s a rank",
+    "reward/mean": "reward {:.3f}",
+    "policy/loss": "loss {:.3f}",
+    "memory/peak_gib": "{:.2f} GiB at most on a rank",
+}
+# Of runs with a lag, where samples are under way for later steps.
+QUEUE = {
+    "lag/unfinished": "{:.0f} samples unfinished",
+    "lag/waiting": "{:.0f} finished ones wait for a step",
+    "lag/dropped": "{:.0f} thrown away",
+    "lag/mean": "weights {:.2f} steps old",
+    "lag/max": "{:.0f} at most",
+    "idle/training": "ranks that train wait {:.0%} of the time",
+    "idle/rollout": "ranks that generate {:.0%}",
+}
 
 
 @dataclass(frozen=True)
@@ -124,20 +142,9 @@ def run_text(run: RunNow) -> str:
     """Returns the lines that `hybridrl top` prints."""
     goal = "?" if run.num_steps is None else run.num_steps
     lines = [f"{run.name}: step {int(run.last.get('step') or 0)}/{goal}, {run.state}"]
-    shown = {
-        "time_s/step": "{:.2f} s a step",
-        "throughput/tokens_per_s_per_gpu": "{:.0f} tokens/s a rank",
-        "reward/mean": "reward {:.3f}",
-        "policy/loss": "loss {:.3f}",
-        "memory/peak_gib": "{:.2f} GiB at most on a rank",
-    }
-    values = [
-        form.format(value)
-        for key, form in shown.items()
-        if (value := run.last.get(key)) is not None
-    ]
-    if values:
-        lines.append("last step: " + ", ".join(values))
+    for title, forms in (("last step", LAST_STEP), ("queue", QUEUE)):
+        if values := _shown(run.last, forms):
+            lines.append(f"{title}: " + ", ".join(values))
     # Ranks that do the same stand in one line: a cluster's do not fit on a screen.
     phases: dict[str, list[RankNow]] = {}
     for rank in run.ranks:
@@ -151,6 +158,12 @@ def run_text(run: RunNow) -> str:
     if not run.ranks:
         lines.append("  no rank has begun")
     return "\n".join(lines)
+
+
+def _shown(record: Record, forms: Mapping[str, str]) -> list[str]:
+    """Returns the metrics that a record has, in their forms."""
+    found = {name: record.get(name) for name in forms}
+    return [forms[name].format(value) for name, value in found.items() if value is not None]
 
 
 def _numbers(ranks: Sequence[int]) -> str:

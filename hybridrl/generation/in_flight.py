@@ -213,3 +213,14 @@ def lag_metrics(taken: Sequence[Group], num_dropped: int, step: int) -> dict[str
         "lag/dropped": float(num_dropped),
         **{f"lag/token_share/{age}": num / tokens for age, num in sorted(by_age.items())},
     }
+
+
+def queue_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns what is under way for later steps: `lag/unfinished`, samples that are still to be
+    generated or go on, and `lag/waiting`, samples that are finished and that no step has taken.
+    """
+    is_done = [one for group in groups for one in group.is_done]
+    return {
+        "lag/unfinished": float(is_done.count(False)),
+        "lag/waiting": float(is_done.count(True)),
+    }

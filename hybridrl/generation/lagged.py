@@ -42,6 +42,7 @@ from hybridrl.generation.in_flight import (
     lag_metrics,
     may_end,
     num_new,
+    queue_metrics,
 )
 from hybridrl.generation.looks import STEPS_BETWEEN_ENDS, Looks
 from hybridrl.generation.pool import Pool, Sample, States, known_states, restored_pool
@@ -376,10 +377,10 @@ class LaggedSampler(Sampler):
         return super()._clock() if self._is_evaluation else self._waits.take(self._busy_s)
 
     def metrics(self) -> dict[str, float]:
-        """Returns what Sampler does, and how old the samples of the last step are, those that were
-        replaced among them.
+        """Returns what Sampler does, how old the samples of the last step are, those that were
+        replaced among them, and how many are under way for later ones.
         """
-        return super().metrics() | self._lag
+        return super().metrics() | self._lag | queue_metrics(self._pool.groups)
 
     @property
     def has_rollouts(self) -> bool:

@@ -125,6 +125,11 @@ SAMPLING = (
         {"for samples": "idle/training", "for weights": "idle/rollout"},
         "share",
     ),
+    Plot(
+        "Samples under way for later steps",
+        {"unfinished": "lag/unfinished", "finished": "lag/waiting"},
+        "samples",
+    ),
     Plot("Samples thrown away", {"samples": "lag/dropped"}, needs_others_than_zero=True),
 )
 AGREEMENT = (

@@ -205,6 +205,7 @@ def check_versions(folder: Path, lag: int, *knobs: str) -> None:
         assert abs(found["lag/mean"] - sum(ages) / len(ages)) < 1e-9
         numbers += samples
     under_way = {2 * group.number + i for group in pool.groups for i in range(2)}
+    assert metrics[-1]["lag/unfinished"] + metrics[-1]["lag/waiting"] == len(under_way)
     dropped = sum(found["lag/dropped"] for found in metrics)
     assert len(set(numbers)) == len(numbers) and not under_way & set(numbers)
     assert len(numbers) + len(under_way) + dropped == 2 * pool.next_number

@@ -162,6 +162,7 @@ def test_every_token_has_the_version_that_made_it(
     assert bool(replaced) == (more == REPLACES)
     assert len(set(taken)) == len(taken)
     under_way = {2 * group.number + i for group in pool.groups for i in range(2)}
+    assert metrics[-1]["lag/unfinished"] + metrics[-1]["lag/waiting"] == len(under_way)
     assert not under_way & set(taken)
     assert len(taken) + len(under_way) + dropped + replaced == 2 * pool.next_number
     assert drops or len(under_way | set(taken)) == 2 * pool.next_number - replaced

@@ -65,6 +65,33 @@ def test_top_says_what_ranks_do_and_what_the_last_step_gave(folder: Path) -> Non
     assert lines[4:] == ["  update, step 3: ranks 0-3 for 10 s"]
 
 
+def test_top_says_what_waits_in_runs_with_a_lag(folder: Path) -> None:
+    assert "queue" not in run_text(read_run(folder))
+    sink = JsonlSink(folder / "metrics.jsonl", last_step=2)
+    sink.write(
+        3,
+        {
+            "reward/mean": 0.25,
+            "lag/unfinished": 12.0,
+            "lag/waiting": 4.0,
+            "lag/dropped": 0.0,
+            "lag/mean": 0.4375,
+            "lag/max": 1.0,
+            "lag/mixed_share": 0.5,
+            "idle/training": 0.125,
+            "idle/rollout": 0.05,
+        },
+    )
+    sink.close()
+    lines = run_text(read_run(folder)).splitlines()
+    assert lines[1:3] == [
+        "last step: reward 0.250",
+        "queue: 12 samples unfinished, 4 finished ones wait for a step, 0 thrown away, "
+        "weights 0.44 steps old, 1 at most, ranks that train wait 12% of the time, "
+        "ranks that generate 5%",
+    ]
+
+
 def test_top_says_who_holds_the_folder(folder: Path) -> None:
     lock = RunLock(folder)
     lock.acquire(print)

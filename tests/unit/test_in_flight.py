@@ -17,6 +17,7 @@ from hybridrl.generation.in_flight import (
     lag_metrics,
     may_end,
     num_new,
+    queue_metrics,
     remaining_tokens,
 )
 
@@ -186,6 +187,12 @@ def test_lag_is_of_tokens_and_versions_of_samples() -> None:
         "lag/token_share/0": 5 / 8,
         "lag/token_share/1": 3 / 8,
     }
+
+
+def test_queue_counts_samples_of_groups_under_way() -> None:
+    groups = [group(0, 0, "xx"), group(1, 0, "x."), group(2, 1, ".."), group(3, 1, "..")]
+    assert queue_metrics(groups) == {"lag/unfinished": 5.0, "lag/waiting": 3.0}
+    assert queue_metrics([]) == {"lag/unfinished": 0.0, "lag/waiting": 0.0}
 
 
 @pytest.mark.parametrize(("lag", "in_flight"), [(0, 2), (1, 1), (1, 5)])
