@@ -114,17 +114,22 @@ class Mlflow:
 
     def __init__(self, experiment: str, folder: Path) -> None:
         self._experiment, self._folder = experiment, folder
+        self._run: Any = None
+        self._is_new = False  # it has no parameters yet
 
     def begin(self) -> None:
         """Begins the run there, or goes on with it."""
         import mlflow
 
         file = self._folder / MLFLOW_ID
-        known = file.read_text(encoding="utf-8").strip() if file.exists() else None
-        mlflow.set_experiment(self._experiment)
-        run = mlflow.start_run(run_id=known, run_name=None if known else self._folder.name)
-        file.write_text(f"{run.info.run_id}\n", encoding="utf-8")
-        if known is None:  # a parameter keeps its first value there
+        if self._run is None:  # else an attempt before has failed below, and the run is active
+            known = file.read_text(encoding="utf-8").strip() if file.exists() else None
+            mlflow.set_experiment(self._experiment)
+            name = None if known else self._folder.name
+            self._run = mlflow.start_run(run_id=known, run_name=name)
+            self._is_new = known is None
+        file.write_text(f"{self._run.info.run_id}\n", encoding="utf-8")
+        if self._is_new:  # a parameter keeps its first value there
             mlflow.log_params(flat(knobs(self._folder)))
         mlflow.log_artifact(str(self._folder / "config.yaml"))
 

@@ -249,6 +249,74 @@ def test_a_service_that_cannot_begin_is_tried_again(
     assert sink.num_dropped == 0
 
 
+def no_network(*given: Any, **named: Any) -> Any:
+    raise ConnectionError("no route to host")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(f"wandb.{name}" for name in ("init", "define_metric", "log", "log_artifact", "finish")),
+        *(f"mlflow.{name}" for name in ("set_experiment", "start_run", "log_params", "end_run")),
+        *(f"mlflow.log_{what}" for what in ("metrics", "table", "artifact")),
+    ],
+)
+def test_no_call_of_a_package_that_fails_is_raised(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    package, _, name = call.partition(".")
+    calls: Calls = []
+    module: Any = {"wandb": stub_wandb, "mlflow": stub_mlflow}[package](calls)
+    if hasattr(module, name):
+        setattr(module, name, no_network)
+    else:  # of the run that wandb.init returns
+        run = module.init()
+        setattr(run, name, no_network)
+        module.init = lambda **named: run
+    monkeypatch.setitem(sys.modules, package, module)
+    service = Wandb("p", folder) if package == "wandb" else Mlflow("e", folder)
+    said: list[str] = []
+    sink = TrackerSink(service, folder, said.append)
+    begun = time.monotonic()
+    record(sink, folder)
+    assert time.monotonic() - begun < trackers.RETRY_S
+    assert "ConnectionError: no route to host" in said[0]
+    is_known_to_all = name in ("finish", "end_run") or call == "wandb.log_artifact"
+    assert (sink.num_dropped == 0) == is_known_to_all == (len(said) == 1)
+
+
+def test_mlflow_begins_once_where_parameters_are_refused_at_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
+    calls: Calls = []
+    module: Any = stub_mlflow(calls)
+    start_run, log_params, attempts = module.start_run, module.log_params, list[int]()
+
+    def start_once(**named: Any) -> Any:
+        if any(name == "start" for name, _ in calls):
+            raise Exception("Run with UUID m1 is already active")  # as mlflow does
+        return start_run(**named)
+
+    def refuse_once(params: dict[str, Any]) -> None:
+        attempts.append(1)
+        (no_network if len(attempts) == 1 else log_params)(params)
+
+    module.start_run, module.log_params = start_once, refuse_once
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    said: list[str] = []
+    sink = TrackerSink(Mlflow("e", folder), folder, said.append)
+    sink.write(1, {"loss": 1.0})
+    deadline = time.monotonic() + 30
+    while "metrics" not in dict(calls) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    sink.close()
+    assert said == ["mlflow: cannot begin: ConnectionError: no route to host"]
+    names = [name for name, _ in calls]
+    assert names.count("params") == 1 and names.index("params") < names.index("metrics")
+    assert sink.num_dropped == 0
+
+
 def test_a_tracker_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     content = {
         "run": {"name": "a"},
