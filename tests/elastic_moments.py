@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -221,16 +221,27 @@ def wait_for(job: Job, step: int) -> None:
         time.sleep(0.05)
 
 
-def largest_differences(job: Job, folder: Path, world: int = 1) -> dict[str, float]:
-    """Returns the differences to a run of so many ranks that nothing happened to."""
+def largest_differences(
+    job: Job, folder: Path, world: int = 1, *knobs: str, keys: Sequence[str] = KEYS
+) -> dict[str, float]:
+    """Returns the differences to a run of so many ranks that nothing happened to.
+
+    Args:
+        job: the run.
+        folder: for the other one's files.
+        world: ranks of the other one.
+        *knobs: of both, besides those of all.
+        keys: the metrics that are compared.
+    """
     found = job.records()
-    knobs = (*KNOBS, f"steps.num_steps={len(found)}", f"run.dir={folder}", "checkpoint.every=0")
-    run("train", QUICKSTART / "grpo.yaml", *knobs, "--world", str(world), timeout_s=600)
+    ends = (f"steps.num_steps={len(found)}", f"run.dir={folder}", "checkpoint.every=0")
+    given = (*KNOBS, *knobs, *ends, "--world", str(world))
+    run("train", QUICKSTART / "grpo.yaml", *given, timeout_s=600)
     lines = (folder / "quickstart-grpo" / "metrics.jsonl").read_text().splitlines()
     expected = [json.loads(line) for line in lines]
     assert [one["step"] for one in found] == [one["step"] for one in expected]
     return {
-        key: max(abs(a[key] - b[key]) for a, b in zip(found, expected, strict=True)) for key in KEYS
+        key: max(abs(a[key] - b[key]) for a, b in zip(found, expected, strict=True)) for key in keys
     }
 
 

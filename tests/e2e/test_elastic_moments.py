@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from elastic_moments import Job, job_on_nodes, largest_differences, moments, wait_for
+from elastic_moments import KEYS, Job, job_on_nodes, largest_differences, moments, wait_for
 from killed_in_phases import FILE
 from network_nodes import CAN_MAKE
 
@@ -58,6 +58,32 @@ def test_a_rank_or_node_that_is_killed_in_any_phase_is_replaced(tmp_path: Path) 
     found = largest_differences(job, tmp_path / "unbroken", 3)
     assert set(found.values()) == {0}  # the layout was the same all the time
     assert max(times) < 60
+
+
+@pytest.mark.dist
+@pytest.mark.full
+@pytest.mark.skipif(not CAN_MAKE, reason="needs root and iproute2 for network namespaces")
+def test_with_a_lag_a_killed_rank_or_node_costs_no_group(tmp_path: Path) -> None:
+    """Groups that were finished for later steps are in the copies, and their samples of older
+    weights with them: each step has the samples that it would have had.
+    """
+    knobs = ("steps.max_policy_lag=1", "rollout.in_flight=12", "rollout.max_batch=8")
+    more = ("reward.function=killed_in_phases:digits", "reward.isolated=false")
+    more += ("steps.num_steps=1000000", "run.max_restarts=1000", "checkpoint.every=0")
+    with job_on_nodes(tmp_path, *knobs, *more) as job:
+        wait_for(job, 3)
+        for number, phase in enumerate(("generate", "update", "reward", "reshard")):
+            took_s, lost = lose(job, phase, number % 3, ("rank", "node")[number % 2])
+            print(f"{phase}: a step after {took_s:.1f} s, {lost} steps lost")
+            assert lost <= 1
+        job.process.send_signal(signal.SIGTERM)
+        assert job.process.wait(120) == 143
+        assert {one["world_size"] for one in job.starts()} == {3}
+        records = job.records()
+    assert max(one["lag/waiting"] for one in records) > 0 < max(one["lag/max"] for one in records)
+    keys = (*KEYS, "lag/mean", "lag/waiting", "lag/unfinished")
+    found = largest_differences(job, tmp_path / "unbroken", 3, *knobs, keys=keys)
+    assert set(found.values()) == {0}, found
 
 
 def lose(job: Job, phase: str, rank: int, what: str) -> tuple[float, int]:
