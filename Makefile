@@ -37,10 +37,12 @@ test-full: lint .venv/installed-docs $(if $(HAS_GPU),,.venv/installed-vllm)
 	HYBRIDRL_COLD_STARTS=1 $(BIN)/python -m pytest tests/dist tests/e2e -m '' -rP
 	$(if $(HAS_GPU),,$(MAKE) test-sglang)
 
-# What runs for every engine of a package, and for SGLang alone, in SGLang's environment.
-test-sglang: .venv-sglang/installed
-	$(SGLANG_BIN)/python -m pytest tests/unit/test_rollout_sglang_version.py tests/contracts -m '' -k sglang
-	$(SGLANG_BIN)/python -m pytest tests/dist tests/e2e -m '' -k sglang
+# What runs for every engine of a package, and for SGLang alone: the oldest SGLang in its environment, the newest beside vLLM.
+test-sglang: .venv-sglang/installed .venv/installed-sglang
+	for python in $(SGLANG_BIN)/python $(BIN)/python; do \
+	  $$python -m pytest tests/unit/test_rollout_sglang_version.py tests/contracts -m '' -k sglang || exit 1; \
+	  $$python -m pytest tests/dist tests/e2e -m '' -k sglang || exit 1; \
+	done
 
 # The documentation's site in build/site: pages that are made, then all of them, strictly.
 docs: .venv/installed-docs

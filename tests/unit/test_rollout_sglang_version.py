@@ -84,11 +84,11 @@ def test_sglang_of_the_host_is_accepted(install: Any) -> None:
 @pytest.mark.parametrize(
     ("packages", "is_cpu", "found", "fix"),
     [
-        ({"torch": "2.13.0"}, True, "no sglang", "make .venv-sglang"),
+        ({"torch": "2.13.0"}, True, "no sglang", "make .venv/installed-sglang"),
         ({"torch": "2.11.0"}, False, "no sglang", "pip install 'hybridrl[sglang]'"),
         ({**GOOD, "sglang": "0.5.11"}, False, "sglang 0.5.11", "hybridrl[sglang]"),
         ({**GOOD, "sglang": "0.5.23"}, False, "sglang 0.5.23", "hybridrl[sglang]"),
-        ({**GOOD, "sglang": "0.5.17"}, True, "sglang 0.5.17", "make .venv-sglang"),
+        ({**GOOD, "sglang": "0.5.17"}, True, "sglang 0.5.17", "make .venv/installed-sglang"),
         ({**GOOD, "torch": "2.13.0"}, False, "torch 2.13.0", "pip install 'torch==2.11.0'"),
         (
             {**GOOD, "transformers": "5.19.0"},
