@@ -14,7 +14,7 @@ import threading
 import time
 from itertools import dropwhile
 from pathlib import Path
-from traceback import FrameSummary, format_list
+from traceback import FrameSummary, format_list, walk_stack
 from typing import IO
 
 from hybridrl.parallel import failure
@@ -50,17 +50,32 @@ ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 def calls_of_threads() -> dict[int, list[FrameSummary]]:
     """Returns where each thread that runs Python is, innermost call first, by its `get_ident`.
 
-    They are written by faulthandler, which makes no frame objects. To make one of another thread's
-    calls (sys._current_frames, f_back) is not safe in Python 3.11: it may start a garbage
-    collection, a finalizer lets the other thread run on, and the object then stands for a call that
-    is over. The next f_back ends the process by SIGSEGV.
-
-    Of more than 100 threads the newest 100 are there, and of a thread its 100 innermost calls.
+    Python 3.11 cannot look at another thread's frames (sys._current_frames, f_back): making the
+    object of one may start a garbage collection, a finalizer lets the other thread run on, and the
+    object then stands for a call that is over. The next f_back ends the process by SIGSEGV. There
+    faulthandler writes them, which makes no objects: of the newest 100 threads the 100 innermost
+    calls, and nothing where no file can be opened. Later versions collect garbage elsewhere.
     """
-    with _file_in_memory() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        lines = file.read().decode("ascii", "replace").splitlines()
+    if sys.version_info < (3, 12):
+        return _written_calls()
+    return {
+        thread: [
+            FrameSummary(one.f_code.co_filename, line, one.f_code.co_name, lookup_line=False)
+            for one, line in walk_stack(frame)
+        ]
+        for thread, frame in sys._current_frames().items()
+    }
+
+
+def _written_calls() -> dict[int, list[FrameSummary]]:
+    """Returns what faulthandler writes of the threads."""
+    try:
+        with _file_in_memory() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            lines = file.read().decode("ascii", "replace").splitlines()
+    except OSError:  # too many files are open
+        return {}
     found: dict[int, list[FrameSummary]] = {}
     calls: list[FrameSummary] = []
     for line in lines:

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from hybridrl.parallel.failure import Failure
 from hybridrl.parallel.hang import Hang, HangWatch, find_hang
 from hybridrl.parallel.hang_page import HangPage, RankReport, newest_page
 from hybridrl.parallel.hang_report import IdleClock
-from hybridrl.parallel.stacks import calls_of_threads, position, stacks_of_threads
+from hybridrl.parallel.stacks import _written_calls, calls_of_threads, position, stacks_of_threads
 from hybridrl.parallel.watch import Beat, Call, Wait
 
 ALL = (0, 1, 2, 3)
@@ -248,8 +250,8 @@ def test_stacks_are_of_every_other_thread_with_the_innermost_line_first() -> Non
 # it is collected, whoever collects it. Frame objects of that thread end this in a tenth of a second
 # in Python 3.11.
 WATCHED = """
-import gc, sys, threading, time
-from hybridrl.parallel.stacks import calls_of_threads, position, stacks_of_threads
+import gc, os, threading, time
+from hybridrl.parallel.stacks import _written_calls, calls_of_threads, position, stacks_of_threads
 
 gc.set_threshold(25, 1000, 1000)
 main = threading.get_ident()
@@ -281,6 +283,7 @@ while time.monotonic() < ends or len(told) < 20:
     deep(400)
     deep(3)
 assert any("in deep" in line for (line, _, _), _ in told)
+os._exit(0)  # the watcher goes on
 """
 
 
@@ -290,7 +293,19 @@ def test_a_thread_can_be_read_while_it_runs() -> None:
     assert ended.returncode == 0, (ended.returncode, ended.stderr)
 
 
-def test_names_that_are_not_ascii_are_told_as_they_are() -> None:
+def test_where_no_file_can_be_opened_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    for name in ("memfd_create", "open"):
+        monkeypatch.setattr(os, name, refuse, raising=False)
+    assert _written_calls() == {}
+
+
+@pytest.mark.parametrize("read", [calls_of_threads, _written_calls])
+def test_names_that_are_not_ascii_are_told_as_they_are(
+    read: Callable[[], dict[int, list[FrameSummary]]],
+) -> None:
     ready, end = threading.Event(), threading.Event()
     names = {"ready": ready, "end": end}
     file = "/home/J\xfcrgen/\u6e2c\u8a66/\U0001f600.py"
@@ -298,7 +313,7 @@ def test_names_that_are_not_ascii_are_told_as_they_are() -> None:
     thread = threading.Thread(target=names["größe"])
     thread.start()
     assert ready.wait(10) and thread.ident is not None
-    calls = calls_of_threads()[thread.ident]
+    calls = read()[thread.ident]
     end.set()
     thread.join()
     [found] = [call for call in calls if call.filename == file]
