@@ -1,7 +1,8 @@
 """`hybridrl launch`: `hybridrl train` on several machines. No torch.
 
 Owns the command's options and which launcher they mean. The launchers start ranks as `hybridrl
-train` does on one machine, with the same environment variables, log files and exit codes.
+train` does on one machine, with the same environment variables, log files and exit codes; of one
+node alone LOST is another.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from hybridrl.cli.hosts_job import HostsJob
 from hybridrl.cli.launch import Share, launch_run, run_ranks
 from hybridrl.cli.options import ConfigFile, Overrides, World
 from hybridrl.cli.pinning import HUB_NAMES, fits_on, laid_out, with_commits
-from hybridrl.cli.rank_ends import conclude, lost_ranks
+from hybridrl.cli.rank_ends import conclude, has_lost_ranks
 from hybridrl.cli.ray_launch import RayJob, counts
-from hybridrl.cli.schedulers import LOST, JobKind, NodeJob, manifest, slurm_script
+from hybridrl.cli.schedulers import LOST, RESTARTS, JobKind, NodeJob, manifest, slurm_script
 from hybridrl.cli.validate import model_violations, validate_training
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config
@@ -251,11 +252,13 @@ def _on_node(
     validate_training(laid, nodes * slots, run.resume, [slots] * nodes)
     logs = run_folder(run.config) / "logs"
     share = Share(slots, node * slots, nodes * slots, address, port)
-    command = ["-m", "hybridrl.cli.main", "train", *run.arguments]
-    outcome = run_ranks(command, share, logs)
+    # The checkpoint that the user went back to is the newest once a step was saved.
+    starts = sum(int(os.environ.get(name, "0")) for name in (RESTARTS, "SLURM_RESTART_COUNT"))
+    given = ["newest" if starts and one == "previous" else one for one in run.arguments]
+    outcome = run_ranks(["-m", "hybridrl.cli.main", "train", *given], share, logs)
     code = conclude(outcome, logs)
-    is_lost = code == 1 and not outcome.stopped_by and bool(lost_ranks(outcome))
-    return LOST if is_lost and run.config.run.max_restarts else code
+    is_elastic = run.config.run.max_restarts > 0 and code == 1 and not outcome.stopped_by
+    return LOST if is_elastic and has_lost_ranks(outcome, logs) else code
 
 
 def _by_slurm(

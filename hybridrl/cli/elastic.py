@@ -6,7 +6,7 @@ that it was not asked by, silence, or the end of its host; an error of its own w
 start that loses a rank before it has taken a step says that the rank does not come back: the next
 one is without it, with the largest number of ranks below that the layout allows, and only after
 another loss all are tried again. Where ranks can run, and how many, is an `ElasticJob`'s: of one
-host here, of several in hosts_job.py.
+host here, of several in hosts_job.py, on Ray in ray_launch.py.
 """
 
 from __future__ import annotations
@@ -101,8 +101,11 @@ class ElasticLaunch:
                 num_restarts += 1
                 comes_back = _has_stepped(folder, num_starts)
                 with caught_signals() as received:
-                    if not self._job.settle(comes_back, received):
-                        return 128 + received[0] if received else end.code
+                    is_settled = self._job.settle(comes_back, received)
+                if received:
+                    return 128 + received[0]
+                if not is_settled:
+                    return end.code
             # The checkpoint that the user went back to is the newest once a step was saved.
             given = ["newest" if one == "previous" else one for one in given]
             said = f"restart {num_restarts} of {self._max_restarts} (run.max_restarts)"

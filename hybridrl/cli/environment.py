@@ -97,8 +97,9 @@ def _engines() -> Iterator[Item]:
 
 def _with_tests(found: str, tested: Mapping[str, str]) -> str:
     """Returns a version with where tests have run with it; of another, with which they have."""
-    if found in tested:
-        return f"{found}, tested on {tested[found]}"
+    known = found.partition("+")[0]  # without what a build is called
+    if known in tested:
+        return f"{found}, tested on {tested[known]}"
     others = "; ".join(f"{version} on {where}" for version, where in tested.items())
     return f"{found}, not tested; tested were {others}"
 

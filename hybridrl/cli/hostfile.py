@@ -310,13 +310,15 @@ def conclude_nodes(
         nodes: the connections, all ended.
         hosts: of each.
         log_dir: of the run.
-        is_stopped: whether ranks may have been asked to stop, other than by `end_nodes`.
+        is_stopped: whether the launcher has asked ranks to stop, other than by `end_nodes`, which
+            ends those that are left where a host is lost.
     """
     files = [outcome_file(log_dir, index) for index in range(len(nodes))]
+    is_whole = all(file.exists() for file in files) and not any(node.returncode for node in nodes)
     outcome = Outcome.together([Outcome.read(file) for file in files if file.exists()])
     for file in files:
         file.unlink(missing_ok=True)
-    if not is_stopped:
+    if not is_stopped and not is_whole:
         outcome = replace(outcome, stopped_by=0)
     code = conclude(outcome, log_dir)
     refused, cut_off = False, []

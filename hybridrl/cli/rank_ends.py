@@ -3,7 +3,7 @@
 A launcher knows the ranks of its machine. Where a job has several machines, what their launchers
 know comes together in one `Outcome`, so that the same is said as of one machine. Invariant: the
 exit code is 2 for a user's mistake, 0 where all is done, 128 + the signal's number where the job
-was stopped by one, else 1.
+was stopped by one, else 1 (of one node of a job that may start lost ranks again, schedulers.LOST).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hybridrl.parallel.failure import Failure
 from hybridrl.parallel.hang_page import newest_page
 
 LOG_LINES_SHOWN = 20
+OWN = ("mistake", "error")  # kinds of failures that would come again
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class EndedRank:
     @property
     def spoke(self) -> bool:
         """Whether it ended by an error or mistake of its own, and said so."""
-        return self.failure is not None and self.failure.kind in ("mistake", "error")
+        return self.failure is not None and self.failure.kind in OWN
 
     @property
     def phase(self) -> str:
@@ -113,6 +114,19 @@ def lost_ranks(outcome: Outcome) -> list[int]:
     if not is_certain and any(rank.spoke for rank in culprits):
         return []
     return sorted({*killed, *(one for one in silent if one is not None)})
+
+
+def has_lost_ranks(outcome: Outcome, log_dir: Path) -> bool:
+    """Whether ranks of one node of a job were lost, where each node judges alone. Another node's
+    rank may have ended by an error of its own before: its file is in the folder of logs, which
+    nodes share. Next to SIGKILL such a file may be of a connection that broke.
+    """
+    if not lost_ranks(outcome):
+        return False
+    if any(rank.code == -signal.SIGKILL for rank in outcome.ranks):
+        return True
+    failures = map(Failure.read, log_dir.glob("rank_*.error"))
+    return not any(failure is not None and failure.kind in OWN for failure in failures)
 
 
 def conclude(outcome: Outcome, log_dir: Path) -> int:

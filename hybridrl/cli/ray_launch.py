@@ -33,12 +33,13 @@ from hybridrl.cli.hostfile import (
 )
 from hybridrl.cli.hosts_job import BACK_S, WAIT_S, NodesWatch
 from hybridrl.cli.launch import STOP_CODES, Share, caught_signals
-from hybridrl.cli.node import Order, outcome_file
+from hybridrl.cli.node import Order
 from hybridrl.cli.rank_ends import lost_ranks
 from hybridrl.cli.ray_actors import Place, RankActor, RemoteNode
 from hybridrl.errors import ConfigError, UserError, said
 
 PLACE_S = 60.0  # for the placement group
+FREE_S = 10.0  # until slots are free that were given back
 CONNECT_S = 10.0  # to the cluster
 INSTALL = "pip install 'hybridrl[ray]'"
 
@@ -108,7 +109,13 @@ class RayJob:
         self._unit = "GPU" if uses_gpus else "CPU"
         self._slot: dict[str, float] = {"GPU": 1, "CPU": 1} if uses_gpus else {"CPU": 1}
         try:
-            self._gather(self._full)
+            if not self._gather(self._full):
+                raise UserError(
+                    "--ray",
+                    f"{self._slots()} {self._unit} slots in the cluster, not all of them free",
+                    f"{self._full} free ones" + ", with a CPU each" * uses_gpus,
+                    "Run `ray status`; add nodes, end other jobs, or give --world.",
+                )
         except BaseException:
             self.close()
             raise
@@ -119,25 +126,21 @@ class RayJob:
         nodes = ", ".join(dict.fromkeys(place.address for place in self.places))
         return f"{self.world_size} ranks on {nodes}"
 
-    def _gather(self, world_size: int) -> None:
-        """Takes so many slots and makes their actors.
+    def _gather(self, world_size: int, received: Sequence[int] = ()) -> bool:
+        """Takes so many slots and makes their actors; returns False where that many are not free
+        within PLACE_S, a node is lost meanwhile, or a signal comes.
 
         Raises:
-            UserError: that many are not free, or a node is not set up as this host.
+            UserError: a node is not set up as this host.
         """
         ray, self.world_size = self._ray, world_size
         before, deadline = self._slots(), time.monotonic() + PLACE_S
+        self._nodes = self._alive()
         self._group = ray.util.placement_group([self._slot] * world_size, strategy="PACK")
         while not self._group.wait(1):
             # More may come, by Ray's autoscaler; of a node that is lost Ray may know only now.
-            if time.monotonic() < deadline and self._slots() >= before:
-                continue
-            raise UserError(
-                "--ray",
-                f"{self._slots()} {self._unit} slots in the cluster, not all of them free",
-                f"{world_size} free slots of one {self._unit} and one CPU",
-                "Run `ray status`; add nodes, end other jobs, or give --world.",
-            )
+            if time.monotonic() > deadline or self._slots() < before or received:
+                return False
         folder = os.getcwd()
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         kind = ray.remote(RankActor)
@@ -151,7 +154,7 @@ class RayJob:
             for index in range(world_size)
         ]
         self._place(folder)
-        self._nodes = self._alive()
+        return True
 
     def _place(self, folder: str) -> None:
         """Sorts the actors by node.
@@ -195,6 +198,7 @@ class RayJob:
         for stale in log_dir.glob("node_*.json"):
             stale.unlink()
         nodes: list[RemoteNode] = []
+        gone: list[int] = []  # ranks whose actor was lost
         is_wider = self._is_wider if self._fits and self.world_size < self._full else None
         watch = NodesWatch(nodes, has_lease=self._fits is not None, is_wider=is_wider)
         with caught_signals() as received:
@@ -204,50 +208,52 @@ class RayJob:
                     variables = {**given, **rank_variables(self.places, rank)}
                     order = Order(rank, share, program, where, variables)
                     actor.start.remote(order.to_line())
-                    nodes.append(RemoteNode(actor, self._telling(rank)))
+                    nodes.append(RemoteNode(actor, self._telling(rank, gone)))
                 wait_for_nodes(nodes, received, log_dir, watch.look)
             finally:
                 watch.end()
                 end_nodes(nodes)
         hosts = [Host(f"{place.address} (rank {i})", 1) for i, place in enumerate(self.places)]
-        silent = [rank for rank in range(len(nodes)) if not outcome_file(log_dir, rank).exists()]
         end = conclude_nodes(nodes, hosts, log_dir, bool(received) or watch.has_asked)
-        code = end.code or (1 if silent else 0)
-        if (silent or lost_ranks(end.outcome)) and not received and code != 2:
+        if (gone or lost_ranks(end.outcome)) and not received and end.code != 2:
             return End(1, "lost")
-        if watch.has_asked and not received and code in STOP_CODES and self._resize(self._full):
-            return End(code, "wider")
-        return End(code, "over")
+        if watch.has_asked and not received and end.code in STOP_CODES:
+            with caught_signals() as received:
+                if self.settle(True, received) and not received:
+                    return End(end.code, "wider")
+        return End(end.code, "over")
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
         """Takes the slots of the next start; returns False where a signal came, or nodes stay away
         for BACK_S that every layout needs.
         """
-        most = self._full if comes_back else max(self.world_size - 1, 1)
+        assert self._fits is not None
+        sizes = [size for size in range(self._full, 0, -1) if self._fits(size)]
+        fewer = [] if comes_back else [size for size in sizes if size < self.world_size]
         deadline, is_told = time.monotonic() + BACK_S, False
-        while not self._resize(most):
-            most = self._full  # rather those that did not come back than none
+        while not self._resize(fewer or sizes, received):
             if received or time.monotonic() > deadline:
                 return False
             if not is_told:
-                said = f"no layout fits the slots of the cluster: waiting {BACK_S:g} s for nodes"
-                print(f"hybridrl: {said}", file=sys.stderr, flush=True)
+                told = f"no layout fits the free slots of the cluster: waiting {BACK_S:g} s"
+                print(f"hybridrl: {told} for nodes", file=sys.stderr, flush=True)
                 is_told = True
             time.sleep(WAIT_S)
         return True
 
-    def _resize(self, most: int) -> bool:
-        """Takes as many slots as can train the run and the cluster has, `most` at most; returns
-        whether there were any.
-        """
+    def _resize(self, sizes: Sequence[int], received: Sequence[int]) -> bool:
+        """Takes the first of so many slots that are free; returns whether there were any."""
         self._give_back()
-        assert self._fits is not None
+        if not sizes:
+            return False
         try:
-            sizes = range(min(most, self._slots()), 0, -1)
-            size = next((size for size in sizes if self._fits(size)), 0)
-            if size:
-                self._gather(size)
-            return bool(size)
+            deadline = time.monotonic() + FREE_S
+            while self._free() < min(sizes[0], self._slots()) and time.monotonic() < deadline:
+                time.sleep(WAIT_S)
+            free = self._free()
+            size = next((size for size in sizes if size <= free), 0)
+            if size and self._gather(size, received):
+                return True
         except UserError as error:  # ConfigError is one
             print(f"hybridrl: {error}", file=sys.stderr, flush=True)
         except self._ray.exceptions.RayError as error:
@@ -259,22 +265,29 @@ class RayJob:
         """Returns the slots of the cluster, free ones and others."""
         return int(self._ray.cluster_resources().get(self._unit, 0))
 
+    def _free(self) -> int:
+        return int(self._ray.available_resources().get(self._unit, 0))
+
     def _alive(self) -> set[str]:
         return {str(node["NodeID"]) for node in self._ray.nodes() if node["Alive"]}
 
     def _is_wider(self) -> bool:
         """Whether nodes have come with which more ranks can train."""
         assert self._fits is not None
-        if self._alive() <= self._nodes:
-            return False
-        free = int(self._ray.available_resources().get(self._unit, 0))
-        sizes = range(self.world_size + 1, min(self._full, self.world_size + free) + 1)
-        return any(map(self._fits, sizes))
+        try:
+            if self._alive() <= self._nodes:
+                return False
+            most = min(self._full, self.world_size + self._free())
+        except (self._ray.exceptions.RayError, RuntimeError, ConnectionError):
+            return False  # Ray is away, or this job is at its end
+        return any(map(self._fits, range(self.world_size + 1, most + 1)))
 
-    def _telling(self, rank: int) -> Callable[[str], None]:
+    def _telling(self, rank: int, gone: list[int]) -> Callable[[str], None]:
+        """Returns what notes that a rank's actor was lost, and says why."""
         place = self.places[rank]
 
         def tell(why: str) -> None:
+            gone.append(rank)
             what = f"hybridrl: Ray's actor of rank {rank} on node {place.address} was lost"
             print(f"{what}: {why}", file=sys.stderr, flush=True)
 

@@ -23,6 +23,7 @@ MISTAKE = 2  # the exit code after which a restart would be in vain
 # The exit code of a node whose ranks were lost and may be started again: above all others, since
 # srun returns the largest, and no signal's.
 LOST = 200
+RESTARTS = "HYBRIDRL_RESTARTS"  # tells ranks how often the job has started them again
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,10 @@ def slurm_script(
             *exports,
             'address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))",
-            "is_stopping=",
-            "trap 'is_stopping=1; kill -USR1 \"$step\"' USR1",
+            "is_stopping= step=",
+            'trap \'is_stopping=1; [ -z "$step" ] || kill -USR1 "$step"\' USR1',
             f"for ((restarts = 0; restarts <= {job.max_restarts}; restarts++)); do",
+            f"  export {RESTARTS}=$restarts",
             *(f"  {line}" for line in _slurm_step(job, program)),
             "done",
             'if [ -n "$is_stopping" ] && [ "$code" -ne 0 ]; then',
@@ -117,10 +119,12 @@ def _slurm_step(job: NodeJob, program: Sequence[str]) -> list[str]:
         f"{step} --kill-on-bad-exit=1 bash -c {shlex.quote('exec ' + node)} \\",
         '  node "$address" "$((port + restarts))" &',
         "step=$!",
+        '[ -z "$is_stopping" ] || kill -USR1 "$step"  # it came before there was a step',
         "code=0",
         'wait "$step" || code=$?',
         '# A signal ends "wait", not the step.',
         'while kill -0 "$step" 2>/dev/null; do code=0; wait "$step" || code=$?; done',
+        "step=",
         f'[ -z "$is_stopping" ] && [ "$code" -eq {LOST} ] || break',
         f'[ "$restarts" -lt {job.max_restarts} ] || break',
         'echo "hybridrl: restart $((restarts + 1)) of '

@@ -110,7 +110,8 @@ def stops_on_signals(
     finally:
         is_saving.set()
         for number, handler in before.items():
-            # None: of a library in C, which Python cannot set again.
+            # None: of a library in C, which Python cannot set again. (Of faulthandler's it says
+            # that there is none.)
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         world.forget_stop()
 

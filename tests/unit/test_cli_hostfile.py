@@ -13,7 +13,7 @@ import pytest
 from hybridrl.cli.hostfile import Host, conclude_nodes, read_hostfile, shares
 from hybridrl.cli.hosts_job import HostsJob
 from hybridrl.cli.launch import Share
-from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude, lost_ranks
+from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude, has_lost_ranks, lost_ranks
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import Failure, PeerError
 
@@ -102,6 +102,29 @@ def test_ranks_that_were_ended_beside_a_lost_host_were_not_stopped(
     end = conclude_nodes(nodes, [Host("a", 1), Host("b", 1)], tmp_path, is_stopped)
     assert end.cut_off == [1] and end.code == (143 if is_stopped else 1)
     assert "connection to host b ended with code 255" in capsys.readouterr().err
+
+
+def test_ranks_that_stopped_by_themselves_were_stopped(tmp_path: Path) -> None:
+    """By the file `stop`, or a signal to one of them: the launcher has asked nobody."""
+    nodes = [node(tmp_path, i, 0, Outcome([], (), signal.SIGTERM)) for i in range(2)]
+    end = conclude_nodes(nodes, [Host("a", 1), Host("b", 1)], tmp_path, False)
+    assert end.cut_off == [] and end.code == 143
+
+
+def test_a_node_that_judges_alone_looks_at_what_other_nodes_ranks_said(tmp_path: Path) -> None:
+    def has_lost(code: int, other: Exception | None) -> bool:
+        file = tmp_path / "rank_1.error"  # of another node
+        file.unlink(missing_ok=True)
+        if other is not None:
+            Failure.of(other).write(file)
+        own = EndedRank(0, code, str(tmp_path / "rank_0.log"), "a")
+        return has_lost_ranks(Outcome([own], [0]), tmp_path)
+
+    assert has_lost(-6, None)
+    assert not has_lost(-6, RuntimeError("boom"))  # NCCL's watchdog aborts those that are left
+    assert has_lost(-6, PeerError("rank 0 is silent", 0, is_lost=True))
+    assert has_lost(-9, RuntimeError("gloo"))
+    assert not has_lost(1, None)
 
 
 def test_ranks_are_lost_that_were_killed_or_fell_silent(tmp_path: Path) -> None:
