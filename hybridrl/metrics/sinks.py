@@ -25,8 +25,8 @@ from hybridrl.metrics.tables import (
     column_names,
     first_samples,
     flat,
-    knobs,
     markdown_table,
+    written_config,
 )
 from hybridrl.metrics.values import ACCURACY, PHASES, Record
 
@@ -122,7 +122,7 @@ class TensorBoardSink:
         # beginning of the run, and hides nothing there.
         events = str(folder / "tensorboard")
         self._writer = SummaryWriter(events, purge_step=last_step + 1, flush_secs=10)
-        table = markdown_table(("knob", "value"), flat(knobs(folder)).items())
+        table = markdown_table(("knob", "value"), flat(written_config(folder)).items())
         self._writer.add_text("config", table, last_step)
         path = folder.resolve()
         page = f"`hybridrl report {path}` writes the report of this run, `{path / 'report.html'}`."

@@ -17,7 +17,7 @@ MAX_CELL_LETTERS = 500
 Row = Mapping[str, Any]
 
 # What Markdown or HTML would take for more than a letter.
-LETTERS = {ord(letter): f"&#{ord(letter)};" for letter in "\\`*_[]<>&|!"}
+LETTERS = {ord(letter): f"&#{ord(letter)};" for letter in "\\`*_[]<>&|!~"}
 
 
 def first_samples(file: Path, most: int = MAX_SAMPLES) -> list[Row]:
@@ -31,7 +31,7 @@ def column_names(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def knobs(folder: Path) -> dict[str, Any]:
+def written_config(folder: Path) -> dict[str, Any]:
     """Returns the run's configuration as its folder has it."""
     return dict(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
 

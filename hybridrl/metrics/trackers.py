@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridrl.metrics.tables import Row, column_names, first_samples, flat, knobs
+from hybridrl.metrics.tables import Row, column_names, first_samples, flat, written_config
 
 MAX_WAITING = 1000  # steps and samples that wait for a service
 RETRY_S = 30.0  # between attempts to begin
@@ -73,7 +73,7 @@ class Wandb:
             id=known,
             resume="allow",
             dir=str(self._folder),
-            config=knobs(self._folder),
+            config=written_config(self._folder),
             # Neither rank 0's output nor its program is asked for.
             settings=wandb.Settings(console="off", save_code=False),
         )
@@ -130,7 +130,7 @@ class Mlflow:
             self._is_new = known is None
         file.write_text(f"{self._run.info.run_id}\n", encoding="utf-8")
         if self._is_new:  # a parameter keeps its first value there
-            mlflow.log_params(flat(knobs(self._folder)))
+            mlflow.log_params(flat(written_config(self._folder)))
         mlflow.log_artifact(str(self._folder / "config.yaml"))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -41,6 +41,7 @@ from hybridrl.planning.text import memory_size
 
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 2 * GIB
 MAX_REMEDIES = 3
+MOST_NAMED = 16  # ranks in the verdict
 SIZES = (1, 2, 4, 8, 16)  # that other layouts are tried with
 MULTIPLES = (*SIZES, 32, 64, 128)  # of the ranks
 Changes = dict[str, Any]
@@ -80,9 +81,7 @@ def gpu_verdict(
     caches = [one.memory for one in found if one.memory.has_engine]
     cache, room = caches[0], min(num_requests(memory, gpu) for memory in caches)
     spare = gpu - with_margin(most)
-    ranks = fullest.fullest if phase == "training" else fullest.ranks
-    is_alike = len(ranks) == sum(len(one.ranks) for one in found)
-    where = "" if is_alike else f" on ranks {shown(ranks)}"
+    where = _on_ranks(fullest.fullest if phase == "training" else fullest.ranks, found)
     outcome = "fits" if spare >= 0 else "may not fit" if most <= gpu else "does not fit"
     summary = (
         f"{outcome}: {phase}{where} takes about {memory_size(most)}, "
@@ -111,6 +110,14 @@ def gpu_verdict(
         "kv_cache_requests": room,
         "remedies": remedies,
     }
+
+
+def _on_ranks(ranks: tuple[int, ...], found: Sequence[RankMemory]) -> str:
+    """Names ranks, some where there are many; nothing where they are all."""
+    if len(ranks) == sum(len(one.ranks) for one in found):
+        return ""
+    others = " and others" if len(ranks) > MOST_NAMED else ""
+    return f" on ranks {shown(ranks[:MOST_NAMED])}{others}"
 
 
 def _waiting(config: Config, cache: Memory, room: int, num_ranks: int) -> str:

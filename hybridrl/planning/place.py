@@ -188,7 +188,8 @@ def held_by_ranks(
             engine = HeldEngine(itemsize * max(own), len(placement.rollout))
         own_bytes = sum(itemsize * h.num_params for h in held if h.model.role == "policy")
         sums = [sum(of[rank][0] for _, _, of in parts if rank in of) for rank in ranks]
-        fullest = tuple(rank for rank, one in zip(ranks, sums, strict=True) if one == max(sums))
+        most = max(sums)
+        fullest = tuple(rank for rank, one in zip(ranks, sums, strict=True) if one == most)
         found.append((tuple(ranks), Held(held, engine, max(0, peers_bytes - own_bytes), fullest)))
     return found
 

