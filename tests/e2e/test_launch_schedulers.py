@@ -60,15 +60,17 @@ def test_a_submitted_job_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None
             rank_of(job, killed).kill()
             took.append(went_on(job, folder, len(took) + 1))
         assert time.monotonic() - begun < 300
-        [step] = [one for one in children(job) if any("srun" in word for word in one.cmdline())]
-        step.send_signal(signal.SIGUSR1)
+        script = tmp_path / "quickstart-grpo" / "launch.sbatch"
+        [batch] = [one for one in children(job) if one.cmdline()[-1:] == [str(script)]]
+        batch.send_signal(signal.SIGUSR1)
         output, _ = job.communicate(timeout=60)
     finally:
         for one in children(job):
             one.kill()
         job.kill()
     print(f"training went on after {', '.join(f'{one:.1f}' for one in took)} s")
-    assert job.returncode == 143 and "restart 2 of 3 (run.max_restarts)" in output, output[-4000:]
+    assert "restart 2 of 3 (run.max_restarts)" in output, output[-4000:]
+    assert (tmp_path / "asked").read_text() == "requeue 77\n"  # as at the time limit
     steps, starts = steps_and_starts(folder)
     assert [one["world_size"] for one in starts] == [2, 2, 2]
     assert steps == list(range(1, len(steps) + 1)) and max(took[1:]) < 60
