@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ class RayJob:
         least: int,
         fits: Callable[[int], bool] | None = None,
     ) -> None:
-        self._ray, self._fits = connect(address), fits
+        self._ray = connect(address)
+        self._fits = None if fits is None else cache(fits)  # a layout is chosen for each
         self._group: Any = None
         self._unit = "GPU"
         uses_gpus = has_gpus and self._slots() > 0
@@ -228,10 +230,12 @@ class RayJob:
         for BACK_S that every layout needs.
         """
         assert self._fits is not None
-        sizes = [size for size in range(self._full, 0, -1) if self._fits(size)]
-        fewer = [] if comes_back else [size for size in sizes if size < self.world_size]
+        most = self._full
+        if not comes_back:  # rather all than none
+            fewer = range(self.world_size - 1, 0, -1)
+            most = next((size for size in fewer if self._fits(size)), most)
         deadline, is_told = time.monotonic() + BACK_S, False
-        while not self._resize(fewer or sizes, received):
+        while not self._resize(most, received):
             if received or time.monotonic() > deadline:
                 return False
             if not is_told:
@@ -241,17 +245,19 @@ class RayJob:
             time.sleep(WAIT_S)
         return True
 
-    def _resize(self, sizes: Sequence[int], received: Sequence[int]) -> bool:
-        """Takes the first of so many slots that are free; returns whether there were any."""
+    def _resize(self, most: int, received: Sequence[int]) -> bool:
+        """Takes as many free slots as can train the run, `most` at most; returns whether there were
+        any.
+        """
         self._give_back()
-        if not sizes:
-            return False
+        assert self._fits is not None
         try:
             deadline = time.monotonic() + FREE_S
-            while self._free() < min(sizes[0], self._slots()) and time.monotonic() < deadline:
+            while self._free() < min(most, self._slots()) and time.monotonic() < deadline:
                 time.sleep(WAIT_S)
             free = self._free()
-            size = next((size for size in sizes if size <= free), 0)
+            sizes = range(min(most, free), 0, -1)
+            size = next((size for size in sizes if self._fits(size)), 0)
             if size and self._gather(size, received):
                 return True
         except UserError as error:  # ConfigError is one

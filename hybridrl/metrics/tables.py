@@ -48,8 +48,8 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def markdown_table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns a Markdown table that shows texts letter by letter: what looks like Markdown or HTML
-    in them stands there as it is.
+    """Returns a Markdown table that shows texts letter by letter, though spaces in a row as one:
+    what looks like Markdown or HTML in them stands there as it is.
 
     Args:
         names: of the columns.
