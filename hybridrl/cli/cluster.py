@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -118,6 +118,13 @@ class _Run:
     arguments: list[str]
     resume: Literal["newest", "previous"]
 
+    @property
+    def fits(self) -> Callable[[int], bool] | None:
+        """Whether so many ranks can train it; None where it is started once."""
+        if not self.config.run.max_restarts:
+            return None
+        return lambda size: fits_on(self.config, size)
+
 
 def launch_command(
     config: ConfigFile,
@@ -203,20 +210,17 @@ def _on_hosts(
     validate_training(laid, world_size, run.resume, [part.count for part in parts])
     ask_hosts(used, ssh, first)
 
-    restarts = run.config.run.max_restarts
-    fits = (lambda fewer: fits_on(run.config, fewer)) if restarts else None
-    start = ElasticLaunch(restarts, HostsJob(hosts, parts, ssh, port, fits))
+    job = HostsJob(hosts, parts, ssh, port, run.fits)
+    start = ElasticLaunch(run.config.run.max_restarts, job)
     return launch_run(["train", *run.arguments], world_size, run_folder(run.config), start)
 
 
 def _on_ray(run: _Run, address: str, world: int | None, has_gpus: bool) -> int:
-    restarts = run.config.run.max_restarts
-    fits = (lambda fewer: fits_on(run.config, fewer)) if restarts else None
-    job = RayJob(address, world, has_gpus, default_world_size(run.config, 0), fits)
+    job = RayJob(address, world, has_gpus, default_world_size(run.config, 0), run.fits)
     try:
         laid, _ = laid_out(run.config, job.world_size)  # the run's own is of rank 0
         validate_training(laid, job.world_size, run.resume, counts(job.places))
-        start = ElasticLaunch(restarts, job)
+        start = ElasticLaunch(run.config.run.max_restarts, job)
         arguments = ["train", *run.arguments]
         return launch_run(arguments, job.world_size, run_folder(run.config), start)
     finally:

@@ -302,7 +302,7 @@ class NodesEnd:
 
 
 def conclude_nodes(
-    nodes: Sequence[Connection], hosts: Sequence[Host], log_dir: Path, is_stopped: bool = True
+    nodes: Sequence[Connection], hosts: Sequence[Host], log_dir: Path, is_stopped: bool
 ) -> NodesEnd:
     """Says how the job ended, and returns it.
 

@@ -20,7 +20,7 @@ from hybridrl.parallel.failure import Failure
 from hybridrl.parallel.hang_page import newest_page
 
 LOG_LINES_SHOWN = 20
-OWN = ("mistake", "error")  # kinds of failures that would come again
+OWN_ERRORS = ("mistake", "error")  # kinds of failures that would come again
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class EndedRank:
     @property
     def spoke(self) -> bool:
         """Whether it ended by an error or mistake of its own, and said so."""
-        return self.failure is not None and self.failure.kind in OWN
+        return self.failure is not None and self.failure.kind in OWN_ERRORS
 
     @property
     def phase(self) -> str:
@@ -126,7 +126,7 @@ def has_lost_ranks(outcome: Outcome, log_dir: Path) -> bool:
     if any(rank.code == -signal.SIGKILL for rank in outcome.ranks):
         return True
     failures = map(Failure.read, log_dir.glob("rank_*.error"))
-    return not any(failure is not None and failure.kind in OWN for failure in failures)
+    return not any(failure is not None and failure.kind in OWN_ERRORS for failure in failures)
 
 
 def conclude(outcome: Outcome, log_dir: Path) -> int:

@@ -99,7 +99,6 @@ def slurm_script(
             "is_stopping= step=",
             'trap \'is_stopping=1; [ -z "$step" ] || kill -USR1 "$step"\' USR1',
             f"for ((restarts = 0; restarts <= {job.max_restarts}; restarts++)); do",
-            f"  export {RESTARTS}=$restarts",
             *(f"  {line}" for line in _slurm_step(job, program)),
             "done",
             'if [ -n "$is_stopping" ] && [ "$code" -ne 0 ]; then',
@@ -115,7 +114,10 @@ def _slurm_step(job: NodeJob, program: Sequence[str]) -> list[str]:
     """Returns the lines of one start; they leave the loop around them where no other follows."""
     node = job.node_command(program, '"$SLURM_NODEID"', '"$1"', '"$2"')
     step = f"srun --nodes={job.num_nodes} --ntasks={job.num_nodes} --ntasks-per-node=1"
+    said = f"hybridrl: restart $restarts of {job.max_restarts} (run.max_restarts): the ranks go on"
     return [
+        f'[ "$restarts" -eq 0 ] || echo "{said}" >&2',
+        f"export {RESTARTS}=$restarts",
         f"{step} --kill-on-bad-exit=1 bash -c {shlex.quote('exec ' + node)} \\",
         '  node "$address" "$((port + restarts))" &',
         "step=$!",
@@ -126,9 +128,6 @@ def _slurm_step(job: NodeJob, program: Sequence[str]) -> list[str]:
         'while kill -0 "$step" 2>/dev/null; do code=0; wait "$step" || code=$?; done',
         "step=",
         f'[ -z "$is_stopping" ] && [ "$code" -eq {LOST} ] || break',
-        f'[ "$restarts" -lt {job.max_restarts} ] || break',
-        'echo "hybridrl: restart $((restarts + 1)) of '
-        f'{job.max_restarts} (run.max_restarts): the ranks go on" >&2',
     ]
 
 

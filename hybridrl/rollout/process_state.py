@@ -55,7 +55,7 @@ def ranks_in_environment() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unset(names: Iterable[str]) -> Iterator[None]:
+def without_variables(names: Iterable[str]) -> Iterator[None]:
     """Takes variables out of the environment for as long as the context lasts."""
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:

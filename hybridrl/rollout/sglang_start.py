@@ -30,7 +30,7 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.view import View
 from hybridrl.rollout.cpu_experts import experts_forward
 from hybridrl.rollout.groups import over_layout, replica_members
-from hybridrl.rollout.process_state import keep_generators, quiet, replaced, unset
+from hybridrl.rollout.process_state import keep_generators, quiet, replaced, without_variables
 from hybridrl.rollout.settings import EngineSettings
 from hybridrl.rollout.sglang_arguments import longest_pass, longest_request, server_arguments
 from hybridrl.rollout.sglang_latent import latents_on_cpu
@@ -164,7 +164,7 @@ def _inside_the_trainer(
         _sizes_as_they_are(),
         _seeds_as_they_are(),
         latents_on_cpu() if has_latents else contextlib.nullcontext(),
-        unset(_other_weights(is_cpu)),
+        without_variables(_other_weights(is_cpu)),
         without_watchdog(),
         quiet(),
     ):
@@ -269,7 +269,7 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
     try:
         if is_cpu:
             stand_in()
-        with quiet(), known_models_kept(), unset(_other_weights(is_cpu)):
+        with quiet(), known_models_kept(), without_variables(_other_weights(is_cpu)):
             import sglang.srt.managers.scheduler  # noqa: F401  # all that a start needs
             import sglang.srt.utils.common as common
     except (ImportError, OSError) as error:  # OSError: a library that does not load

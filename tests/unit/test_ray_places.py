@@ -56,6 +56,6 @@ def test_the_layout_that_is_judged_on_ray_is_the_one_that_is_chosen(
     monkeypatch.setattr(cluster, "run_folder", lambda _: tmp_path)
     monkeypatch.setattr(cluster, "launch_run", lambda *_: 0)
     asked = SimpleNamespace(run=SimpleNamespace(max_restarts=0))
-    run: Any = SimpleNamespace(config=asked, resume="newest", arguments=[])
+    run: Any = SimpleNamespace(config=asked, fits=None, resume="newest", arguments=[])
     assert cluster._on_ray(run, "auto", None, False) == 0
     assert judged == [(asked, 2)]
