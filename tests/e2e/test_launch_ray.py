@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -21,6 +20,7 @@ import pytest
 import torch
 from command_line import QUICKSTART, ROOT, exported_weights, run
 from network_nodes import CAN_MAKE, Nodes, network_nodes
+from restarted_runs import steps_and_sizes, went_on
 from small_runs import SMALL
 
 pytestmark = pytest.mark.dist
@@ -180,27 +180,6 @@ def test_a_killed_raylet_ends_the_job_with_its_name(
     assert lost_ranks(tmp_path) == []
 
 
-def steps_and_sizes(folder: Path) -> tuple[list[int], list[int]]:
-    """Returns the steps that a run has recorded, and the number of ranks of each start."""
-    file, starts = folder / "metrics.jsonl", folder / "run.json"
-    if not file.exists() or not starts.exists():
-        return [], []
-    lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
-    sizes = [one["world_size"] for one in json.loads(starts.read_text())["starts"]]
-    return [json.loads(line)["step"] for line in lines], sizes
-
-
-def went_on(job: subprocess.Popen[str], folder: Path, size: int) -> float:
-    """Waits for two steps of a start with so many ranks; returns how long it took."""
-    done, begun = len(steps_and_sizes(folder)[0]), time.monotonic()
-    while True:
-        assert job.poll() is None and time.monotonic() - begun < 120, steps_and_sizes(folder)
-        steps, sizes = steps_and_sizes(folder)
-        if sizes and sizes[-1] == size and len(steps) > 1 and steps[-1] > done + 1:
-            return time.monotonic() - begun
-        time.sleep(0.05)
-
-
 @needs_ray
 @pytest.mark.full
 def test_a_job_goes_on_without_a_rank_and_a_node_and_takes_a_node_in_again(
@@ -217,7 +196,7 @@ def test_a_job_goes_on_without_a_rank_and_a_node_and_takes_a_node_in_again(
     folder = tmp_path / "quickstart-grpo"
     job = launch(raylets, *endless, f"run.dir={tmp_path}")
     try:
-        took = [went_on(job, folder, 2)]
+        took = [went_on(job, folder, [2])]
         ranks = [
             process
             for process in psutil.process_iter(["cmdline", "environ"])
@@ -226,11 +205,11 @@ def test_a_job_goes_on_without_a_rank_and_a_node_and_takes_a_node_in_again(
         ]
         assert len(ranks) == 1
         ranks[0].kill()
-        took.append(went_on(job, folder, 2))
+        took.append(went_on(job, folder, [2, 2]))
         raylets.kill(1)
-        took.append(went_on(job, folder, 1))
+        took.append(went_on(job, folder, [2, 2, 1]))
         raylets.join(1)
-        took.append(went_on(job, folder, 2))
+        took.append(went_on(job, folder, [2, 2, 1, 2]))
         job.send_signal(signal.SIGTERM)
         output = ended(job, 143)
     finally:

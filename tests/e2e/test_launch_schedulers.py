@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -11,7 +10,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +17,7 @@ import torch
 import yaml
 from command_line import QUICKSTART, ROOT, exported_weights, run, start
 from network_nodes import CAN_MAKE, network_nodes
+from restarted_runs import steps_and_sizes, went_on
 from slurm_stub import scheduler_stubs, write_program
 from small_runs import SMALL
 
@@ -55,10 +54,10 @@ def test_a_submitted_job_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None
     job = start(["launch", *endless], scheduler_stubs(tmp_path))
     try:
         begun, folder = time.monotonic(), tmp_path / "quickstart-grpo"
-        took = [went_on(job, folder, 1)]
+        took = [went_on(job, folder, [2])]
         for killed in ("1", "0"):  # rank 0 has the job's store
             rank_of(job, killed).kill()
-            took.append(went_on(job, folder, len(took) + 1))
+            took.append(went_on(job, folder, [2] * (len(took) + 1)))
         assert time.monotonic() - begun < 300
         script = tmp_path / "quickstart-grpo" / "launch.sbatch"
         [batch] = [one for one in children(job) if one.cmdline()[-1:] == [str(script)]]
@@ -71,8 +70,8 @@ def test_a_submitted_job_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None
     print(f"training went on after {', '.join(f'{one:.1f}' for one in took)} s")
     assert "restart 2 of 3 (run.max_restarts)" in output, output[-4000:]
     assert (tmp_path / "asked").read_text() == "requeue 77\n"  # as at the time limit
-    steps, starts = steps_and_starts(folder)
-    assert [one["world_size"] for one in starts] == [2, 2, 2]
+    steps, sizes = steps_and_sizes(folder)
+    assert sizes == [2, 2, 2]
     assert steps == list(range(1, len(steps) + 1)) and max(took[1:]) < 60
 
 
@@ -93,26 +92,6 @@ def rank_of(job: subprocess.Popen[str], number: str) -> psutil.Process:
     found = [one for one in children(job) if environment_of(one).get("RANK") == number]
     [first] = [one for one in found if one.ppid() not in {other.pid for other in found}]
     return first
-
-
-def steps_and_starts(folder: Path) -> tuple[list[int], list[dict[str, Any]]]:
-    """Returns the steps that a run has recorded, and its starts."""
-    file, about = folder / "metrics.jsonl", folder / "run.json"
-    if not file.exists() or not about.exists():
-        return [], []
-    lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
-    return [json.loads(line)["step"] for line in lines], json.loads(about.read_text())["starts"]
-
-
-def went_on(job: subprocess.Popen[str], folder: Path, num_starts: int) -> float:
-    """Waits for two steps of a start; returns how long it took, seconds."""
-    done, begun = len(steps_and_starts(folder)[0]), time.monotonic()
-    while True:
-        assert job.poll() is None and time.monotonic() - begun < 120
-        steps, starts = steps_and_starts(folder)
-        if len(starts) == num_starts and steps and steps[-1] > done + 1:
-            return time.monotonic() - begun
-        time.sleep(0.05)
 
 
 @pytest.mark.dist
