@@ -39,11 +39,12 @@ from hybridrl.hybrid_engine.chunks import Part, schedule_exchanges
 from hybridrl.hybrid_engine.direct import Direct, agree_direct
 from hybridrl.hybrid_engine.plan import CopyOp, Plan, Stream
 from hybridrl.hybrid_engine.quantized import FP8, SENT_AS, Arrivals, Fill, Quantization
+from hybridrl.hybrid_engine.repeated import Repeated
 from hybridrl.hybrid_engine.transport import (
     Pair,
     Peers,
+    Places,
     Traffic,
-    addresses,
     is_same_memory,
 )
 from hybridrl.hybrid_engine.wire import kept_tensors
@@ -124,9 +125,8 @@ class PackedTransport:
         )
         self._device = _one_device(sources, dests)
         self._buffers: tuple[list[Tensor], list[Tensor]] | None = None
-        self._addresses: tuple[int, ...] | None = None
-        self._graph: Any = None
-        self._has_run = False
+        self._places = Places(self._sources, self._dests, self._scales)
+        self._work = Repeated(self._queue, self._device)
         self._block_group = block_group
         self._copying: torch.cuda.Stream | None = None
         self._directing: torch.cuda.Stream | None = None
@@ -158,31 +158,21 @@ class PackedTransport:
     def run(self) -> Traffic:
         """Fills the destination tensors; collective."""
         self.prepare()
-        if self._device.type == "cpu" or not (self._steps or self._blocks) or not self._has_run:
-            self._queue()
+        if self._steps or self._blocks:
+            self._work.run()
         else:
-            if self._graph is None:
-                graph = torch.cuda.CUDAGraph()
-                # Other threads, NCCL's watchdog among them, may ask about events meanwhile.
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self._queue()
-                self._graph = graph
-            self._graph.replay()
-        self._has_run = True
+            self._queue()
         return self._traffic
 
     def close(self) -> None:
         """Gives the graph up: NCCL cannot end while a graph holds its work."""
-        if self._graph is not None:
-            torch.cuda.synchronize(self._device)
-            self._graph = None
+        self._work.close()
 
     def prepare(self) -> None:
         """Makes buffers, tables and messages, again only if a tensor has moved since."""
-        found = addresses(self._sources) + addresses(self._dests) + addresses(self._scales)
-        if found == self._addresses:
+        if not self._places.have_changed():
             return
-        self._addresses, self._graph, self._has_run = found, None, False
+        self._work = Repeated(self._queue, self._device)
         self._prepare_local()
         self._steps = []
         self._blocks = list(self._block_transfers())

@@ -16,7 +16,7 @@ is block FP8 (quantized.py): straight out of the peers' memory where rectangles 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 
 import numpy as np
@@ -27,12 +27,13 @@ from hybridrl import ops
 from hybridrl.hybrid_engine.kernel_share import kernel_shares, split_blocks
 from hybridrl.hybrid_engine.plan import CopyOp, Plan, PlanError
 from hybridrl.hybrid_engine.quantized import SENT_AS, Fill, Quantization
+from hybridrl.hybrid_engine.repeated import Repeated
 from hybridrl.hybrid_engine.staging import stage_copies
 from hybridrl.hybrid_engine.transport import (
     Pair,
     Peers,
+    Places,
     Traffic,
-    addresses,
     is_same_memory,
 )
 from hybridrl.models.hf import box_view
@@ -82,17 +83,18 @@ class PeerTransport:
         self._scales, self._wire_dtype = scales or {}, wire_dtype
         own = memory.of(rank)
         self._device = own.device
-        self._places: list[dict[str, Place | None]] = peers.gather_objects(
+        self._sources: list[dict[str, Place | None]] = peers.gather_objects(
             {name: _place(tensor, own) for name, tensor in sources.items()}
         )
-        for other, places in enumerate(self._places):
+        for other, places in enumerate(self._sources):
             outside = sorted(name for name, place in places.items() if place is None)
             if outside:
                 raise PlanError(f"rank {other}: {outside[0]} does not lie in peer memory")
         self._kernel_bytes = self._agree_on_kernel(peers)
         self._engines = torch.cuda.Stream(self._device) if own.is_cuda else None
         self._beside = torch.cuda.Stream(self._device) if own.is_cuda else None
-        self._addresses: tuple[int, ...] | None = None
+        self._written = Places(self._dests, self._scales)
+        self._repeated: list[Repeated] = []
         self._traffic = Traffic(
             sent_bytes=plan.send_bytes[rank],
             received_bytes=plan.receive_bytes[rank],
@@ -119,9 +121,7 @@ class PeerTransport:
     def run(self) -> Traffic:
         """Fills the destination tensors; collective."""
         self.prepare()
-        if self._plan.streams:
-            self._memory.barrier()
-        self._remote.run()
+        self._cut_up()
         self._run_blocks()
         self._quantized.run()
         if self._plan.streams:
@@ -129,14 +129,14 @@ class PeerTransport:
         return self._traffic
 
     def close(self) -> None:
-        """Nothing of it outlives the process group."""
+        """Gives up the graphs, whose kernels use the peers' memory."""
+        for work in self._repeated:
+            work.close()
 
     def prepare(self) -> None:
         """Makes the tables of the copies, again only if a destination has moved since."""
-        found = addresses(self._dests) + addresses(self._scales)
-        if found == self._addresses:
+        if not self._written.have_changed():
             return
-        self._addresses = found
         local: list[Pair] = []
         remote: list[tuple[int, Pair]] = []
         of_peer: dict[int, list[Pair]] = {}
@@ -167,13 +167,18 @@ class PeerTransport:
         ]
         remote += [large[index] for index in staged.unstaged]
         lanes = [(peer - self._rank) % size for peer, _ in remote]
-        self._remote = ops.rectangle_copies([pair for _, pair in remote], self._device, lanes)
         programs = LOCAL_PROGRAMS if large else None
-        self._local = ops.rectangle_copies(local, self._device, programs=programs)
-        self._unpack = ops.rectangle_copies(staged.from_staging, self._device, programs=programs)
+        kept = ops.rectangle_copies(local, self._device, programs=programs)
+        unpack = ops.rectangle_copies(staged.from_staging, self._device, programs=programs)
         written = self._dests, self._scales
+        self._remote = ops.rectangle_copies([pair for _, pair in remote], self._device, lanes)
         self._quantized = Quantization(fills, *written, self._wire_dtype, self._device)
-        self._kernels = self._local, self._remote, self._unpack, self._quantized
+        self._kernels = kept, self._remote, unpack, self._quantized
+        self._repeated = []
+        waits = len(self._plan.streams)
+        self._cut_up = self._repeat(self._read_cut_up, waits + self._remote.num_launches)
+        self._local = self._repeat(kept.run, kept.num_launches)
+        self._unpack = self._repeat(unpack.run, unpack.num_launches)
 
     def _agree_on_kernel(self, peers: Peers) -> list[int]:
         """Returns how many bytes of each peer's blocks the kernel reads; collective."""
@@ -189,7 +194,7 @@ class PeerTransport:
         """Yields this rank's operations with views of their sources and destinations."""
         pieces = [self._memory.of(peer) for peer in range(self._plan.world_size)]
         for op in self._plan.ops[self._rank]:
-            place = self._places[op.source_rank][op.source]
+            place = self._sources[op.source_rank][op.source]
             assert place is not None  # else the constructor has raised
             source = box_view(_view(pieces[op.source_rank], place), op.source_box)
             yield op, source, box_view(self._dests[op.dest], op.dest_box)
@@ -200,10 +205,23 @@ class PeerTransport:
         is_large = same_type and dest.nbytes >= BLOCK_BYTES and source.is_contiguous()
         return is_large and ops.has_copy_engine(self._device)
 
+    def _repeat(self, queue: Callable[[], None], num_launches: int) -> Callable[[], None]:
+        """Returns what queues kernels as one graph from the second time on, if there are any."""
+        if not num_launches:
+            return queue
+        self._repeated.append(Repeated(queue, self._device))
+        return self._repeated[-1].run
+
+    def _read_cut_up(self) -> None:
+        """Reads what the copy engines would not, once all ranks' parameters are final."""
+        if self._plan.streams:
+            self._memory.barrier()
+        self._remote.run()
+
     def _run_blocks(self) -> None:
         """Copies blocks and what stays on the rank, each on its own stream."""
         if not any(batch.num_launches for batch in self._batches):
-            self._local.run()
+            self._local()
             return
         to_staging, direct, last = self._batches
         engines, beside = self._engines, self._beside
@@ -212,8 +230,8 @@ class PeerTransport:
         to_staging.run(engines, [(engines, current), (beside, current)], [(current, engines)])
         direct.run(engines)
         with nullcontext() if beside is None else torch.cuda.stream(beside):
-            self._local.run()
-        self._unpack.run()
+            self._local()
+        self._unpack()
         last.run(engines, [(engines, current)], [(current, engines), (current, beside)])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -82,9 +83,29 @@ class TransportError(PeerError):
     """The weights did not arrive: the engine has none that may be used."""
 
 
-def addresses(tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Returns where tensors lie, to be compared: tables of copies hold addresses."""
-    return tuple(map(Tensor.data_ptr, tensors.values()))
+class Places:
+    """Knows whether tensors have moved: tables of copies hold addresses.
+
+    Tensors in one storage move with it, so that only one of each storage is asked: the experts of a
+    mixture are thousands of views of a few tensors.
+
+    Args:
+        tensors: by name; the same objects for as long as this is used.
+    """
+
+    def __init__(self, *tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._asked: list[Tensor] = []
+        self._known: list[int] | None = None
+
+    def have_changed(self) -> bool:
+        """Whether a tensor lies elsewhere than when this last said so; at first they do."""
+        if [tensor.data_ptr() for tensor in self._asked] == self._known:
+            return False
+        every = chain.from_iterable(group.values() for group in self._tensors)
+        self._asked = list({one.untyped_storage()._cdata: one for one in every}.values())
+        self._known = [tensor.data_ptr() for tensor in self._asked]
+        return True
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:

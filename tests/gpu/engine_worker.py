@@ -145,25 +145,36 @@ def logps(model: Any, request: Request, done: Completion) -> torch.Tensor:
 
 
 def check_logps(
-    model: Any, exact: Any, asked: list[Request], done: list[Completion]
+    model: Any, exact: Any, asked: list[Request], done: list[Completion], is_mixture: bool
 ) -> tuple[str, float]:
     """Of whole distributions each; with top-k or top-p what is left out only raises them. Returns
     what was found, and the mean difference of engine and transformers in the engine's type.
+
+    The worst token is judged. In a mixture rounding may choose another expert, nats away; how far
+    the worst is then says which tokens there were, and the mean of all is judged.
     """
     worst = torch.zeros(2)
-    apart: list[float] = []
+    apart, ours_all, theirs_all = list[float](), list[float](), list[float]()
     for request, one in zip(asked, done, strict=True):
         wanted = logps(exact, request, one)
         of_type = logps(model, request, one)
-        theirs = (of_type - wanted).abs().max()
+        theirs = (of_type - wanted).abs()
         gap = torch.tensor(one.logps) - wanted
         whole = request.sampling.top_k == 0 and request.sampling.top_p == 1
-        ours = gap.abs().max() if whole else (-gap).max()
-        worst = torch.maximum(worst, torch.stack([ours, theirs]))
+        ours = gap.abs() if whole else -gap
+        worst = torch.maximum(worst, torch.stack([ours.max(), theirs.max()]))
+        if whole:
+            ours_all += ours.tolist()
+            theirs_all += theirs.tolist()
         if whole and request.sampling.temperature > 0:
             apart += (torch.tensor(one.logps) - of_type).abs().tolist()
-    said = f"log-probabilities within {worst[0]:.4f} of fp32, those of transformers {worst[1]:.4f}"
-    assert worst[0] <= FACTOR * worst[1] + LEAST, said
+    means = float(np.mean(ours_all)), float(np.mean(theirs_all))
+    said = (
+        f"log-probabilities within {worst[0]:.4f} of fp32, {means[0]:.4f} in the mean, those of "
+        f"transformers {worst[1]:.4f} and {means[1]:.4f}"
+    )
+    engine, reference = means if is_mixture else worst.tolist()
+    assert engine <= FACTOR * reference + LEAST, said
     return said, float(np.mean(apart))
 
 
@@ -269,7 +280,7 @@ def check(kind: str, name: str, eager: bool, ep: int, rank: int, world: int) -> 
         before = generators()
         done = generate(engine, asked)
         assert all(map(torch.equal, before, generators())), "torch's generators were drawn from"
-        found, apart = check_logps(model, exact, asked, done)
+        found, apart = check_logps(model, exact, asked, done, name != "qwen3")
         said.append(found)
     said.append(check_batches(engine, asked, done, apart))
     # Some engines do not know again what a request has said when it goes on, and penalize it

@@ -175,12 +175,8 @@ def test_the_peer_transport_waits_for_what_it_needs_and_no_more(
             for waiting, awaited in then:
                 waiting.wait_stream(awaited)
 
-    class Kernel:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def run(self) -> None:
-            timeline.events.append(("work", active[-1].name, self.name))
+    def kernel(name: str) -> Callable[[], None]:
+        return lambda: timeline.events.append(("work", active[-1].name, name))
 
     @contextmanager
     def on(stream: FakeStream) -> Any:
@@ -193,10 +189,10 @@ def test_the_peer_transport_waits_for_what_it_needs_and_no_more(
     transport: Any = object.__new__(PeerTransport)
     transport._engines, transport._beside = engines, beside
     transport._batches = [Batch(name) for name in ("to staging", "direct", "last")]
-    transport._local, transport._unpack = Kernel("local"), Kernel("unpack")
-    Kernel("before").run()
+    transport._local, transport._unpack = kernel("local"), kernel("unpack")
+    kernel("before")()
     transport._run_blocks()
-    Kernel("after").run()
+    kernel("after")()
     assert timeline.before("to staging") == timeline.before("local") == {"before"}
     assert timeline.before("direct") == {"before", "to staging"}
     assert timeline.before("unpack") == {"before", "to staging"}

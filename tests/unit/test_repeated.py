@@ -1,0 +1,101 @@
+"""Work that is queued again and again, and when its tables are made anew. No device: a graph is
+what its calls say of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrl.hybrid_engine.repeated import Repeated
+from hybridrl.hybrid_engine.transport import Places
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def happened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the host did, in order."""
+    events: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            events.append("replayed")
+
+    @contextmanager
+    def capture(graph: Graph, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"  # or other threads' questions would end it
+        events.append("begun")
+        yield
+        events.append("captured")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("waited"))
+    return events
+
+
+def test_work_is_a_graph_from_the_second_time_on(happened: list[str]) -> None:
+    work = Repeated(lambda: happened.append("queued"), CUDA)
+    for _ in range(3):
+        work.run()
+    assert happened == ["queued", "begun", "queued", "captured", "replayed", "replayed"]
+    work.close()
+    work.close()
+    assert happened[6:] == ["waited"]  # a graph may not go while the device runs it
+
+
+def test_without_a_gpu_work_is_done_each_time(happened: list[str]) -> None:
+    work = Repeated(lambda: happened.append("queued"), torch.device("cpu"))
+    for _ in range(3):
+        work.run()
+    work.close()
+    assert happened == ["queued"] * 3
+
+
+def test_tensors_have_moved_once_after_each_move() -> None:
+    alone, whole = torch.zeros(4), torch.zeros(64)
+    views = {str(i): whole[16 * i : 16 * (i + 1)] for i in range(4)}
+    places = Places({"alone": alone}, views, {})
+    found = [places.have_changed(), places.have_changed()]
+    alone.data = torch.zeros(4)
+    found += [places.have_changed(), places.have_changed()]
+    kept = torch.zeros(1 << 20)  # so that the storage cannot come back to where it was
+    storage: Any = whole.untyped_storage()
+    storage.resize_(1 << 22)
+    found += [places.have_changed(), places.have_changed()]
+    assert found == [True, False] * 3 and kept.numel()
+
+
+def test_one_tensor_of_a_storage_that_leaves_it_is_known_from_then_on() -> None:
+    whole = torch.zeros(64)
+    views = {str(i): whole[16 * i : 16 * (i + 1)] for i in range(4)}
+    places = Places(views)
+    assert places.have_changed()
+    for name in views:  # one of them is the one that is asked
+        views[name].data = torch.zeros(16)
+    assert places.have_changed() and not places.have_changed()
+    for name in views:
+        views[name].data = torch.zeros(16)
+        assert places.have_changed() and not places.have_changed()
+
+
+def test_the_experts_of_a_mixture_are_asked_by_the_tensor() -> None:
+    class Counting(torch.Tensor):
+        asked = 0
+
+        def data_ptr(self) -> int:
+            Counting.asked += 1
+            return super().data_ptr()
+
+    whole = torch.zeros(6400)
+    views = {str(i): whole[100 * i :][:100].as_subclass(Counting) for i in range(64)}
+    places = Places(views)
+    places.have_changed()
+    Counting.asked = 0
+    assert not places.have_changed()
+    assert Counting.asked == 1
