@@ -239,11 +239,11 @@ def timed(transport: PeerTransport, world: World, repeats: int) -> dict[str, Any
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         dist.barrier()
         torch.cuda.synchronize()
-        began = time.perf_counter()
         events[0].record()
+        began = time.perf_counter()
         transport.run()
-        events[1].record()
         whole.append(time.perf_counter() - began)
+        events[1].record()
         torch.cuda.synchronize()
         device.append(events[0].elapsed_time(events[1]))
     in_sync = {key: microseconds(values[3:]) for key, values in spent.items()}

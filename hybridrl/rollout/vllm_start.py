@@ -42,7 +42,6 @@ ENVIRONMENT = {
 }
 # The architectures beside dense ones that vLLM 0.26 computes with its second model runner.
 SECOND_RUNNER_LIST = "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"
-RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 # Engines that are not stopped. vLLM's process groups belong to all of them, and one that Python
 # collected would take the groups along.
 _OPEN: list[Any] = []
@@ -107,8 +106,7 @@ def start(
         _collectives_over_gloo(is_cpu),
         _after_loading(lambda model: prepare(model, version)),
         _after_caching(listen),
-        # Recorded experts were compared with transformers' on GPUs with the first runner alone.
-        runner_chosen(settings.architectures, is_second=not settings.records_experts),
+        second_runner(settings.architectures),
     ):
         llm = _make_engine(settings, arguments, version, layout.place(rank))
     _OPEN.append(llm)
@@ -350,33 +348,23 @@ def _after_caching(listen: Callable[[torch.nn.Module, Any], None]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def runner_chosen(architectures: Sequence[str], is_second: bool) -> Iterator[None]:
+def second_runner(architectures: Sequence[str]) -> Iterator[None]:
     """Makes an engine that starts meanwhile compute with vLLM's second model runner, the part of it
-    that runs the model, where it can; or with the first.
+    that runs the model, where it can.
 
-    vLLM 0.26 takes the second one for dense models and for the mixtures of experts of a list; newer
-    versions have no list. A step of a Qwen3 mixture was 1.07 to 1.6 times as fast with it on H200.
-    Whatever else speaks against the second one is vLLM's to see, and VLLM_USE_V2_MODEL_RUNNER in
-    the environment goes before. An engine keeps the runner that it started with.
+    vLLM 0.26 takes it for dense models and for the mixtures of experts of a list; newer versions
+    have no list. A step of a Qwen3 mixture was 1.07 to 1.6 times as fast with it on H200. Whatever
+    else speaks against it is vLLM's to see, and VLLM_USE_V2_MODEL_RUNNER in the environment goes
+    before. An engine keeps the runner that it started with.
 
     Args:
         architectures: of the model, as its config names them.
-        is_second: not the first.
     """
     from vllm.config import vllm as config
 
-    if is_second:
-        listed = vars(config).get(SECOND_RUNNER_LIST, frozenset()) | set(architectures)
-        with replaced(config, SECOND_RUNNER_LIST, listed, if_there=True):
-            yield
-    elif RUNNER_VARIABLE in os.environ:
+    listed = vars(config).get(SECOND_RUNNER_LIST, frozenset()) | set(architectures)
+    with replaced(config, SECOND_RUNNER_LIST, listed, if_there=True):
         yield
-    else:
-        os.environ[RUNNER_VARIABLE] = "0"
-        try:
-            yield
-        finally:
-            del os.environ[RUNNER_VARIABLE]
 
 
 def compute_on_current_stream(runner: type) -> None:
@@ -398,7 +386,7 @@ def _draw_by_seed_and_position(runner: Any) -> None:
     """Makes a token's randomness a function of its request's seed and its position, and draws all
     rows at once.
 
-    vLLM's second model runner (GPUs, see `runner_chosen`) draws that way. The first
+    vLLM's second model runner (GPUs, see `second_runner`) draws that way. The first
     one keeps a generator a request, whose state a request that continues elsewhere has lost, and
     draws a row at a time: with 512 requests that is 512 launches a token.
     """

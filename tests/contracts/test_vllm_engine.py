@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,6 @@ from scheduler_cases import Kind, compare_schedulers
 from hybridrl.errors import UserError
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
-from hybridrl.rollout import vllm_start
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.stops import TokenTexts
 from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE
@@ -263,19 +262,3 @@ def test_vllm_engine_refuses_a_cache_that_holds_no_longest_request(
     with pytest.raises(UserError, match=f"{keys}: got 300 tokens; allowed: {allowed}.*Lower one"):
         start_packaged(QWEN3, kv_cache_bytes=num_blocks * block or 1)
     assert generate(make_engine(QWEN3), make_requests(2, MIXED))
-
-
-@pytest.mark.parametrize("records", [False, True])
-def test_engines_that_record_experts_take_the_first_runner(
-    records: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Chosen(Exception):
-        pass
-
-    def choose(architectures: Sequence[str], is_second: bool) -> None:
-        raise Chosen(*architectures, is_second)
-
-    monkeypatch.setattr(vllm_start, "runner_chosen", choose)
-    with pytest.raises(Chosen) as caught:
-        start_packaged("vllm-qwen3-moe", records_experts=records)
-    assert caught.value.args == ("Qwen3MoeForCausalLM", not records)

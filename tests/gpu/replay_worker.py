@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine_cases import write_weights
+from engine_worker import is_second_runner
 from tiny_models import chosen_by
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -89,6 +90,7 @@ def share(oracle: Any, eager: bool, versions: int) -> dict[str, Any]:
         records_experts=True,
     )
     engine = VllmEngine(settings, family, RolloutLayout.consecutive(1, 1), 0, "cuda")
+    assert is_second_runner(engine)
     found, asked = [], requests()
     start = time.perf_counter()
     for version in range(versions):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -15,10 +14,9 @@ import torch
 from hybridrl.errors import ModelError
 from hybridrl.rollout.vllm_experts import deal_experts
 from hybridrl.rollout.vllm_start import (
-    RUNNER_VARIABLE,
     SECOND_RUNNER_LIST,
     compute_on_current_stream,
-    runner_chosen,
+    second_runner,
 )
 
 
@@ -77,37 +75,23 @@ def test_a_step_on_another_stream_is_waited_for_where_its_tokens_are_copied(
 
 @pytest.fixture
 def vllm_config(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """vLLM's module of its configuration, as in 0.26; no choice in the environment."""
+    """vLLM's module of its configuration, as in 0.26."""
     config = SimpleNamespace(**{SECOND_RUNNER_LIST: frozenset(["Theirs"])})
     package = SimpleNamespace(vllm=config)
     for name, module in (("vllm", SimpleNamespace(config=package)), ("vllm.config", package)):
         monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
-    monkeypatch.delenv(RUNNER_VARIABLE, raising=False)
     return config
 
 
 def test_an_engine_of_a_mixture_starts_with_the_second_runner(vllm_config: SimpleNamespace) -> None:
     """And what vLLM itself gives to it keeps it."""
-    with runner_chosen(["Qwen3MoeForCausalLM", "Other"], is_second=True):
+    with second_runner(["Qwen3MoeForCausalLM", "Other"]):
         listed = {"Theirs", "Qwen3MoeForCausalLM", "Other"}
         assert vars(vllm_config) == {SECOND_RUNNER_LIST: listed}
-        assert RUNNER_VARIABLE not in os.environ
     assert vars(vllm_config) == {SECOND_RUNNER_LIST: {"Theirs"}}
     del vars(vllm_config)[SECOND_RUNNER_LIST]  # as in newer versions
-    with runner_chosen(["Qwen3MoeForCausalLM"], is_second=True):
-        assert vars(vllm_config) == {} and RUNNER_VARIABLE not in os.environ
-
-
-def test_an_engine_may_start_with_the_first_runner_whatever_vllm_would_take(
-    vllm_config: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with runner_chosen(["Theirs"], is_second=False):
-        assert os.environ[RUNNER_VARIABLE] == "0"
-    assert RUNNER_VARIABLE not in os.environ
-    monkeypatch.setenv(RUNNER_VARIABLE, "1")  # somebody knows better
-    with runner_chosen(["Theirs"], is_second=False):
-        assert os.environ[RUNNER_VARIABLE] == "1"
-    assert os.environ[RUNNER_VARIABLE] == "1"
+    with second_runner(["Qwen3MoeForCausalLM"]):
+        assert vars(vllm_config) == {}
 
 
 @pytest.mark.engine
