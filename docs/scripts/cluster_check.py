@@ -13,6 +13,7 @@ HEAD = """# Findings of `hybridrl check --cluster`
 hybridrl check --cluster                            # this host
 hybridrl check --cluster --hostfile hosts --json    # hosts by ssh, one JSON object
 hybridrl check --cluster --slurm                    # in an allocation, all of its nodes
+hybridrl check --cluster --ray auto                 # of a Ray cluster, all nodes
 ```
 
 Every node says what is installed, its limits and its room, times a matrix product and copies, and with the others

@@ -99,6 +99,10 @@ NodesFile = Annotated[
 InAllocation = Annotated[
     bool, typer.Option("--slurm", help="With --cluster: the nodes of this allocation.")
 ]
+OfRay = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="ADDRESS", help="With --cluster: the nodes of a Ray cluster."),
+]
 RunsFolder = Annotated[
     Path, typer.Option(metavar="DIR", help="With --cluster: where runs are written.")
 ]

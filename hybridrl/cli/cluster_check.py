@@ -1,23 +1,19 @@
 """`hybridrl check --cluster`: asks every node, and says what should be mended. No torch.
 
-Owns which nodes there are, the conversations with them and what is printed. Who waits for whom:
-this process waits for each node's answer within a time limit; a node that does not answer is a
-finding, and the others go on without it.
+Owns the conversations with nodes and what is printed. Who waits for whom: this process waits for
+each node's answer within a time limit; a node that does not answer is a finding, and the others go
+on without it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shlex
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Empty, Queue
@@ -26,16 +22,13 @@ from typing import Any
 from hybridrl.cli.cluster_facts import ClusterFacts, NodeFacts, PairFacts, SharedFacts
 from hybridrl.cli.cluster_findings import Finding, judge
 from hybridrl.cli.cluster_probe import PREFIX
-from hybridrl.cli.hostfile import any_port, forwarded, read_hostfile, remote
+from hybridrl.cli.cluster_reach import Channel, Reach, nodes_of
+from hybridrl.cli.hostfile import any_port
 from hybridrl.errors import UserError
 
 ANSWER_S = 120.0  # imports of torch on a cold file system, and matrix products
 START_S = 60.0
 CLOCKS = 5  # questions of the time; the quickest answer counts
-PROGRAM = (sys.executable, "-m", "hybridrl.cli.cluster_probe")
-
-# Makes the command that runs PROGRAM on a node.
-Reach = Callable[[str, Sequence[str]], list[str]]
 
 
 class NodeLost(Exception):
@@ -47,29 +40,14 @@ class Conversation:
 
     Args:
         node: its name.
-        command: that starts the probe there.
+        channel: the probe there.
         folder: where runs are written.
     """
 
-    def __init__(self, node: str, command: Sequence[str], folder: Path) -> None:
-        self.node = node
+    def __init__(self, node: str, channel: Channel, folder: Path) -> None:
+        self.node, self._channel = node, channel
         self._lines: Queue[str | None] = Queue()
         self._said: list[str] = []
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise UserError(
-                "--ssh", command[0], "a program that runs commands on hosts", f"{error.strerror}."
-            ) from error
         threading.Thread(target=self._listen, daemon=True).start()
         self._tell({"node": node, "folder": str(folder.absolute())})
 
@@ -85,8 +63,7 @@ class Conversation:
         except Empty:
             raise NodeLost(f"no answer about '{question}' in {limit_s:g} s") from None
         if line is None:
-            code = self._process.wait()
-            raise NodeLost(self._said[-1] if self._said else f"ended with code {code}")
+            raise NodeLost(self._said[-1] if self._said else self._channel.outcome())
         reply = json.loads(line)
         if "fault" in reply:
             raise NodeLost(reply["fault"])
@@ -94,73 +71,18 @@ class Conversation:
 
     def close(self) -> None:
         """Ends the probe."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._channel.close()
 
     def _tell(self, message: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        with suppress(OSError):  # it has ended; the answer says how
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
+        self._channel.send(json.dumps(message))
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._channel.lines():
             if line.startswith(PREFIX):
                 self._lines.put(line.removeprefix(PREFIX))
             elif line.strip():
                 self._said.append(line.strip())
         self._lines.put(None)
-
-
-def local(node: str, command: Sequence[str]) -> list[str]:
-    """Reaches this host."""
-    return list(command)
-
-
-def by_ssh(ssh: Sequence[str]) -> Reach:
-    """Returns what reaches a host by ssh, with variables of libraries as ranks get them.
-
-    Keys of services stay here: they would stand in a command line.
-    """
-    kept = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "NCCL_", "GLOO_", "HYBRIDRL_CACHE")
-    variables = [f"{name}={value}" for name, value in forwarded().items() if name.startswith(kept)]
-    return lambda node, command: remote(ssh, node, ["env", *variables, *command])
-
-
-def by_srun(node: str, command: Sequence[str]) -> list[str]:
-    """Reaches a node of this Slurm allocation."""
-    return ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", *command]
-
-
-def nodes_of(
-    hostfile: Path | None, slurm: bool, ssh: Sequence[str]
-) -> tuple[list[str], Reach, str]:
-    """Returns the nodes to check, what reaches them, and that as people write it.
-
-    Raises:
-        UserError: there is no such hostfile, or no allocation.
-    """
-    if hostfile is not None and slurm:
-        raise UserError("check", "--hostfile and --slurm", "one of them", "Leave one out.")
-    if hostfile is not None:
-        names = [host.name for host in read_hostfile(hostfile)]
-        return names, by_ssh(ssh), shlex.join(ssh)
-    if not slurm:
-        return [os.uname().nodename], local, "ssh"
-    told = os.environ.get("SLURM_JOB_NODELIST")
-    if not told:
-        raise UserError("--slurm", "no allocation", "a job of Slurm's", "Start it under salloc.")
-    shown = subprocess.run(
-        ["scontrol", "show", "hostnames", told], capture_output=True, text=True, check=True
-    )
-    return shown.stdout.split(), by_srun, "srun --overlap --nodelist"
 
 
 def gather(names: Sequence[str], reach: Reach, folder: Path, measures: bool = True) -> ClusterFacts:
@@ -172,7 +94,7 @@ def gather(names: Sequence[str], reach: Reach, folder: Path, measures: bool = Tr
         folder: where runs are written.
         measures: whether products, copies and links are timed.
     """
-    asked = [Conversation(name, reach(name, PROGRAM), folder) for name in names]
+    asked = [Conversation(name, reach(name), folder) for name in names]
     lost: dict[str, str] = {}
 
     def each(talk: Callable[[Conversation], Any]) -> dict[str, Any]:
@@ -339,25 +261,29 @@ def text(facts: ClusterFacts, findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def command(hostfile: Path | None, slurm: bool, ssh: str, folder: Path, as_json: bool) -> int:
+def command(
+    hostfile: Path | None, slurm: bool, ray: str | None, ssh: str, folder: Path, as_json: bool
+) -> int:
     """Asks the nodes, prints what they say and what is to be mended; returns the exit code.
 
     Args:
-        hostfile: of the nodes; None: those of the allocation, or this host alone.
+        hostfile: of the nodes; None: others, or this host alone.
         slurm: whether the nodes are those of the allocation.
+        ray: the cluster that has the nodes; None: others.
         ssh: the program for hosts, with its options.
         folder: where runs are written, on the file system that nodes share.
         as_json: whether one JSON object is printed instead of text.
     """
-    names, reach, reached_by = nodes_of(hostfile, slurm, shlex.split(ssh))
-    facts = gather(names, reach, folder)
+    with nodes_of(hostfile, slurm, ray, shlex.split(ssh)) as (names, reach, reached_by):
+        facts = gather(names, reach, folder)
     findings = judge(facts, reached_by)
     print(json.dumps(report(facts, findings)) if as_json else text(facts, findings))
     return 1 if findings else 0
 
 
-def refuse_without_cluster(hostfile: Path | None, slurm: bool) -> None:
+def refuse_without_cluster(hostfile: Path | None, slurm: bool, ray: str | None) -> None:
     """Raises a UserError for what means nothing without --cluster."""
-    for name, given in (("--hostfile", hostfile), ("--slurm", "" if not slurm else "given")):
-        if given:
-            raise UserError(name, given, "nothing without --cluster", "Add it.")
+    given = ("--hostfile", hostfile), ("--slurm", "given" if slurm else None), ("--ray", ray)
+    for name, value in given:
+        if value is not None:
+            raise UserError(name, value, "nothing without --cluster", "Add it.")

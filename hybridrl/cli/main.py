@@ -22,8 +22,16 @@ from typer.core import TyperGroup
 
 from hybridrl import __version__
 from hybridrl.checkpoint.folders import FileFormat
-from hybridrl.cli import starting
-from hybridrl.cli.cluster import InAllocation, NodesFile, OfCluster, RunsFolder, Ssh, launch_command
+from hybridrl.cli import options, starting
+from hybridrl.cli.cluster import (
+    InAllocation,
+    NodesFile,
+    OfCluster,
+    OfRay,
+    RunsFolder,
+    Ssh,
+    launch_command,
+)
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import (
     STOP_CODES,
@@ -77,7 +85,7 @@ def _print_version(is_wanted: bool) -> None:
 
 
 @app.callback()
-def options(
+def common(
     version: Annotated[
         bool,
         typer.Option(
@@ -91,21 +99,13 @@ def options(
 @app.command()
 def check(
     overrides: Overrides = None,
-    mismatch: Annotated[
-        Path | None,
-        typer.Option(metavar="CONFIG", help="Say instead why engine and trainer of a run differ."),
-    ] = None,
-    reference: Annotated[
-        bool,
-        typer.Option(help="With --mismatch: against transformers' own forward in float32, too."),
-    ] = False,
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="ENGINE", help="With --mismatch: compare with this engine, too."),
-    ] = None,
+    mismatch: options.OfMismatch = None,
+    reference: options.WithReference = False,
+    against: options.AgainstEngine = None,
     cluster: OfCluster = False,
     hostfile: NodesFile = None,
     slurm: InAllocation = False,
+    ray: OfRay = None,
     ssh: Ssh = "ssh",
     run_dir: RunsFolder = Path("runs"),
     world: World = None,
@@ -115,10 +115,10 @@ def check(
     from hybridrl.cli import cluster_check, environment
 
     if cluster:
-        raise typer.Exit(cluster_check.command(hostfile, slurm, ssh, run_dir, as_json))
+        raise typer.Exit(cluster_check.command(hostfile, slurm, ray, ssh, run_dir, as_json))
     if mismatch is not None:
         _check_mismatch(mismatch, overrides or [], world, reference, against, as_json)
-    cluster_check.refuse_without_cluster(hostfile, slurm)
+    cluster_check.refuse_without_cluster(hostfile, slurm, ray)
     for name, given in (("KEY=VALUE", " ".join(overrides or ())), ("--against", against)):
         if given:
             raise UserError(name, given, "nothing without --mismatch CONFIG", "Add it.")

@@ -17,3 +17,17 @@ World = Annotated[
     typer.Option(min=1, help="Number of ranks; default: the GPUs, on CPU what the layout needs."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+# Of `check --mismatch`.
+OfMismatch = Annotated[
+    Path | None,
+    typer.Option(metavar="CONFIG", help="Say instead why engine and trainer of a run differ."),
+]
+WithReference = Annotated[
+    bool,
+    typer.Option(help="With --mismatch: against transformers' own forward in float32, too."),
+]
+AgainstEngine = Annotated[
+    str | None,
+    typer.Option(metavar="ENGINE", help="With --mismatch: compare with this engine, too."),
+]

@@ -1,5 +1,6 @@
-"""What holds a rank on a node of Ray's: an actor with one process of node.py, and that process as
-the launcher sees it. Actors run nothing else. No torch; Ray is imported where it is needed.
+"""What holds a process on a node of Ray's: an actor with one process, of node.py, which holds a
+rank, or of the cluster check; and that process as this side sees it. Actors run nothing else. No
+torch; Ray is imported where it is needed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from hybridrl import __version__
 from hybridrl.errors import said
 
 ANSWER_S = 60.0  # for an actor
+NODE = "hybridrl.cli.node"
 POLL_S = 0.2  # that an actor waits for output before it answers
 
 
@@ -42,7 +44,11 @@ class Place:
 
 
 class RankActor:
-    """What Ray starts on a node: holds one process of node.py, and nothing else."""
+    """What Ray starts on a node: holds one process, and nothing else.
+
+    Args:
+        folder: that the process works in.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -59,20 +65,32 @@ class RankActor:
         is_there = os.path.isdir(self._folder)
         return Place(context.get_node_id(), address, gpus, __version__, is_there)
 
-    def start(self, order: bytes) -> None:
-        """Starts node.py and tells it its order."""
+    def start(
+        self, order: bytes, module: str = NODE, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts a module of hybridrl's and tells it its order, if there is one.
+
+        Args:
+            order: lines for its stdin; there may be none yet.
+            module: node.py unless told.
+            variables: of its environment, beside the actor's.
+        """
+        # Ray hides all GPUs from an actor that asked for none.
+        kept = {k: v for k, v in os.environ.items() if v or k != "CUDA_VISIBLE_DEVICES"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hybridrl.cli.node"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=self._folder,
+            env={**kept, **(variables or {})},
             start_new_session=True,
         )
         for number, source in ((1, self._process.stdout), (2, self._process.stderr)):
             assert source is not None
             threading.Thread(target=self._read, args=(number, source), daemon=True).start()
-        self.tell(order)
+        if order:
+            self.tell(order)
 
     def tell(self, line: bytes) -> None:
         """Writes to the process; nothing closes its stdin, which ends its ranks."""
@@ -174,3 +192,47 @@ class RemoteNode:
     def _lose(self, why: str) -> None:
         self.returncode = -signal.SIGKILL
         self._fault(why)
+
+
+class ActorPipe:
+    """A process that an actor holds, to talk with line by line.
+
+    Args:
+        actor: the handle; has no process yet.
+        module: that the process runs.
+        variables: of its environment.
+    """
+
+    def __init__(self, actor: Any, module: str, variables: Mapping[str, str]) -> None:
+        self._actor, self._code = actor, 0
+        self._started = actor.start.remote(b"", module, dict(variables))
+
+    def send(self, line: str) -> None:
+        """Writes a line to the process."""
+        self._actor.tell.remote(line.encode() + b"\n")
+
+    def lines(self) -> Iterator[str]:
+        """Yields what it prints, and why the actor was lost."""
+        import ray
+
+        rest, code = {1: b"", 2: b""}, None
+        try:
+            ray.get(self._started, timeout=ANSWER_S)
+            while code is None:
+                code, output = ray.get(self._actor.poll.remote(), timeout=ANSWER_S)
+                for number, block in output:
+                    *whole, rest[number] = (rest[number] + block).split(b"\n")
+                    yield from (line.decode(errors="replace") for line in whole)
+            self._code = code
+        except ray.exceptions.RayError as error:
+            yield said(getattr(error, "cause", None) or error)
+
+    def outcome(self) -> str:
+        """Returns its exit code, in words."""
+        return f"ended with code {self._code}"
+
+    def close(self) -> None:
+        """Ends the actor and with it the process."""
+        import ray
+
+        ray.kill(self._actor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -222,3 +223,38 @@ def test_a_job_goes_on_without_a_rank_and_a_node_and_takes_a_node_in_again(
     steps, sizes = steps_and_sizes(folder)
     assert sizes == [2, 2, 1, 2] and steps == list(range(1, len(steps) + 1))
     assert max(took[1:]) < 60, took
+
+
+@needs_ray
+@pytest.mark.full
+def test_nodes_of_a_cluster_are_checked_though_its_slots_are_taken(
+    raylets: Raylets, tmp_path: Path
+) -> None:
+    runs, busy = tmp_path / "runs", tmp_path / "busy.py"
+    runs.mkdir()
+    busy.write_text(
+        "import ray, time\n"
+        f"ray.init({raylets.address!r}, log_to_driver=False)\n"
+        "taken = ray.util.placement_group([{'CPU': 1}] * 2)\n"
+        "assert taken.wait(30)\nprint('taken', flush=True)\ntime.sleep(200)\n"
+    )
+    other = raylets.start(0, sys.executable, busy, stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "taken\n"
+        program = (sys.executable, "-m", "hybridrl.cli.main", "check", "--cluster", "--json")
+        options = ("--ray", raylets.address, "--run-dir", runs)
+        job = raylets.start(0, *program, *options, stdout=subprocess.PIPE)
+        output, _ = job.communicate(timeout=200)
+    finally:
+        other.kill()
+        other.wait()
+    found = json.loads(output.splitlines()[-1])
+    facts = found["facts"]
+    assert [node["node"] for node in facts["nodes"]] == ["10.77.0.1", "10.77.0.2"]
+    assert facts["unreachable"] == {} and job.returncode == int(not found["ok"])
+    (link,) = [pair for pair in facts["pairs"] if pair["backend"] == "gloo"]
+    assert {link["first"], link["second"]} == {"10.77.0.1", "10.77.0.2"} and link["gb_per_s"] > 0
+    assert [shared["unseen"] for shared in facts["shared"]] == [[], []]
+    # Of this machine: its room and rates.
+    kinds = {one["kind"] for one in found["findings"]}
+    assert kinds <= {"shared-slow", "memory", "processor-slow", "disk-full"}, found["findings"]

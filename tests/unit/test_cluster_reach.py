@@ -1,0 +1,177 @@
+"""How `check --cluster` reaches nodes of a Ray cluster; Ray is a stub that runs actors here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridrl.cli import cluster_check, cluster_reach
+from hybridrl.cli.cluster_check import Conversation, NodeLost, command, refuse_without_cluster
+from hybridrl.cli.cluster_facts import ClusterFacts
+from hybridrl.cli.cluster_probe import PREFIX
+from hybridrl.cli.cluster_reach import nodes_of
+from hybridrl.errors import UserError
+
+ADDRESSES = {"10.0.0.1": "first", "10.0.0.2": "second"}
+
+
+class RayError(Exception):
+    """What Ray raises; of a method that raised, with that as its cause."""
+
+    def __init__(self, cause: Exception | None) -> None:
+        super().__init__("a long text with frames" if cause else "the actor died")
+        self.cause = cause
+
+
+class Method:
+    """A method of an actor: runs at once, its outcome is asked for later."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def remote(self, *args: Any) -> Callable[[], Any]:
+        try:
+            value = self._method(*args)
+        except Exception as error:
+            return self._raising(error)
+        return lambda: value
+
+    @staticmethod
+    def _raising(error: Exception) -> Callable[[], Any]:
+        def get() -> Any:
+            raise RayError(error) from error
+
+        return get
+
+
+class Cluster:
+    """The module `ray` with two nodes that live and one that does not."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+        self.killed, self.is_open = 0, True
+        self.exceptions = SimpleNamespace(RayError=RayError)
+        strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda n, soft: (n, soft))
+        self.util = SimpleNamespace(scheduling_strategies=strategies)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        alive = [self._node(*one, True) for one in ADDRESSES.items()]
+        return [*alive, self._node("10.0.0.3", "gone", False)]
+
+    @staticmethod
+    def _node(address: str, name: str, is_alive: bool) -> dict[str, Any]:
+        return {"NodeManagerAddress": address, "NodeID": name, "Alive": is_alive}
+
+    def remote(self, kind: type) -> Any:
+        def options(**given: Any) -> Any:
+            self.options.append(given)
+            return SimpleNamespace(remote=lambda folder: self._actor(kind(folder)))
+
+        return SimpleNamespace(options=options)
+
+    @staticmethod
+    def _actor(actor: Any) -> Any:
+        methods = {name: Method(getattr(actor, name)) for name in ("start", "tell", "poll")}
+        return SimpleNamespace(held=actor, **methods)
+
+    def get(self, asked: Callable[[], Any], timeout: float) -> Any:
+        return asked()
+
+    def kill(self, actor: Any) -> None:
+        self.killed += 1
+        if actor.held._process is not None:
+            actor.held._process.kill()
+            actor.held._process.wait()
+
+    def shutdown(self) -> None:
+        self.is_open = False
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster()
+    monkeypatch.setattr(cluster_reach, "connect", lambda address: made)
+    monkeypatch.setitem(sys.modules, "ray", made)  # type: ignore[arg-type]
+    return made
+
+
+def test_a_probe_on_every_node_of_a_ray_cluster_answers(cluster: Cluster, tmp_path: Path) -> None:
+    with nodes_of(None, False, "auto", ["ssh"]) as (names, reach, _):
+        assert names == list(ADDRESSES)
+        talks = [Conversation(name, reach(name), tmp_path) for name in names]
+        before = [one.ask("write", token="t", version=1)["node"] for one in talks]
+        seen = talks[1].ask("read", token="t", version=1, peers=names)
+        with pytest.raises(NodeLost, match="KeyError: 'nothing'"):
+            talks[0].ask("nothing")
+        for one in talks:
+            one.close()
+    assert before == names and seen == {"unseen": [], "differing": []}
+    assert cluster.killed == 2 and not cluster.is_open
+    for name, options in zip(ADDRESSES.values(), cluster.options, strict=True):
+        # Other jobs may have all slots of the cluster.
+        assert options["num_cpus"] == options["num_gpus"] == options["max_restarts"] == 0
+        assert options["scheduling_strategy"] == (name, False)
+
+
+def test_a_node_without_the_working_folder_says_so(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    with nodes_of(None, False, "auto", ["ssh"]) as (names, reach, _):
+        gone.rmdir()
+        monkeypatch.setattr("os.getcwd", lambda: str(gone))
+        talk = Conversation(names[0], reach(names[0]), tmp_path)
+        with pytest.raises(NodeLost, match="No such file or directory.*gone"):
+            talk.ask("clock")
+
+
+def test_gpus_that_ray_hides_are_seen(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    echo = tmp_path / "echo_probe.py"
+    echo.write_text(
+        "import json, os, sys\n"
+        "for line in sys.stdin:\n"
+        f"    print({PREFIX!r} + json.dumps({{'answer': "
+        "os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}), flush=True)\n"
+    )
+    monkeypatch.setattr(cluster_reach, "PROBE", "echo_probe")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for hidden, seen in (("", "all"), ("1,2", "1,2")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        with nodes_of(None, False, "auto", ["ssh"]) as (names, reach, _):
+            talk = Conversation(names[0], reach(names[0]), tmp_path)
+            assert talk.ask("clock") == seen
+            talk.close()
+
+
+def test_the_command_checks_the_nodes_and_leaves_the_cluster(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    asked: list[Any] = []
+
+    def gather(names: list[str], reach: Any, folder: Path) -> Any:
+        asked.append((names, cluster.is_open))
+        return ClusterFacts([], {}, [], [], [])
+
+    monkeypatch.setattr(cluster_check, "gather", gather)
+    assert command(None, False, "auto", "ssh", tmp_path, True) == 0
+    assert asked == [(list(ADDRESSES), True)] and not cluster.is_open
+    assert json.loads(capsys.readouterr().out)["ok"]
+
+
+def test_one_set_of_nodes_is_named(tmp_path: Path) -> None:
+    told = "--hostfile and --ray; allowed: one of them"
+    with pytest.raises(UserError, match=told), nodes_of(tmp_path, False, "auto", ["ssh"]):
+        pass
+    with pytest.raises(UserError, match="--ray.*nothing without --cluster"):
+        refuse_without_cluster(None, False, "auto")
+    refuse_without_cluster(None, False, None)
