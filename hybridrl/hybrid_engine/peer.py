@@ -121,6 +121,8 @@ class PeerTransport:
     def run(self) -> Traffic:
         """Fills the destination tensors; collective."""
         self.prepare()
+        for work in self._repeated:  # all before the barrier, at which a lost rank would not come
+            work.capture()
         self._cut_up()
         self._run_blocks()
         self._quantized.run()

@@ -25,19 +25,26 @@ class Repeated:
         self._graph: Any = None
         self._has_run = False
 
+    def capture(self) -> None:
+        """Makes the graph, if it is time to and there is none; waits for all of the device's work,
+        so that it comes before any work that waits for other ranks.
+        """
+        if self._device.type == "cpu" or not self._has_run or self._graph is not None:
+            return
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, NCCL's watchdog among them, may ask about events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._queue()
+        self._graph = graph
+
     def run(self) -> None:
         """Queues the work on the device's current stream."""
-        if self._device.type == "cpu" or not self._has_run:
-            self._queue()
-            self._has_run = True
+        self.capture()
+        if self._graph is not None:
+            self._graph.replay()
             return
-        if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
-            # Other threads, NCCL's watchdog among them, may ask about events meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._queue()
-            self._graph = graph
-        self._graph.replay()
+        self._queue()
+        self._has_run = True
 
     def close(self) -> None:
         """Gives the graph up: NCCL cannot end while a graph holds its work."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,6 +200,30 @@ def test_the_peer_transport_waits_for_what_it_needs_and_no_more(
     assert timeline.before("last") == {"before", "to staging", "direct", "unpack"}
     all_work = {"before", "to staging", "direct", "local", "unpack", "last"}
     assert timeline.before("after") == all_work
+
+
+def test_graphs_of_a_sync_are_made_before_its_barrier() -> None:
+    """To make one waits for the device, which would wait at the barrier for a rank that is lost."""
+    did: list[str] = []
+    transport: Any = object.__new__(PeerTransport)
+    transport.prepare = lambda: did.append("prepared")
+    work = SimpleNamespace(capture=lambda: did.append("captured"))
+    transport._repeated = [work, work]
+    transport._cut_up = lambda: did.append("barrier and cut-up")
+    transport._run_blocks = lambda: did.append("blocks")
+    transport._quantized = SimpleNamespace(run=lambda: did.append("quantized"))
+    transport._plan = SimpleNamespace(streams=["one"])
+    transport._memory = SimpleNamespace(barrier=lambda: did.append("barrier"))
+    transport._traffic = "traffic"
+    assert transport.run() == "traffic"
+    assert did == [
+        "prepared",
+        *["captured"] * 2,
+        "barrier and cut-up",
+        "blocks",
+        "quantized",
+        "barrier",
+    ]
 
 
 class NotLoading:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,3 +100,15 @@ def test_the_experts_of_a_mixture_are_asked_by_the_tensor() -> None:
     Counting.asked = 0
     assert not places.have_changed()
     assert Counting.asked == 1
+
+
+def test_graphs_are_made_before_work_that_waits_for_other_ranks(happened: list[str]) -> None:
+    """To make one waits for the device, and a device that waits for a lost rank does not end."""
+    works = [Repeated(partial(happened.append, name), CUDA) for name in ("barrier", "local")]
+    for _ in range(2):
+        for work in works:
+            work.capture()
+        for work in works:
+            work.run()
+    first, made = ["barrier", "local"], ["begun", "barrier", "captured", "begun", "local"]
+    assert happened == [*first, *made, "captured", "replayed", "replayed"]
